@@ -1,0 +1,88 @@
+//! What a frontend calls: the disk behind a device, and one queue's way to it.
+//!
+//! ```text
+//!   virtio queue worker ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, RAM)
+//!          ▲                             │
+//!          └────── completions ◀── event ┘      one queue, one thread, one event descriptor
+//! ```
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+pub use walvisor_storage::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+
+/// What a backend really does (promise 6: a feature bit is offered only if this says so).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Capabilities {
+    /// WRITE, DISCARD and WRITE_ZEROES fail with [`Failure::ReadOnly`].
+    pub read_only: bool,
+    /// FLUSH makes completed writes durable, and a volatile cache exists for it to flush.
+    pub flush: bool,
+    /// [`Backend::set_write_cache`] works.
+    pub write_cache_toggle: bool,
+    /// DISCARD works.
+    pub discard: bool,
+    /// WRITE_ZEROES works.
+    pub write_zeroes: bool,
+}
+
+/// A disk that any number of queues can be opened on.
+pub trait Backend: Send + Sync {
+    /// Capacity in sectors of 512 bytes.
+    fn sectors(&self) -> u64;
+
+    /// What the disk really does.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Whether writes complete before they are durable (writeback). `false` is writethrough.
+    fn write_cache(&self) -> bool;
+
+    /// Turns the volatile write cache on (writeback) or off (writethrough). Requests submitted after
+    /// the call follow the new mode; turning it off makes everything written so far durable with the
+    /// next write or FLUSH.
+    fn set_write_cache(&self, on: bool);
+
+    /// Opens a way in for one queue worker.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor, a ring or a thread.
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>>;
+
+    /// What the disk's log has done so far, where it has one.
+    fn log_counters(&self) -> Option<LogCounters> {
+        None
+    }
+}
+
+/// Counts of the log behind a disk since it was opened. Disks on one log report the same counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogCounters {
+    /// FLUSH requests received.
+    pub flushes: u64,
+    /// FLUSH requests that waited for a commit group (the others found nothing new).
+    pub flushes_grouped: u64,
+    /// Commit groups made durable.
+    pub groups: u64,
+    /// Device syncs (fdatasync) issued on the log.
+    pub syncs: u64,
+    /// Bytes written to the log, headers and padding included.
+    pub log_bytes: u64,
+}
+
+/// One queue's way to a disk. Owned and called by one thread.
+///
+/// A FLUSH, and a write in writethrough mode, completes later without blocking the requests beside it.
+pub trait BackendQueue: Send {
+    /// Hands in one request. Its completion carries `token`. Never blocks on the medium's sync.
+    fn submit(&mut self, token: u64, operation: Operation);
+
+    /// Ends a batch: whatever was submitted since the last call is started now.
+    fn kick(&mut self);
+
+    /// Readable when [`completions`](Self::completions) may have something to give.
+    fn event(&self) -> BorrowedFd<'_>;
+
+    /// Appends the requests that have ended to `done`, in the order they ended, and clears the event.
+    /// Call it after [`kick`](Self::kick) too: a request may end at once, without the event.
+    fn completions(&mut self, done: &mut Vec<Completion>);
+}

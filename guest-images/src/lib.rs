@@ -1,0 +1,1 @@
+//! placeholder text replaced by the crate's own documentation.

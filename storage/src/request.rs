@@ -1,0 +1,73 @@
+//! What a frontend asks of a disk, and what it gets back.
+
+use crate::Buffer;
+
+/// Bytes in a sector, the unit of every address here, as in virtio-blk (virtio 1.2, 5.2.4).
+pub const SECTOR_SIZE: u64 = 512;
+
+/// The longest request in bytes. A longer one fails with [`Failure::TooLarge`]: a request is one log
+/// record, and a record never spans segments.
+pub const MAX_REQUEST_BYTES: usize = 16 << 20;
+
+/// One request to a disk. Every range is in sectors of [`SECTOR_SIZE`] bytes.
+#[derive(Debug)]
+pub enum Operation {
+    /// Read `sectors` sectors from `sector` on. Completes with the data.
+    Read {
+        /// First sector.
+        sector: u64,
+        /// Number of sectors, at least 1.
+        sectors: u32,
+    },
+    /// Write `data`, whose length is a positive multiple of [`SECTOR_SIZE`], from `sector` on.
+    Write {
+        /// First sector.
+        sector: u64,
+        /// The payload, copied out of the client's memory already.
+        data: Buffer,
+    },
+    /// The client no longer needs these sectors: they read as zeroes from now on.
+    Discard {
+        /// First sector.
+        sector: u64,
+        /// Number of sectors, at least 1.
+        sectors: u32,
+    },
+    /// Make these sectors read as zeroes.
+    WriteZeroes {
+        /// First sector.
+        sector: u64,
+        /// Number of sectors, at least 1.
+        sectors: u32,
+        /// Whether the space behind them may be given back.
+        unmap: bool,
+    },
+    /// Make every request completed before this one was submitted survive power loss.
+    Flush,
+}
+
+/// Why a request failed. The data is as if the request had not been made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// The range is empty, or ends beyond the disk.
+    #[error("the range is empty or ends beyond the disk")]
+    OutOfRange,
+    /// Longer than [`MAX_REQUEST_BYTES`], or no multiple of the sector size.
+    #[error("the request is too large or no multiple of 512 bytes")]
+    TooLarge,
+    /// The disk is read-only.
+    #[error("the disk is read-only")]
+    ReadOnly,
+    /// The medium failed, or the log had failed before (promise 5: an error is final).
+    #[error("I/O error")]
+    Io,
+}
+
+/// The end of a request.
+#[derive(Debug)]
+pub struct Completion {
+    /// The token given with the request.
+    pub token: u64,
+    /// The data of a read, `None` for every other operation; or why it failed.
+    pub result: Result<Option<Buffer>, Failure>,
+}

@@ -1,0 +1,2 @@
+//! `walvisor`: boots Linux guests on write-ahead-logged disks.
+fn main() {}
