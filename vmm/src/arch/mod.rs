@@ -1,0 +1,3 @@
+//! Everything specific to one processor architecture.
+
+pub mod x86_64;

@@ -1,0 +1,3 @@
+//! x86-64: start states, tables and registers.
+
+pub mod long_mode;
