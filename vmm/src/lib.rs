@@ -1,4 +1,16 @@
 //! The virtual machine monitor: KVM, boot, buses, interrupts, command line.
+//!
+//! ```text
+//!   main ─▶ cli ─▶ commands::run ─▶ vm::VmBuilder ─▶ Vm ── one thread per vCPU ──▶ KVM_RUN
+//!                                        │                       │ exits
+//!                      arch::x86_64 (boot, ACPI, CPUID)          ▼
+//!                                                    bus (PIO, MMIO) ─▶ serial, i8042, ACPI, PCI,
+//!                                                                       virtio transports
+//! ```
 
 pub mod arch;
+pub mod cli;
+pub mod commands;
+pub mod disk_spec;
 pub mod probe;
+pub mod size;

@@ -1,2 +1,8 @@
 //! `walvisor`: boots Linux guests on write-ahead-logged disks.
-fn main() {}
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+fn main() -> ExitCode {
+    walvisor::cli::main(Instant::now())
+}

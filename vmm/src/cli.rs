@@ -1,0 +1,101 @@
+//! The command line: its grammar (clap), exit statuses, and errors as one line on stderr.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use crate::commands::{self, CommandError};
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "walvisor",
+    version,
+    about = "A small KVM VMM whose disks keep their promise"
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Boot a Linux guest.
+    Run(commands::run::RunArguments),
+}
+
+/// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
+/// `started` is when the process began.
+pub fn main(started: Instant) -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return report_usage(&error),
+    };
+    let result = match cli.command {
+        Command::Run(arguments) => commands::run::run(&arguments, started),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("walvisor: {error}");
+            ExitCode::from(match error {
+                CommandError::Usage(_) => 2,
+                CommandError::Failed(_) => 1,
+            })
+        }
+    }
+}
+
+/// Prints help and version as clap does, and every error as one line.
+fn report_usage(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            // A reader that closed the pipe early has what it wanted.
+            let _ = error.print();
+            ExitCode::SUCCESS
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            eprintln!("walvisor: a command is missing: see 'walvisor --help'");
+            ExitCode::from(2)
+        }
+        _ => {
+            eprintln!("walvisor: {}", one_line(&error.to_string()));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Clap's message without its usage block, joined into one line.
+fn one_line(message: &str) -> String {
+    let lines: Vec<&str> = message
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
+        .filter(|line| !line.is_empty())
+        .collect();
+    let text = lines.join(" ");
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    format!("{text}; see 'walvisor --help'")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_grammar_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn usage_errors_fit_one_line() {
+        let error = Cli::try_parse_from(["walvisor", "run"]).unwrap_err();
+        let line = one_line(&error.to_string());
+        assert!(!line.contains('\n') && line.contains("--kernel"), "{line}");
+    }
+}

@@ -1,0 +1,21 @@
+//! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
+
+pub mod run;
+
+/// Why a command did not succeed. Its text is one line: what, where, what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// The command line asks for something that makes no sense: exit status 2.
+    #[error("{0}")]
+    Usage(String),
+    /// Carrying it out failed: exit status 1.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl CommandError {
+    /// A failure (exit status 1) with the text of `error`.
+    pub fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+}

@@ -1,0 +1,397 @@
+//! SPEC: a disk as the command line describes it, `path=disk.img,transport=pci,queues=4`.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use walvisor_devices::backend::SECTOR_SIZE;
+
+use crate::size::parse_size;
+
+/// Every key that this version carries out, in the order of the manual.
+const KEYS: &str =
+    "path, log, backend, transport, queues, queue-size, cache, readonly, serial, size";
+
+/// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// Most queues of one disk.
+pub const MAX_QUEUES: u16 = 64;
+/// Smallest queue size: fewer descriptors than one request with data needs make no sense.
+pub const MIN_QUEUE_SIZE: u16 = 4;
+/// Largest queue size: a bound on what one queue can keep in flight. The specification allows 32768 (virtio 1.2, 2.7).
+pub const MAX_QUEUE_SIZE: u16 = 1024;
+/// Queue size if none is given.
+pub const DEFAULT_QUEUE_SIZE: u16 = 256;
+
+/// What keeps the disk's data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackendKind {
+    /// A base image and a write-ahead log.
+    #[default]
+    Wal,
+    /// Memory: gone when the guest ends.
+    Ram,
+}
+
+/// How the guest reaches the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportKind {
+    /// virtio-mmio, version 2.
+    #[default]
+    Mmio,
+    /// virtio-pci, modern, with MSI-X.
+    Pci,
+}
+
+/// When a write completes, and what a FLUSH does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheMode {
+    /// Writes complete before they are durable; FLUSH makes them so.
+    #[default]
+    Writeback,
+    /// A write is durable before it completes.
+    Writethrough,
+    /// FLUSH completes at once and makes nothing durable: for throw-away guests.
+    Unsafe,
+}
+
+/// A disk as the command line describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskSpec {
+    /// The base image; `None` for a RAM disk that starts empty.
+    pub path: Option<PathBuf>,
+    /// The log's directory; `None` is `<path>.wal`.
+    pub log: Option<PathBuf>,
+    /// What keeps the data.
+    pub backend: BackendKind,
+    /// How the guest reaches it.
+    pub transport: TransportKind,
+    /// Request queues; `None` is one per vCPU.
+    pub queues: Option<u16>,
+    /// Descriptors in each queue, a power of two.
+    pub queue_size: u16,
+    /// When a write completes.
+    pub cache: CacheMode,
+    /// Whether the guest may only read.
+    pub read_only: bool,
+    /// The serial a GET_ID request returns; `None` is the name of the image file.
+    pub serial: Option<String>,
+    /// Size of a RAM disk in bytes.
+    pub size: Option<u64>,
+}
+
+/// Why a SPEC was refused. Its text is one line and names the key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DiskSpecError {
+    /// A part has no `=`.
+    #[error("'{0}' has no '=': a disk is path=FILE[,key=value ...] (keys: {KEYS})")]
+    NoValue(String),
+    /// A key that does not exist.
+    #[error("unknown key '{0}' (keys: {KEYS})")]
+    UnknownKey(String),
+    /// A key given twice.
+    #[error("key '{0}' is given twice: give it once")]
+    Twice(String),
+    /// A value that its key does not take.
+    #[error("{key}={value}: give {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value as given.
+        value: String,
+        /// What it takes.
+        expected: String,
+    },
+    /// A key or value that is planned, but not carried out.
+    #[error("{0} is not carried out by this version: leave it out")]
+    NotYet(String),
+    /// A disk with no `path`.
+    #[error("a disk needs path=FILE (or backend=ram,size=N)")]
+    NoPath,
+    /// Two keys that contradict each other.
+    #[error("{0}")]
+    Conflict(&'static str),
+}
+
+impl FromStr for DiskSpec {
+    type Err = DiskSpecError;
+
+    fn from_str(text: &str) -> Result<Self, DiskSpecError> {
+        let mut spec = Self {
+            path: None,
+            log: None,
+            backend: BackendKind::default(),
+            transport: TransportKind::default(),
+            queues: None,
+            queue_size: DEFAULT_QUEUE_SIZE,
+            cache: CacheMode::default(),
+            read_only: false,
+            serial: None,
+            size: None,
+        };
+        let mut seen = HashSet::new();
+        for part in text.split(',') {
+            let Some((key, value)) = part.split_once('=') else {
+                return Err(DiskSpecError::NoValue(part.to_owned()));
+            };
+            if !seen.insert(key) {
+                return Err(DiskSpecError::Twice(key.to_owned()));
+            }
+            spec.set(key, value)?;
+        }
+        spec.check()?;
+        Ok(spec)
+    }
+}
+
+impl DiskSpec {
+    /// Carries out one `key=value`.
+    fn set(&mut self, key: &str, value: &str) -> Result<(), DiskSpecError> {
+        match key {
+            "path" => self.path = Some(path("path", value)?),
+            "log" => self.log = Some(path("log", value)?),
+            "backend" => {
+                self.backend = match value {
+                    "wal" => BackendKind::Wal,
+                    "ram" => BackendKind::Ram,
+                    "raw" => return Err(DiskSpecError::NotYet("backend=raw".to_owned())),
+                    _ => return Err(wrong("backend", value, "wal or ram")),
+                }
+            }
+            "transport" => {
+                self.transport = match value {
+                    "mmio" => TransportKind::Mmio,
+                    "pci" => TransportKind::Pci,
+                    _ => return Err(wrong("transport", value, "mmio or pci")),
+                }
+            }
+            "queues" => {
+                self.queues = Some(
+                    value
+                        .parse()
+                        .ok()
+                        .filter(|count| (1..=MAX_QUEUES).contains(count))
+                        .ok_or_else(|| {
+                            wrong("queues", value, format!("a number from 1 to {MAX_QUEUES}"))
+                        })?,
+                );
+            }
+            "queue-size" => {
+                self.queue_size = value
+                    .parse()
+                    .ok()
+                    .filter(|size: &u16| {
+                        size.is_power_of_two() && (MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size)
+                    })
+                    .ok_or_else(|| {
+                        let range =
+                            format!("a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}");
+                        wrong("queue-size", value, range)
+                    })?;
+            }
+            "cache" => {
+                self.cache = match value {
+                    "writeback" => CacheMode::Writeback,
+                    "writethrough" => CacheMode::Writethrough,
+                    "unsafe" => CacheMode::Unsafe,
+                    _ => return Err(wrong("cache", value, "writeback, writethrough or unsafe")),
+                }
+            }
+            "readonly" => {
+                self.read_only = match value {
+                    "on" => true,
+                    "off" => false,
+                    _ => return Err(wrong("readonly", value, "on or off")),
+                }
+            }
+            "serial" => {
+                let printable = value.bytes().all(|byte| byte.is_ascii_graphic());
+                if value.is_empty() || value.len() > MAX_SERIAL_BYTES || !printable {
+                    let limit = format!("1 to {MAX_SERIAL_BYTES} printable ASCII characters");
+                    return Err(wrong("serial", value, limit));
+                }
+                self.serial = Some(value.to_owned());
+            }
+            "size" => {
+                let bytes = parse_size(value).map_err(|_| {
+                    wrong("size", value, "a number of bytes, or one with K, M, G or T")
+                })?;
+                if bytes == 0 || !bytes.is_multiple_of(SECTOR_SIZE) {
+                    return Err(wrong("size", value, "a positive multiple of 512 bytes"));
+                }
+                self.size = Some(bytes);
+            }
+            "commit-wait-usec" | "commit-wait-count" | "socket" => {
+                return Err(DiskSpecError::NotYet(format!("key '{key}'")));
+            }
+            _ => return Err(DiskSpecError::UnknownKey(key.to_owned())),
+        }
+        Ok(())
+    }
+
+    /// Refuses keys that contradict each other.
+    fn check(&self) -> Result<(), DiskSpecError> {
+        match self.backend {
+            BackendKind::Wal => {
+                if self.size.is_some() {
+                    return Err(DiskSpecError::Conflict(
+                        "size= is for backend=ram: a disk image has a size ('walvisor disk create' sets it)",
+                    ));
+                }
+                if self.path.is_none() {
+                    return Err(DiskSpecError::NoPath);
+                }
+            }
+            BackendKind::Ram => {
+                if self.log.is_some() {
+                    return Err(DiskSpecError::Conflict(
+                        "backend=ram has no log: leave log= out",
+                    ));
+                }
+                if self.path.is_some() {
+                    return Err(DiskSpecError::Conflict(
+                        "backend=ram starts empty: give size=N in place of path=",
+                    ));
+                }
+                if self.size.is_none() {
+                    return Err(DiskSpecError::Conflict(
+                        "backend=ram needs size=N, such as size=64M",
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The log's directory: as given, or `<path>.wal`. `None` for a RAM disk.
+    pub fn log_directory(&self) -> Option<PathBuf> {
+        self.log.clone().or_else(|| {
+            let mut name = self.path.clone()?.into_os_string();
+            name.push(".wal");
+            Some(PathBuf::from(name))
+        })
+    }
+
+    /// What messages call the disk.
+    pub fn name(&self) -> String {
+        match &self.path {
+            Some(path) => path.display().to_string(),
+            None => "ram disk".to_owned(),
+        }
+    }
+}
+
+/// A value that is a path.
+fn path(key: &'static str, value: &str) -> Result<PathBuf, DiskSpecError> {
+    if value.is_empty() {
+        Err(wrong(key, value, "a path"))
+    } else {
+        Ok(PathBuf::from(value))
+    }
+}
+
+/// A value that `key` does not take.
+fn wrong(key: &'static str, value: &str, expected: impl Into<String>) -> DiskSpecError {
+    DiskSpecError::Value {
+        key,
+        value: value.to_owned(),
+        expected: expected.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<DiskSpec, String> {
+        text.parse()
+            .map_err(|error: DiskSpecError| error.to_string())
+    }
+
+    #[test]
+    fn a_path_alone_has_the_defaults() {
+        let spec = parse("path=disk.img").unwrap();
+        assert_eq!(spec.path, Some(PathBuf::from("disk.img")));
+        assert_eq!(spec.log_directory(), Some(PathBuf::from("disk.img.wal")));
+        assert_eq!(spec.backend, BackendKind::Wal);
+        assert_eq!(spec.transport, TransportKind::Mmio);
+        assert_eq!(spec.cache, CacheMode::Writeback);
+        assert!(!spec.read_only);
+        assert_eq!((spec.queues, spec.queue_size), (None, 256));
+    }
+
+    #[test]
+    fn every_key_is_carried_out() {
+        let spec = parse(
+            "path=a.img,log=l,backend=wal,transport=pci,queues=4,queue-size=128,cache=writethrough,readonly=on,serial=S1",
+        )
+        .unwrap();
+        assert_eq!(spec.log_directory(), Some(PathBuf::from("l")));
+        assert_eq!(spec.transport, TransportKind::Pci);
+        assert_eq!((spec.queues, spec.queue_size), (Some(4), 128));
+        assert_eq!(spec.cache, CacheMode::Writethrough);
+        assert!(spec.read_only);
+        assert_eq!(spec.serial.as_deref(), Some("S1"));
+        let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
+        assert_eq!(
+            (ram.backend, ram.size, ram.cache),
+            (BackendKind::Ram, Some(64 << 20), CacheMode::Unsafe)
+        );
+        assert_eq!(ram.log_directory(), None);
+    }
+
+    #[test]
+    fn a_wrong_key_is_named_with_the_valid_ones() {
+        let error = parse("path=a,cashe=unsafe").unwrap_err();
+        assert!(
+            error.contains("'cashe'") && error.contains("cache, readonly"),
+            "{error}"
+        );
+        assert!(!error.contains('\n'));
+    }
+
+    #[test]
+    fn keys_of_later_versions_say_so() {
+        for text in [
+            "path=a,backend=raw",
+            "path=a,socket=s",
+            "path=a,commit-wait-usec=1",
+            "path=a,commit-wait-count=1",
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(
+                error.contains("not carried out by this version"),
+                "{text}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn wrong_values_are_refused() {
+        for text in [
+            "",
+            "path",
+            "path=",
+            "path=a,path=b",
+            "path=a,queues=0",
+            "path=a,queues=65",
+            "path=a,queue-size=100",
+            "path=a,queue-size=65536",
+            "path=a,readonly=yes",
+            "path=a,serial=",
+            "path=a,serial=123456789012345678901",
+            "path=a,cache=none",
+            "path=a,transport=ccw",
+            "log=l",
+            "backend=ram",
+            "backend=ram,size=513",
+            "backend=ram,size=0",
+            "backend=ram,size=1M,log=l",
+            "backend=ram,path=x,size=1M",
+            "path=a,size=1M",
+            "path=a,",
+        ] {
+            assert!(parse(text).is_err(), "{text:?} was taken");
+        }
+    }
+}
