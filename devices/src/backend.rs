@@ -9,7 +9,9 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-pub use walvisor_storage::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+pub use walvisor_storage::{
+    Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
+};
 
 /// What a backend really does (promise 6: a feature bit is offered only if this says so).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,1 +1,57 @@
-//! placeholder text replaced by the crate's own documentation.
+//! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine whose KVM can run
+//! Linux: this one, or an emulated one inside QEMU, chosen by itself and said aloud.
+//!
+//! ```text
+//!   apt-get download ──▶ GuestImages (cache, checksummed) ─┐
+//!                                                          ▼
+//!   Job: a shell script + the walvisor binary ──▶ Job::run ──▶ Machine::Direct: sh run.sh
+//!                                                     │        Machine::Nested: QEMU ▶ kvm_amd ▶ sh run.sh
+//!                                                     ▼
+//!                                                 Outcome: exit status, console, result files
+//! ```
+//!
+//! From the command line:
+//!
+//! ```text
+//! cargo run -p walvisor-guest-images -- build                      images only; prints their directory
+//! cargo run -p walvisor-guest-images -- run job.sh [FILE ...]      runs job.sh; FILEs are found in $JOB
+//!                                          [--walvisor PATH]       (default: built with cargo)
+//!                                          [--results DIR]         keeps what the job put into $RESULTS
+//! ```
+//!
+//! A job boots a guest like this (all that it may use is described at the top of `scripts/run.sh`):
+//!
+//! ```sh
+//! walvisor disk create a.img --size 64M
+//! guest_initrd initrd "$JOB/guest.sh" fio          # an initramfs that runs guest.sh, with fio in it
+//! run_guest first 120 --kernel "$IMAGES/vmlinux" --initrd initrd --cmdline "console=ttyS0 quiet panic=-1 reboot=t" \
+//!     --disk path=a.img,transport=mmio --metrics "$RESULTS/metrics.json"
+//! ```
+//!
+//! and in guest.sh, for instance: `mke2fs -q -t ext4 /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
+//! guest then powers off, or reboots with `guest.end=reboot` on its command line. With `root=/dev/vda` and a copy of
+//! `$IMAGES/root.ext4` as first disk the same script runs with that root.
+//!
+//! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
+
+mod cache;
+mod error;
+mod images;
+mod job;
+mod kernel;
+mod machine;
+mod nested;
+mod packages;
+mod process;
+mod program;
+mod reporter;
+mod userland;
+
+pub use cache::Cache;
+pub use error::{Error, Result};
+pub use images::GuestImages;
+pub use job::{Job, Outcome};
+pub use machine::Machine;
+pub use packages::install_missing;
+pub use program::walvisor_binary;
+pub use reporter::Reporter;

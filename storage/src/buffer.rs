@@ -32,8 +32,14 @@ impl Buffer {
         let layout = Layout::from_size_align(size, BUFFER_ALIGN).expect("buffer length fits isize");
         // SAFETY: the layout's size is at least BUFFER_ALIGN, never zero.
         let pointer = unsafe { alloc_zeroed(layout) };
-        let Some(pointer) = NonNull::new(pointer) else { handle_alloc_error(layout) };
-        Self { pointer, len, layout }
+        let Some(pointer) = NonNull::new(pointer) else {
+            handle_alloc_error(layout)
+        };
+        Self {
+            pointer,
+            len,
+            layout,
+        }
     }
 }
 

@@ -1,0 +1,105 @@
+#!/bin/sh
+# Runs job/job.sh, on whichever machine. Around it: IMAGES (the guest's images, read-only) and BASE (the rest). What a job
+# may use:
+#   $JOB      the job's own files         $WORK     its working directory, with space for disks
+#   $RESULTS  what it puts here is handed back to the caller
+#   walvisor  on the search path
+# and these functions:
+#   progress TEXT                         replaces the progress line
+#   guest_initrd OUT SCRIPT [fio]         makes an initramfs whose guest runs SCRIPT; with fio if asked for
+#   start_guest NAME ARGUMENT...          starts `walvisor run ARGUMENT...`; its output is shown and kept in $RESULTS/NAME.log
+#   wait_guest NAME SECONDS               waits for its end: walvisor's exit status, or 124 after SECONDS (it is killed then)
+#   wait_line NAME PATTERN SECONDS        waits until the output has a line that matches PATTERN: 0, or 1 if it never comes
+#   kill_guest NAME                       kills it with SIGKILL, and waits for its end
+#   run_guest NAME SECONDS ARGUMENT...    start_guest and wait_guest
+#   guest_files NAME                      puts the files that the guest sent with send_file into $RESULTS
+# A guest that does not show its first line within BOOT_SECONDS ends the job with status 75: the caller tries once more.
+JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results
+PATH=$BASE/bin:$PATH
+BOOT_SECONDS=${BOOT_SECONDS:-90}
+export IMAGES JOB WORK RESULTS PATH
+
+progress() { echo "progress: $*"; }
+
+guest_initrd() {
+    cat "$IMAGES/initramfs-base.cpio" >"$1"
+    [ "$3" = fio ] && cat "$IMAGES/initramfs-fio.cpio" >>"$1"
+    mkdir -p "$1.d"
+    cat "$BASE/guest-functions.sh" "$2" >"$1.d/job"
+    (cd "$1.d" && echo job | cpio -o -H newc 2>/dev/null) >>"$1"
+}
+
+start_guest() {
+    name=$1
+    shift
+    rm -f "$WORK/$name.status" "$WORK/$name.pid" "$WORK/$name.pipe"
+    : >"$RESULTS/$name.log"
+    mkfifo "$WORK/$name.pipe"
+    tee "$RESULTS/$name.log" <"$WORK/$name.pipe" &
+    echo $! >"$WORK/$name.tee"
+    {
+        # The inner shell becomes walvisor: its process id is what kill_guest needs.
+        sh -c 'echo $$ >"$0"; exec walvisor run "$@"' "$WORK/$name.pid" "$@" </dev/null
+        echo $? >"$WORK/$name.new"
+        mv "$WORK/$name.new" "$WORK/$name.status"
+    } >"$WORK/$name.pipe" 2>&1 &
+    wait_line "$name" 'guest: ready' "$BOOT_SECONDS" && return 0
+    [ -f "$WORK/$name.status" ] && return 0
+    kill_guest "$name"
+    echo "job: guest $name did not boot within $BOOT_SECONDS s"
+    exit 75
+}
+
+wait_guest() {
+    deadline=$(($(date +%s) + $2))
+    while ! [ -f "$WORK/$1.status" ]; do
+        if [ "$(date +%s)" -ge "$deadline" ]; then
+            echo "job: guest $1 did not end within $2 s"
+            kill_guest "$1"
+            return 124
+        fi
+        sleep 0.2
+    done
+    # tee may still hold the last lines.
+    wait "$(cat "$WORK/$1.tee")"
+    return "$(cat "$WORK/$1.status")"
+}
+
+wait_line() {
+    deadline_line=$(($(date +%s) + $3))
+    until grep -q "$2" "$RESULTS/$1.log"; do
+        [ "$(date +%s)" -lt "$deadline_line" ] || return 1
+        if [ -f "$WORK/$1.status" ]; then
+            sleep 0.2
+            grep -q "$2" "$RESULTS/$1.log"
+            return
+        fi
+        sleep 0.2
+    done
+}
+
+kill_guest() {
+    kill -KILL "$(cat "$WORK/$1.pid")"
+    wait "$(cat "$WORK/$1.tee")"
+}
+
+run_guest() {
+    run_name=$1 run_seconds=$2
+    shift 2
+    start_guest "$run_name" "$@"
+    wait_guest "$run_name" "$run_seconds"
+}
+
+guest_files() {
+    tr -d '\r' <"$RESULTS/$1.log" |
+        awk -v directory="$WORK" '
+            /^guest: file / { out = directory "/" $3 ".b64"; printf "" >out; print $3 >(directory "/files"); next }
+            /^guest: end of file/ { out = ""; next }
+            out != "" { print >out }'
+    while read -r file; do
+        base64 -d "$WORK/$file.b64" | gunzip >"$RESULTS/$file" || return 1
+    done <"$WORK/files"
+}
+
+cd "$WORK" || exit 70
+. "$JOB/job.sh"

@@ -1,0 +1,72 @@
+//! What can go wrong while images are built or a job is run: one line each, naming the thing and the remedy.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why an image could not be built or a job could not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A program that this crate drives failed.
+    #[error("{command} failed ({status}): {message}")]
+    Program {
+        /// The command line.
+        command: String,
+        /// Its exit status, as the system words it.
+        status: String,
+        /// The last line of its standard error that says something.
+        message: String,
+    },
+    /// A program that this crate drives could not be started.
+    #[error("{command} cannot be started: {source}; install the package that holds it")]
+    Start {
+        /// The command line.
+        command: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file or directory could not be read or written.
+    #[error("{action} {path}: {source}")]
+    File {
+        /// What was tried, for instance `read`.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// Something has not the form that it must have.
+    #[error("{0}")]
+    Unusable(String),
+    /// A machine did not boot, also when it was tried again.
+    #[error("{what} did not boot in {attempts} attempts: the console output shows how far it came")]
+    Hung {
+        /// What hung.
+        what: &'static str,
+        /// How often it was tried.
+        attempts: u32,
+    },
+    /// A job took too long.
+    #[error("the job did not end within {seconds} s: the console output shows what it was doing")]
+    TimedOut {
+        /// The limit, in seconds.
+        seconds: u64,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Adds the action and the path to an I/O error.
+pub(crate) trait FileContext<T> {
+    fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T>;
+}
+
+impl<T> FileContext<T> for io::Result<T> {
+    fn at(self, action: &'static str, path: impl Into<PathBuf>) -> Result<T> {
+        self.map_err(|source| Error::File {
+            action,
+            path: path.into(),
+            source,
+        })
+    }
+}

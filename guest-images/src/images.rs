@@ -1,0 +1,193 @@
+//! The two sets of images.
+//!
+//! ```text
+//!   packages + scripts ──▶ guest-<key>/    vmlinuz, vmlinux, initramfs-base.cpio, initramfs-fio.cpio,
+//!                                          root.ext4, initramfs-outer.cpio
+//!   guest-<key>/ ────────▶ nested-<key>/   images.ext4: all of that on a disk, only made for nesting
+//! ```
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::cache::{Cache, MANIFEST};
+use crate::error::{Error, FileContext, Result};
+use crate::kernel::{Modules, extract_vmlinux};
+use crate::packages;
+use crate::reporter::Reporter;
+use crate::userland::{Tree, make_ext4};
+
+/// Raised when what the builder makes of the same inputs changes.
+const BUILDER: &[u8] = b"1";
+
+const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
+const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
+
+const IMAGES_DISK: &str = "images.ext4";
+
+/// What the guest loads at boot.
+const GUEST_MODULES: [&str; 6] = [
+    "virtio_mmio",
+    "virtio_pci",
+    "virtio_blk",
+    // The checksum that ext4 asks the kernel's crypto interface for by name.
+    "crc32c_generic",
+    "ext4",
+    "virtio_rng",
+];
+/// What the machine around a nested guest loads.
+const OUTER_MODULES: [&str; 5] = [
+    "virtio_pci",
+    "virtio_blk",
+    "crc32c_generic",
+    "ext4",
+    "kvm_amd",
+];
+
+/// Host programs that the build needs, each with its package.
+const BUILD_NEEDS: [(&str, &str); 8] = [
+    ("dpkg-deb", "dpkg"),
+    ("cpio", "cpio"),
+    ("mke2fs", "e2fsprogs"),
+    ("lz4", "lz4"),
+    ("xz", "xz-utils"),
+    ("zstd", "zstd"),
+    ("gzip", "gzip"),
+    ("ldd", "libc-bin"),
+];
+
+/// Images for a Linux guest: a directory with
+///
+/// - `vmlinuz`: the distribution's kernel as a bzImage;
+/// - `vmlinux`: the same kernel as an ELF file with a PVH entry point;
+/// - `initramfs-base.cpio`: busybox, e2fsprogs, the virtio and ext4 modules, and `/init`;
+/// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the former;
+/// - `root.ext4`: a root file system with all of that, to be booted with `root=/dev/vda`;
+/// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, and another `/init`;
+/// - `packages.txt`: the packages that all this is made of.
+#[derive(Clone, Debug)]
+pub struct GuestImages {
+    /// The directory.
+    pub directory: PathBuf,
+}
+
+impl GuestImages {
+    /// Gives the images, built first if they are missing, damaged or out of date.
+    ///
+    /// # Errors
+    /// A download or a step of the build fails; the cache is then as before.
+    pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
+        packages::install_missing(&BUILD_NEEDS, reporter)?;
+        let scratch =
+            tempfile::tempdir_in(cache.root()).at("create a directory in", cache.root())?;
+        reporter.progress("asking apt for package versions");
+        let packages = packages::resolve(scratch.path(), reporter)?;
+        let list = packages::list(&packages);
+        let inputs = [
+            BUILDER,
+            list.as_bytes(),
+            GUEST_INIT.as_bytes(),
+            OUTER_INIT.as_bytes(),
+        ];
+        let directory = cache.entry("guest", &inputs, reporter, |directory| {
+            let unpacked = scratch.path().join("unpacked");
+            packages::unpack(&packages, scratch.path(), &unpacked, reporter)?;
+            build_guest(&unpacked, scratch.path(), directory, reporter)?;
+            let record = directory.join("packages.txt");
+            fs::write(&record, &list).at("write", &record)
+        })?;
+        Ok(Self { directory })
+    }
+
+    /// The path of one of the files named above.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+}
+
+fn build_guest(
+    unpacked: &Path,
+    scratch: &Path,
+    directory: &Path,
+    reporter: &Reporter,
+) -> Result<()> {
+    reporter.progress("extracting the kernel");
+    let vmlinuz = find_kernel(&unpacked.join("boot"))?;
+    let image = fs::read(&vmlinuz).at("read", &vmlinuz)?;
+    let target = directory.join("vmlinux");
+    fs::write(&target, extract_vmlinux(&image)?).at("write", &target)?;
+    let target = directory.join("vmlinuz");
+    fs::write(&target, image).at("write", &target)?;
+
+    reporter.progress("packing the guest's initramfs");
+    let base = Tree::new(scratch.join("base"))?;
+    add_system(&base, unpacked, "init", GUEST_INIT, &GUEST_MODULES)?;
+    base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
+    let fio = Tree::new(scratch.join("fio"))?;
+    fio.program(unpacked, "bin/fio")?;
+    fio.pack_initramfs(&directory.join("initramfs-fio.cpio"))?;
+
+    reporter.progress("packing the outer initramfs");
+    let outer = Tree::new(scratch.join("outer"))?;
+    add_system(&outer, unpacked, "init", OUTER_INIT, &OUTER_MODULES)?;
+    outer.directories(&["images", "work"])?;
+    outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
+
+    reporter.progress("making the guest's root file system");
+    let root = Tree::new(scratch.join("root"))?;
+    add_system(&root, unpacked, "sbin/init", GUEST_INIT, &[])?;
+    root.program(unpacked, "bin/fio")?;
+    root.pack_ext4(&directory.join("root.ext4"), 192)
+}
+
+/// Adds what every system here consists of: busybox, e2fsprogs, its modules in load order, and its init.
+fn add_system(
+    tree: &Tree,
+    unpacked: &Path,
+    init: &str,
+    script: &str,
+    modules: &[&str],
+) -> Result<()> {
+    tree.directories(&["dev", "etc", "mnt", "proc", "run", "sys", "tmp"])?;
+    tree.busybox(unpacked)?;
+    for program in ["sbin/mke2fs", "sbin/e2fsck", "sbin/debugfs"] {
+        tree.program(unpacked, program)?;
+    }
+    let configuration = unpacked.join("etc/mke2fs.conf");
+    let text = fs::read(&configuration).at("read", &configuration)?;
+    tree.file("etc/mke2fs.conf", &text, 0o644)?;
+    tree.file(init, script.as_bytes(), 0o755)?;
+    let found = Modules::find(unpacked)?;
+    for (position, (name, content)) in found.load_order(modules)?.iter().enumerate() {
+        tree.file(&format!("modules/{position:02}-{name}.ko"), content, 0o644)?;
+    }
+    Ok(())
+}
+
+fn find_kernel(boot: &Path) -> Result<PathBuf> {
+    fs::read_dir(boot)
+        .at("read", boot)?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .find(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
+        })
+        .ok_or_else(|| Error::Unusable("the kernel package holds no /boot/vmlinuz-*".to_owned()))
+}
+
+/// The disk with which the machine around a nested guest gets at the guest's images.
+///
+/// # Errors
+/// It is missing, damaged or out of date, and cannot be built.
+pub(crate) fn images_disk(
+    cache: &Cache,
+    guest: &GuestImages,
+    reporter: &Reporter,
+) -> Result<PathBuf> {
+    let manifest = guest.path(MANIFEST);
+    let manifest = fs::read(&manifest).at("read", &manifest)?;
+    let directory = cache.entry("nested", &[BUILDER, &manifest], reporter, |directory| {
+        reporter.progress("packing the images for nesting");
+        make_ext4(&guest.directory, &directory.join(IMAGES_DISK), 768)
+    })?;
+    Ok(directory.join(IMAGES_DISK))
+}

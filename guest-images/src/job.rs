@@ -1,0 +1,303 @@
+//! Jobs: shell scripts that run `walvisor run` on a machine whose KVM can run Linux.
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::{TempDir, TempPath};
+
+use crate::cache::Cache;
+use crate::error::{Error, FileContext, Result};
+use crate::images::{GuestImages, images_disk};
+use crate::machine::Machine;
+use crate::nested::{Boot, End, extract};
+use crate::packages::install_missing;
+use crate::process::Leashed;
+use crate::reporter::Reporter;
+use crate::userland::{make_ext4, needed_libraries, search_path};
+
+const RUN: &str = include_str!("../scripts/run.sh");
+const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
+/// What a job ends with when a guest hung at boot (`EX_TEMPFAIL` of sysexits.h).
+const TRY_AGAIN: i32 = 75;
+const ATTEMPTS: u32 = 2;
+/// Host programs that running needs, each with its package.
+const DIRECT_NEEDS: [(&str, &str); 2] = [("setpriv", "util-linux"), ("cpio", "cpio")];
+const NESTED_NEEDS: [(&str, &str); 2] = [
+    ("qemu-system-x86_64", "qemu-system-x86"),
+    ("debugfs", "e2fsprogs"),
+];
+
+/// A job. Its script sees what `scripts/run.sh` describes at its top.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The script, for a POSIX shell.
+    pub script: String,
+    /// Further files, `(name, content)`, found in `$JOB`: mostly what the guests run.
+    pub files: Vec<(String, String)>,
+    /// The `walvisor` binary.
+    pub walvisor: PathBuf,
+    /// The whole job is killed after this time.
+    pub limit: Duration,
+    /// Space for the guests' disks in MiB. Sparse: only what is written takes space.
+    pub disk_mebibytes: u64,
+}
+
+impl Job {
+    /// A job with no further files, ten minutes, and 4 GiB for disks.
+    #[must_use]
+    pub fn new(script: impl Into<String>, walvisor: impl Into<PathBuf>) -> Self {
+        Self {
+            script: script.into(),
+            files: Vec::new(),
+            walvisor: walvisor.into(),
+            limit: Duration::from_secs(600),
+            disk_mebibytes: 4096,
+        }
+    }
+
+    /// Adds the file `$JOB/<name>`.
+    #[must_use]
+    pub fn file(mut self, name: impl Into<String>, content: impl Into<String>) -> Self {
+        self.files.push((name.into(), content.into()));
+        self
+    }
+
+    /// Runs the job on the machine that [`Machine::choose`] gives, says so aloud, and waits for its end. A boot that
+    /// hangs is tried once more, aloud.
+    ///
+    /// # Errors
+    /// The images cannot be built, the machine cannot be started, or it hangs a second time, or the job takes longer
+    /// than its limit. A script that fails is no error: see [`Outcome::status`].
+    pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
+        let (machine, reason) = Machine::choose();
+        reporter.note(&reason);
+        let needs: &[_] = match machine {
+            Machine::Direct => &DIRECT_NEEDS,
+            Machine::Nested => &NESTED_NEEDS,
+        };
+        install_missing(needs, reporter)?;
+        let images = GuestImages::ensure(cache, reporter)?;
+        for attempt in 1..=ATTEMPTS {
+            let area =
+                tempfile::tempdir_in(cache.root()).at("create a directory in", cache.root())?;
+            self.lay_out(area.path(), machine)?;
+            let mut console = String::new();
+            let line = |text: &str| {
+                console.push_str(text);
+                console.push('\n');
+                match text.strip_prefix("progress: ") {
+                    Some(progress) => reporter.progress(progress),
+                    None => reporter.console(text),
+                }
+            };
+            let status = match machine {
+                Machine::Direct => self.run_direct(area.path(), &images, line)?,
+                Machine::Nested => {
+                    let lock = cache.lock("session", reporter)?;
+                    let disk = images_disk(cache, &images, reporter)?;
+                    reporter.progress("booting the outer machine");
+                    let status = self.run_nested(area.path(), &images, &disk, line)?;
+                    drop(lock);
+                    status
+                }
+            };
+            if let Some(status) = status {
+                return Ok(Outcome {
+                    status,
+                    console,
+                    hung_boots: attempt - 1,
+                    machine,
+                    area,
+                });
+            }
+            reporter.note(&format!("a boot hung: attempt {attempt} of {ATTEMPTS}"));
+        }
+        Err(Error::Hung {
+            what: "the machine or a guest on it",
+            attempts: ATTEMPTS,
+        })
+    }
+
+    /// Puts the job's files below `base`, in the same places on either machine.
+    fn lay_out(&self, base: &Path, machine: Machine) -> Result<()> {
+        for directory in ["job", "files", "results", "bin"] {
+            let path = base.join(directory);
+            fs::create_dir(&path).at("create", &path)?;
+        }
+        let write = |name: &str, content: &str, mode: u32| {
+            let path = base.join(name);
+            fs::write(&path, content).at("write", &path)?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode))
+                .at("set the mode of", &path)
+        };
+        write("run.sh", RUN, 0o644)?;
+        write("guest-functions.sh", GUEST_FUNCTIONS, 0o644)?;
+        write("job/job.sh", &self.script, 0o644)?;
+        for (name, content) in &self.files {
+            write(&format!("job/{name}"), content, 0o644)?;
+        }
+        let walvisor = self.walvisor.canonicalize().at("find", &self.walvisor)?;
+        let start = match machine {
+            // The guest must not outlive the job's shell.
+            Machine::Direct => format!(
+                "exec setpriv --pdeathsig KILL '{}' \"$@\"",
+                walvisor.display()
+            ),
+            Machine::Nested => {
+                let program = base.join("program");
+                fs::create_dir(&program).at("create", &program)?;
+                copy_with_libraries(&walvisor, &program)?;
+                // With its own libraries: the machine's C library may be older than the one it was built with.
+                "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
+            }
+        };
+        write("bin/walvisor", &format!("#!/bin/sh\n{start}\n"), 0o755)
+    }
+
+    /// Runs the script on this machine. `None`: a guest hung at boot.
+    fn run_direct(
+        &self,
+        base: &Path,
+        images: &GuestImages,
+        mut line: impl FnMut(&str),
+    ) -> Result<Option<i32>> {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "exec sh \"$BASE/run.sh\" 2>&1"])
+            .env("BASE", base)
+            .env("IMAGES", &images.directory)
+            .env("PATH", search_path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        let mut shell = Leashed::spawn(&mut command, true)?;
+        let start = Instant::now();
+        let status = shell.watch(|text| {
+            text.into_iter().for_each(&mut line);
+            if start.elapsed() > self.limit {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        let status = status
+            .at("wait for", "sh")?
+            .ok_or_else(|| self.timed_out())?;
+        status
+            .code()
+            .map(retry_is_none)
+            .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
+    }
+
+    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung at boot.
+    fn run_nested(
+        &self,
+        base: &Path,
+        images: &GuestImages,
+        disk: &Path,
+        line: impl FnMut(&str),
+    ) -> Result<Option<i32>> {
+        // Beside, not below: the disk does not contain itself.
+        let work = base.with_extension("ext4");
+        let work = TempPath::try_from_path(&work).at("name", &work)?;
+        make_ext4(base, &work, self.disk_mebibytes + 256)?;
+        let boot = Boot {
+            kernel: &images.path("vmlinuz"),
+            initramfs: &images.path("initramfs-outer.cpio"),
+            images: disk,
+            work: &work,
+            limit: self.limit,
+        };
+        match boot.run(line)? {
+            End::NotBooted => return Ok(None),
+            End::TimedOut => return Err(self.timed_out()),
+            End::PoweredOff => {}
+        }
+        // debugfs creates the directory, and refuses to use one that is there.
+        let results = base.join("results");
+        fs::remove_dir(&results).at("remove", &results)?;
+        extract(&work, "status", base)?;
+        extract(&work, "results", base)?;
+        let file = base.join("status");
+        let status = fs::read_to_string(&file).at("read", &file)?;
+        let status = status.trim().parse().map_err(|_| {
+            Error::Unusable(format!(
+                "the nested machine left {status:?} for an exit status"
+            ))
+        })?;
+        Ok(retry_is_none(status))
+    }
+
+    fn timed_out(&self) -> Error {
+        Error::TimedOut {
+            seconds: self.limit.as_secs(),
+        }
+    }
+}
+
+fn retry_is_none(status: i32) -> Option<i32> {
+    (status != TRY_AGAIN).then_some(status)
+}
+
+/// Copies `program` as `walvisor` into `directory`, with its dynamic loader as `loader`, and its libraries.
+fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
+    let copy = |from: &Path, name: &str| {
+        fs::copy(from, directory.join(name))
+            .map(drop)
+            .at("copy", from)
+    };
+    copy(program, "walvisor")?;
+    copy(Path::new("/lib64/ld-linux-x86-64.so.2"), "loader")?;
+    for (name, path) in needed_libraries(Command::new("ldd").arg(program))? {
+        copy(&path, &name)?;
+    }
+    Ok(())
+}
+
+/// How a job ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The exit status of the script.
+    pub status: i32,
+    /// Everything that it printed, the guests' consoles included.
+    pub console: String,
+    /// Boots that hung and were tried again.
+    pub hung_boots: u32,
+    /// Where it ran.
+    pub machine: Machine,
+    area: TempDir,
+}
+
+impl Outcome {
+    /// The file `name` that the script put into `$RESULTS`.
+    ///
+    /// # Errors
+    /// There is none, or it is no text.
+    pub fn result(&self, name: &str) -> Result<String> {
+        let path = self.results().join(name);
+        fs::read_to_string(&path).at("read", &path)
+    }
+
+    /// Copies the files in `$RESULTS` into directory `target`, which is created if it is missing.
+    ///
+    /// # Errors
+    /// A file cannot be copied.
+    pub fn keep_results(&self, target: &Path) -> Result<()> {
+        fs::create_dir_all(target).at("create", target)?;
+        let results = self.results();
+        for entry in fs::read_dir(&results).at("read", &results)? {
+            let entry = entry.at("read", &results)?;
+            fs::copy(entry.path(), target.join(entry.file_name())).at("copy", entry.path())?;
+        }
+        Ok(())
+    }
+
+    /// The directory that was `$RESULTS`. It goes when this value is dropped.
+    #[must_use]
+    pub fn results(&self) -> PathBuf {
+        self.area.path().join("results")
+    }
+}

@@ -1,0 +1,107 @@
+//! `walvisor-guest-images`: builds Linux guest images, and runs jobs with them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+use walvisor_guest_images::{Cache, Error, GuestImages, Job, Reporter, Result, walvisor_binary};
+
+#[derive(Parser)]
+#[command(version, about)]
+struct Arguments {
+    /// Where built images are kept [default: $WALVISOR_CACHE, $XDG_CACHE_HOME/walvisor, ~/.cache/walvisor]
+    #[arg(long, global = true)]
+    cache: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Action,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Builds the images if they are missing or out of date, and prints their directory
+    Build,
+    /// Runs a shell script on a machine whose KVM can run Linux; ends with its exit status
+    Run {
+        /// The script; the top of guest-images/scripts/run.sh says what it may use
+        script: PathBuf,
+        /// Further files, which the script finds in $JOB
+        files: Vec<PathBuf>,
+        /// The walvisor binary [default: built from this source tree]
+        #[arg(long)]
+        walvisor: Option<PathBuf>,
+        /// Copies what the script put into $RESULTS into this directory
+        #[arg(long)]
+        results: Option<PathBuf>,
+        /// Kills the job after so many seconds
+        #[arg(long, default_value_t = 600)]
+        seconds: u64,
+    },
+}
+
+fn main() -> ExitCode {
+    match act(Arguments::parse()) {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => {
+            eprintln!("walvisor-guest-images: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn act(arguments: Arguments) -> Result<u8> {
+    let cache = Cache::open(arguments.cache)?;
+    match arguments.command {
+        Action::Build => {
+            let images = GuestImages::ensure(&cache, &Reporter::quiet(None))?;
+            println!("{}", images.directory.display());
+            Ok(0)
+        }
+        Action::Run {
+            script,
+            files,
+            walvisor,
+            results,
+            seconds,
+        } => {
+            let reporter = Reporter::streaming();
+            let walvisor = match walvisor {
+                Some(path) => path,
+                None => {
+                    reporter.progress("building walvisor");
+                    walvisor_binary("release")?
+                }
+            };
+            let mut job = Job::new(read(&script)?, walvisor);
+            job.limit = Duration::from_secs(seconds);
+            for file in files {
+                let name = file
+                    .file_name()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned();
+                job = job.file(name, read(&file)?);
+            }
+            let outcome = job.run(&cache, &reporter)?;
+            if let Some(target) = results {
+                outcome.keep_results(&target)?;
+            }
+            if outcome.hung_boots > 0 {
+                reporter.note(&format!(
+                    "boots that hung and were tried again: {}",
+                    outcome.hung_boots
+                ));
+            }
+            Ok(u8::try_from(outcome.status).unwrap_or(1))
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|source| Error::File {
+        action: "read",
+        path: path.to_owned(),
+        source,
+    })
+}

@@ -1,0 +1,128 @@
+//! One boot of the machine around a nested guest.
+//!
+//! ```text
+//!   this process ──▶ qemu-system-x86_64 (TCG) ── /dev/vda  images.ext4, read-only
+//!        ▲                │  console             /dev/vdb  work.ext4: job in, status and results out
+//!        └────── lines ───┘
+//!                         └─ Debian's kernel, kvm_amd ──▶ job.sh ──▶ walvisor run ──▶ the guest
+//! ```
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, FileContext, Result};
+use crate::process::{Leashed, failed, run};
+use crate::userland::search_path;
+
+/// The outer kernel shows its first line after 3 to 6 s on an idle machine.
+const BOOT_LIMIT: Duration = Duration::from_secs(90);
+
+/// How a boot ended.
+pub(crate) enum End {
+    /// The machine powered off.
+    PoweredOff,
+    /// It did not get as far as starting the job.
+    NotBooted,
+    /// The job ran longer than its limit.
+    TimedOut,
+}
+
+/// What one boot needs.
+pub(crate) struct Boot<'a> {
+    pub(crate) kernel: &'a Path,
+    pub(crate) initramfs: &'a Path,
+    pub(crate) images: &'a Path,
+    pub(crate) work: &'a Path,
+    pub(crate) limit: Duration,
+}
+
+impl Boot<'_> {
+    fn command(&self) -> Command {
+        let mut qemu = Command::new("qemu-system-x86_64");
+        let disk = |id: &str, path: &Path, options: &str| {
+            format!(
+                "id={id},if=none,format=raw,file={},{options}",
+                path.display()
+            )
+        };
+        qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
+            .args(["-display", "none", "-serial", "stdio"])
+            .args([
+                "-accel",
+                "tcg,thread=multi",
+                "-machine",
+                "q35",
+                "-cpu",
+                "EPYC,+svm",
+            ])
+            .args(["-smp", "2", "-m", "4G"])
+            .arg("-kernel")
+            .arg(self.kernel)
+            .arg("-initrd")
+            .arg(self.initramfs)
+            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"])
+            .arg("-drive")
+            .arg(disk("images", self.images, "readonly=on"))
+            .args(["-device", "virtio-blk-pci,drive=images"])
+            .arg("-drive")
+            // The disk is thrown away afterwards: it need not survive this machine's own power loss.
+            .arg(disk("work", self.work, "cache=unsafe"))
+            .args(["-device", "virtio-blk-pci,drive=work"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        qemu
+    }
+
+    /// Boots, gives every console line to `line`, and waits for the end.
+    ///
+    /// # Errors
+    /// QEMU cannot be started or fails.
+    pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<End> {
+        let mut command = self.command();
+        let mut qemu = Leashed::spawn(&mut command, false)?;
+        let start = Instant::now();
+        let mut booted = false;
+        let status = qemu.watch(|text| {
+            if let Some(text) = text {
+                booted |= text.contains("outer: ready");
+                line(text);
+            }
+            if start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        match status.at("wait for", "qemu-system-x86_64")? {
+            Some(status) if !status.success() => Err(failed(&command, status, &qemu.stderr())),
+            Some(_) if booted => Ok(End::PoweredOff),
+            None if booted => Ok(End::TimedOut),
+            _ => Ok(End::NotBooted),
+        }
+    }
+}
+
+/// Copies file or directory `name` of the ext4 image `image` into directory `target`, without mounting it.
+///
+/// # Errors
+/// `name` is not there, or it cannot be copied.
+pub(crate) fn extract(image: &Path, name: &str, target: &Path) -> Result<()> {
+    let output = run(Command::new("debugfs")
+        .env("PATH", search_path())
+        .arg("-R")
+        .arg(format!("rdump /{name} {}", target.display()))
+        .arg(image))?;
+    // debugfs ends with status 0 whatever happens.
+    if target.join(name).exists() {
+        return Ok(());
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let reason = stderr.lines().last().unwrap_or("debugfs printed no reason");
+    Err(Error::Unusable(format!(
+        "{name} is not on the work disk {}: {reason}",
+        image.display()
+    )))
+}

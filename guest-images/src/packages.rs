@@ -1,0 +1,212 @@
+//! Distribution packages: which versions there are, their download, and what this machine itself lacks.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::{Error, FileContext, Result};
+use crate::process::{is_installed, run};
+use crate::reporter::Reporter;
+
+/// What the guests are made of.
+const WANTED: [&str; 4] = [
+    "linux-image-cloud-amd64",
+    "busybox-static",
+    "e2fsprogs",
+    "fio",
+];
+
+/// One package at one version.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) version: String,
+}
+
+/// The wanted packages and the libraries that they need, at the versions that the distribution has now.
+///
+/// # Errors
+/// There is no apt, or it does not know the packages even after an update.
+pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package>> {
+    if !is_installed("apt-get") {
+        return Err(Error::Unusable(
+            "apt-get is missing: the guest images are built from Debian packages, so build them on Debian or Ubuntu"
+                .to_owned(),
+        ));
+    }
+    simulate(scratch).or_else(|_| {
+        reporter.progress("apt-get update");
+        run(Command::new("apt-get").args(["-q", "update"]))?;
+        simulate(scratch)
+    })
+}
+
+/// Asks apt what it would install on a machine that has nothing yet: that is the closure of the dependencies.
+fn simulate(scratch: &Path) -> Result<Vec<Package>> {
+    let nothing_installed = scratch.join("status");
+    fs::write(&nothing_installed, "").at("write", &nothing_installed)?;
+    let output = run(Command::new("apt-get")
+        .args(["-s", "--no-install-recommends", "-o"])
+        .arg(format!(
+            "Dir::State::status={}",
+            nothing_installed.display()
+        ))
+        .arg("install")
+        .args(WANTED))?;
+    let mut packages: Vec<_> = String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(parse_install_line)
+        .filter(|package| is_needed(&package.name))
+        .collect();
+    packages.sort();
+    if packages.iter().any(is_kernel) {
+        Ok(packages)
+    } else {
+        Err(Error::Unusable(
+            "apt-get knows no linux-image package behind linux-image-cloud-amd64".to_owned(),
+        ))
+    }
+}
+
+/// Reads `Inst fio (3.33-3 Debian:12 [amd64])`.
+fn parse_install_line(line: &str) -> Option<Package> {
+    let mut words = line.strip_prefix("Inst ")?.split(' ');
+    Some(Package {
+        name: words.next()?.to_owned(),
+        version: words.next()?.strip_prefix('(')?.to_owned(),
+    })
+}
+
+/// Of the closure only programs and shared libraries are used: no maintainer script runs, so neither Perl nor dpkg
+/// nor any other package that only those need.
+fn is_needed(name: &str) -> bool {
+    let meta = name == "linux-image-cloud-amd64";
+    !meta
+        && (WANTED.contains(&name)
+            || name.starts_with("lib")
+            || name.starts_with("zlib")
+            || name.starts_with("linux-image-"))
+}
+
+fn is_kernel(package: &Package) -> bool {
+    package.name.starts_with("linux-image-")
+}
+
+/// The packages as text, one a line: an input of the image's key.
+pub(crate) fn list(packages: &[Package]) -> String {
+    let mut text = String::new();
+    for package in packages {
+        let _ = writeln!(text, "{}={}", package.name, package.version);
+    }
+    text
+}
+
+/// Downloads `packages` (apt checks their hashes) and unpacks them below `root`.
+///
+/// # Errors
+/// The download fails also after an update of the package lists, or a package cannot be unpacked.
+pub(crate) fn unpack(
+    packages: &[Package],
+    scratch: &Path,
+    root: &Path,
+    reporter: &Reporter,
+) -> Result<()> {
+    let downloads = scratch.join("packages");
+    fs::create_dir_all(&downloads).at("create", &downloads)?;
+    fs::create_dir_all(root).at("create", root)?;
+    reporter.progress(&format!("downloading {} packages", packages.len()));
+    if download(packages, &downloads).is_err() {
+        run(Command::new("apt-get").args(["-q", "update"]))?;
+        download(packages, &downloads)?;
+    }
+    let mut files: Vec<PathBuf> = fs::read_dir(&downloads)
+        .at("read", &downloads)?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "deb"))
+        .collect();
+    files.sort();
+    for (done, file) in files.iter().enumerate() {
+        reporter.progress(&format!(
+            "unpacking package {} of {}",
+            done + 1,
+            files.len()
+        ));
+        run(Command::new("dpkg-deb").arg("-x").arg(file).arg(root))?;
+    }
+    fs::remove_dir_all(&downloads).at("remove", &downloads)
+}
+
+fn download(packages: &[Package], directory: &Path) -> Result<()> {
+    let names = packages
+        .iter()
+        .map(|package| format!("{}={}", package.name, package.version));
+    run(Command::new("apt-get")
+        // apt's own download user may not be able to write to the cache of the caller.
+        .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
+        .args(names)
+        .current_dir(directory))?;
+    Ok(())
+}
+
+/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and says so.
+///
+/// # Errors
+/// apt fails; mostly because the caller is not root.
+pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()> {
+    let mut missing: Vec<&str> = needs
+        .iter()
+        .filter(|(program, _)| !is_installed(program))
+        .map(|(_, package)| *package)
+        .collect();
+    missing.sort_unstable();
+    missing.dedup();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    reporter.note(&format!("installing with apt-get: {}", missing.join(" ")));
+    reporter.progress("apt-get install");
+    if install(&missing).is_err() {
+        run(Command::new("apt-get").args(["-q", "update"]))?;
+        install(&missing)?;
+    }
+    Ok(())
+}
+
+fn install(packages: &[&str]) -> Result<()> {
+    run(Command::new("apt-get")
+        .args(["-q", "-y", "--no-install-recommends", "install"])
+        .args(packages)
+        .env("DEBIAN_FRONTEND", "noninteractive"))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn install_lines_are_read() {
+        let package = parse_install_line("Inst zlib1g (1:1.2.13.dfsg-1 Debian:12.15 [amd64]) []");
+        assert_eq!(
+            package,
+            Some(Package {
+                name: "zlib1g".to_owned(),
+                version: "1:1.2.13.dfsg-1".to_owned()
+            })
+        );
+        assert_eq!(parse_install_line("Conf zlib1g (1:1.2.13.dfsg-1)"), None);
+        assert_eq!(parse_install_line("Inst broken"), None);
+    }
+
+    #[test]
+    fn only_programs_libraries_and_the_real_kernel_are_needed() {
+        assert!(is_needed("fio") && is_needed("libc6") && is_needed("zlib1g"));
+        assert!(is_needed("linux-image-6.1.0-1-cloud-amd64"));
+        assert!(
+            !is_needed("linux-image-cloud-amd64"),
+            "the meta package holds no kernel"
+        );
+        assert!(!is_needed("perl") && !is_needed("debconf"));
+    }
+}

@@ -1,0 +1,215 @@
+//! Running other programs: errors that name the command line, and children that never outlive this process.
+
+use std::ffi::OsStr;
+use std::io::{self, BufRead, BufReader, Read};
+use std::ops::ControlFlow;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Output};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+
+use crate::error::{Error, Result};
+
+/// The command line as text, for messages.
+pub(crate) fn words(command: &Command) -> String {
+    let arguments = command.get_args().map(OsStr::to_string_lossy);
+    let mut line = command.get_program().to_string_lossy().into_owned();
+    for argument in arguments {
+        line.push(' ');
+        line.push_str(&argument);
+    }
+    if line.len() > 160 {
+        let end = line.floor_char_boundary(157);
+        line.truncate(end);
+        line.push_str("...");
+    }
+    line
+}
+
+/// Runs `command` to its end and gives what it printed.
+///
+/// # Errors
+/// The program is missing, or ends with another status than 0.
+pub(crate) fn run(command: &mut Command) -> Result<Output> {
+    let output = command.output().map_err(|source| Error::Start {
+        command: words(command),
+        source,
+    })?;
+    if output.status.success() {
+        Ok(output)
+    } else {
+        Err(failed(command, output.status, &output.stderr))
+    }
+}
+
+/// The error for a `command` that ended with `status`.
+pub(crate) fn failed(command: &Command, status: ExitStatus, stderr: &[u8]) -> Error {
+    let text = String::from_utf8_lossy(stderr);
+    let message = text.lines().rev().find(|line| !line.trim().is_empty());
+    Error::Program {
+        command: words(command),
+        status: status.to_string(),
+        message: message.unwrap_or("it printed no reason").trim().to_owned(),
+    }
+}
+
+/// Whether `program` is on the search path.
+pub(crate) fn is_installed(program: &str) -> bool {
+    // mke2fs and debugfs are in /usr/sbin, which the path of a plain user may lack.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .any(|directory| directory.join(program).is_file())
+}
+
+/// A child that is killed when this value is dropped, and by the kernel when the thread that started it ends in any
+/// other way.
+pub(crate) struct Leashed {
+    child: Child,
+    whole_group: bool,
+}
+
+impl Leashed {
+    /// Starts `command`. With `whole_group`, it leads a process group of its own, and all of the group is killed.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(crate) fn spawn(command: &mut Command, whole_group: bool) -> Result<Self> {
+        let parent = Pid::from_raw(std::process::id().cast_signed());
+        if whole_group {
+            command.process_group(0);
+        }
+        // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that
+        // allocates or takes a lock.
+        unsafe {
+            command.pre_exec(move || {
+                set_parent_process_death_signal(Some(Signal::KILL))?;
+                if getppid() != parent {
+                    return Err(io::Error::other("the parent ended first"));
+                }
+                Ok(())
+            });
+        }
+        let child = command.spawn().map_err(|source| Error::Start {
+            command: words(command),
+            source,
+        })?;
+        Ok(Self { child, whole_group })
+    }
+
+    /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
+    /// five times a second meanwhile; if `each` answers `Break`, gives up and returns `None`.
+    ///
+    /// # Errors
+    /// The child cannot be waited for.
+    pub(crate) fn watch(
+        &mut self,
+        mut each: impl FnMut(Option<&str>) -> ControlFlow<()>,
+    ) -> io::Result<Option<ExitStatus>> {
+        let (sender, lines) = mpsc::channel();
+        let output = self.child.stdout.take();
+        std::thread::spawn(move || {
+            let mut output = BufReader::new(output?);
+            let mut bytes = Vec::new();
+            while output
+                .read_until(b'\n', &mut bytes)
+                .is_ok_and(|count| count > 0)
+            {
+                let text = String::from_utf8_lossy(&bytes).trim_end().to_owned();
+                sender.send(text).ok()?;
+                bytes.clear();
+            }
+            Some(())
+        });
+        loop {
+            let flow = match lines.recv_timeout(Duration::from_millis(200)) {
+                Ok(line) => each(Some(&line)),
+                Err(RecvTimeoutError::Timeout) => each(None),
+                Err(RecvTimeoutError::Disconnected) => return self.child.wait().map(Some),
+            };
+            if flow.is_break() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// What the child wrote to its standard error (which must be a pipe), after its end.
+    pub(crate) fn stderr(&mut self) -> Vec<u8> {
+        let mut text = Vec::new();
+        if let Some(mut pipe) = self.child.stderr.take() {
+            let _ = pipe.read_to_end(&mut text);
+        }
+        text
+    }
+}
+
+impl Drop for Leashed {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            if self.whole_group {
+                let _ =
+                    rustix::process::kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+            }
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn a_failure_names_the_command_and_its_reason() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo the reason >&2; exit 3"]);
+        let message = run(&mut command).unwrap_err().to_string();
+        assert!(message.contains("sh -c"), "{message}");
+        assert!(message.contains("the reason"), "{message}");
+        assert!(message.contains('3'), "{message}");
+    }
+
+    #[test]
+    fn a_missing_program_is_named() {
+        let error = run(&mut Command::new("no-such-program-here")).unwrap_err();
+        assert!(matches!(error, Error::Start { .. }));
+        assert!(error.to_string().contains("no-such-program-here"));
+        assert!(!is_installed("no-such-program-here"));
+        assert!(is_installed("sh"));
+    }
+
+    #[test]
+    fn dropping_kills_the_whole_group() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "sleep 100 & echo $!; wait"]);
+        command.stdout(std::process::Stdio::piped());
+        let mut leashed = Leashed::spawn(&mut command, true).unwrap();
+        let mut grandchild = String::new();
+        let given_up = leashed
+            .watch(|line| match line {
+                Some(line) => {
+                    line.clone_into(&mut grandchild);
+                    ControlFlow::Break(())
+                }
+                None => ControlFlow::Continue(()),
+            })
+            .unwrap();
+        assert_eq!(given_up, None);
+        drop(leashed);
+        let start = Instant::now();
+        // The grandchild is reaped by init, or stays a zombie where init does not reap: both are dead.
+        while std::fs::read_to_string(format!("/proc/{grandchild}/stat"))
+            .is_ok_and(|stat| !stat.contains(") Z "))
+        {
+            assert!(
+                start.elapsed() < Duration::from_secs(5),
+                "the grandchild survived"
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}

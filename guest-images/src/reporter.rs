@@ -1,0 +1,66 @@
+//! How a build or a job speaks to the person who waits for it.
+
+use std::fs::File;
+use std::io::Write;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Prints notes, the job's console and a progress line.
+///
+/// Notes go to standard error. The progress line is shown on a terminal only; in a pipe it is silent.
+pub struct Reporter {
+    line: ProgressBar,
+    stream: bool,
+    log: Option<File>,
+}
+
+impl Reporter {
+    /// Streams the job's console to standard output.
+    #[must_use]
+    pub fn streaming() -> Self {
+        Self::new(true, None)
+    }
+
+    /// Shows only notes and the progress line; the console goes to `log`.
+    #[must_use]
+    pub fn quiet(log: Option<File>) -> Self {
+        Self::new(false, log)
+    }
+
+    fn new(stream: bool, log: Option<File>) -> Self {
+        let line = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {msg}") {
+            line.set_style(style);
+        }
+        line.enable_steady_tick(Duration::from_millis(200));
+        Self { line, stream, log }
+    }
+
+    /// Says one line aloud.
+    pub fn note(&self, text: &str) {
+        self.line.suspend(|| eprintln!("{text}"));
+    }
+
+    /// Replaces the progress line.
+    pub fn progress(&self, text: &str) {
+        self.line.set_message(text.to_owned());
+    }
+
+    /// Takes one line of the job's console.
+    pub fn console(&self, text: &str) {
+        if let Some(mut log) = self.log.as_ref() {
+            // The log is for the reader's convenience: the job does not fail with it.
+            let _ = writeln!(log, "{text}");
+        }
+        if self.stream {
+            self.line.suspend(|| println!("{text}"));
+        }
+    }
+}
+
+impl Drop for Reporter {
+    fn drop(&mut self) {
+        self.line.finish_and_clear();
+    }
+}
