@@ -17,7 +17,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when what the builder makes of the same inputs changes.
-const BUILDER: &[u8] = b"1";
+const BUILDER: &[u8] = b"2";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -152,6 +152,8 @@ fn add_system(
     for program in ["sbin/mke2fs", "sbin/e2fsck", "sbin/debugfs"] {
         tree.program(unpacked, program)?;
     }
+    // By its own name the shell would start busybox's mke2fs, which knows only ext2.
+    tree.alias("mke2fs", "mkfs.ext4")?;
     let configuration = unpacked.join("etc/mke2fs.conf");
     let text = fs::read(&configuration).at("read", &configuration)?;
     tree.file("etc/mke2fs.conf", &text, 0o644)?;

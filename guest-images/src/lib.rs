@@ -28,7 +28,7 @@
 //!     --disk path=a.img,transport=mmio --metrics "$RESULTS/metrics.json"
 //! ```
 //!
-//! and in guest.sh, for instance: `mke2fs -q -t ext4 /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
+//! and in guest.sh, for instance: `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
 //! guest then powers off, or reboots with `guest.end=reboot` on its command line. With `root=/dev/vda` and a copy of
 //! `$IMAGES/root.ext4` as first disk the same script runs with that root.
 //!

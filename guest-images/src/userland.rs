@@ -99,7 +99,13 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds the tree to `archive` in the kernel's initramfs format (cpio newc). The kernel unpacks any number of
+    /// Gives `/bin/<program>` a second name.
+    pub(crate) fn alias(&self, program: &str, name: &str) -> Result<()> {
+        let link = self.root.join("bin").join(name);
+        symlink(program, &link).at("create", &link)
+    }
+
+    /// Packs the tree into `archive` in the kernel's initramfs format (cpio newc). The kernel unpacks any number of
     /// archives that follow one another.
     pub(crate) fn pack_initramfs(&self, archive: &Path) -> Result<()> {
         let mut names = Vec::new();
