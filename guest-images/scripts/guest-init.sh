@@ -36,7 +36,7 @@ fi
 [ "$0" = /init ] || echo "guest: root is $root"
 
 if [ -f /run/job ]; then
-    (cd /tmp && exec sh /run/job)
+    (cd /tmp && exec sh /run/job </dev/null)
     echo "guest: job exit $?"
 else
     echo "guest: no job; a shell"

@@ -17,6 +17,7 @@
 //! cargo run -p walvisor-guest-images -- run job.sh [FILE ...]      runs job.sh; FILEs are found in $JOB
 //!                                          [--walvisor PATH]       (default: built with cargo)
 //!                                          [--results DIR]         keeps what the job put into $RESULTS
+//! cargo run -p walvisor-guest-images -- demo                       what `make demo` runs
 //! ```
 //!
 //! A job boots a guest like this (all that it may use is described at the top of `scripts/run.sh`):
@@ -35,11 +36,13 @@
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 
 mod cache;
+mod demo;
 mod error;
 mod images;
 mod job;
 mod kernel;
 mod machine;
+mod metrics;
 mod nested;
 mod packages;
 mod process;
@@ -48,10 +51,12 @@ mod reporter;
 mod userland;
 
 pub use cache::Cache;
+pub use demo::demo;
 pub use error::{Error, Result};
 pub use images::GuestImages;
 pub use job::{Job, Outcome};
 pub use machine::Machine;
+pub use metrics::Metrics;
 pub use packages::install_missing;
 pub use program::walvisor_binary;
 pub use reporter::Reporter;

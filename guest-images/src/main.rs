@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use walvisor_guest_images::{Cache, Error, GuestImages, Job, Reporter, Result, walvisor_binary};
+use walvisor_guest_images::{
+    Cache, Error, GuestImages, Job, Reporter, Result, demo, walvisor_binary,
+};
 
 #[derive(Parser)]
 #[command(version, about)]
@@ -38,6 +40,15 @@ enum Action {
         #[arg(long, default_value_t = 600)]
         seconds: u64,
     },
+    /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
+    Demo {
+        /// The walvisor binary [default: built from this source tree]
+        #[arg(long)]
+        walvisor: Option<PathBuf>,
+        /// Where fio's JSON, the metrics and the console are kept
+        #[arg(long, default_value = "target/demo")]
+        output: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
@@ -65,15 +76,8 @@ fn act(arguments: Arguments) -> Result<u8> {
             results,
             seconds,
         } => {
+            let mut job = Job::new(read(&script)?, binary(walvisor)?);
             let reporter = Reporter::streaming();
-            let walvisor = match walvisor {
-                Some(path) => path,
-                None => {
-                    reporter.progress("building walvisor");
-                    walvisor_binary("release")?
-                }
-            };
-            let mut job = Job::new(read(&script)?, walvisor);
             job.limit = Duration::from_secs(seconds);
             for file in files {
                 let name = file
@@ -95,7 +99,15 @@ fn act(arguments: Arguments) -> Result<u8> {
             }
             Ok(u8::try_from(outcome.status).unwrap_or(1))
         }
+        Action::Demo { walvisor, output } => demo(&cache, &binary(walvisor)?, &output).map(|()| 0),
     }
+}
+
+/// The binary that was named, else one built now.
+fn binary(named: Option<PathBuf>) -> Result<PathBuf> {
+    let reporter = Reporter::quiet(None);
+    reporter.progress("building walvisor");
+    named.map_or_else(|| walvisor_binary("release"), Ok)
 }
 
 fn read(path: &Path) -> Result<String> {
