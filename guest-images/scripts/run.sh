@@ -81,6 +81,8 @@ wait_line() {
 kill_guest() {
     kill -KILL "$(cat "$WORK/$1.pid")"
     wait "$(cat "$WORK/$1.tee")"
+    # Its last line may have been cut off: what follows begins a new one.
+    echo
 }
 
 run_guest() {

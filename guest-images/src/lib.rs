@@ -57,6 +57,6 @@ pub use images::GuestImages;
 pub use job::{Job, Outcome};
 pub use machine::Machine;
 pub use metrics::Metrics;
-pub use packages::install_missing;
+pub use packages::{install_missing, obstacle};
 pub use program::walvisor_binary;
 pub use reporter::Reporter;

@@ -173,6 +173,20 @@ pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()
     Ok(())
 }
 
+/// Why no Linux guest can be run on this machine at all; `None` if nothing is known to be in the way.
+#[must_use]
+pub fn obstacle() -> Option<String> {
+    let tools = ["qemu-system-x86_64", "cpio", "mke2fs", "lz4"];
+    let missing = tools.iter().find(|tool| !is_installed(tool));
+    if !is_installed("apt-get") {
+        Some("the guest images are built from Debian packages, and apt-get is missing".to_owned())
+    } else if let (Some(tool), false) = (missing, rustix::process::geteuid().is_root()) {
+        Some(format!("{tool} is missing, and only root can install it"))
+    } else {
+        None
+    }
+}
+
 fn install(packages: &[&str]) -> Result<()> {
     run(Command::new("apt-get")
         .args(["-q", "-y", "--no-install-recommends", "install"])

@@ -18,14 +18,8 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.toml");
     let output = run(Command::new(cargo)
-        .args([
-            "build",
-            "--quiet",
-            "--package",
-            "walvisor",
-            "--bin",
-            "walvisor",
-        ])
+        // The whole workspace, as `cargo test` has it: with the same features nothing is built twice.
+        .args(["build", "--quiet", "--workspace", "--bin", "walvisor"])
         .args([
             "--message-format=json-render-diagnostics",
             "--profile",
