@@ -6,6 +6,8 @@
 //!          └────── completions ◀── event ┘      one queue, one thread, one event descriptor
 //! ```
 
+pub mod ram;
+
 use std::io;
 use std::os::fd::BorrowedFd;
 

@@ -1,0 +1,416 @@
+//! A disk in memory: the fastest backend there is, and the one that can lose power on request.
+//!
+//! ```text
+//!   chunks of 64 KiB, a lock each; a chunk of zeroes takes no memory
+//!   [ data ][ none ][ data ][ none ] …
+//!       └─ with power loss: the contents that a sector had before it was last made durable
+//! ```
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{FromRawFd, IntoRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{
+    Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, MAX_REQUEST_BYTES, Operation,
+    SECTOR_SIZE,
+};
+
+/// Bytes in a chunk.
+const CHUNK_LEN: u64 = 64 << 10;
+const SECTOR_LEN: usize = SECTOR_SIZE as usize;
+
+/// A RAM disk. Clones are the same disk.
+///
+/// Memory is its medium: what has been applied cannot get any safer, so FLUSH has only to wait for the
+/// requests before it, and those were applied when they were submitted. With
+/// [`with_power_loss`](Self::with_power_loss) it has a volatile write cache too, and
+/// [`power_loss`](Self::power_loss) takes back every write that neither a FLUSH nor writethrough mode has
+/// made durable.
+#[derive(Clone)]
+pub struct RamDisk {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    sectors: u64,
+    read_only: bool,
+    toggle: bool,
+    write_cache: AtomicBool,
+    chunks: Vec<RwLock<Option<Buffer>>>,
+    /// By sector, what the medium holds instead of the cached contents. `None`: no power loss here.
+    durable: Option<Mutex<BTreeMap<u64, [u8; SECTOR_LEN]>>>,
+}
+
+impl RamDisk {
+    /// An empty disk of `sectors` sectors, in writeback mode.
+    pub fn new(sectors: u64) -> Self {
+        Self::build(sectors, Vec::new(), false, true, false)
+    }
+
+    /// The same with a volatile write cache that [`power_loss`](Self::power_loss) empties. `toggle`: the
+    /// cache can be switched.
+    pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
+        Self::build(sectors, Vec::new(), false, toggle, true)
+    }
+
+    /// A disk that holds `contents`, rounded up to whole sectors, and refuses writes.
+    pub fn read_only(contents: &[u8]) -> Self {
+        let sectors = (contents.len() as u64).div_ceil(SECTOR_SIZE);
+        let chunks = contents
+            .chunks(CHUNK_LEN as usize)
+            .map(|bytes| {
+                let mut chunk = Buffer::zeroed(CHUNK_LEN as usize);
+                chunk[..bytes.len()].copy_from_slice(bytes);
+                RwLock::new(Some(chunk))
+            })
+            .collect();
+        Self::build(sectors, chunks, true, true, false)
+    }
+
+    fn build(
+        sectors: u64,
+        mut chunks: Vec<RwLock<Option<Buffer>>>,
+        read_only: bool,
+        toggle: bool,
+        power_loss: bool,
+    ) -> Self {
+        let count = sectors.saturating_mul(SECTOR_SIZE).div_ceil(CHUNK_LEN);
+        chunks.resize_with(count as usize, RwLock::default);
+        Self {
+            shared: Arc::new(Shared {
+                sectors,
+                read_only,
+                toggle,
+                write_cache: AtomicBool::new(true),
+                chunks,
+                durable: power_loss.then(Mutex::default),
+            }),
+        }
+    }
+
+    /// Loses power: every sector goes back to what it was when it was last durable. Does nothing to a disk
+    /// without a volatile cache.
+    pub fn power_loss(&self) {
+        let Some(durable) = &self.shared.durable else {
+            return;
+        };
+        let mut durable = durable.lock().unwrap_or_else(PoisonError::into_inner);
+        for (sector, bytes) in std::mem::take(&mut *durable) {
+            self.shared.write(sector * SECTOR_SIZE, &bytes);
+        }
+    }
+}
+
+impl Shared {
+    /// Calls `each` for every piece of `[offset, offset + len)` that lies in one chunk, with the chunk, the
+    /// offset in it and the range of the request.
+    fn pieces(
+        &self,
+        offset: u64,
+        len: u64,
+        mut each: impl FnMut(&RwLock<Option<Buffer>>, usize, std::ops::Range<usize>),
+    ) {
+        let mut done = 0;
+        while done < len {
+            let at = offset + done;
+            let within = at % CHUNK_LEN;
+            let now = (CHUNK_LEN - within).min(len - done);
+            let range = done as usize..(done + now) as usize;
+            each(
+                &self.chunks[(at / CHUNK_LEN) as usize],
+                within as usize,
+                range,
+            );
+            done += now;
+        }
+    }
+
+    fn read(&self, offset: u64, bytes: &mut [u8]) {
+        self.pieces(offset, bytes.len() as u64, |chunk, at, range| {
+            let chunk = chunk.read().unwrap_or_else(PoisonError::into_inner);
+            let target = &mut bytes[range];
+            match &*chunk {
+                Some(data) => target.copy_from_slice(&data[at..at + target.len()]),
+                None => target.fill(0),
+            }
+        });
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        self.pieces(offset, bytes.len() as u64, |chunk, at, range| {
+            let mut chunk = chunk.write().unwrap_or_else(PoisonError::into_inner);
+            let data = chunk.get_or_insert_with(|| Buffer::zeroed(CHUNK_LEN as usize));
+            data[at..at + range.len()].copy_from_slice(&bytes[range]);
+        });
+    }
+
+    /// Writes zeroes; whole chunks give their memory back.
+    fn zero(&self, offset: u64, len: u64) {
+        self.pieces(offset, len, |chunk, at, range| {
+            let mut chunk = chunk.write().unwrap_or_else(PoisonError::into_inner);
+            if range.len() as u64 == CHUNK_LEN {
+                *chunk = None;
+            } else if let Some(data) = chunk.as_mut() {
+                data[at..at + range.len()].fill(0);
+            }
+        });
+    }
+
+    /// Applies a change to `[sector, sector + sectors)`, remembering what is durable there if that matters.
+    fn change(&self, sector: u64, sectors: u64, apply: impl FnOnce()) {
+        let Some(durable) = &self.durable else {
+            return apply();
+        };
+        // The lock keeps two changes of one sector, and a change and a FLUSH, apart.
+        let mut durable = durable.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.write_cache.load(Ordering::SeqCst) {
+            for sector in sector..sector + sectors {
+                durable.entry(sector).or_insert_with(|| {
+                    let mut bytes = [0; SECTOR_LEN];
+                    self.read(sector * SECTOR_SIZE, &mut bytes);
+                    bytes
+                });
+            }
+        } else {
+            durable.clear();
+        }
+        apply();
+    }
+
+    fn flush(&self) {
+        if let Some(durable) = &self.durable {
+            durable
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clear();
+        }
+    }
+
+    fn check(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
+        match sector.checked_add(sectors) {
+            Some(end) if sectors > 0 && end <= self.sectors => Ok(()),
+            _ => Err(Failure::OutOfRange),
+        }
+    }
+
+    fn run(&self, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        if self.read_only && !matches!(operation, Operation::Read { .. } | Operation::Flush) {
+            return Err(Failure::ReadOnly);
+        }
+        match operation {
+            Operation::Read { sector, sectors } => {
+                self.check(sector, sectors.into())?;
+                let len = sectors as usize * SECTOR_LEN;
+                if len > MAX_REQUEST_BYTES {
+                    return Err(Failure::TooLarge);
+                }
+                let mut data = Buffer::zeroed(len);
+                self.read(sector * SECTOR_SIZE, &mut data);
+                return Ok(Some(data));
+            }
+            Operation::Write { sector, data } => {
+                if data.len() > MAX_REQUEST_BYTES || !data.len().is_multiple_of(SECTOR_LEN) {
+                    return Err(Failure::TooLarge);
+                }
+                let sectors = (data.len() / SECTOR_LEN) as u64;
+                self.check(sector, sectors)?;
+                self.change(sector, sectors, || self.write(sector * SECTOR_SIZE, &data));
+            }
+            Operation::Discard { sector, sectors }
+            | Operation::WriteZeroes {
+                sector, sectors, ..
+            } => {
+                let sectors = u64::from(sectors);
+                self.check(sector, sectors)?;
+                let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
+                self.change(sector, sectors, || self.zero(offset, len));
+            }
+            Operation::Flush => self.flush(),
+        }
+        Ok(None)
+    }
+}
+
+impl Backend for RamDisk {
+    fn sectors(&self) -> u64 {
+        self.shared.sectors
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_only: self.shared.read_only,
+            flush: true,
+            write_cache_toggle: self.shared.toggle,
+            discard: true,
+            write_zeroes: true,
+        }
+    }
+
+    fn write_cache(&self) -> bool {
+        self.shared.write_cache.load(Ordering::SeqCst)
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        self.shared.write_cache.store(on, Ordering::SeqCst);
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        let event = EventFd::new(EFD_NONBLOCK)?.into_raw_fd();
+        // SAFETY: `into_raw_fd` has just given up the only ownership of this open descriptor.
+        let event = unsafe { OwnedFd::from_raw_fd(event) };
+        Ok(Box::new(RamQueue {
+            shared: Arc::clone(&self.shared),
+            event,
+            done: Vec::new(),
+        }))
+    }
+}
+
+/// A queue of a RAM disk: every request ends while it is submitted.
+struct RamQueue {
+    shared: Arc<Shared>,
+    /// Never readable: nothing ends later.
+    event: OwnedFd,
+    done: Vec<Completion>,
+}
+
+impl BackendQueue for RamQueue {
+    fn submit(&mut self, token: u64, operation: Operation) {
+        let result = self.shared.run(operation);
+        self.done.push(Completion { token, result });
+    }
+
+    fn kick(&mut self) {}
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    fn completions(&mut self, done: &mut Vec<Completion>) {
+        done.append(&mut self.done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(disk: &RamDisk, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        let mut queue = disk.open_queue().expect("a queue");
+        queue.submit(7, operation);
+        queue.kick();
+        let mut done = Vec::new();
+        queue.completions(&mut done);
+        assert_eq!(done.len(), 1);
+        let completion = done.remove(0);
+        assert_eq!(completion.token, 7);
+        completion.result
+    }
+
+    fn write(disk: &RamDisk, sector: u64, byte: u8, sectors: usize) {
+        let data = Buffer::from(vec![byte; sectors * SECTOR_LEN].as_slice());
+        run(disk, Operation::Write { sector, data }).expect("a write");
+    }
+
+    fn bytes(disk: &RamDisk, sector: u64, sectors: u32) -> Vec<u8> {
+        run(disk, Operation::Read { sector, sectors })
+            .expect("a read")
+            .expect("data")
+            .to_vec()
+    }
+
+    #[test]
+    fn what_was_written_is_read_across_chunks() {
+        let disk = RamDisk::new(1024);
+        write(&disk, 100, 0x5a, 300);
+        let all = bytes(&disk, 0, 1024);
+        for (sector, bytes) in all.chunks(SECTOR_LEN).enumerate() {
+            let expected = if (100..400).contains(&sector) {
+                0x5a
+            } else {
+                0
+            };
+            assert!(
+                bytes.iter().all(|&byte| byte == expected),
+                "sector {sector}"
+            );
+        }
+        run(
+            &disk,
+            Operation::Discard {
+                sector: 120,
+                sectors: 200,
+            },
+        )
+        .expect("a discard");
+        let all = bytes(&disk, 0, 1024);
+        for (sector, bytes) in all.chunks(SECTOR_LEN).enumerate() {
+            let kept = (100..120).contains(&sector) || (320..400).contains(&sector);
+            let expected = if kept { 0x5a } else { 0 };
+            assert!(
+                bytes.iter().all(|&byte| byte == expected),
+                "sector {sector}"
+            );
+        }
+    }
+
+    #[test]
+    fn ranges_are_checked() {
+        let disk = RamDisk::new(8);
+        for (sector, sectors) in [(8, 1), (7, 2), (0, 0), (u64::MAX, 1), (1 << 55, 1)] {
+            let result = run(&disk, Operation::Read { sector, sectors });
+            assert_eq!(
+                result.err(),
+                Some(Failure::OutOfRange),
+                "{sector} + {sectors}"
+            );
+            let result = run(&disk, Operation::Discard { sector, sectors });
+            assert_eq!(
+                result.err(),
+                Some(Failure::OutOfRange),
+                "{sector} + {sectors}"
+            );
+        }
+    }
+
+    #[test]
+    fn power_loss_takes_what_was_not_flushed() {
+        let disk = RamDisk::with_power_loss(8, true);
+        write(&disk, 0, 1, 4);
+        run(&disk, Operation::Flush).expect("a flush");
+        write(&disk, 1, 2, 1);
+        run(
+            &disk,
+            Operation::Discard {
+                sector: 2,
+                sectors: 1,
+            },
+        )
+        .expect("a discard");
+        assert_eq!(bytes(&disk, 1, 1)[0], 2);
+        disk.power_loss();
+        assert!(bytes(&disk, 0, 4).iter().all(|&byte| byte == 1));
+
+        disk.set_write_cache(false);
+        write(&disk, 1, 3, 1);
+        disk.power_loss();
+        assert_eq!(bytes(&disk, 1, 1)[0], 3, "writethrough");
+    }
+
+    #[test]
+    fn a_read_only_disk_keeps_its_contents_and_flushes() {
+        let disk = RamDisk::read_only(&[9; 700]);
+        assert_eq!(disk.sectors(), 2);
+        let data = Buffer::zeroed(SECTOR_LEN);
+        let result = run(&disk, Operation::Write { sector: 0, data });
+        assert_eq!(result.err(), Some(Failure::ReadOnly));
+        run(&disk, Operation::Flush).expect("a flush");
+        let all = bytes(&disk, 0, 2);
+        assert!(all[..700].iter().all(|&byte| byte == 9) && all[700..].iter().all(|&b| b == 0));
+    }
+}

@@ -1,0 +1,67 @@
+//! What a device has done so far, readable while it runs.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! block_metrics {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Live counters of one device, over all of its queues and since it was created (a reset keeps them).
+        ///
+        /// Each is exact; taken together they are not one instant.
+        #[derive(Debug, Default)]
+        pub struct BlockMetrics {
+            $($(#[$doc])* pub $name: AtomicU64,)*
+        }
+
+        /// The values of [`BlockMetrics`] at one moment.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct BlockCounts {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl BlockMetrics {
+            /// Reads every counter.
+            pub fn counts(&self) -> BlockCounts {
+                BlockCounts { $($name: self.$name.load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+block_metrics! {
+    /// Requests taken from the rings, malformed ones included.
+    requests,
+    /// IN requests.
+    reads,
+    /// OUT requests.
+    writes,
+    /// FLUSH requests.
+    flushes,
+    /// DISCARD requests.
+    discards,
+    /// WRITE_ZEROES requests.
+    write_zeroes,
+    /// GET_ID requests.
+    get_ids,
+    /// Bytes given to the driver by IN requests that succeeded.
+    bytes_read,
+    /// Bytes taken by OUT requests that succeeded.
+    bytes_written,
+    /// Requests answered with anything but VIRTIO_BLK_S_OK, and chains that could not be answered.
+    errors,
+    /// Doorbells seen by the queue workers: writes to the queues' event descriptors.
+    doorbells,
+    /// Interrupts sent to the driver, of queues and of the configuration.
+    interrupts,
+}
+
+impl BlockMetrics {
+    /// Counts one interrupt that has left the device.
+    pub(crate) fn interrupt_sent(&self) {
+        self.interrupts.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Adds to a counter that nothing else is ordered by.
+pub(super) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}

@@ -1,0 +1,266 @@
+//! virtio-blk (virtio 1.2, 5.2): the device object, whatever transport presents it.
+//!
+//! ```text
+//!            VirtioBlock ── offered features, configuration space, cache mode
+//!                │ start_queue (DRIVER_OK)
+//!                ▼
+//!   queue 0: Worker thread ── Virtqueue ── parse ── BackendQueue ─┐
+//!   queue 1: Worker thread ── Virtqueue ── parse ── BackendQueue ─┼── Backend
+//!   …                                                             ┘
+//! ```
+
+mod config;
+mod features;
+mod metrics;
+mod request;
+mod virtqueue;
+mod worker;
+
+use std::io;
+use std::sync::Arc;
+
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
+use crate::status::DeviceStatus;
+use crate::transport::DeviceMemory;
+use request::ID_LEN;
+
+pub use metrics::{BlockCounts, BlockMetrics};
+
+pub(crate) use config::CONFIG_LEN;
+pub(crate) use features::Features;
+pub(crate) use virtqueue::QueueSetup;
+pub(crate) use worker::Worker;
+
+/// Device type of a block device (virtio 1.2, 5).
+pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
+
+/// Most queues a device may have: their notification addresses fit one page of the PCI notify BAR.
+pub const MAX_QUEUES: u16 = 256;
+/// Largest queue size in descriptors.
+pub const MAX_QUEUE_SIZE: u16 = 1024;
+/// Smallest queue size in descriptors: a header, a status and a segment need three.
+pub const MIN_QUEUE_SIZE: u16 = 4;
+
+/// How a device is to look.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockConfig {
+    /// Number of request queues, 1 to [`MAX_QUEUES`], each with a worker thread.
+    pub queues: u16,
+    /// Descriptors per queue: a power of two from [`MIN_QUEUE_SIZE`] to [`MAX_QUEUE_SIZE`].
+    pub queue_size: u16,
+    /// What GET_ID returns: at most 20 bytes.
+    pub serial: String,
+}
+
+impl Default for BlockConfig {
+    /// One queue of 256 descriptors, no serial.
+    fn default() -> Self {
+        Self {
+            queues: 1,
+            queue_size: 256,
+            serial: String::new(),
+        }
+    }
+}
+
+/// Why a device cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    /// [`BlockConfig::queues`] is out of range.
+    #[error("queues={0}: a disk has 1 to {MAX_QUEUES} queues")]
+    Queues(u16),
+    /// [`BlockConfig::queue_size`] is out of range or no power of two.
+    #[error("queue-size={0}: must be a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")]
+    QueueSize(u16),
+    /// [`BlockConfig::serial`] is too long.
+    #[error("serial={0}: must be at most {ID_LEN} bytes")]
+    Serial(String),
+    /// The backend's capacity in bytes does not fit 64 bits.
+    #[error("the disk has {0} sectors: more than 2^55 - 1")]
+    Capacity(u64),
+    /// The system gives no event descriptor.
+    #[error("cannot create the doorbell of a queue: {0}")]
+    Doorbell(#[source] io::Error),
+}
+
+/// A virtio-blk device over a [`Backend`]. A transport owns it and presents it to the guest.
+pub struct VirtioBlock {
+    backend: Arc<dyn Backend>,
+    config: BlockConfig,
+    id: [u8; ID_LEN],
+    capabilities: Capabilities,
+    capacity: u64,
+    /// The cache mode chosen by whoever runs the device; a reset returns to it.
+    default_write_cache: bool,
+    metrics: Arc<BlockMetrics>,
+    doorbells: Vec<EventFd>,
+}
+
+impl VirtioBlock {
+    /// Makes a device. Nothing runs before the driver sets DRIVER_OK.
+    ///
+    /// # Errors
+    /// If `config` is out of range, or the system gives no event descriptor.
+    pub fn new(backend: Arc<dyn Backend>, config: BlockConfig) -> Result<Self, BlockError> {
+        if !(1..=MAX_QUEUES).contains(&config.queues) {
+            return Err(BlockError::Queues(config.queues));
+        }
+        if !(MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(&config.queue_size)
+            || !config.queue_size.is_power_of_two()
+        {
+            return Err(BlockError::QueueSize(config.queue_size));
+        }
+        let mut id = [0; ID_LEN];
+        match id.get_mut(..config.serial.len()) {
+            Some(start) => start.copy_from_slice(config.serial.as_bytes()),
+            None => return Err(BlockError::Serial(config.serial)),
+        }
+        let capacity = backend.sectors();
+        if capacity.checked_mul(SECTOR_SIZE).is_none() {
+            return Err(BlockError::Capacity(capacity));
+        }
+        let doorbells = (0..config.queues)
+            .map(|_| EventFd::new(EFD_NONBLOCK))
+            .collect::<Result<_, _>>()
+            .map_err(BlockError::Doorbell)?;
+        Ok(Self {
+            id,
+            capabilities: backend.capabilities(),
+            capacity,
+            default_write_cache: backend.write_cache(),
+            metrics: Arc::default(),
+            doorbells,
+            backend,
+            config,
+        })
+    }
+
+    /// The device's counters; they live on after the device.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// Number of queues.
+    pub(crate) fn queues(&self) -> u16 {
+        self.config.queues
+    }
+
+    /// Largest size the driver may choose for a queue.
+    pub(crate) fn queue_size(&self) -> u16 {
+        self.config.queue_size
+    }
+
+    /// The doorbell of each queue.
+    pub(crate) fn doorbells(&self) -> &[EventFd] {
+        &self.doorbells
+    }
+
+    /// The features on offer.
+    pub(crate) fn offered(&self) -> Features {
+        Features::offered(self.capabilities, self.config.queues)
+    }
+
+    /// Whether the driver expects every write to be stable on completion, and the device must do it
+    /// itself because the backend cannot be switched (virtio 1.2, 5.2.6.2).
+    fn flush_after_write(&self, features: Features) -> bool {
+        expects_writethrough(features)
+            && self.capabilities.flush
+            && !self.capabilities.write_cache_toggle
+    }
+
+    /// FEATURES_OK: sets the cache mode that follows from the driver's choice.
+    ///
+    /// Without FLUSH the driver cannot make a write stable, so writes must be stable when they complete
+    /// (5.2.6.2), and `writeback` starts as 0 (5.2.5.2). Otherwise the mode is the configured one.
+    pub(crate) fn negotiated(&self, features: Features) {
+        self.set_write_cache(self.default_write_cache && !expects_writethrough(features));
+    }
+
+    /// Reset: back to the configured cache mode. Only once no worker runs.
+    pub(crate) fn reset(&self) {
+        self.set_write_cache(self.default_write_cache);
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        if self.capabilities.write_cache_toggle && self.backend.write_cache() != on {
+            self.backend.set_write_cache(on);
+        }
+    }
+
+    /// Takes over a new capacity of the backend. `true` if it has changed, and the driver is to be told.
+    pub(crate) fn refresh_capacity(&mut self) -> bool {
+        let before = std::mem::replace(&mut self.capacity, self.backend.sectors());
+        before != self.capacity
+    }
+
+    /// Reads the configuration space; zero bytes beyond its end.
+    pub(crate) fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let space = config::layout(&config::Fields {
+            capacity: self.capacity,
+            queue_size: self.config.queue_size,
+            queues: self.config.queues,
+            writeback: self.backend.write_cache(),
+            may_unmap: self.capabilities.discard,
+        });
+        let from = usize::try_from(offset).unwrap_or(usize::MAX);
+        for (index, byte) in data.iter_mut().enumerate() {
+            *byte = from
+                .checked_add(index)
+                .and_then(|at| space.get(at))
+                .copied()
+                .unwrap_or(0);
+        }
+    }
+
+    /// Writes the configuration space: `writeback`, if CONFIG_WCE was negotiated. The rest is read-only
+    /// (5.2.4), and a write to it does nothing.
+    pub(crate) fn write_config(&self, offset: u64, data: &[u8], features: Features) {
+        if let (config::WRITEBACK, [value]) = (offset as usize, data)
+            && features.has(VIRTIO_BLK_F_CONFIG_WCE)
+        {
+            self.set_write_cache(*value != 0);
+        }
+    }
+
+    /// Starts the worker of queue `index`.
+    pub(crate) fn start_queue<M: DeviceMemory>(
+        &self,
+        index: u16,
+        setup: QueueSetup,
+        features: Features,
+        memory: M,
+        status: Arc<DeviceStatus>,
+    ) -> io::Result<Worker> {
+        let doorbell = self
+            .doorbells
+            .get(usize::from(index))
+            .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?
+            .try_clone()?;
+        Worker::start(
+            worker::Plan {
+                index,
+                setup,
+                max_size: self.config.queue_size,
+                event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
+                features,
+                id: self.id,
+                flush_after_write: self.flush_after_write(features),
+                doorbell,
+                backend: Arc::clone(&self.backend),
+                metrics: Arc::clone(&self.metrics),
+                status,
+            },
+            memory,
+        )
+    }
+}
+
+/// Whether a driver that chose `features` relies on writes that are stable when they complete, at least
+/// until it writes `writeback` itself.
+fn expects_writethrough(features: Features) -> bool {
+    !features.has(VIRTIO_BLK_F_FLUSH)
+}

@@ -1,0 +1,480 @@
+//! One virtio-blk request: from a descriptor chain to an [`Operation`], and back to a status byte.
+//!
+//! ```text
+//!  device-readable bytes:  type u32 │ reserved u32 │ sector u64 │ data out …      (virtio 1.2, 5.2.6)
+//!  device-writable bytes:  data in … │ status u8
+//! ```
+//!
+//! Where one descriptor ends and the next begins means nothing (2.7.4.2): both halves are byte streams.
+
+use std::sync::atomic::AtomicU64;
+
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK,
+    VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID,
+    VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+    VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+use virtio_queue::DescriptorChain;
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
+
+use super::config::MAX_ERASE_SECTORS;
+use super::features::Features;
+use super::metrics::{BlockMetrics, add};
+use super::virtqueue::{QueueError, Used};
+use crate::backend::{Buffer, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+
+/// Length of the request header in bytes.
+const HEADER_LEN: usize = 16;
+/// Length of a discard or write zeroes segment in bytes.
+const ERASE_SEGMENT_LEN: usize = 16;
+/// Length of the string that GET_ID returns, in bytes.
+pub(super) const ID_LEN: usize = 20;
+
+/// The status byte of an answer (5.2.6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    /// VIRTIO_BLK_S_OK.
+    Ok,
+    /// VIRTIO_BLK_S_IOERR.
+    IoError,
+    /// VIRTIO_BLK_S_UNSUPP.
+    Unsupported,
+}
+
+impl Status {
+    fn byte(self) -> u8 {
+        (match self {
+            Self::Ok => VIRTIO_BLK_S_OK,
+            Self::IoError => VIRTIO_BLK_S_IOERR,
+            Self::Unsupported => VIRTIO_BLK_S_UNSUPP,
+        }) as u8
+    }
+}
+
+/// A piece of guest memory that one descriptor names; not checked to exist, never empty.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    address: GuestAddress,
+    len: u32,
+}
+
+/// What a request is judged by.
+pub(super) struct Rules<'a> {
+    /// Features the driver has negotiated.
+    pub(super) features: Features,
+    /// Whether the disk refuses writes.
+    pub(super) read_only: bool,
+    /// Whether FLUSH means something to the backend.
+    pub(super) flush: bool,
+    /// Capacity in sectors.
+    pub(super) capacity: u64,
+    /// The string that GET_ID returns, padded with zero bytes.
+    pub(super) id: &'a [u8; ID_LEN],
+    /// The most descriptors a chain may have.
+    pub(super) max_descriptors: usize,
+    /// Where requests are counted.
+    pub(super) metrics: &'a BlockMetrics,
+}
+
+/// What is to be done for a request.
+pub(super) enum Action {
+    /// Hand it to the backend.
+    Submit(Operation),
+    /// Nothing: answer at once.
+    Answer(Status),
+    /// Answer with the identity string.
+    AnswerId,
+}
+
+/// Which way a request's payload goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Transfer {
+    /// No payload.
+    None,
+    /// IN: to the driver.
+    ToDriver,
+    /// OUT: from the driver.
+    FromDriver,
+}
+
+/// The promise to answer one chain. Dropping it unanswered panics in debug builds.
+#[derive(Debug)]
+pub(super) struct Pending {
+    head: u16,
+    status: GuestAddress,
+    /// Device-writable bytes before the status byte.
+    data: Vec<Segment>,
+    data_len: u32,
+    /// Which way the payload goes.
+    pub(super) transfer: Transfer,
+    /// Payload bytes, what the request costs in host memory.
+    pub(super) bytes: u32,
+    /// Whether the request changes the disk.
+    pub(super) modifies: bool,
+    settled: bool,
+}
+
+impl Pending {
+    /// Writes `data` and the status into guest memory.
+    ///
+    /// Data that does not fit, or that lies outside guest memory, turns the answer into an I/O error.
+    pub(super) fn answer<G: GuestMemory>(
+        mut self,
+        memory: &G,
+        status: Status,
+        data: Option<&[u8]>,
+    ) -> Result<(Used, Status), QueueError> {
+        self.settled = true;
+        let (written, status) = match data {
+            None => (0, status),
+            Some(bytes) => match self.copy_to_guest(memory, bytes) {
+                Ok(written) => (written, status),
+                Err(NotAccessible) => (0, Status::IoError),
+            },
+        };
+        memory.write_obj(status.byte(), self.status)?;
+        // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it counts only
+        // if everything before it was written too.
+        let written = if written == self.data_len {
+            written + 1
+        } else {
+            written
+        };
+        Ok((
+            Used {
+                head: self.head,
+                written,
+            },
+            status,
+        ))
+    }
+
+    /// Gives the request up without an answer: the queue is gone.
+    pub(super) fn abandon(mut self) {
+        self.settled = true;
+    }
+
+    fn copy_to_guest<G: GuestMemory>(
+        &self,
+        memory: &G,
+        bytes: &[u8],
+    ) -> Result<u32, NotAccessible> {
+        let mut rest = bytes;
+        for segment in &self.data {
+            let (now, later) = rest.split_at(rest.len().min(segment.len as usize));
+            memory
+                .write_slice(now, segment.address)
+                .map_err(|_| NotAccessible)?;
+            rest = later;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        u32::try_from(bytes.len() - rest.len()).map_err(|_| NotAccessible)
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        debug_assert!(
+            self.settled || std::thread::panicking(),
+            "the request of descriptor chain {} was dropped without an answer",
+            self.head
+        );
+    }
+}
+
+/// Guest memory named by the request does not exist.
+struct NotAccessible;
+
+/// Takes one chain apart. An error means that the chain cannot even be answered.
+pub(super) fn parse<G: GuestMemory>(
+    memory: &G,
+    chain: DescriptorChain<&G>,
+    rules: &Rules,
+) -> Result<(Pending, Action), QueueError> {
+    let head = chain.head_index();
+    let (mut readable, mut data) = collect(chain, rules.max_descriptors)
+        .map_err(|reason| QueueError::Chain { head, reason })?;
+    let status =
+        take_status(memory, &mut data).map_err(|reason| QueueError::Chain { head, reason })?;
+    let data_len = data.iter().map(|segment| segment.len).sum();
+    let mut pending = Pending {
+        head,
+        status,
+        data,
+        data_len,
+        transfer: Transfer::None,
+        bytes: 0,
+        modifies: false,
+        settled: false,
+    };
+    let action = match read_header(memory, &mut readable) {
+        Ok((kind, sector)) => decide(memory, kind, sector, readable, &mut pending, rules),
+        Err(status) => Action::Answer(status),
+    };
+    Ok((pending, action))
+}
+
+/// Splits a chain into what is device-readable and what is device-writable (2.7.4.2: in this order).
+fn collect<G: GuestMemory>(
+    chain: DescriptorChain<&G>,
+    max_descriptors: usize,
+) -> Result<(Readable, Vec<Segment>), &'static str> {
+    let mut readable = Vec::new();
+    let mut writable = Vec::new();
+    // The walk itself ends after as many steps as its table has entries and refuses nested indirect
+    // tables, but by ending early: a last descriptor that names a next one gives it away.
+    let mut complete = false;
+    for (count, descriptor) in chain.enumerate() {
+        if count == max_descriptors {
+            return Err("it is longer than the queue");
+        }
+        complete = !descriptor.has_next();
+        let segment = Segment {
+            address: descriptor.addr(),
+            len: descriptor.len(),
+        };
+        if descriptor.is_write_only() {
+            if segment.len > 0 {
+                writable.push(segment);
+            }
+        } else if !writable.is_empty() {
+            return Err("a device-readable descriptor follows a device-writable one");
+        } else if segment.len > 0 {
+            readable.push(segment);
+        }
+    }
+    if !complete {
+        return Err("it loops, or a descriptor is not valid");
+    }
+    Ok((Readable { segments: readable }, writable))
+}
+
+/// Takes the last device-writable byte off the chain: the status byte, wherever a descriptor ends.
+fn take_status<G: GuestMemory>(
+    memory: &G,
+    writable: &mut Vec<Segment>,
+) -> Result<GuestAddress, &'static str> {
+    let last = writable
+        .last_mut()
+        .ok_or("it has no room for a status byte")?;
+    last.len -= 1;
+    let status = last.address.checked_add(u64::from(last.len));
+    if last.len == 0 {
+        writable.pop();
+    }
+    status
+        .filter(|&address| memory.check_range(address, 1, Permissions::Write))
+        .ok_or("its status byte lies outside guest memory")
+}
+
+/// The device-readable half of a chain: a stream of bytes.
+struct Readable {
+    segments: Vec<Segment>,
+}
+
+impl Readable {
+    fn len(&self) -> u64 {
+        self.segments
+            .iter()
+            .map(|segment| u64::from(segment.len))
+            .sum()
+    }
+
+    /// Fills `bytes` from the front and removes what was read.
+    fn take<G: GuestMemory>(&mut self, memory: &G, bytes: &mut [u8]) -> Result<(), NotAccessible> {
+        let mut done = 0;
+        let mut used_up = 0;
+        for segment in &mut self.segments {
+            if done == bytes.len() {
+                break;
+            }
+            let len = (bytes.len() - done).min(segment.len as usize);
+            memory
+                .read_slice(&mut bytes[done..done + len], segment.address)
+                .map_err(|_| NotAccessible)?;
+            done += len;
+            // An address that wraps has failed to be read already. `len` is at most `segment.len`.
+            segment.address = GuestAddress(segment.address.0.wrapping_add(len as u64));
+            segment.len -= len as u32;
+            if segment.len == 0 {
+                used_up += 1;
+            }
+        }
+        self.segments.drain(..used_up);
+        if done == bytes.len() {
+            Ok(())
+        } else {
+            Err(NotAccessible)
+        }
+    }
+}
+
+fn read_header<G: GuestMemory>(memory: &G, readable: &mut Readable) -> Result<(u32, u64), Status> {
+    let mut header = [0; HEADER_LEN];
+    readable
+        .take(memory, &mut header)
+        .map_err(|NotAccessible| Status::IoError)?;
+    Ok((le32(&header, 0), le64(&header, 8)))
+}
+
+/// What the request asks for, and whether it may have it.
+fn decide<G: GuestMemory>(
+    memory: &G,
+    kind: u32,
+    sector: u64,
+    mut readable: Readable,
+    pending: &mut Pending,
+    rules: &Rules,
+) -> Action {
+    let metrics = rules.metrics;
+    let counted = |counter: &AtomicU64| add(counter, 1);
+    let operation = match kind {
+        VIRTIO_BLK_T_IN => {
+            counted(&metrics.reads);
+            pending.transfer = Transfer::ToDriver;
+            pending.bytes = pending.data_len;
+            data_range(sector, pending.data_len.into(), rules)
+                .map(|sectors| Operation::Read { sector, sectors })
+        }
+        VIRTIO_BLK_T_OUT => {
+            counted(&metrics.writes);
+            write(memory, sector, &mut readable, pending, rules)
+        }
+        VIRTIO_BLK_T_FLUSH => {
+            counted(&metrics.flushes);
+            // Nothing can be volatile on a disk that cannot be written to.
+            if rules.read_only {
+                return Action::Answer(Status::Ok);
+            }
+            if rules.flush {
+                Ok(Operation::Flush)
+            } else {
+                Err(Status::Unsupported)
+            }
+        }
+        VIRTIO_BLK_T_GET_ID => {
+            counted(&metrics.get_ids);
+            return Action::AnswerId;
+        }
+        VIRTIO_BLK_T_DISCARD => {
+            counted(&metrics.discards);
+            pending.modifies = true;
+            erase(memory, readable, rules, VIRTIO_BLK_F_DISCARD)
+                .map(|(sector, sectors, _)| Operation::Discard { sector, sectors })
+        }
+        VIRTIO_BLK_T_WRITE_ZEROES => {
+            counted(&metrics.write_zeroes);
+            pending.modifies = true;
+            erase(memory, readable, rules, VIRTIO_BLK_F_WRITE_ZEROES).map(
+                |(sector, sectors, unmap)| Operation::WriteZeroes {
+                    sector,
+                    sectors,
+                    unmap,
+                },
+            )
+        }
+        _ => Err(Status::Unsupported),
+    };
+    match operation {
+        Ok(operation) => Action::Submit(operation),
+        Err(status) => Action::Answer(status),
+    }
+}
+
+/// OUT: copies the payload out of guest memory, once; from here on the guest can change nothing.
+fn write<G: GuestMemory>(
+    memory: &G,
+    sector: u64,
+    readable: &mut Readable,
+    pending: &mut Pending,
+    rules: &Rules,
+) -> Result<Operation, Status> {
+    // 5.2.6.2: IOERR for a write if RO is offered, and no data written.
+    if rules.read_only {
+        return Err(Status::IoError);
+    }
+    let len = readable.len();
+    let sectors = data_range(sector, len, rules)?;
+    let mut data = Buffer::zeroed(sectors as usize * SECTOR_SIZE as usize);
+    readable
+        .take(memory, &mut data)
+        .map_err(|NotAccessible| Status::IoError)?;
+    pending.transfer = Transfer::FromDriver;
+    pending.bytes = data.len() as u32;
+    pending.modifies = true;
+    Ok(Operation::Write { sector, data })
+}
+
+/// Checks the range of an IN or OUT request and returns its length in sectors.
+fn data_range(sector: u64, bytes: u64, rules: &Rules) -> Result<u32, Status> {
+    if bytes > MAX_REQUEST_BYTES as u64 || !bytes.is_multiple_of(SECTOR_SIZE) {
+        return Err(Status::IoError);
+    }
+    // At most MAX_REQUEST_BYTES, so the cast loses nothing.
+    let sectors = (bytes / SECTOR_SIZE) as u32;
+    in_range(sector, sectors, rules.capacity)?;
+    Ok(sectors)
+}
+
+/// Whether `sectors` sectors from `sector` on are at least one and lie on the disk. In sectors, not in
+/// bytes: `sector * 512` wraps at 2^55.
+fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), Status> {
+    match sector.checked_add(u64::from(sectors)) {
+        Some(end) if sectors > 0 && end <= capacity => Ok(()),
+        _ => Err(Status::IoError),
+    }
+}
+
+/// DISCARD and WRITE_ZEROES: one segment `{ sector u64, num_sectors u32, flags u32 }`.
+fn erase<G: GuestMemory>(
+    memory: &G,
+    mut readable: Readable,
+    rules: &Rules,
+    feature: u32,
+) -> Result<(u64, u32, bool), Status> {
+    if !rules.features.has(feature) {
+        return Err(Status::Unsupported);
+    }
+    // max_discard_seg and max_write_zeroes_seg are 1.
+    if readable.len() != ERASE_SEGMENT_LEN as u64 {
+        return Err(Status::IoError);
+    }
+    let mut segment = [0; ERASE_SEGMENT_LEN];
+    readable
+        .take(memory, &mut segment)
+        .map_err(|NotAccessible| Status::IoError)?;
+    let (sector, sectors, flags) = (le64(&segment, 0), le32(&segment, 8), le32(&segment, 12));
+    // 5.2.6.2: UNSUPP for an unknown flag, and for unmap in a discard.
+    let known = if feature == VIRTIO_BLK_F_DISCARD {
+        0
+    } else {
+        VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP
+    };
+    if flags & !known != 0 {
+        return Err(Status::Unsupported);
+    }
+    if sectors > MAX_ERASE_SECTORS {
+        return Err(Status::IoError);
+    }
+    in_range(sector, sectors, rules.capacity)?;
+    Ok((
+        sector,
+        sectors,
+        flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0,
+    ))
+}
+
+fn le32<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
+    let mut value = [0; 4];
+    value.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(value)
+}
+
+fn le64<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
+    let mut value = [0; 8];
+    value.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(value)
+}

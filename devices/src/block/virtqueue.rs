@@ -1,0 +1,196 @@
+//! A split virtqueue whose used index is published once per batch.
+//!
+//! ```text
+//!  avail ring ──▶ available() ──▶ chains ──▶ (requests run) ──▶ publish([used, used, …])
+//!                                                                │ elements, then one index store,
+//!                                                                ▼ then one look at used_event
+//!                                                              interrupt or not
+//! ```
+//!
+//! `virtio-queue` walks the rings and checks the driver's addresses and indices. Its `add_used` stores
+//! the index after every element, and its `needs_notification` knows no VRING_AVAIL_F_NO_INTERRUPT, so
+//! the used half is done here.
+
+use std::num::Wrapping;
+use std::sync::atomic::{Ordering, fence};
+
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use virtio_queue::{AvailIter, Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
+
+/// What the driver wrote into the registers of one queue, not checked yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct QueueSetup {
+    /// Number of descriptors.
+    pub(crate) size: u16,
+    /// Whether the driver has enabled the queue.
+    pub(crate) ready: bool,
+    /// Guest physical address of the descriptor table.
+    pub(crate) descriptors: u64,
+    /// Guest physical address of the driver area (available ring).
+    pub(crate) driver: u64,
+    /// Guest physical address of the device area (used ring).
+    pub(crate) device: u64,
+}
+
+/// Why a queue cannot go on. The device needs a reset.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum QueueError {
+    #[error("the size or an address of the rings is not valid: {0}")]
+    Setup(virtio_queue::Error),
+    #[error("a ring lies outside guest memory")]
+    OutsideMemory,
+    #[error("the available ring is broken: {0}")]
+    Available(virtio_queue::Error),
+    #[error("the available ring cannot be read")]
+    Unreadable,
+    #[error("a ring cannot be accessed: {0}")]
+    Memory(#[from] GuestMemoryError),
+    #[error("descriptor chain {head}: {reason}")]
+    Chain { head: u16, reason: &'static str },
+}
+
+/// One element of the used ring (virtio 1.2, 2.7.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Used {
+    /// Head of the chain that has been used.
+    pub(crate) head: u16,
+    /// Bytes written into its device-writable part, from the start of that part and without a gap.
+    pub(crate) written: u32,
+}
+
+/// A running split virtqueue.
+pub(crate) struct Virtqueue {
+    queue: Queue,
+}
+
+impl Virtqueue {
+    /// Checks what the driver has set up.
+    pub(crate) fn new<G: GuestMemory>(
+        setup: &QueueSetup,
+        max_size: u16,
+        event_idx: bool,
+        memory: &G,
+    ) -> Result<Self, QueueError> {
+        let queue = Queue::try_from(QueueState {
+            max_size,
+            next_avail: 0,
+            next_used: 0,
+            event_idx_enabled: event_idx,
+            size: setup.size,
+            ready: setup.ready,
+            desc_table: setup.descriptors,
+            avail_ring: setup.driver,
+            used_ring: setup.device,
+        })
+        .map_err(QueueError::Setup)?;
+        if !queue.is_valid(memory) {
+            return Err(QueueError::OutsideMemory);
+        }
+        Ok(Self { queue })
+    }
+
+    /// Number of descriptors, the most chains a well-behaved driver can have in flight.
+    pub(crate) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    /// The chains that are available now. An index more than the queue size ahead is an error.
+    pub(crate) fn available<'a, G: GuestMemory>(
+        &'a mut self,
+        memory: &'a G,
+    ) -> Result<AvailIter<'a, &'a G>, QueueError> {
+        self.queue.iter(memory).map_err(QueueError::Available)
+    }
+
+    /// Number of chains taken so far, modulo 2^16.
+    pub(crate) fn taken(&self) -> u16 {
+        self.queue.next_avail()
+    }
+
+    /// Asks the driver not to ring the doorbell. With EVENT_IDX nothing has to be done: it rings once for
+    /// each `avail_event` only.
+    pub(crate) fn disable_doorbell<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+    ) -> Result<(), QueueError> {
+        self.queue
+            .disable_notification(memory)
+            .map_err(QueueError::Available)
+    }
+
+    /// Asks for a doorbell with the next chain. `true`: one came in the meantime, look again.
+    pub(crate) fn enable_doorbell<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+    ) -> Result<bool, QueueError> {
+        self.queue
+            .enable_notification(memory)
+            .map_err(QueueError::Available)
+    }
+
+    /// Puts `batch` into the used ring, publishes it with one store of the index, and says whether the
+    /// driver wants an interrupt for it (virtio 1.2, 2.7.7.2 and 2.7.10).
+    pub(crate) fn publish<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+        batch: &[Used],
+    ) -> Result<bool, QueueError> {
+        if batch.is_empty() {
+            return Ok(false);
+        }
+        let ring = self.queue.used_ring();
+        let size = self.queue.size();
+        let old = Wrapping(self.queue.next_used());
+        let mut index = old;
+        for used in batch {
+            let mut element = [0; 8];
+            element[..4].copy_from_slice(&u32::from(used.head).to_le_bytes());
+            element[4..].copy_from_slice(&used.written.to_le_bytes());
+            // `is_valid` has shown that the whole ring lies in guest memory, so this cannot wrap.
+            let slot = u64::from(index.0 % size);
+            memory.write_slice(&element, GuestAddress(ring + 4 + slot * 8))?;
+            index += 1;
+        }
+        // Release: whoever sees the index sees the elements, and the data and status bytes before them.
+        memory.store(index.0.to_le(), GuestAddress(ring + 2), Ordering::Release)?;
+        self.queue.set_next_used(index.0);
+
+        // The index must be visible before the driver's wish is read: it does the opposite order.
+        fence(Ordering::SeqCst);
+        let available = self.queue.avail_ring();
+        if self.queue.event_idx_enabled() {
+            let address = GuestAddress(available + 4 + u64::from(size) * 2);
+            let used_event = Wrapping(u16::from_le(memory.load(address, Ordering::Relaxed)?));
+            Ok(wants_event(used_event, index, old))
+        } else {
+            let flags = u16::from_le(memory.load(GuestAddress(available), Ordering::Relaxed)?);
+            Ok(flags & VRING_AVAIL_F_NO_INTERRUPT as u16 == 0)
+        }
+    }
+}
+
+/// Whether an index that moved from `old` to `new` has passed `event` (virtio 1.2, 2.7.10.1: the event
+/// comes with the entry at index `event`), all modulo 2^16.
+fn wants_event(event: Wrapping<u16>, new: Wrapping<u16>, old: Wrapping<u16>) -> bool {
+    new - event - Wrapping(1) < new - old
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_due_when_the_batch_passes_it() {
+        let due = |event, new, old| wants_event(Wrapping(event), Wrapping(new), Wrapping(old));
+        assert!(due(0, 1, 0));
+        assert!(!due(1, 1, 0));
+        assert!(due(3, 5, 1));
+        assert!(!due(5, 5, 1));
+        assert!(!due(0, 5, 1));
+        // Around 2^16.
+        assert!(due(0xffff, 0, 0xffff));
+        assert!(due(1, 3, 0xfffe));
+        assert!(!due(0xfffd, 3, 0xfffe));
+    }
+}

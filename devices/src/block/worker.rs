@@ -1,0 +1,470 @@
+//! One queue, one thread: it takes every available chain, submits them as a batch, and publishes whatever
+//! has ended as a batch.
+//!
+//! ```text
+//!   doorbell ─┐                ┌─ take all chains ─▶ submit … kick ─┐
+//!   backend ──┼─▶ event loop ──┤                                    ├─▶ used index once, ≤ 1 interrupt
+//!   stop ─────┘                └─ completions ──────────────────────┘
+//! ```
+//!
+//! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many
+//! requests as the queue has descriptors. Completions make room, and the worker goes on.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+
+use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use vm_memory::GuestMemory;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::features::Features;
+use super::metrics::{BlockMetrics, add};
+use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
+use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
+use crate::backend::{Backend, BackendQueue, Completion, Operation};
+use crate::status::DeviceStatus;
+use crate::transport::DeviceMemory;
+
+/// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
+/// request may overshoot it.
+const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
+
+const DOORBELL: u32 = 0;
+const BACKEND: u32 = 1;
+const STOP: u32 = 2;
+
+/// Everything a worker needs to know when it starts.
+pub(super) struct Plan {
+    pub(super) index: u16,
+    pub(super) setup: QueueSetup,
+    pub(super) max_size: u16,
+    pub(super) event_idx: bool,
+    pub(super) features: Features,
+    pub(super) id: [u8; ID_LEN],
+    pub(super) flush_after_write: bool,
+    pub(super) doorbell: EventFd,
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) metrics: Arc<BlockMetrics>,
+    pub(super) status: Arc<DeviceStatus>,
+}
+
+/// Tells a worker to stop.
+struct StopSignal {
+    requested: AtomicBool,
+    event: EventFd,
+}
+
+/// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
+/// without an interrupt, chains still in the ring stay there.
+pub(crate) struct Worker {
+    stop: Arc<StopSignal>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts the thread. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
+    pub(super) fn start<M: DeviceMemory>(plan: Plan, memory: M) -> io::Result<Self> {
+        let stop = Arc::new(StopSignal {
+            requested: AtomicBool::new(false),
+            event: EventFd::new(EFD_NONBLOCK)?,
+        });
+        let queue = Virtqueue::new(
+            &plan.setup,
+            plan.max_size,
+            plan.event_idx,
+            &*memory.memory(),
+        );
+        let queue = match queue {
+            Ok(queue) => queue,
+            Err(error) => {
+                give_up(&plan.status, plan.index, &error);
+                return Ok(Self { stop, thread: None });
+            }
+        };
+        let worker = QueueWorker {
+            in_flight: InFlight::new(queue.size()),
+            queue,
+            memory,
+            disk: plan.backend.open_queue()?,
+            stop: Arc::clone(&stop),
+            started: Ok(()),
+            submitted: false,
+            ended: Vec::new(),
+            used: Vec::new(),
+            broken: false,
+            plan,
+        };
+        let name = format!("virtio-blk-q{}", worker.plan.index);
+        let mut manager = EventManager::new().map_err(io::Error::other)?;
+        let id = manager.add_subscriber(worker);
+        std::mem::replace(
+            &mut manager
+                .subscriber_mut(id)
+                .map_err(io::Error::other)?
+                .started,
+            Ok(()),
+        )
+        .map_err(io::Error::other)?;
+        let thread = thread::Builder::new().name(name).spawn(move || {
+            let Ok(worker) = manager.subscriber_mut(id) else {
+                return;
+            };
+            let _announce = ResetOnPanic(Arc::clone(&worker.plan.status));
+            // A doorbell may have rung before this thread was there to see it.
+            worker.serve();
+            while manager
+                .subscriber_mut(id)
+                .is_ok_and(|worker| !worker.finished())
+            {
+                if let Err(error) = manager.run() {
+                    if let Ok(worker) = manager.subscriber_mut(id) {
+                        give_up(&worker.plan.status, worker.plan.index, &error);
+                    }
+                    break;
+                }
+            }
+        })?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    /// Tells the worker to stop without waiting for it, so that several can drain at once.
+    pub(crate) fn request_stop(&self) {
+        self.stop.requested.store(true, Ordering::SeqCst);
+        // A full counter is readable all the same.
+        let _ = self.stop.event.write(1);
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.request_stop();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a virtio-blk queue worker has panicked");
+        }
+    }
+}
+
+/// A worker that panics must not leave its driver waiting in silence.
+struct ResetOnPanic(Arc<DeviceStatus>);
+
+impl Drop for ResetOnPanic {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.needs_reset();
+        }
+    }
+}
+
+/// The queue cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
+fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
+    tracing::warn!("virtio-blk queue {queue}: {error}; the driver has to reset the device");
+    status.needs_reset();
+}
+
+/// Requests handed to the backend, by token.
+struct InFlight {
+    slots: Vec<Option<Pending>>,
+    free: Vec<u16>,
+    bytes: usize,
+}
+
+impl InFlight {
+    fn new(size: u16) -> Self {
+        Self {
+            slots: (0..size).map(|_| None).collect(),
+            free: (0..size).rev().collect(),
+            bytes: 0,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.free.len() == self.slots.len()
+    }
+
+    /// Where the next request goes, if there is room for one.
+    fn vacancy(&self) -> Option<u16> {
+        if self.bytes < MAX_BYTES_IN_FLIGHT {
+            self.free.last().copied()
+        } else {
+            None
+        }
+    }
+
+    /// Puts a request into the slot that [`vacancy`](Self::vacancy) named, and returns its token.
+    fn insert(&mut self, slot: u16, pending: Pending) -> u64 {
+        self.free.pop();
+        self.bytes += pending.bytes as usize;
+        self.slots[usize::from(slot)] = Some(pending);
+        slot.into()
+    }
+
+    /// Whether the request has changed the disk and not been flushed yet; answers `true` once.
+    fn take_modifies(&mut self, token: u64) -> bool {
+        usize::try_from(token)
+            .ok()
+            .and_then(|slot| self.slots.get_mut(slot)?.as_mut())
+            .is_some_and(|pending| std::mem::take(&mut pending.modifies))
+    }
+
+    fn remove(&mut self, token: u64) -> Option<Pending> {
+        let slot = u16::try_from(token).ok()?;
+        let pending = self.slots.get_mut(usize::from(slot))?.take()?;
+        self.free.push(slot);
+        self.bytes -= pending.bytes as usize;
+        Some(pending)
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        for pending in self.slots.drain(..).flatten() {
+            pending.abandon();
+        }
+    }
+}
+
+struct QueueWorker<M> {
+    plan: Plan,
+    queue: Virtqueue,
+    memory: M,
+    disk: Box<dyn BackendQueue>,
+    stop: Arc<StopSignal>,
+    in_flight: InFlight,
+    /// Whether the event loop took the descriptors.
+    started: Result<(), event_manager::Error>,
+    /// Whether something was submitted since the last kick.
+    submitted: bool,
+    /// Completions being worked on; empty between batches, kept for its memory.
+    ended: Vec<Completion>,
+    /// Chains to be published with this batch; likewise.
+    used: Vec<Used>,
+    /// The queue has met an error: requests in flight end, nothing is taken or answered any more.
+    broken: bool,
+}
+
+impl<M: DeviceMemory> QueueWorker<M> {
+    fn stopping(&self) -> bool {
+        self.stop.requested.load(Ordering::SeqCst)
+    }
+
+    /// Nothing is left to wait for.
+    fn finished(&self) -> bool {
+        self.stopping() && self.in_flight.is_empty()
+    }
+
+    /// Works until there is nothing to do but wait.
+    fn serve(&mut self) {
+        let memory = self.memory.memory();
+        let outcome = if self.broken {
+            self.complete(&*memory)
+        } else {
+            self.serve_batches(&*memory)
+        };
+        if let Err(error) = outcome {
+            give_up(&self.plan.status, self.plan.index, &error);
+            self.broken = true;
+            self.used.clear();
+            // What was submitted before the error still has to be started, to end.
+            self.disk.kick();
+            self.submitted = false;
+            // Cannot fail: nothing is answered any more.
+            let _ = self.complete(&*memory);
+        }
+    }
+
+    fn serve_batches<G: GuestMemory>(&mut self, memory: &G) -> Result<(), QueueError> {
+        let mut promised = false;
+        loop {
+            let taking = !self.stopping();
+            let mut took_all = true;
+            if taking {
+                self.queue.disable_doorbell(memory)?;
+                let before = self.queue.taken();
+                took_all = self.take_available(memory)?;
+                // Without this a ring that cannot be read would be asked forever.
+                if promised && took_all && self.queue.taken() == before {
+                    return Err(QueueError::Unreadable);
+                }
+            }
+            if self.submitted {
+                self.disk.kick();
+                self.submitted = false;
+            }
+            self.complete(memory)?;
+            if self.queue.publish(memory, &self.used)? && taking {
+                self.plan.status.interrupt().queue(self.plan.index);
+            }
+            self.used.clear();
+            if !taking {
+                return Ok(());
+            }
+            if !took_all {
+                // Full. Completions wake the worker; until then doorbells have nothing to say.
+                promised = false;
+                if self.in_flight.vacancy().is_none() {
+                    return Ok(());
+                }
+            } else {
+                promised = self.queue.enable_doorbell(memory)?;
+                if !promised {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Takes chains until none is left (`true`) or there is no more room.
+    fn take_available<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
+        let plan = &self.plan;
+        let capabilities = plan.backend.capabilities();
+        let rules = Rules {
+            features: plan.features,
+            read_only: capabilities.read_only,
+            flush: capabilities.flush,
+            capacity: plan.backend.sectors(),
+            id: &plan.id,
+            max_descriptors: usize::from(plan.max_size),
+            metrics: &plan.metrics,
+        };
+        let size = self.queue.size();
+        let mut available = self.queue.available(memory)?;
+        loop {
+            let Some(slot) = self.in_flight.vacancy() else {
+                return Ok(false);
+            };
+            let Some(chain) = available.next() else {
+                return Ok(true);
+            };
+            add(&plan.metrics.requests, 1);
+            let head = chain.head_index();
+            if head >= size {
+                add(&plan.metrics.errors, 1);
+                return Err(QueueError::Chain {
+                    head,
+                    reason: "its head is no descriptor",
+                });
+            }
+            let (pending, action) =
+                parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
+            let (status, data) = match action {
+                Action::Submit(operation) => {
+                    let token = self.in_flight.insert(slot, pending);
+                    self.disk.submit(token, operation);
+                    self.submitted = true;
+                    continue;
+                }
+                Action::Answer(status) => (status, None),
+                Action::AnswerId => (Status::Ok, Some(rules.id.as_slice())),
+            };
+            self.used
+                .push(settle(&plan.metrics, memory, pending, status, data)?);
+        }
+    }
+
+    /// Answers whatever has ended. Every completion is taken, even after an error.
+    fn complete<G: GuestMemory>(&mut self, memory: &G) -> Result<(), QueueError> {
+        let mut outcome = Ok(());
+        loop {
+            self.disk.completions(&mut self.ended);
+            let mut flushing = false;
+            for completion in self.ended.drain(..) {
+                let Completion { token, result } = completion;
+                if self.plan.flush_after_write
+                    && !self.broken
+                    && result.is_ok()
+                    && self.in_flight.take_modifies(token)
+                {
+                    // Second half of a writethrough write.
+                    self.disk.submit(token, Operation::Flush);
+                    flushing = true;
+                    continue;
+                }
+                let Some(pending) = self.in_flight.remove(token) else {
+                    debug_assert!(false, "completion of unknown token {token}");
+                    continue;
+                };
+                if self.broken {
+                    pending.abandon();
+                    continue;
+                }
+                let read = pending.transfer == Transfer::ToDriver;
+                let (status, data) = match result {
+                    Ok(Some(data)) if read && data.len() == pending.bytes as usize => {
+                        (Status::Ok, Some(data))
+                    }
+                    Ok(_) if !read => (Status::Ok, None),
+                    // A read without its data is as failed as one that says so.
+                    _ => (Status::IoError, None),
+                };
+                match settle(&self.plan.metrics, memory, pending, status, data.as_deref()) {
+                    Ok(used) => self.used.push(used),
+                    Err(error) => outcome = Err(error),
+                }
+            }
+            if !flushing {
+                return outcome;
+            }
+            self.disk.kick();
+        }
+    }
+}
+
+/// Answers a request and counts how it ended.
+fn settle<G: GuestMemory>(
+    metrics: &BlockMetrics,
+    memory: &G,
+    pending: Pending,
+    status: Status,
+    data: Option<&[u8]>,
+) -> Result<Used, QueueError> {
+    let (transfer, bytes) = (pending.transfer, pending.bytes.into());
+    let (used, status) = pending.answer(memory, status, data)?;
+    match (status, transfer) {
+        (Status::Ok, Transfer::None) => {}
+        (Status::Ok, Transfer::ToDriver) => add(&metrics.bytes_read, bytes),
+        (Status::Ok, Transfer::FromDriver) => add(&metrics.bytes_written, bytes),
+        (Status::IoError | Status::Unsupported, _) => add(&metrics.errors, 1),
+    }
+    Ok(used)
+}
+
+impl<M: DeviceMemory> MutEventSubscriber for QueueWorker<M> {
+    fn init(&mut self, ops: &mut EventOps) {
+        let sources = [
+            (self.plan.doorbell.as_raw_fd(), DOORBELL),
+            (self.disk.event().as_raw_fd(), BACKEND),
+            (self.stop.event.as_raw_fd(), STOP),
+        ];
+        self.started = sources
+            .into_iter()
+            .try_for_each(|(fd, source)| ops.add(Events::with_data_raw(fd, source, EventSet::IN)));
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            DOORBELL => {
+                if let Ok(rings) = self.plan.doorbell.read() {
+                    add(&self.plan.metrics.doorbells, rings);
+                }
+            }
+            STOP => {
+                // From here on only the backend is listened to.
+                for fd in [self.plan.doorbell.as_raw_fd(), self.stop.event.as_raw_fd()] {
+                    if let Err(error) = ops.remove(Events::empty_raw(fd)) {
+                        tracing::error!(%error, "cannot leave the event loop of a queue");
+                    }
+                }
+            }
+            _ => {}
+        }
+        self.serve();
+    }
+}

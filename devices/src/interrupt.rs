@@ -1,0 +1,116 @@
+//! How a device interrupts its driver, whatever carries the interrupt.
+//!
+//! ```text
+//!  queue worker ─┐                 ┌─ MMIO: InterruptStatus bit + edge interrupt (eventfd)
+//!                ├─▶ Interrupt ────┤
+//!  device state ─┘                 └─ PCI: MSI-X vector of the queue ─▶ MsiRouter (the VMM)
+//! ```
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::block::BlockMetrics;
+
+/// What a device raises: the two notifications of virtio 1.2, 2.3.
+///
+/// Called from queue workers and vCPU threads at once. An implementation must not wait for either,
+/// in particular not for a lock held while the transport's registers are accessed.
+pub trait Interrupt: Send + Sync {
+    /// Used buffer notification of `queue`.
+    fn queue(&self, queue: u16);
+
+    /// Configuration change notification. Also announces DEVICE_NEEDS_RESET.
+    fn config(&self);
+
+    /// Forgets whatever is pending and the driver's choices: the device is being reset.
+    fn reset(&self);
+}
+
+/// One message-signalled interrupt as a PCI function sends it: a write of `data` to `address`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MsiMessage {
+    /// Message address, both halves of the MSI-X table entry.
+    pub address: u64,
+    /// Message data.
+    pub data: u32,
+}
+
+/// The VMM's side of MSI-X: one GSI and one irqfd per vector.
+///
+/// Called with the function's MSI-X state locked, from vCPU threads and from queue workers, so an
+/// implementation must not take a lock that is held during an access to the function.
+pub trait MsiRouter: Send + Sync {
+    /// Points `vector` at `message`. Called before the first [`trigger`](Self::trigger) of the vector and
+    /// whenever the driver has changed the entry, at the moment that it becomes unmasked.
+    ///
+    /// # Errors
+    /// If the hypervisor refuses the route; the vector stays silent until it is set again.
+    fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()>;
+
+    /// Raises `vector`. Only called while it is unmasked and routed; masks and pending bits are kept here.
+    ///
+    /// # Errors
+    /// If the interrupt cannot be delivered.
+    fn trigger(&self, vector: u16) -> io::Result<()>;
+}
+
+/// Used buffer notification bit of InterruptStatus (virtio 1.2, 4.2.2) and of the ISR status (4.1.4.5).
+pub(crate) const INTERRUPT_QUEUE: u32 = 1;
+/// Configuration change bit of InterruptStatus and of the ISR status.
+pub(crate) const INTERRUPT_CONFIG: u32 = 2;
+
+/// The single interrupt line of virtio-mmio: bits in InterruptStatus and an edge through an eventfd.
+pub(crate) struct LineInterrupt {
+    status: AtomicU32,
+    line: EventFd,
+    metrics: Arc<BlockMetrics>,
+}
+
+impl LineInterrupt {
+    pub(crate) fn new(line: EventFd, metrics: Arc<BlockMetrics>) -> Self {
+        Self {
+            status: AtomicU32::new(0),
+            line,
+            metrics,
+        }
+    }
+
+    /// Reads InterruptStatus.
+    pub(crate) fn status(&self) -> u32 {
+        self.status.load(Ordering::SeqCst)
+    }
+
+    /// Writes InterruptACK: clears the bits given (virtio 1.2, 4.2.2).
+    pub(crate) fn acknowledge(&self, bits: u32) {
+        self.status.fetch_and(!bits, Ordering::SeqCst);
+    }
+
+    /// Every notification is an edge of its own: the driver may have read InterruptStatus already and not
+    /// acknowledged it yet, so "the bit was set before" does not mean that it will look again.
+    fn raise(&self, bit: u32) {
+        self.status.fetch_or(bit, Ordering::SeqCst);
+        match self.line.write(1) {
+            Ok(()) => self.metrics.interrupt_sent(),
+            Err(error) => {
+                tracing::error!(%error, "cannot raise the interrupt line of a virtio-mmio device")
+            }
+        }
+    }
+}
+
+impl Interrupt for LineInterrupt {
+    fn queue(&self, _queue: u16) {
+        self.raise(INTERRUPT_QUEUE);
+    }
+
+    fn config(&self) {
+        self.raise(INTERRUPT_CONFIG);
+    }
+
+    fn reset(&self) {
+        self.status.store(0, Ordering::SeqCst);
+    }
+}

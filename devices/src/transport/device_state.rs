@@ -1,0 +1,382 @@
+//! What both transports have in common: the device as its driver drives it.
+//!
+//! ```text
+//!   0 ─ACKNOWLEDGE─▶ ─DRIVER─▶ ─FEATURES_OK─▶ ─DRIVER_OK─▶ queues run
+//!   ▲                                                          │
+//!   └───────────── write 0: drain, stop, forget ◀── NEEDS_RESET┘        (virtio 1.2, 2.1 and 3.1)
+//! ```
+
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::block::{BlockMetrics, Features, QueueSetup, VirtioBlock, Worker};
+use crate::interrupt::Interrupt;
+use crate::status::{
+    ACKNOWLEDGE, DRIVER, DRIVER_OK, DeviceStatus, FAILED, FEATURES_OK, NEEDS_RESET,
+};
+use crate::transport::DeviceMemory;
+
+/// One of the three addresses of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ring {
+    /// Descriptor table.
+    Descriptors,
+    /// Driver area, the available ring.
+    Driver,
+    /// Device area, the used ring.
+    Device,
+}
+
+/// One half of a 64-bit address register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Half {
+    Low,
+    High,
+}
+
+struct QueueState {
+    setup: QueueSetup,
+    worker: Option<Worker>,
+}
+
+/// The state that a driver sees and changes through either transport's registers.
+pub(super) struct DeviceState<M> {
+    block: VirtioBlock,
+    memory: M,
+    status: Arc<DeviceStatus>,
+    device_features_select: u32,
+    driver_features_select: u32,
+    driver_features: Features,
+    queue_select: u32,
+    queues: Vec<QueueState>,
+    generation: u32,
+}
+
+impl<M: DeviceMemory> DeviceState<M> {
+    pub(super) fn new(block: VirtioBlock, memory: M, interrupt: Arc<dyn Interrupt>) -> Self {
+        let queues = (0..block.queues())
+            .map(|_| QueueState {
+                setup: initial_setup(&block),
+                worker: None,
+            })
+            .collect();
+        Self {
+            block,
+            memory,
+            status: Arc::new(DeviceStatus::new(interrupt)),
+            device_features_select: 0,
+            driver_features_select: 0,
+            driver_features: Features::default(),
+            queue_select: 0,
+            queues,
+            generation: 0,
+        }
+    }
+
+    pub(super) fn metrics(&self) -> Arc<BlockMetrics> {
+        self.block.metrics()
+    }
+
+    /// Copies of the queues' doorbells.
+    pub(super) fn doorbells(&self) -> io::Result<Vec<EventFd>> {
+        self.block
+            .doorbells()
+            .iter()
+            .map(EventFd::try_clone)
+            .collect()
+    }
+
+    // Features (2.2).
+
+    pub(super) fn device_features_select(&self) -> u32 {
+        self.device_features_select
+    }
+
+    pub(super) fn select_device_features(&mut self, select: u32) {
+        self.device_features_select = select;
+    }
+
+    /// The selected 32 feature bits on offer; none beyond bit 63.
+    pub(super) fn device_features(&self) -> u32 {
+        match self.device_features_select {
+            0 => self.block.offered().0 as u32,
+            1 => (self.block.offered().0 >> 32) as u32,
+            _ => 0,
+        }
+    }
+
+    pub(super) fn driver_features_select(&self) -> u32 {
+        self.driver_features_select
+    }
+
+    pub(super) fn select_driver_features(&mut self, select: u32) {
+        self.driver_features_select = select;
+    }
+
+    /// The selected 32 bits of the driver's choice.
+    pub(super) fn driver_features(&self) -> u32 {
+        match self.driver_features_select {
+            0 => self.driver_features.0 as u32,
+            1 => (self.driver_features.0 >> 32) as u32,
+            _ => 0,
+        }
+    }
+
+    /// Sets the selected 32 bits of the driver's choice. It is fixed once FEATURES_OK is set (3.1.1).
+    pub(super) fn set_driver_features(&mut self, value: u32) {
+        if self.status.has(FEATURES_OK) {
+            tracing::debug!("driver features written after FEATURES_OK: ignored");
+            return;
+        }
+        let (low, high) = (
+            self.driver_features.0 as u32,
+            (self.driver_features.0 >> 32) as u32,
+        );
+        let (low, high) = match self.driver_features_select {
+            0 => (value, high),
+            1 => (low, value),
+            // There are no feature bits above 63.
+            _ => return,
+        };
+        self.driver_features = Features(u64::from(high) << 32 | u64::from(low));
+    }
+
+    // Status (2.1).
+
+    pub(super) fn status(&self) -> u8 {
+        self.status.get()
+    }
+
+    /// The driver writes the status field: 0 resets, anything else adds bits.
+    pub(super) fn write_status(&mut self, value: u8) {
+        if value == 0 {
+            self.reset();
+            return;
+        }
+        let known = ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED;
+        // 2.1.1: the driver must not clear a bit; DEVICE_NEEDS_RESET is the device's own.
+        let new = value & known & !self.status.get();
+        self.status.insert(new & (ACKNOWLEDGE | DRIVER | FAILED));
+        if new & FEATURES_OK != 0 {
+            self.accept_features();
+        }
+        if new & DRIVER_OK != 0 {
+            self.driver_ok();
+        }
+    }
+
+    /// Leaves FEATURES_OK clear if the choice is not acceptable: the driver reads it back (3.1.1, step 6).
+    fn accept_features(&mut self) {
+        if !self.status.has(ACKNOWLEDGE | DRIVER) {
+            tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
+        } else if self.driver_features.acceptable(self.block.offered()) {
+            self.block.negotiated(self.driver_features);
+            self.status.insert(FEATURES_OK);
+        } else {
+            let (chosen, offered) = (self.driver_features.0, self.block.offered().0);
+            tracing::warn!(
+                "features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
+            );
+        }
+    }
+
+    fn driver_ok(&mut self) {
+        // 3.1.1: DRIVER_OK is the last step. A driver that skips the negotiation gets nothing.
+        if !self.status.has(FEATURES_OK) || self.status.has(NEEDS_RESET) {
+            tracing::debug!("DRIVER_OK before FEATURES_OK, or while a reset is needed: ignored");
+            return;
+        }
+        self.status.insert(DRIVER_OK);
+        for index in 0..self.block.queues() {
+            self.start_queue(index);
+        }
+    }
+
+    /// Starts the worker of a queue that is enabled on a device that is live.
+    fn start_queue(&mut self, index: u16) {
+        let Some(queue) = self.queues.get_mut(usize::from(index)) else {
+            return;
+        };
+        if !queue.setup.ready || queue.worker.is_some() || !self.status.has(DRIVER_OK) {
+            return;
+        }
+        let worker = self.block.start_queue(
+            index,
+            queue.setup,
+            self.driver_features,
+            self.memory.clone(),
+            Arc::clone(&self.status),
+        );
+        match worker {
+            Ok(worker) => queue.worker = Some(worker),
+            Err(error) => {
+                tracing::error!(%error, "cannot start the worker of virtio-blk queue {index}");
+                self.status.needs_reset();
+            }
+        }
+    }
+
+    /// Device reset (2.4): drains the queues, stops the workers, and forgets what the driver has set.
+    ///
+    /// Requests in flight end first, so nothing touches guest memory or the disk afterwards.
+    pub(super) fn reset(&mut self) {
+        self.stop_workers();
+        for queue in &mut self.queues {
+            queue.setup = initial_setup(&self.block);
+        }
+        self.block.reset();
+        self.device_features_select = 0;
+        self.driver_features_select = 0;
+        self.driver_features = Features::default();
+        self.queue_select = 0;
+        self.status.reset();
+    }
+
+    fn stop_workers(&mut self) {
+        for queue in &self.queues {
+            if let Some(worker) = &queue.worker {
+                worker.request_stop();
+            }
+        }
+        for queue in &mut self.queues {
+            queue.worker = None;
+        }
+    }
+
+    // Queues (4.2.3.2, 4.1.5.1.3).
+
+    pub(super) fn queue_count(&self) -> u16 {
+        self.block.queues()
+    }
+
+    pub(super) fn queue_select(&self) -> u32 {
+        self.queue_select
+    }
+
+    pub(super) fn select_queue(&mut self, select: u32) {
+        self.queue_select = select;
+    }
+
+    /// Largest size of the selected queue; 0 if there is no such queue.
+    pub(super) fn queue_max_size(&self) -> u16 {
+        if self.selected().is_some() {
+            self.block.queue_size()
+        } else {
+            0
+        }
+    }
+
+    /// The selected queue's registers; all zero if there is no such queue.
+    pub(super) fn queue_setup(&self) -> QueueSetup {
+        self.selected().map(|queue| queue.setup).unwrap_or_default()
+    }
+
+    fn selected(&self) -> Option<&QueueState> {
+        self.queues.get(self.queue_select as usize)
+    }
+
+    /// The selected queue's registers, as long as they may be written: not while it is enabled.
+    fn selected_setup(&mut self) -> Option<&mut QueueSetup> {
+        let queue = self.queues.get_mut(self.queue_select as usize)?;
+        if queue.setup.ready {
+            tracing::debug!("a register of an enabled queue was written: ignored");
+            return None;
+        }
+        Some(&mut queue.setup)
+    }
+
+    /// Sets the selected queue's size. Checked when the queue starts.
+    pub(super) fn set_queue_size(&mut self, size: u16) {
+        if let Some(setup) = self.selected_setup() {
+            setup.size = size;
+        }
+    }
+
+    /// Sets one half of an address of the selected queue. Checked when the queue starts.
+    pub(super) fn set_queue_address(&mut self, ring: Ring, half: Half, value: u32) {
+        let Some(setup) = self.selected_setup() else {
+            return;
+        };
+        let address = match ring {
+            Ring::Descriptors => &mut setup.descriptors,
+            Ring::Driver => &mut setup.driver,
+            Ring::Device => &mut setup.device,
+        };
+        *address = match half {
+            Half::Low => *address & !0xffff_ffff | u64::from(value),
+            Half::High => *address & 0xffff_ffff | u64::from(value) << 32,
+        };
+    }
+
+    /// Enables the selected queue.
+    pub(super) fn enable_queue(&mut self) {
+        if let Some(setup) = self.selected_setup() {
+            setup.ready = true;
+        }
+        if let Ok(index) = u16::try_from(self.queue_select) {
+            self.start_queue(index);
+        }
+    }
+
+    /// Disables the selected queue: drains it and stops its worker.
+    pub(super) fn disable_queue(&mut self) {
+        if let Some(queue) = self.queues.get_mut(self.queue_select as usize) {
+            queue.worker = None;
+            queue.setup.ready = false;
+        }
+    }
+
+    /// Available buffer notification that came as an exit instead of through an ioeventfd.
+    pub(super) fn notify(&self, queue: u32) {
+        match self.block.doorbells().get(queue as usize) {
+            // A counter that is full has rung.
+            Some(doorbell) => drop(doorbell.write(1)),
+            None => tracing::debug!("notification of queue {queue}, which does not exist: ignored"),
+        }
+    }
+
+    // Configuration space (2.5).
+
+    /// Changes whenever the configuration does (2.5.2).
+    pub(super) fn generation(&self) -> u32 {
+        self.generation
+    }
+
+    pub(super) fn read_config(&self, offset: u64, data: &mut [u8]) {
+        self.block.read_config(offset, data);
+    }
+
+    pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) {
+        if self.status.has(FEATURES_OK) {
+            self.block.write_config(offset, data, self.driver_features);
+        }
+    }
+
+    /// The backend may have another capacity now: if so, a new generation and an interrupt (5.2.6).
+    pub(super) fn capacity_changed(&mut self) {
+        if self.block.refresh_capacity() {
+            self.generation = self.generation.wrapping_add(1);
+            if self.status.has(DRIVER_OK) {
+                self.status.interrupt().config();
+            }
+        }
+    }
+}
+
+impl<M> Drop for DeviceState<M> {
+    fn drop(&mut self) {
+        // All at once: each would otherwise drain only after the one before it.
+        for worker in self.queues.iter().filter_map(|queue| queue.worker.as_ref()) {
+            worker.request_stop();
+        }
+    }
+}
+
+fn initial_setup(block: &VirtioBlock) -> QueueSetup {
+    QueueSetup {
+        size: block.queue_size(),
+        ..QueueSetup::default()
+    }
+}

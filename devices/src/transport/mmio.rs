@@ -1,0 +1,156 @@
+//! virtio over MMIO, register layout version 2 (virtio 1.2, 4.2.2).
+
+use std::io;
+use std::sync::Arc;
+
+use virtio_bindings::virtio_mmio as reg;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device_state::{DeviceState, Half, Ring};
+use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use crate::interrupt::LineInterrupt;
+use crate::transport::DeviceMemory;
+
+/// "virt", little-endian.
+const MAGIC: u32 = 0x7472_6976;
+/// The device version of virtio 1.x.
+const VERSION: u32 = 2;
+/// "WALV", little-endian; the specification leaves the vendor ID to the implementer.
+const VENDOR: u32 = 0x564c_4157;
+/// Reads as the length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
+const NO_REGION: u32 = !0;
+
+/// A virtio-blk device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
+pub struct MmioTransport<M: DeviceMemory> {
+    state: DeviceState<M>,
+    interrupt: Arc<LineInterrupt>,
+}
+
+impl<M: DeviceMemory> MmioTransport<M> {
+    /// Size of the register window in bytes.
+    pub const SIZE: u64 = 0x1000;
+
+    /// Offset of QueueNotify, the register that an ioeventfd per queue may replace (4-byte write, data
+    /// match on the queue's index).
+    pub const QUEUE_NOTIFY: u64 = reg::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
+
+    /// Presents `device`; `irq` is written for each interrupt, an edge each.
+    pub fn new(device: VirtioBlock, memory: M, irq: EventFd) -> Self {
+        let interrupt = Arc::new(LineInterrupt::new(irq, device.metrics()));
+        let state = DeviceState::new(device, memory, Arc::clone(&interrupt) as _);
+        Self { state, interrupt }
+    }
+
+    /// The doorbell of each queue, in order.
+    ///
+    /// # Errors
+    /// If the system gives no more descriptors.
+    pub fn doorbells(&self) -> io::Result<Vec<EventFd>> {
+        self.state.doorbells()
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        self.state.metrics()
+    }
+
+    /// Drains what is in flight, stops the workers and returns the device to its initial state. Dropping
+    /// the transport drains and stops as well.
+    pub fn reset(&mut self) {
+        self.state.reset();
+    }
+
+    /// The backend may have another capacity now: tells the driver if so.
+    pub fn capacity_changed(&mut self) {
+        self.state.capacity_changed();
+    }
+
+    /// Register read of `data.len()` bytes at `offset`.
+    ///
+    /// Registers are 32 bits wide, aligned, and read so (4.2.2.2); any other access reads zeroes. The
+    /// configuration space may be read in any width.
+    pub fn read(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        if let Some(config) = offset.checked_sub(reg::VIRTIO_MMIO_CONFIG.into()) {
+            self.state.read_config(config, data);
+        } else if let (Ok(register), Ok(value)) =
+            (u32::try_from(offset), <&mut [u8; 4]>::try_from(data))
+        {
+            *value = self.read_register(register).to_le_bytes();
+        } else {
+            tracing::debug!("virtio-mmio: a register at {offset:#x} was not read as 32 bits");
+        }
+    }
+
+    /// Register write at `offset`. An access that is not 32 bits wide and aligned does nothing, except in
+    /// the configuration space.
+    pub fn write(&mut self, offset: u64, data: &[u8]) {
+        if let Some(config) = offset.checked_sub(reg::VIRTIO_MMIO_CONFIG.into()) {
+            self.state.write_config(config, data);
+        } else if let (Ok(register), Ok(value)) = (u32::try_from(offset), <[u8; 4]>::try_from(data))
+        {
+            self.write_register(register, u32::from_le_bytes(value));
+        } else {
+            tracing::debug!("virtio-mmio: a register at {offset:#x} was not written as 32 bits");
+        }
+    }
+
+    fn read_register(&self, register: u32) -> u32 {
+        match register {
+            reg::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
+            reg::VIRTIO_MMIO_VERSION => VERSION,
+            reg::VIRTIO_MMIO_DEVICE_ID => DEVICE_ID_BLOCK.into(),
+            reg::VIRTIO_MMIO_VENDOR_ID => VENDOR,
+            reg::VIRTIO_MMIO_DEVICE_FEATURES => self.state.device_features(),
+            reg::VIRTIO_MMIO_QUEUE_NUM_MAX => self.state.queue_max_size().into(),
+            reg::VIRTIO_MMIO_QUEUE_READY => self.state.queue_setup().ready.into(),
+            reg::VIRTIO_MMIO_INTERRUPT_STATUS => self.interrupt.status(),
+            reg::VIRTIO_MMIO_STATUS => self.state.status().into(),
+            reg::VIRTIO_MMIO_SHM_LEN_LOW
+            | reg::VIRTIO_MMIO_SHM_LEN_HIGH
+            | reg::VIRTIO_MMIO_SHM_BASE_LOW
+            | reg::VIRTIO_MMIO_SHM_BASE_HIGH => NO_REGION,
+            reg::VIRTIO_MMIO_CONFIG_GENERATION => self.state.generation(),
+            // Write-only, reserved, or of a feature that is not offered (QueueReset).
+            _ => 0,
+        }
+    }
+
+    fn write_register(&mut self, register: u32, value: u32) {
+        let state = &mut self.state;
+        match register {
+            reg::VIRTIO_MMIO_DEVICE_FEATURES_SEL => state.select_device_features(value),
+            reg::VIRTIO_MMIO_DRIVER_FEATURES => state.set_driver_features(value),
+            reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL => state.select_driver_features(value),
+            reg::VIRTIO_MMIO_QUEUE_SEL => state.select_queue(value),
+            // A size that does not fit 16 bits is as invalid as 0.
+            reg::VIRTIO_MMIO_QUEUE_NUM => state.set_queue_size(value.try_into().unwrap_or(0)),
+            reg::VIRTIO_MMIO_QUEUE_READY if value == 0 => state.disable_queue(),
+            reg::VIRTIO_MMIO_QUEUE_READY => state.enable_queue(),
+            reg::VIRTIO_MMIO_QUEUE_NOTIFY => state.notify(value),
+            reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt.acknowledge(value),
+            // The field is 8 bits; only a true zero resets.
+            reg::VIRTIO_MMIO_STATUS if value == 0 => state.reset(),
+            reg::VIRTIO_MMIO_STATUS if value as u8 != 0 => state.write_status(value as u8),
+            reg::VIRTIO_MMIO_QUEUE_DESC_LOW => {
+                state.set_queue_address(Ring::Descriptors, Half::Low, value)
+            }
+            reg::VIRTIO_MMIO_QUEUE_DESC_HIGH => {
+                state.set_queue_address(Ring::Descriptors, Half::High, value)
+            }
+            reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW => {
+                state.set_queue_address(Ring::Driver, Half::Low, value)
+            }
+            reg::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => {
+                state.set_queue_address(Ring::Driver, Half::High, value)
+            }
+            reg::VIRTIO_MMIO_QUEUE_USED_LOW => {
+                state.set_queue_address(Ring::Device, Half::Low, value)
+            }
+            reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
+                state.set_queue_address(Ring::Device, Half::High, value)
+            }
+            _ => tracing::debug!("virtio-mmio: write of {value:#x} to {register:#x}: ignored"),
+        }
+    }
+}

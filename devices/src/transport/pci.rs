@@ -1,0 +1,407 @@
+//! virtio over PCI (virtio 1.2, 4.1): a modern function with MSI-X and a notify BAR of its own.
+//!
+//! ```text
+//!   BAR 0  16 KiB   0x0000 common configuration │ 0x1000 ISR │ 0x2000 device configuration
+//!   BAR 2   4 KiB   notifications: queue i at 4 * i, nothing else, so ioeventfds can own the page
+//!   BAR 4           MSI-X vector table, pending bits on the page after it
+//! ```
+
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device_state::{DeviceState, Half, Ring};
+use super::msix::{CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, PciInterrupt};
+use super::pci_config::{Identity, PciConfig};
+use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use crate::interrupt::MsiRouter;
+use crate::transport::DeviceMemory;
+
+const VENDOR_VIRTIO: u16 = 0x1af4;
+/// A modern device's PCI ID is 0x1040 plus its virtio device ID (4.1.2).
+const DEVICE_BASE: u16 = 0x1040;
+/// Mass storage controller, other.
+const CLASS_STORAGE: u32 = 0x01_8000;
+/// 0x40 or higher tells a modern driver's device from a transitional one (4.1.2.1).
+const SUBSYSTEM: u16 = 0x1100;
+
+const CONFIG_BAR: usize = 0;
+const NOTIFY_BAR: usize = 2;
+const MSIX_BAR: usize = 4;
+const PAGE: u32 = 0x1000;
+const CONFIG_BAR_LEN: u32 = 4 * PAGE;
+const NOTIFY_BAR_LEN: u32 = PAGE;
+
+const COMMON_OFFSET: u64 = 0;
+/// Up to `queue_device`: `queue_notify_data` and `queue_reset` come with features that are not offered.
+const COMMON_LEN: u64 = 0x38;
+const ISR_OFFSET: u64 = 0x1000;
+const DEVICE_OFFSET: u64 = 0x2000;
+const NOTIFY_OFF_MULTIPLIER: u32 = 4;
+
+const CAPABILITY_VENDOR: u8 = 0x09;
+const CAPABILITY_MSIX: u8 = 0x11;
+// cfg_type of the virtio capabilities (4.1.4).
+const CFG_COMMON: u8 = 1;
+const CFG_NOTIFY: u8 = 2;
+const CFG_ISR: u8 = 3;
+const CFG_DEVICE: u8 = 4;
+const CFG_PCI: u8 = 5;
+/// Offset of `pci_cfg_data` in the PCI configuration access capability.
+const PCI_CFG_DATA: usize = 16;
+
+/// A base address register of the function, as it decodes now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bar {
+    /// Index of the register, 0 to 5.
+    pub index: usize,
+    /// Guest physical address; 0 before anyone has set it.
+    pub address: u64,
+    /// Size in bytes, a power of two.
+    pub size: u64,
+    /// Whether memory decoding is on. While it is off the BAR answers nowhere.
+    pub enabled: bool,
+}
+
+/// Where a queue is notified.
+#[derive(Debug)]
+pub struct PciDoorbell {
+    /// Index of the BAR.
+    pub bar: usize,
+    /// Offset in the BAR. Drivers write 2 bytes, the queue's index; each queue has its own address.
+    pub offset: u64,
+    /// What the notification is to become.
+    pub event: EventFd,
+}
+
+/// A virtio-blk device as a PCI function with MSI-X: one vector per queue and one for the configuration.
+pub struct PciTransport<M: DeviceMemory> {
+    state: DeviceState<M>,
+    config: PciConfig,
+    interrupt: Arc<PciInterrupt>,
+    msix_capability: usize,
+    pci_cfg_capability: usize,
+    /// Offset of the pending bits in the MSI-X BAR.
+    pending_offset: u64,
+}
+
+impl<M: DeviceMemory> PciTransport<M> {
+    /// Presents `device`, with one vector more than it has queues. No BAR has an address yet.
+    pub fn new(device: VirtioBlock, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
+        let queues = device.queues();
+        // At most 257.
+        let vectors = queues + 1;
+        let mut config = PciConfig::new(&Identity {
+            vendor: VENDOR_VIRTIO,
+            device: DEVICE_BASE + DEVICE_ID_BLOCK,
+            revision: 1,
+            class: CLASS_STORAGE,
+            subsystem_vendor: VENDOR_VIRTIO,
+            subsystem: SUBSYSTEM,
+        });
+        let pending_offset = (u32::from(vectors) * ENTRY_LEN as u32).next_multiple_of(PAGE);
+        config.add_bar(CONFIG_BAR, CONFIG_BAR_LEN);
+        config.add_bar(NOTIFY_BAR, NOTIFY_BAR_LEN);
+        config.add_bar(MSIX_BAR, (pending_offset + PAGE).next_power_of_two());
+
+        let device_len = crate::block::CONFIG_LEN as u32;
+        let mut add = |cfg_type, bar, offset: u64, len, extra: &[u8], writable: &[u8]| {
+            let body = virtio_capability(cfg_type, bar, offset as u32, len, extra);
+            config.add_capability(CAPABILITY_VENDOR, &body, writable)
+        };
+        add(
+            CFG_COMMON,
+            CONFIG_BAR,
+            COMMON_OFFSET,
+            COMMON_LEN as u32,
+            &[],
+            &[],
+        );
+        add(CFG_ISR, CONFIG_BAR, ISR_OFFSET, 1, &[], &[]);
+        add(CFG_DEVICE, CONFIG_BAR, DEVICE_OFFSET, device_len, &[], &[]);
+        let multiplier = NOTIFY_OFF_MULTIPLIER.to_le_bytes();
+        let notify_len = u32::from(queues) * NOTIFY_OFF_MULTIPLIER;
+        add(CFG_NOTIFY, NOTIFY_BAR, 0, notify_len, &multiplier, &[]);
+        // bar, offset, length and pci_cfg_data are the driver's to write (4.1.4.9). The body starts two
+        // bytes into the capability.
+        let mut writable = [0; PCI_CFG_DATA + 4 - 2];
+        writable[2] = 0xff;
+        writable[6..].fill(0xff);
+        let pci_cfg_capability = add(CFG_PCI, 0, 0, 0, &[0; 4], &writable);
+
+        let mut msix = [0; 10];
+        msix[..2].copy_from_slice(&(vectors - 1).to_le_bytes());
+        msix[2..6].copy_from_slice(&(MSIX_BAR as u32).to_le_bytes());
+        msix[6..].copy_from_slice(&(pending_offset | MSIX_BAR as u32).to_le_bytes());
+        let control = (CONTROL_ENABLE | CONTROL_FUNCTION_MASK).to_le_bytes();
+        let msix_capability = config.add_capability(CAPABILITY_MSIX, &msix, &control);
+
+        let msix = Msix::new(vectors, msi, device.metrics());
+        let interrupt = Arc::new(PciInterrupt::new(queues, msix));
+        Self {
+            state: DeviceState::new(device, memory, Arc::clone(&interrupt) as _),
+            config,
+            interrupt,
+            msix_capability,
+            pci_cfg_capability,
+            pending_offset: pending_offset.into(),
+        }
+    }
+
+    /// The notification address and doorbell of each queue, in order. The addresses move with the BAR.
+    ///
+    /// # Errors
+    /// If the system gives no more descriptors.
+    pub fn doorbells(&self) -> io::Result<Vec<PciDoorbell>> {
+        let doorbells = self.state.doorbells()?.into_iter().zip(0..);
+        Ok(doorbells
+            .map(|(event, queue)| PciDoorbell {
+                bar: NOTIFY_BAR,
+                offset: queue * u64::from(NOTIFY_OFF_MULTIPLIER),
+                event,
+            })
+            .collect())
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        self.state.metrics()
+    }
+
+    /// Drains what is in flight, stops the workers and returns the device to its initial state; the PCI
+    /// configuration stays. Dropping the transport drains and stops as well.
+    pub fn reset(&mut self) {
+        self.state.reset();
+    }
+
+    /// The backend may have another capacity now: tells the driver if so.
+    pub fn capacity_changed(&mut self) {
+        self.state.capacity_changed();
+    }
+
+    /// The function's BARs and where they decode now. To be looked at again after each
+    /// [`config_write`](Self::config_write).
+    pub fn bars(&self) -> Vec<Bar> {
+        [CONFIG_BAR, NOTIFY_BAR, MSIX_BAR]
+            .into_iter()
+            .map(|index| Bar {
+                index,
+                address: self.config.bar_address(index).into(),
+                size: self.config.bar_size(index).into(),
+                enabled: self.config.memory_enabled(),
+            })
+            .collect()
+    }
+
+    /// Gives a BAR its address, as firmware would. Memory decoding stays as it is.
+    ///
+    /// # Panics
+    /// If there is no such BAR, or `address` is not below 4 GiB and aligned to the BAR's size: the
+    /// caller's mistake, never the guest's.
+    pub fn set_bar(&mut self, index: usize, address: u64) {
+        let size = self.config.bar_size(index);
+        assert!(size != 0, "BAR {index} does not exist");
+        assert!(
+            address.is_multiple_of(size.into()),
+            "BAR {index}: {address:#x} is not aligned"
+        );
+        self.config
+            .set_bar(index, u32::try_from(address).expect("a 32-bit BAR"));
+    }
+
+    /// Configuration space read of any width, in the first 256 bytes or the extended space (which is
+    /// empty and reads as zeroes).
+    pub fn config_read(&mut self, offset: u16, data: &mut [u8]) {
+        if self.touches_pci_cfg_data(offset, data.len())
+            && let Some((bar, at, len)) = self.pci_cfg_window()
+        {
+            let mut bytes = [0; 4];
+            self.bar_read(bar, at, &mut bytes[..len]);
+            self.config
+                .set(self.pci_cfg_capability + PCI_CFG_DATA, &bytes[..len]);
+        }
+        self.config.read(offset, data);
+    }
+
+    /// Configuration space write of any width.
+    pub fn config_write(&mut self, offset: u16, data: &[u8]) {
+        self.config.write(offset, data);
+        let control = self.msix_capability + 2;
+        if overlaps(offset, data.len(), control, 2) {
+            self.interrupt.msix.set_control(self.config.u16_at(control));
+        }
+        if self.touches_pci_cfg_data(offset, data.len())
+            && let Some((bar, at, len)) = self.pci_cfg_window()
+        {
+            let value = self
+                .config
+                .u32_at(self.pci_cfg_capability + PCI_CFG_DATA)
+                .to_le_bytes();
+            self.bar_write(bar, at, &value[..len]);
+        }
+    }
+
+    fn touches_pci_cfg_data(&self, offset: u16, len: usize) -> bool {
+        overlaps(offset, len, self.pci_cfg_capability + PCI_CFG_DATA, 4)
+    }
+
+    /// Where the PCI configuration access capability points: BAR, offset, length. `None` if the driver has
+    /// set it to what 4.1.4.9.1 does not allow.
+    fn pci_cfg_window(&self) -> Option<(usize, u64, usize)> {
+        let at = self.pci_cfg_capability;
+        let bar = usize::from(self.config.u16_at(at + 4) as u8);
+        let offset = self.config.u32_at(at + 8);
+        let len = self.config.u32_at(at + 12);
+        let inside = offset.checked_add(len)? <= self.config.bar_size(bar);
+        (matches!(len, 1 | 2 | 4) && offset.is_multiple_of(len) && inside).then_some((
+            bar,
+            offset.into(),
+            len as usize,
+        ))
+    }
+
+    /// Read at `offset` in a BAR. What is not implemented reads as zeroes.
+    pub fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        match bar {
+            CONFIG_BAR if offset >= DEVICE_OFFSET => {
+                self.state.read_config(offset - DEVICE_OFFSET, data);
+            }
+            CONFIG_BAR if offset == ISR_OFFSET => {
+                if let Some(first) = data.first_mut() {
+                    *first = self.interrupt.take_isr();
+                }
+            }
+            CONFIG_BAR if offset < COMMON_LEN => self.read_common(offset as usize, data),
+            MSIX_BAR if offset >= self.pending_offset => {
+                self.interrupt
+                    .msix
+                    .read_pending(offset - self.pending_offset, data);
+            }
+            MSIX_BAR => self.interrupt.msix.read_table(offset, data),
+            _ => {}
+        }
+    }
+
+    /// Write at `offset` in a BAR. What is read-only or not implemented does not change.
+    pub fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]) {
+        match bar {
+            CONFIG_BAR if offset >= DEVICE_OFFSET => {
+                self.state.write_config(offset - DEVICE_OFFSET, data);
+            }
+            CONFIG_BAR if offset < COMMON_LEN => self.write_common(offset, data),
+            // The address alone names the queue; what is written is its index too (4.1.5.2).
+            NOTIFY_BAR if offset.is_multiple_of(NOTIFY_OFF_MULTIPLIER.into()) => {
+                let queue = offset / u64::from(NOTIFY_OFF_MULTIPLIER);
+                self.state.notify(u32::try_from(queue).unwrap_or(u32::MAX));
+            }
+            MSIX_BAR if offset < self.pending_offset => {
+                self.interrupt.msix.write_table(offset, data);
+            }
+            _ => tracing::debug!("virtio-pci: write to BAR {bar} at {offset:#x}: ignored"),
+        }
+    }
+
+    /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect.
+    fn read_common(&self, offset: usize, data: &mut [u8]) {
+        let state = &self.state;
+        let select = state.queue_select();
+        let queue = state.queue_setup();
+        let exists = state.queue_max_size() != 0;
+        let mut space = [0; COMMON_LEN as usize];
+        let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0x00, &state.device_features_select().to_le_bytes());
+        put(0x04, &state.device_features().to_le_bytes());
+        put(0x08, &state.driver_features_select().to_le_bytes());
+        put(0x0c, &state.driver_features().to_le_bytes());
+        put(0x10, &self.interrupt.config_vector().to_le_bytes());
+        put(0x12, &state.queue_count().to_le_bytes());
+        put(0x14, &[state.status(), state.generation() as u8]);
+        put(0x16, &(select as u16).to_le_bytes());
+        put(0x18, &queue.size.to_le_bytes());
+        put(0x1a, &self.interrupt.queue_vector(select).to_le_bytes());
+        put(0x1c, &u16::from(queue.ready).to_le_bytes());
+        // queue_notify_off, in units of the multiplier: the queue's index.
+        put(
+            0x1e,
+            &(if exists { select as u16 } else { 0 }).to_le_bytes(),
+        );
+        put(0x20, &queue.descriptors.to_le_bytes());
+        put(0x28, &queue.driver.to_le_bytes());
+        put(0x30, &queue.device.to_le_bytes());
+        for (byte, &value) in data.iter_mut().zip(&space[offset..]) {
+            *byte = value;
+        }
+    }
+
+    /// Each field is written in its own width; the 64-bit ones as two halves (4.1.3.1) or at once.
+    fn write_common(&mut self, offset: u64, data: &[u8]) {
+        match *data {
+            [value] => self.write_common_8(offset, value),
+            [a, b] => self.write_common_16(offset, u16::from_le_bytes([a, b])),
+            [a, b, c, d] => self.write_common_32(offset, u32::from_le_bytes([a, b, c, d])),
+            [a, b, c, d, e, f, g, h] if matches!(offset, 0x20 | 0x28 | 0x30) => {
+                self.write_common_32(offset, u32::from_le_bytes([a, b, c, d]));
+                self.write_common_32(offset + 4, u32::from_le_bytes([e, f, g, h]));
+            }
+            _ => tracing::debug!(
+                "virtio-pci: {} bytes written at {offset:#x}: ignored",
+                data.len()
+            ),
+        }
+    }
+
+    fn write_common_8(&mut self, offset: u64, value: u8) {
+        if offset == 0x14 {
+            self.state.write_status(value);
+        }
+    }
+
+    fn write_common_16(&mut self, offset: u64, value: u16) {
+        match offset {
+            0x10 => self.interrupt.set_config_vector(value),
+            0x16 => self.state.select_queue(value.into()),
+            0x18 => self.state.set_queue_size(value),
+            0x1a => self
+                .interrupt
+                .set_queue_vector(self.state.queue_select(), value),
+            // 4.1.4.3.2: the driver MUST NOT write 0.
+            0x1c if value == 1 => self.state.enable_queue(),
+            _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
+        }
+    }
+
+    fn write_common_32(&mut self, offset: u64, value: u32) {
+        let half = if offset & 4 == 0 {
+            Half::Low
+        } else {
+            Half::High
+        };
+        let state = &mut self.state;
+        match offset {
+            0x00 => state.select_device_features(value),
+            0x08 => state.select_driver_features(value),
+            0x0c => state.set_driver_features(value),
+            0x20 | 0x24 => state.set_queue_address(Ring::Descriptors, half, value),
+            0x28 | 0x2c => state.set_queue_address(Ring::Driver, half, value),
+            0x30 | 0x34 => state.set_queue_address(Ring::Device, half, value),
+            _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
+        }
+    }
+}
+
+/// Whether an access of `len` bytes at `offset` touches the register of `size` bytes at `register`.
+fn overlaps(offset: u16, len: usize, register: usize, size: usize) -> bool {
+    let start = usize::from(offset);
+    start < register + size && register < start.saturating_add(len)
+}
+
+/// struct virtio_pci_cap (4.1.4) after its first two bytes.
+fn virtio_capability(cfg_type: u8, bar: usize, offset: u32, len: u32, extra: &[u8]) -> Vec<u8> {
+    let mut body = vec![(16 + extra.len()) as u8, cfg_type, bar as u8, 0, 0, 0];
+    body.extend_from_slice(&offset.to_le_bytes());
+    body.extend_from_slice(&len.to_le_bytes());
+    body.extend_from_slice(extra);
+    body
+}
