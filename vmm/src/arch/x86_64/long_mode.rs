@@ -5,15 +5,16 @@
 //!
 //! ```text
 //!   0x1000  GDT: null, code 0, data 0, code 3, data 3, TSS
-//!   0x1800  TSS: stack of ring 0
 //!   0x2000  IDT: 256 gates, not present; the guest fills them in (its pages are writable in ring 3)
 //!   0x3000  PML4, PDPT, 4 page directories: the first 4 GiB mapped one to one in 2 MiB pages
-//!   0x9000  stack of ring 0, 4 KiB, grows down from 0xa000
+//!   0x9000  TSS: the stack of ring 0, and an I/O bitmap that allows every port
+//!   0xc000  stack of ring 0, 4 KiB, grows down from 0xd000
 //! ```
 //!
 //! Why ring 3: a KVM without hardware virtualisation (page-table KVM) interprets ring 0 instruction by
-//! instruction, and only a subset of them, while ring 3 runs natively. In ring 3 with IOPL 3 a guest may
-//! still use ports, CLI and STI, so it runs at the same speed and in the same way on every KVM.
+//! instruction, and only a subset of them, while ring 3 runs natively. With every page user-accessible and
+//! every port in the I/O bitmap a driver can live in ring 3, and runs in the same way on every KVM. (IOPL 3
+//! would allow the ports too, but a page-table KVM does not keep it once ring 3 runs.)
 
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
@@ -21,14 +22,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 /// Guest address of the global descriptor table.
 pub const GDT: u64 = 0x1000;
-/// Guest address of the task state segment.
-pub const TSS: u64 = 0x1800;
 /// Guest address of the interrupt descriptor table (256 gates of 16 bytes).
 pub const IDT: u64 = 0x2000;
 /// Guest address of the top-level page table.
 pub const PML4: u64 = 0x3000;
+/// Guest address of the task state segment.
+pub const TSS: u64 = 0x9000;
 /// Where the stack that interrupts from ring 3 switch to begins (it grows down).
-pub const RING0_STACK_TOP: u64 = 0xa000;
+pub const RING0_STACK_TOP: u64 = 0xd000;
 /// First byte behind the tables.
 pub const TABLES_END: u64 = RING0_STACK_TOP;
 
@@ -56,7 +57,6 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 
 const RFLAGS_RESERVED: u64 = 1 << 1;
-const RFLAGS_IOPL_3: u64 = 3 << 12;
 
 /// The descriptors, in the order the selectors below use.
 const GDT_ENTRIES: [u64; 5] = [
@@ -67,14 +67,18 @@ const GDT_ENTRIES: [u64; 5] = [
     0x00cf_f300_0000_ffff, // 0x20 data, ring 3
 ];
 const TSS_SELECTOR: u16 = 0x28;
-const TSS_LIMIT: u32 = 0x67;
+/// The TSS proper, and behind it the I/O permission bitmap: a clear bit for each port, then a byte of ones
+/// (Intel SDM volume 1, 19.5.2).
+const TSS_SIZE: usize = 0x68;
+const IO_BITMAP_SIZE: usize = 0x2000;
+const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
 
 /// The privilege level a vCPU starts at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ring {
     /// Ring 0: everything is allowed.
     Kernel,
-    /// Ring 3 with IOPL 3 and every page user-accessible: ports, CLI and STI are allowed.
+    /// Ring 3, with all memory and every port, but without CLI, STI and HLT.
     User,
 }
 
@@ -94,10 +98,10 @@ pub fn write_tables<M: GuestMemoryBackend>(memory: &M) -> Result<(), GuestMemory
     )?;
     put(GDT + u64::from(TSS_SELECTOR) + 8, 0)?;
 
-    memory.write_slice(&[0; 0x68], GuestAddress(TSS))?;
+    memory.write_slice(&[0; TSS_SIZE + IO_BITMAP_SIZE], GuestAddress(TSS))?;
+    memory.write_obj(0xffu8, GuestAddress(TSS + u64::from(TSS_LIMIT)))?;
     memory.write_obj(RING0_STACK_TOP, GuestAddress(TSS + 4))?;
-    // An I/O bitmap behind the limit is no bitmap: IOPL alone decides.
-    memory.write_obj(TSS_LIMIT as u16 + 1, GuestAddress(TSS + 0x66))?;
+    memory.write_obj(TSS_SIZE as u16, GuestAddress(TSS + 0x66))?;
 
     memory.write_slice(&[0; PAGE as usize], GuestAddress(IDT))?;
 
@@ -186,12 +190,11 @@ pub fn set_registers(
     sregs.efer = EFER_LME | EFER_LMA;
     vcpu.set_sregs(&sregs)?;
 
-    let iopl = if ring == Ring::User { RFLAGS_IOPL_3 } else { 0 };
     vcpu.set_regs(&kvm_regs {
         rip: entry,
         rsp: stack,
         rdi: argument,
-        rflags: RFLAGS_RESERVED | iopl,
+        rflags: RFLAGS_RESERVED,
         ..Default::default()
     })
 }

@@ -1,0 +1,286 @@
+//! A driver for virtio block devices (virtio 1.2, 5.2): negotiation, bursts over several queues.
+
+pub mod config;
+pub mod request;
+
+use crate::block::config::{Config, Features, WRITEBACK, feature, read_config};
+use crate::block::request::{Done, Plan, Request, RequestQueue, SEGMENTS};
+use crate::contract::Counts;
+use crate::error::Error;
+use crate::memory::{Arena, Region};
+use crate::pattern::BLOCK;
+use crate::queue::{MAX_SIZE, Queue, RingFeatures, Segment};
+use crate::transport::{Interrupts, Transport, status};
+
+/// Most queues that this driver uses.
+pub const MAX_QUEUES: usize = 4;
+
+/// The driver of one device.
+pub struct Block<'a> {
+    transport: &'a mut dyn Transport,
+    interrupts: &'a dyn Interrupts,
+    /// The features in use.
+    pub features: Features,
+    /// The device's configuration.
+    pub config: Config,
+    queues: [Option<RequestQueue>; MAX_QUEUES],
+    counts: Counts,
+    interrupts_before: u64,
+}
+
+impl<'a> Block<'a> {
+    /// Negotiates with the device, as virtio 1.2, 3.1.1 orders it, and sets its queues up.
+    ///
+    /// # Errors
+    /// If the device lacks VERSION_1 or FLUSH, or a step fails.
+    pub fn start(
+        transport: &'a mut dyn Transport,
+        interrupts: &'a dyn Interrupts,
+        arena: &mut Arena,
+    ) -> Result<Self, Error> {
+        transport.set_status(0);
+        transport.set_status(status::ACKNOWLEDGE);
+        let mut state = status::ACKNOWLEDGE | status::DRIVER;
+        transport.set_status(state);
+        let offered = u64::from(transport.offered(0)) | u64::from(transport.offered(1)) << 32;
+        let features = Features(offered & Features::known().0);
+        for (bit, name) in [(feature::VERSION_1, "VERSION_1"), (feature::FLUSH, "FLUSH")] {
+            if !features.has(bit) {
+                return Err(Error::FeatureMissing(name));
+            }
+        }
+        transport.accept(0, features.0 as u32);
+        transport.accept(1, (features.0 >> 32) as u32);
+        state |= status::FEATURES_OK;
+        transport.set_status(state);
+        if transport.status() & status::FEATURES_OK == 0 {
+            return Err(Error::FeaturesRefused);
+        }
+
+        let config = read_config(transport, features)?;
+        let rings = RingFeatures {
+            event_idx: features.has(feature::EVENT_IDX),
+            indirect: features.has(feature::INDIRECT_DESC),
+        };
+        let mut queues = [const { None }; MAX_QUEUES];
+        for (index, place) in (0..config.queues).zip(&mut queues) {
+            let size = match transport.queue_max(index) {
+                0..8 => {
+                    return Err(Error::Queue {
+                        index,
+                        what: "absent or too small",
+                    });
+                }
+                // The largest power of two that both sides can do.
+                most => 1 << most.min(MAX_SIZE).ilog2(),
+            };
+            let queue = Queue::new(arena, size, rings)?;
+            transport.enable_queue(index, &queue)?;
+            *place = Some(RequestQueue::new(queue, arena)?);
+        }
+        transport.set_status(state | status::DRIVER_OK);
+        let interrupts_before = interrupts.count();
+        let counts = Counts::default();
+        Ok(Self {
+            transport,
+            interrupts,
+            features,
+            config,
+            queues,
+            counts,
+            interrupts_before,
+        })
+    }
+
+    /// The transport's name.
+    pub fn name(&self) -> &'static str {
+        self.transport.name()
+    }
+
+    /// Queues in use.
+    pub fn queue_count(&self) -> usize {
+        self.queues.iter().flatten().count()
+    }
+
+    /// Counts from zero again.
+    pub fn start_counting(&mut self) {
+        self.counts = Counts::default();
+        self.interrupts_before = self.interrupts.count();
+    }
+
+    /// What was done since then.
+    pub fn counts(&self) -> Counts {
+        let interrupts = self.interrupts.count() - self.interrupts_before;
+        Counts {
+            interrupts,
+            ..self.counts
+        }
+    }
+
+    /// Whether the device's write cache is on (writeback).
+    pub fn write_cache(&mut self) -> bool {
+        self.transport.config8(WRITEBACK) != 0
+    }
+
+    /// Switches the device's write cache on or off, with CONFIG_WCE.
+    pub fn set_write_cache(&mut self, on: bool) {
+        self.transport.set_config8(WRITEBACK, u8::from(on));
+    }
+
+    /// Ends the driver: the device is reset, and touches no memory any more.
+    pub fn stop(self) {
+        self.transport.set_status(0);
+    }
+
+    /// Runs one request in the first queue and waits for it. `fill` fills in the data of a write, `check`
+    /// gets that of a read.
+    ///
+    /// # Errors
+    /// If the request fails, or `check` does.
+    pub fn one(
+        &mut self,
+        request: Request,
+        fill: &mut dyn FnMut(&mut [u8]),
+        check: &mut dyn FnMut(&[u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.burst(
+            1,
+            1,
+            &mut |_, data| (fill(data), request).1,
+            &mut |_, data| check(data),
+        )
+    }
+
+    /// Runs `total` requests over the first `queues` queues, as many in flight as fit. `plan` says what the
+    /// request with a number is and fills in the data of a write; `done` gets each when it has succeeded, in
+    /// whatever order, with the data of a read. Requests run side by side: no two may touch one block.
+    ///
+    /// # Errors
+    /// If a request fails, or `done` does.
+    pub fn burst(
+        &mut self,
+        queues: usize,
+        total: u32,
+        plan: &mut Plan<'_>,
+        done: &mut Done<'_>,
+    ) -> Result<(), Error> {
+        let queues = queues.clamp(1, self.queue_count());
+        // A single request shows the direct chain, a crowd the indirect table.
+        let indirect = total > 1;
+        let mut next = 0;
+        let mut finished = 0;
+        while finished < total {
+            // Before any look at the rings: what comes in from now on ends the wait below.
+            let seen = self.interrupts.count();
+            for (index, queue) in (0u16..).zip(self.queues.iter_mut().take(queues).flatten()) {
+                queue.submit(total, &mut next, indirect, plan);
+                if queue.queue.publish() {
+                    self.transport.notify(index);
+                    self.counts.doorbells += 1;
+                }
+            }
+            let mut progress = 0;
+            for queue in self.queues.iter_mut().take(queues).flatten() {
+                while let Some(used) = queue.queue.take()? {
+                    queue.finish(used, BLOCK, &mut self.counts, done)?;
+                    progress += 1;
+                }
+            }
+            finished += progress;
+            if progress == 0 && !self.arm(queues) {
+                self.interrupts.wait(seen);
+                self.transport.acknowledge();
+                if self.transport_is_broken() {
+                    return Err(Error::DeviceBroken {
+                        status: self.transport.status(),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks each queue for an interrupt when most of what is in flight is used. Returns `true` if one of them
+    /// has got there already.
+    fn arm(&mut self, queues: usize) -> bool {
+        self.queues
+            .iter_mut()
+            .take(queues)
+            .flatten()
+            .filter(|queue| queue.queue.in_flight() > 0)
+            .fold(false, |ready, RequestQueue { queue, .. }| {
+                queue.arm((queue.in_flight() * 3).div_ceil(4)) || ready
+            })
+    }
+
+    /// An interrupt without progress may be the device's cry for a reset; a look at the status costs an exit,
+    /// so it is taken only then.
+    fn transport_is_broken(&mut self) -> bool {
+        let nothing_used = self
+            .queues
+            .iter()
+            .flatten()
+            .all(|queue| !queue.queue.has_used());
+        nothing_used && self.transport.status() & status::NEEDS_RESET != 0
+    }
+
+    /// Writes or reads the blocks from `first` on in one request of several segments, as many as SEG_MAX
+    /// allows and the data asks for, and waits for it.
+    ///
+    /// # Errors
+    /// If the request fails.
+    pub fn large(&mut self, write: bool, first: u32, data: &Region) -> Result<(), Error> {
+        let request = if write {
+            Request::Write(first)
+        } else {
+            Request::Read(first)
+        };
+        let pieces = (self.config.seg_max as usize).clamp(1, SEGMENTS);
+        let length = data.len().div_ceil(pieces).next_multiple_of(BLOCK);
+        let mut segments = [Segment {
+            address: 0,
+            length: 0,
+            device_writes: !write,
+        }; SEGMENTS];
+        let mut count = 0;
+        for (at, segment) in (0..data.len()).step_by(length).zip(&mut segments) {
+            segment.address = data.address() + at as u64;
+            segment.length = length.min(data.len() - at) as u32;
+            count += 1;
+        }
+        let queue = self.queues[0].as_mut().ok_or(Error::Queue {
+            index: 0,
+            what: "absent",
+        })?;
+        if !queue.start(
+            0,
+            request,
+            &segments[..count],
+            queue.queue.features().indirect,
+        ) {
+            return Err(Error::Queue {
+                index: 0,
+                what: "too small for a large request",
+            });
+        }
+        if queue.queue.publish() {
+            self.transport.notify(0);
+            self.counts.doorbells += 1;
+        }
+        loop {
+            let seen = self.interrupts.count();
+            let queue = self.queues[0].as_mut().ok_or(Error::Queue {
+                index: 0,
+                what: "absent",
+            })?;
+            if let Some(used) = queue.queue.take()? {
+                let bytes = data.len();
+                return queue.finish(used, bytes, &mut self.counts, &mut |_, _| Ok(()));
+            }
+            if !queue.queue.arm(1) {
+                self.interrupts.wait(seen);
+                self.transport.acknowledge();
+            }
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! What the VMM and the guest agree on; both compile this file.
+//!
+//! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's entry.
+//! 2. [`Line`]: what the guest reports over the serial console. Lines that begin with `@` are for the VMM: for
+//!    each transport one `@begin` and one `@end`, or a `@fail`, then `@off`. All others are for people. What
+//!    happens between the end of a `@begin` line and the first byte of the next line is the job that is
+//!    measured: the console itself takes no part in it.
+//! 3. [`Digest`]: what the disk must hold after the guest is gone.
+
+use core::fmt;
+use core::str::FromStr;
+
+/// Marks the words as what they are: "WALVGST1" in little-endian.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"WALVGST1");
+
+/// Number of 64-bit words of a [`BootInfo`] in guest memory.
+pub const WORDS: usize = 9;
+
+/// Where things are in the guest's physical address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BootInfo {
+    /// First byte behind the RAM that begins at 0.
+    pub memory_end: u64,
+    /// Address of the interrupt descriptor table: 256 empty gates for the guest to fill in.
+    pub idt: u64,
+    /// Address of the first virtio-mmio register block.
+    pub mmio_base: u64,
+    /// Number of 4 KiB slots for virtio-mmio devices from there on.
+    pub mmio_slots: u64,
+    /// Interrupt line (GSI) of the first slot; those of the others follow.
+    pub mmio_gsi: u64,
+    /// Address of the PCI configuration space (ECAM) of bus 0.
+    pub ecam: u64,
+    /// I/O port that ends the virtual machine.
+    pub exit_port: u64,
+    /// The byte to write to it.
+    pub exit_value: u64,
+}
+
+impl BootInfo {
+    /// The words to write to guest memory, each little-endian.
+    pub fn to_words(self) -> [u64; WORDS] {
+        [
+            MAGIC,
+            self.memory_end,
+            self.idt,
+            self.mmio_base,
+            self.mmio_slots,
+            self.mmio_gsi,
+            self.ecam,
+            self.exit_port,
+            self.exit_value,
+        ]
+    }
+
+    /// Reads the words back; `None` if they do not begin with [`MAGIC`].
+    pub fn from_words(words: [u64; WORDS]) -> Option<Self> {
+        let [
+            magic,
+            memory_end,
+            idt,
+            mmio_base,
+            mmio_slots,
+            mmio_gsi,
+            ecam,
+            exit_port,
+            exit_value,
+        ] = words;
+        (magic == MAGIC).then_some(Self {
+            memory_end,
+            idt,
+            mmio_base,
+            mmio_slots,
+            mmio_gsi,
+            ecam,
+            exit_port,
+            exit_value,
+        })
+    }
+}
+
+/// What the guest's driver has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests that have completed.
+    pub requests: u64,
+    /// Doorbells written.
+    pub doorbells: u64,
+    /// Interrupts received.
+    pub interrupts: u64,
+    /// FLUSH requests that have completed.
+    pub flushes: u64,
+    /// Bytes read and written.
+    pub bytes: u64,
+}
+
+/// What a transport's job has come to, as the guest saw it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// What was done.
+    pub counts: Counts,
+    /// Blocks from the start of the disk that were read and compared at the end.
+    pub blocks: u32,
+    /// Their digest.
+    pub digest: Digest,
+}
+
+/// A line for the VMM. The transport and the reason are text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Line<T> {
+    /// The job of this transport begins.
+    Begin(T),
+    /// It has ended, every byte verified.
+    End(T, Outcome),
+    /// It has failed, for this reason.
+    Fail(T, T),
+    /// The guest powers off.
+    Off,
+}
+
+impl<T: fmt::Display> fmt::Display for Line<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Begin(transport) => write!(f, "@begin {transport}"),
+            Self::End(
+                transport,
+                Outcome {
+                    counts,
+                    blocks,
+                    digest,
+                },
+            ) => write!(
+                f,
+                "@end {transport} {} {} {} {} {} {blocks} {}",
+                counts.requests,
+                counts.doorbells,
+                counts.interrupts,
+                counts.flushes,
+                counts.bytes,
+                digest.0
+            ),
+            Self::Fail(transport, reason) => write!(f, "@fail {transport} {reason}"),
+            Self::Off => write!(f, "@off"),
+        }
+    }
+}
+
+impl<'a> Line<&'a str> {
+    /// Reads a line, without its line end. `None` if it is none for the VMM.
+    pub fn parse(line: &'a str) -> Option<Self> {
+        let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match word {
+            "@begin" => Some(Self::Begin(rest)),
+            "@fail" => rest
+                .split_once(' ')
+                .map(|(transport, why)| Self::Fail(transport, why)),
+            "@end" => {
+                let (transport, numbers) = rest.split_once(' ')?;
+                let mut numbers = numbers.split(' ').map(u64::from_str);
+                let mut next = || numbers.next()?.ok();
+                let counts = Counts {
+                    requests: next()?,
+                    doorbells: next()?,
+                    interrupts: next()?,
+                    flushes: next()?,
+                    bytes: next()?,
+                };
+                let blocks = u32::try_from(next()?).ok()?;
+                Some(Self::End(
+                    transport,
+                    Outcome {
+                        counts,
+                        blocks,
+                        digest: Digest(next()?),
+                    },
+                ))
+            }
+            "@off" => Some(Self::Off),
+            _ => None,
+        }
+    }
+}
+
+/// A digest of a disk's content that does not depend on the order in which its blocks are read: the guest
+/// takes it from what it expects, the VMM from what the disk holds after the guest is gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Digest(pub u64);
+
+impl Digest {
+    /// Adds a block.
+    pub fn add(&mut self, block: u32, data: &[u8]) {
+        let mut sum = mix(u64::from(block));
+        for word in data.as_chunks::<8>().0 {
+            sum = mix(sum ^ u64::from_le_bytes(*word));
+        }
+        self.0 = self.0.wrapping_add(sum);
+    }
+}
+
+/// The finalizer of SplitMix64: every input bit changes half of the output bits.
+pub fn mix(mut word: u64) -> u64 {
+    word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ word >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_round_trip_and_foreign_words_are_refused() {
+        let info = BootInfo {
+            memory_end: 1,
+            idt: 2,
+            mmio_base: 3,
+            mmio_slots: 4,
+            mmio_gsi: 5,
+            ecam: 6,
+            exit_port: 7,
+            exit_value: 8,
+        };
+        let mut words = info.to_words();
+        assert_eq!(BootInfo::from_words(words), Some(info));
+        words[0] ^= 1;
+        assert_eq!(BootInfo::from_words(words), None);
+    }
+
+    #[test]
+    fn lines_round_trip() {
+        let counts = Counts {
+            requests: 1,
+            doorbells: 2,
+            interrupts: 3,
+            flushes: 4,
+            bytes: u64::MAX,
+        };
+        let outcome = Outcome {
+            counts,
+            blocks: 6,
+            digest: Digest(7),
+        };
+        for line in [
+            Line::Begin("mmio"),
+            Line::End("pci", outcome),
+            Line::Fail("mmio", "block 1, byte 2: expected 0x03, read 0x04"),
+            Line::Off,
+        ] {
+            assert_eq!(Line::parse(&line.to_string()), Some(line));
+        }
+    }
+
+    #[test]
+    fn other_lines_are_not_for_the_vmm() {
+        for text in [
+            "",
+            "mmio: found",
+            "@",
+            "@end",
+            "@end mmio 1 2",
+            "@end mmio a b c d e f g",
+            "@fail",
+        ] {
+            assert_eq!(Line::parse(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_digest_sees_swapped_blocks() {
+        let (first, second) = ([1u8; 4096], [2u8; 4096]);
+        let digest = |blocks: [(u32, &[u8]); 2]| {
+            let mut digest = Digest::default();
+            blocks
+                .into_iter()
+                .for_each(|(block, data)| digest.add(block, data));
+            digest
+        };
+        assert_eq!(
+            digest([(0, &first), (1, &second)]),
+            digest([(1, &second), (0, &first)])
+        );
+        assert_ne!(
+            digest([(0, &first), (1, &second)]),
+            digest([(1, &first), (0, &second)])
+        );
+    }
+}

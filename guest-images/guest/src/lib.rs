@@ -1,0 +1,25 @@
+//! The freestanding guest of `walvisor demo`: what needs no privileged instruction.
+//!
+//! ```text
+//!   main.rs, interrupt.rs, console.rs     the image: entry, ring-0 stubs, serial port
+//!        │
+//!      job ──▶ block ──▶ queue            what is asked of the disk; requests; split virtqueues
+//!        │       └─────▶ transport        mmio (registers) or pci (capabilities, BARs, MSI-X)
+//!     pattern                             what every block must read as
+//!   contract                              what the VMM and the guest agree on
+//! ```
+//!
+//! The library builds on the host too: its tests run there.
+#![cfg_attr(not(test), no_std)]
+
+pub mod block;
+pub mod contract;
+pub mod error;
+pub mod job;
+pub mod memory;
+pub mod mmio;
+pub mod pattern;
+pub mod pci;
+pub mod queue;
+pub mod register;
+pub mod transport;

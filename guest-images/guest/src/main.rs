@@ -1,0 +1,157 @@
+//! The image: entry, panics, and the order of things. It runs in ring 3 from its first instruction on.
+#![no_std]
+#![no_main]
+
+mod console;
+mod interrupt;
+mod intrinsics;
+
+use core::arch::global_asm;
+use core::fmt::Write;
+#[cfg(not(test))]
+use core::panic::PanicInfo;
+
+use console::Console;
+use interrupt::Controller;
+use walvisor_guest::block::Block;
+use walvisor_guest::contract::{BootInfo, Line, Outcome, WORDS};
+use walvisor_guest::error::Error;
+use walvisor_guest::job;
+use walvisor_guest::memory::Arena;
+use walvisor_guest::mmio::Mmio;
+use walvisor_guest::pci::Pci;
+use walvisor_guest::register::write_port;
+use walvisor_guest::transport::Transport;
+
+global_asm!(
+    r#"
+    .section .text.start, "ax"
+    .global _start
+_start:
+    lea rsp, [rip + stack_top]
+    call {main}
+    ud2
+
+    .section .bss.stack, "aw", @nobits
+    .balign 16
+    .skip 65536
+    .global stack_top
+stack_top:
+    .text
+    "#,
+    main = sym main,
+);
+
+unsafe extern "C" {
+    /// First byte behind the image, from the linker script.
+    static image_end: u8;
+}
+
+/// Where a guest without boot information ends itself: the keyboard controller's reset line.
+const RESET: (u64, u64) = (0x64, 0xfe);
+
+extern "C" fn main(boot: u64) -> ! {
+    let words = core::ptr::with_exposed_provenance::<[u64; WORDS]>(boot as usize);
+    // SAFETY: the VMM passes the address of its words; memory is mapped one to one.
+    let Some(info) = BootInfo::from_words(unsafe { words.read_volatile() }) else {
+        fail("boot", "no boot information");
+        off(RESET);
+    };
+    // SAFETY: the words were right, so the rest is; nothing else sets the processor up.
+    let mut controller = unsafe { Controller::start(&info) };
+    // The arena is borrowed by each device in turn, and starts anew for the second: the first was reset.
+    for transport in ["mmio", "pci"] {
+        // SAFETY: the RAM behind the image is used by nothing else, and a device that was reset no longer
+        // touches it.
+        let mut arena = unsafe { free_memory(&info) };
+        let outcome = match transport {
+            // SAFETY: the VMM says where its devices are.
+            "mmio" => unsafe { Mmio::find(&info, &mut controller) }.and_then(|mut mmio| {
+                writeln!(
+                    Console,
+                    "mmio: block device at {:#x}, line {}",
+                    mmio.address, mmio.gsi
+                )
+                .ok();
+                drive(&mut mmio, &controller, &mut arena, 1)
+            }),
+            // SAFETY: as above.
+            _ => unsafe { Pci::find(&info, &mut controller) }.and_then(|mut pci| {
+                writeln!(
+                    Console,
+                    "pci: block device 00:{:02x}.0, {} MSI-X vectors",
+                    pci.device, pci.vectors
+                )
+                .ok();
+                drive(&mut pci, &controller, &mut arena, 2)
+            }),
+        };
+        match outcome {
+            Ok(outcome) => writeln!(Console, "{}", Line::End(transport, outcome)).ok(),
+            Err(error) => writeln!(Console, "@fail {transport} {error}").ok(),
+        };
+    }
+    writeln!(Console, "{}", Line::<&str>::Off).ok();
+    off((info.exit_port, info.exit_value))
+}
+
+fn drive(
+    transport: &mut dyn Transport,
+    controller: &Controller,
+    arena: &mut Arena,
+    seed: u32,
+) -> Result<Outcome, Error> {
+    let mut block = Block::start(transport, controller, arena)?;
+    let outcome = job::run(&mut block, arena, seed, &mut Console);
+    block.stop();
+    outcome
+}
+
+/// The RAM behind the image.
+///
+/// # Safety
+/// As [`Arena::new`] asks: whoever had an arena of it before does not use it any more.
+unsafe fn free_memory(info: &BootInfo) -> Arena {
+    let start = (&raw const image_end).expose_provenance();
+    let length = (info.memory_end as usize).saturating_sub(start);
+    // SAFETY: the linker script puts `image_end` behind everything the image uses, RAM goes on to
+    // `memory_end`, and the caller vouches for the rest.
+    unsafe { Arena::new(core::ptr::with_exposed_provenance_mut(start), length) }
+}
+
+/// Ends the virtual machine.
+fn off((port, value): (u64, u64)) -> ! {
+    loop {
+        // SAFETY: the virtual machine ends here; no memory is used any more.
+        unsafe { write_port(port as u16, value as u8) };
+    }
+}
+
+fn fail(transport: &str, reason: &str) {
+    writeln!(Console, "@fail {transport} {reason}").ok();
+}
+
+/// Reports an exception that ring 3 has caused, and ends the virtual machine.
+extern "C" fn exception(vector: u64, code: u64, instruction: u64) -> ! {
+    writeln!(
+        Console,
+        "@fail guest exception {vector}, code {code:#x}, at {instruction:#x}"
+    )
+    .ok();
+    off(RESET)
+}
+
+// Tools that look at all targets build this with the test harness, which has one of its own.
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(info: &PanicInfo<'_>) -> ! {
+    let line = info.location().map_or(0, |location| location.line());
+    let file = info.location().map_or("", |location| location.file());
+    writeln!(
+        Console,
+        "@fail guest panic: {} ({file}:{line})",
+        info.message()
+    )
+    .ok();
+    off(RESET)
+}

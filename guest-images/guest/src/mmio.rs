@@ -1,0 +1,152 @@
+//! virtio over memory-mapped registers, version 2 (virtio 1.2, 4.2).
+
+use crate::contract::BootInfo;
+use crate::error::Error;
+use crate::queue::Queue;
+use crate::register::Registers;
+use crate::transport::{Interrupts, Transport};
+
+// Register offsets, 4.2.2.
+const MAGIC: u64 = 0x00;
+const VERSION: u64 = 0x04;
+const DEVICE_ID: u64 = 0x08;
+const DEVICE_FEATURES: u64 = 0x10;
+const DEVICE_FEATURES_SELECT: u64 = 0x14;
+const DRIVER_FEATURES: u64 = 0x20;
+const DRIVER_FEATURES_SELECT: u64 = 0x24;
+const QUEUE_SELECT: u64 = 0x30;
+const QUEUE_SIZE_MAX: u64 = 0x34;
+const QUEUE_SIZE: u64 = 0x38;
+const QUEUE_READY: u64 = 0x44;
+const QUEUE_NOTIFY: u64 = 0x50;
+const INTERRUPT_STATUS: u64 = 0x60;
+const INTERRUPT_ACK: u64 = 0x64;
+const STATUS: u64 = 0x70;
+const QUEUE_DESCRIPTORS: u64 = 0x80;
+const QUEUE_DRIVER: u64 = 0x90;
+const QUEUE_DEVICE: u64 = 0xa0;
+const CONFIG_GENERATION: u64 = 0xfc;
+const CONFIG: u64 = 0x100;
+
+const MAGIC_VALUE: u32 = u32::from_le_bytes(*b"virt");
+const VERSION_2: u32 = 2;
+const BLOCK_DEVICE: u32 = 2;
+const SLOT: u64 = 0x1000;
+
+/// A block device behind virtio-mmio registers.
+#[derive(Debug)]
+pub struct Mmio {
+    registers: Registers,
+    /// Address of the registers.
+    pub address: u64,
+    /// Its interrupt line.
+    pub gsi: u32,
+}
+
+impl Mmio {
+    /// Looks for a block device in the slots that `info` names, and connects its interrupt.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if there is none.
+    ///
+    /// # Safety
+    /// `info` tells the truth: those addresses are no memory.
+    pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
+        for slot in 0..info.mmio_slots {
+            let address = info.mmio_base + slot * SLOT;
+            // SAFETY: the caller vouches for the slots.
+            let registers = unsafe { Registers::new(address) };
+            if registers.read32(MAGIC) == MAGIC_VALUE
+                && registers.read32(VERSION) == VERSION_2
+                && registers.read32(DEVICE_ID) == BLOCK_DEVICE
+            {
+                let gsi = (info.mmio_gsi + slot) as u32;
+                interrupts.connect_line(gsi);
+                return Ok(Self {
+                    registers,
+                    address,
+                    gsi,
+                });
+            }
+        }
+        Err(Error::NoDevice)
+    }
+}
+
+impl Transport for Mmio {
+    fn name(&self) -> &'static str {
+        "mmio"
+    }
+
+    fn offered(&mut self, word: u32) -> u32 {
+        self.registers.write32(DEVICE_FEATURES_SELECT, word);
+        self.registers.read32(DEVICE_FEATURES)
+    }
+
+    fn accept(&mut self, word: u32, bits: u32) {
+        self.registers.write32(DRIVER_FEATURES_SELECT, word);
+        self.registers.write32(DRIVER_FEATURES, bits);
+    }
+
+    fn status(&mut self) -> u8 {
+        self.registers.read32(STATUS) as u8
+    }
+
+    fn set_status(&mut self, status: u8) {
+        self.registers.write32(STATUS, u32::from(status));
+    }
+
+    fn queue_max(&mut self, index: u16) -> u16 {
+        self.registers.write32(QUEUE_SELECT, u32::from(index));
+        u16::try_from(self.registers.read32(QUEUE_SIZE_MAX)).unwrap_or(0)
+    }
+
+    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error> {
+        self.registers.write32(QUEUE_SELECT, u32::from(index));
+        self.registers.write32(QUEUE_SIZE, u32::from(queue.size()));
+        let [descriptors, available, used] = queue.addresses();
+        self.registers.write64(QUEUE_DESCRIPTORS, descriptors);
+        self.registers.write64(QUEUE_DRIVER, available);
+        self.registers.write64(QUEUE_DEVICE, used);
+        self.registers.write32(QUEUE_READY, 1);
+        match self.registers.read32(QUEUE_READY) {
+            1 => Ok(()),
+            _ => Err(Error::Queue {
+                index,
+                what: "does not become ready",
+            }),
+        }
+    }
+
+    fn notify(&mut self, index: u16) {
+        self.registers.write32(QUEUE_NOTIFY, u32::from(index));
+    }
+
+    fn acknowledge(&mut self) {
+        // 4.2.3.4.1: the events handled are written back, so the device can tell the next ones apart.
+        let events = self.registers.read32(INTERRUPT_STATUS);
+        if events != 0 {
+            self.registers.write32(INTERRUPT_ACK, events);
+        }
+    }
+
+    fn generation(&mut self) -> u32 {
+        self.registers.read32(CONFIG_GENERATION)
+    }
+
+    fn config8(&mut self, offset: u64) -> u8 {
+        self.registers.read8(CONFIG + offset)
+    }
+
+    fn config16(&mut self, offset: u64) -> u16 {
+        self.registers.read16(CONFIG + offset)
+    }
+
+    fn config32(&mut self, offset: u64) -> u32 {
+        self.registers.read32(CONFIG + offset)
+    }
+
+    fn set_config8(&mut self, offset: u64, value: u8) {
+        self.registers.write8(CONFIG + offset, value);
+    }
+}

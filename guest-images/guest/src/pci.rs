@@ -1,0 +1,251 @@
+//! virtio over PCI (virtio 1.2, 4.1): the function, its BARs, MSI-X.
+//!
+//! ```text
+//!   ECAM ─▶ function 1af4:1042 ─▶ capabilities ─▶ BAR + offset of common, notify, isr, device config
+//!                                              └▶ MSI-X table: one vector a queue
+//! ```
+
+pub mod capability;
+
+use crate::contract::BootInfo;
+use crate::error::Error;
+use crate::pci::capability::{Capabilities, ConfigSpace, Location};
+use crate::queue::Queue;
+use crate::register::Registers;
+use crate::transport::{Interrupts, Transport};
+
+// Configuration space header, PCI 3.0, 6.1.
+const VENDOR: u64 = 0x00;
+const DEVICE: u64 = 0x02;
+const COMMAND: u64 = 0x04;
+const BAR0: u64 = 0x10;
+const COMMAND_MEMORY: u16 = 1 << 1;
+const COMMAND_BUS_MASTER: u16 = 1 << 2;
+const COMMAND_NO_INTX: u16 = 1 << 10;
+const BAR_IO: u32 = 1;
+const BAR_64: u32 = 0b100;
+const BAR_FLAGS: u32 = 0xf;
+
+const VIRTIO: u16 = 0x1af4;
+const BLOCK_DEVICE: u16 = 0x1042;
+const ABSENT: u16 = 0xffff;
+
+const DEVICES: u64 = 32;
+const DEVICE_STRIDE: u64 = 1 << 15;
+
+// Common configuration, 4.1.4.3.
+const DEVICE_FEATURE_SELECT: u64 = 0x00;
+const DEVICE_FEATURE: u64 = 0x04;
+const DRIVER_FEATURE_SELECT: u64 = 0x08;
+const DRIVER_FEATURE: u64 = 0x0c;
+const CONFIG_VECTOR: u64 = 0x10;
+const STATUS: u64 = 0x14;
+const GENERATION: u64 = 0x15;
+const QUEUE_SELECT: u64 = 0x16;
+const QUEUE_SIZE: u64 = 0x18;
+const QUEUE_VECTOR: u64 = 0x1a;
+const QUEUE_ENABLE: u64 = 0x1c;
+const QUEUE_NOTIFY_OFF: u64 = 0x1e;
+const QUEUE_DESCRIPTORS: u64 = 0x20;
+const QUEUE_DRIVER: u64 = 0x28;
+const QUEUE_DEVICE: u64 = 0x30;
+const NO_VECTOR: u16 = 0xffff;
+
+// MSI-X, PCI 3.0, 6.8.2: a table entry is address, data, control.
+const MSIX_CONTROL: u64 = 2;
+const MSIX_ENABLE: u16 = 1 << 15;
+const MSIX_ENTRY: u64 = 16;
+
+/// Most queues whose doorbells this driver remembers.
+const MAX_QUEUES: usize = 16;
+
+/// A block device on PCI bus 0.
+#[derive(Debug)]
+pub struct Pci {
+    /// Its device number.
+    pub device: u64,
+    /// Vectors of its MSI-X table.
+    pub vectors: u16,
+    common: Registers,
+    config: Registers,
+    notify: Registers,
+    notify_multiplier: u32,
+    doorbells: [u64; MAX_QUEUES],
+}
+
+impl ConfigSpace for Registers {
+    fn read8(&self, offset: u8) -> u8 {
+        Registers::read8(self, u64::from(offset))
+    }
+
+    fn read32(&self, offset: u8) -> u32 {
+        Registers::read32(self, u64::from(offset))
+    }
+}
+
+impl Pci {
+    /// Looks for a block device on bus 0, switches its memory BARs and its MSI-X on, and gives each vector
+    /// a message of its own.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if there is none, [`Error::Pci`] if it is not a complete virtio function.
+    ///
+    /// # Safety
+    /// `info` tells the truth about the ECAM, and the BARs lie outside of memory.
+    pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
+        // SAFETY: the caller vouches for the ECAM.
+        let bus = unsafe { Registers::new(info.ecam) };
+        let (device, function) = (0..DEVICES)
+            .map(|device| (device, bus.at(device * DEVICE_STRIDE)))
+            .find(|(_, function)| {
+                let vendor = function.read16(VENDOR);
+                vendor != ABSENT && vendor == VIRTIO && function.read16(DEVICE) == BLOCK_DEVICE
+            })
+            .ok_or(Error::NoDevice)?;
+        let capabilities = Capabilities::read(&function)?;
+
+        let command = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_NO_INTX;
+        function.write16(COMMAND, function.read16(COMMAND) | command);
+        // SAFETY: the caller vouches for the BARs.
+        let map = |location: Location| unsafe { window(&function, location) };
+
+        let table = map(capabilities.msix_table)?;
+        let vectors = capabilities.msix_vectors;
+        for vector in 0..vectors.min(MAX_QUEUES as u16 + 1) {
+            let (address, data) = interrupts.message(vector)?;
+            let entry = table.at(u64::from(vector) * MSIX_ENTRY);
+            entry.write64(0, address);
+            entry.write32(8, data);
+            entry.write32(12, 0);
+        }
+        let msix = function.at(u64::from(capabilities.msix));
+        msix.write16(MSIX_CONTROL, MSIX_ENABLE);
+
+        let common = map(capabilities.common)?;
+        common.write16(CONFIG_VECTOR, 0);
+        if common.read16(CONFIG_VECTOR) == NO_VECTOR {
+            return Err(Error::Pci("no vector for configuration changes"));
+        }
+        Ok(Self {
+            device,
+            vectors,
+            common,
+            config: map(capabilities.device)?,
+            notify: map(capabilities.notify)?,
+            notify_multiplier: capabilities.notify_multiplier,
+            doorbells: [0; MAX_QUEUES],
+        })
+    }
+}
+
+/// The registers at `location`.
+///
+/// # Safety
+/// The BARs lie outside of memory.
+unsafe fn window(function: &Registers, location: Location) -> Result<Registers, Error> {
+    let bar = function.at(BAR0 + u64::from(location.bar) * 4);
+    let low = bar.read32(0);
+    if low & BAR_IO != 0 {
+        return Err(Error::Pci("a structure lies in an I/O BAR"));
+    }
+    // A 64-bit BAR takes two slots; the last slot cannot begin one.
+    let high = match low & BAR_64 {
+        0 => 0,
+        _ if location.bar < 5 => bar.read32(4),
+        _ => return Err(Error::Pci("a 64-bit BAR in the last slot")),
+    };
+    match u64::from(low & !BAR_FLAGS) | u64::from(high) << 32 {
+        0 => Err(Error::Pci("a BAR has no address")),
+        // SAFETY: the caller vouches for the BARs.
+        address => Ok(unsafe { Registers::new(address + u64::from(location.offset)) }),
+    }
+}
+
+impl Transport for Pci {
+    fn name(&self) -> &'static str {
+        "pci"
+    }
+
+    fn offered(&mut self, word: u32) -> u32 {
+        self.common.write32(DEVICE_FEATURE_SELECT, word);
+        self.common.read32(DEVICE_FEATURE)
+    }
+
+    fn accept(&mut self, word: u32, bits: u32) {
+        self.common.write32(DRIVER_FEATURE_SELECT, word);
+        self.common.write32(DRIVER_FEATURE, bits);
+    }
+
+    fn status(&mut self) -> u8 {
+        self.common.read8(STATUS)
+    }
+
+    fn set_status(&mut self, status: u8) {
+        self.common.write8(STATUS, status);
+        // 4.1.4.3.2: after a reset the driver waits until the status reads 0.
+        while status == 0 && self.common.read8(STATUS) != 0 {}
+    }
+
+    fn queue_max(&mut self, index: u16) -> u16 {
+        self.common.write16(QUEUE_SELECT, index);
+        self.common.read16(QUEUE_SIZE)
+    }
+
+    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error> {
+        let doorbell = self.doorbells.get_mut(usize::from(index));
+        let doorbell = doorbell.ok_or(Error::Queue {
+            index,
+            what: "more queues than expected",
+        })?;
+        let common = &self.common;
+        common.write16(QUEUE_SELECT, index);
+        common.write16(QUEUE_SIZE, queue.size());
+        // Vector 0 is for configuration changes. With too few for all queues, the last is shared.
+        let vector = (index + 1).min(self.vectors.saturating_sub(1));
+        common.write16(QUEUE_VECTOR, vector);
+        if common.read16(QUEUE_VECTOR) == NO_VECTOR {
+            return Err(Error::Queue {
+                index,
+                what: "no vector",
+            });
+        }
+        let [descriptors, available, used] = queue.addresses();
+        common.write64(QUEUE_DESCRIPTORS, descriptors);
+        common.write64(QUEUE_DRIVER, available);
+        common.write64(QUEUE_DEVICE, used);
+        let offset = common.read16(QUEUE_NOTIFY_OFF);
+        *doorbell = u64::from(offset) * u64::from(self.notify_multiplier);
+        common.write16(QUEUE_ENABLE, 1);
+        Ok(())
+    }
+
+    fn notify(&mut self, index: u16) {
+        if let Some(&offset) = self.doorbells.get(usize::from(index)) {
+            self.notify.write16(offset, index);
+        }
+    }
+
+    fn acknowledge(&mut self) {
+        // An MSI-X message says which queue it is for; there is nothing to read or to write.
+    }
+
+    fn generation(&mut self) -> u32 {
+        u32::from(self.common.read8(GENERATION))
+    }
+
+    fn config8(&mut self, offset: u64) -> u8 {
+        self.config.read8(offset)
+    }
+
+    fn config16(&mut self, offset: u64) -> u16 {
+        self.config.read16(offset)
+    }
+
+    fn config32(&mut self, offset: u64) -> u32 {
+        self.config.read32(offset)
+    }
+
+    fn set_config8(&mut self, offset: u64, value: u8) {
+        self.config.write8(offset, value);
+    }
+}

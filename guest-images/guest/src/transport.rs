@@ -1,0 +1,93 @@
+//! What both transports do: negotiation, queues, doorbells, the device's configuration space.
+
+use crate::error::Error;
+use crate::queue::Queue;
+
+/// Bits of the device status (virtio 1.2, 2.1).
+pub mod status {
+    /// The guest has noticed the device.
+    pub const ACKNOWLEDGE: u8 = 1;
+    /// The guest has a driver for it.
+    pub const DRIVER: u8 = 2;
+    /// The driver is ready to drive it.
+    pub const DRIVER_OK: u8 = 4;
+    /// The driver has accepted features, and the device agrees.
+    pub const FEATURES_OK: u8 = 8;
+    /// The device has met an error that it cannot recover from.
+    pub const NEEDS_RESET: u8 = 64;
+}
+
+/// A virtio device as its driver sees it.
+pub trait Transport {
+    /// Its name in reports.
+    fn name(&self) -> &'static str;
+
+    /// 32 bits of the features that the device offers, from bit `32 * word` on.
+    fn offered(&mut self, word: u32) -> u32;
+
+    /// Accepts the features `bits` of those.
+    fn accept(&mut self, word: u32, bits: u32);
+
+    /// Reads the device status.
+    fn status(&mut self) -> u8;
+
+    /// Writes the device status; 0 resets the device.
+    fn set_status(&mut self, status: u8);
+
+    /// Largest size of queue `index`; 0 if there is no such queue.
+    fn queue_max(&mut self, index: u16) -> u16;
+
+    /// Gives `queue` to the device as queue `index`, with its interrupt, and enables it.
+    ///
+    /// # Errors
+    /// If the device has no interrupt vector for it.
+    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error>;
+
+    /// Writes the doorbell of queue `index`.
+    fn notify(&mut self, index: u16);
+
+    /// Acknowledges the interrupts received so far, where the transport asks for that.
+    fn acknowledge(&mut self);
+
+    /// Counts changes of the configuration space.
+    fn generation(&mut self) -> u32;
+
+    /// Reads a byte of the configuration space.
+    fn config8(&mut self, offset: u64) -> u8;
+    /// Reads a 16-bit field of it.
+    fn config16(&mut self, offset: u64) -> u16;
+    /// Reads a 32-bit field of it.
+    fn config32(&mut self, offset: u64) -> u32;
+    /// Writes a byte of it.
+    fn set_config8(&mut self, offset: u64, value: u8);
+
+    /// Reads a 64-bit field of it as two halves, again if the configuration changed meanwhile (2.5.1).
+    fn config64(&mut self, offset: u64) -> u64 {
+        loop {
+            let before = self.generation();
+            let low = u64::from(self.config32(offset));
+            let value = low | u64::from(self.config32(offset + 4)) << 32;
+            if self.generation() == before {
+                return value;
+            }
+        }
+    }
+}
+
+/// Where interrupts come in.
+pub trait Interrupts {
+    /// Interrupts received so far.
+    fn count(&self) -> u64;
+
+    /// Sleeps until more than `seen` have been received; returns at once if there have.
+    fn wait(&self, seen: u64);
+
+    /// Sends the edge interrupt of line `gsi` to this processor.
+    fn connect_line(&mut self, gsi: u32);
+
+    /// The address and the data of a message that interrupts this processor with source `number`.
+    ///
+    /// # Errors
+    /// If there are not as many sources.
+    fn message(&mut self, number: u16) -> Result<(u64, u32), Error>;
+}
