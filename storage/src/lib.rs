@@ -1,7 +1,43 @@
 //! The write-ahead-logged block store. Knows no virtio and no KVM.
+//!
+//! ```text
+//!   Disk ──open_port──▶ Port (one per thread)
+//!                        │ write, discard, flush            │ read
+//!                        ▼                                  ▼
+//!                  log: records ─ batch ─ sync        index: log over base
+//!                        │       (group commit)
+//!                        ▼
+//!                  keeper: checkpoint to the base image, recycle segments
+//! ```
+//! What a disk promises:
+//! 1. *Stable means stable*: a WRITE completed before a FLUSH was submitted survives power loss once that
+//!    FLUSH completes; in writethrough mode each WRITE is durable before it completes.
+//! 2. *All-or-nothing*: after a crash each request is entirely there or entirely absent.
+//! 3. *Prefix*: what a crash leaves is a prefix of the LSN order.
+//! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
+//! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 
 mod buffer;
+mod committer;
+mod disk;
+mod engine;
+mod error;
+mod file;
+mod format;
+mod index;
+mod keeper;
+mod log;
+mod port;
+mod recovery;
 mod request;
+mod segment;
+mod store;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
+pub use disk::{CacheMode, Disk};
+pub use engine::EngineKind;
+pub use error::{Error, ErrorKind, Result};
+pub use log::LogCounters;
+pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+pub use store::{DiskOptions, LogReport, Store, StoreOptions, check, create_disk, default_log_dir};

@@ -1,0 +1,147 @@
+//! A thread's part in group commit: waiting for an LSN, leading a group when nobody does.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use rustix::event::{PollFd, PollFlags};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::engine::{self, Done, Engine, Io};
+use crate::log::{Group, Log, Mailbox, Waiter};
+use crate::{Completion, Failure};
+
+/// Engine id of the group in flight; every other id belongs to a read.
+const GROUP: u64 = u64::MAX;
+
+/// One thread's engine, mailbox and lead.
+pub(crate) struct Committer {
+    pub log: Arc<Log>,
+    pub mailbox: Arc<Mailbox>,
+    engine: Box<dyn Engine>,
+    group: Option<Group>,
+    /// Set when going away: no new group is taken.
+    resigned: bool,
+}
+
+impl Committer {
+    pub(crate) fn new(log: Arc<Log>) -> io::Result<Self> {
+        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let engine = engine::create(log.engine, &event)?;
+        let mailbox = Arc::new(Mailbox {
+            completions: Mutex::default(),
+            event,
+        });
+        log.lock().ports.push(Arc::downgrade(&mailbox));
+        Ok(Self {
+            log,
+            mailbox,
+            engine,
+            group: None,
+            resigned: false,
+        })
+    }
+
+    /// Completes `token` once `lsn` is durable. `Ok(true)`: it is already, nothing waits.
+    pub(crate) fn wait_for(&self, lsn: u64, token: u64) -> Result<bool, Failure> {
+        let mut state = self.log.lock();
+        if self.log.poisoned.load(Ordering::Acquire) {
+            return Err(Failure::Io);
+        }
+        // Looked at under the lock: a group that ends now either covers this waiter or sees it.
+        if self.log.durable.load(Ordering::Acquire) >= lsn {
+            return Ok(true);
+        }
+        state.waiters.push(Waiter {
+            lsn,
+            token,
+            mailbox: self.mailbox.clone(),
+        });
+        Ok(false)
+    }
+
+    /// Takes the lead if there is work and no leader, and starts all submitted I/O.
+    pub(crate) fn start(&mut self) {
+        if self.group.is_none() && !self.resigned {
+            let led = self.log.lead(&mut self.log.lock());
+            self.run(led);
+        }
+        self.engine.enter();
+    }
+
+    /// Submits a read. Its end comes out of [`poll`](Self::poll).
+    pub(crate) fn submit_read(&mut self, id: u64, io: Io) {
+        self.engine.submit(id, io);
+    }
+
+    fn run(&mut self, led: Option<(Io, Group)>) {
+        if let Some((io, group)) = led {
+            self.group = Some(group);
+            self.engine.submit(GROUP, io);
+        }
+    }
+
+    /// Ends what has ended: groups here, reads are left in `reads`, completions in `done`.
+    pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
+        // Cleared first: what is signalled from here on is seen by the next call.
+        let _ = self.mailbox.event.read();
+        let mut ended = Vec::new();
+        self.engine.poll(&mut ended);
+        for end in ended {
+            if end.id != GROUP {
+                reads.push(end);
+            } else if let Some(group) = self.group.take() {
+                let next = self
+                    .log
+                    .end_group(group, end.result.map(drop), !self.resigned);
+                self.run(next);
+            }
+        }
+        self.start();
+        done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
+    }
+
+    /// Sleeps until the event is readable.
+    fn sleep(&self) {
+        let mut fds = [PollFd::from_borrowed_fd(self.mailbox.fd(), PollFlags::IN)];
+        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
+        let _ = rustix::event::poll(&mut fds, None);
+    }
+
+    /// Makes everything up to `lsn` durable, blocking. For the keeper, which leads nobody afterwards.
+    pub(crate) fn flush(&mut self, lsn: u64) -> Result<(), Failure> {
+        self.resigned = false;
+        if self.wait_for(lsn, 0)? {
+            return Ok(());
+        }
+        self.start();
+        let (mut reads, mut done) = (Vec::new(), Vec::new());
+        while done.is_empty() {
+            self.sleep();
+            self.poll(&mut reads, &mut done);
+        }
+        self.resign();
+        done.swap_remove(0).result.map(drop)
+    }
+
+    /// Ends the group in flight and takes no more, leaving those who still wait to another leader.
+    fn resign(&mut self) {
+        self.resigned = true;
+        let (mut reads, mut done) = (Vec::new(), Vec::new());
+        while self.group.is_some() {
+            self.sleep();
+            self.poll(&mut reads, &mut done);
+        }
+        self.log.wake_ports();
+    }
+}
+
+impl Drop for Committer {
+    fn drop(&mut self) {
+        self.log
+            .lock()
+            .waiters
+            .retain(|waiter| !Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
+        self.resign();
+    }
+}

@@ -1,0 +1,93 @@
+//! An open disk: what its ports share.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::error::{Error, Result};
+use crate::format::Uuid;
+use crate::index::Index;
+use crate::log::{Log, LogCounters};
+use crate::port::Port;
+
+/// What FLUSH and a completed WRITE mean.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheMode {
+    /// A completed WRITE may be in memory; FLUSH makes it durable.
+    #[default]
+    Writeback,
+    /// A WRITE completes when it is durable.
+    Writethrough,
+    /// FLUSH completes at once and promises nothing. For throw-away guests.
+    Unsafe,
+}
+
+/// The disk as all threads see it.
+#[derive(Debug)]
+pub(crate) struct DiskState {
+    pub id: u32,
+    pub uuid: Uuid,
+    pub path: PathBuf,
+    pub sectors: u64,
+    pub base: Arc<File>,
+    pub read_only: bool,
+    pub no_flush: bool,
+    pub write_cache: AtomicBool,
+    /// The newest record of this disk: what a FLUSH of it has to wait for.
+    pub last_lsn: AtomicU64,
+    pub index: RwLock<Index>,
+}
+
+impl DiskState {
+    pub(crate) fn index(&self) -> RwLockReadGuard<'_, Index> {
+        self.index.read().expect("index lock")
+    }
+
+    pub(crate) fn index_mut(&self) -> RwLockWriteGuard<'_, Index> {
+        self.index.write().expect("index lock")
+    }
+}
+
+/// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
+#[derive(Clone)]
+pub struct Disk {
+    pub(crate) log: Arc<Log>,
+    pub(crate) state: Arc<DiskState>,
+}
+
+impl Disk {
+    /// Capacity in sectors of 512 bytes.
+    pub fn sectors(&self) -> u64 {
+        self.state.sectors
+    }
+
+    /// Whether writes are refused.
+    pub fn read_only(&self) -> bool {
+        self.state.read_only
+    }
+
+    /// Whether WRITEs complete before they are durable.
+    pub fn write_cache(&self) -> bool {
+        self.state.write_cache.load(Ordering::Acquire)
+    }
+
+    /// Turns writeback on or off for requests submitted from now on.
+    pub fn set_write_cache(&self, on: bool) {
+        self.state.write_cache.store(on, Ordering::Release);
+    }
+
+    /// Opens a way in for one thread.
+    ///
+    /// # Errors
+    /// If the system refuses a ring, a thread or a descriptor.
+    pub fn open_port(&self) -> Result<Port> {
+        Port::new(self)
+            .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
+    }
+
+    /// What the disk's log has done since it was opened.
+    pub fn log_counters(&self) -> LogCounters {
+        self.log.counters()
+    }
+}

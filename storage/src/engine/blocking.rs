@@ -1,0 +1,105 @@
+//! The engine for kernels without io_uring: appends on one thread, reads in the caller's.
+
+use std::io;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{Done, Engine, Io, read_exact, write_chunks};
+
+/// See the module's documentation.
+pub(super) struct Blocking {
+    /// `None` only while dropping.
+    jobs: Option<Sender<(u64, Io)>>,
+    ended: Receiver<Done>,
+    reads: Vec<Done>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Blocking {
+    pub(super) fn new(event: EventFd) -> io::Result<Self> {
+        let (jobs, todo) = channel::<(u64, Io)>();
+        let (report, ended) = channel();
+        let thread = std::thread::Builder::new()
+            .name("log-sync".into())
+            .spawn(move || {
+                for (id, io) in todo {
+                    let done = Done {
+                        id,
+                        result: run(io),
+                    };
+                    // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
+                    let _ = report.send(done);
+                    let _ = event.write(1);
+                }
+            })?;
+        Ok(Self {
+            jobs: Some(jobs),
+            ended,
+            reads: Vec::new(),
+            thread: Some(thread),
+        })
+    }
+}
+
+fn run(io: Io) -> io::Result<Option<crate::Buffer>> {
+    match io {
+        Io::Append {
+            segment,
+            offset,
+            chunks,
+            sync,
+        } => {
+            write_chunks(&segment.file, offset, &chunks, 0)?;
+            sync.iter()
+                .try_for_each(|segment| segment.file.sync_data())?;
+            Ok(None)
+        }
+        Io::Read {
+            source,
+            offset,
+            buffer,
+        } => read_exact(&source, offset, buffer).map(Some),
+    }
+}
+
+impl Engine for Blocking {
+    fn submit(&mut self, id: u64, io: Io) {
+        if matches!(io, Io::Read { .. }) {
+            self.reads.push(Done {
+                id,
+                result: run(io),
+            });
+            return;
+        }
+        let sent = self
+            .jobs
+            .as_ref()
+            .is_some_and(|jobs| jobs.send((id, io)).is_ok());
+        if !sent {
+            let gone = io::Error::other("the log's thread has ended");
+            self.reads.push(Done {
+                id,
+                result: Err(gone),
+            });
+        }
+    }
+
+    fn enter(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Done>) {
+        done.append(&mut self.reads);
+        done.extend(self.ended.try_iter());
+    }
+}
+
+impl Drop for Blocking {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // It ends once its queue is empty; a panic in it has been printed already.
+            let _ = thread.join();
+        }
+    }
+}

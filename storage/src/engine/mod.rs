@@ -1,0 +1,258 @@
+//! How bytes reach the medium: one trait, two engines, chosen by probing.
+//!
+//! ```text
+//!   port ──submit──▶ Engine ──▶ io_uring: write linked to fdatasync, no thread     (uring.rs)
+//!     ▲                    └──▶ a thread with pwritev2 + fdatasync, reads inline    (blocking.rs)
+//!     └──── poll ◀── event descriptor
+//! ```
+//! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
+
+mod blocking;
+mod uring;
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::Buffer;
+use crate::segment::Segment;
+
+/// Which engine moves the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// io_uring if the kernel offers all that is needed, else blocking calls.
+    #[default]
+    Auto,
+    /// io_uring; opening fails where the kernel has none.
+    IoUring,
+    /// `pwritev2` and `fdatasync` on a thread.
+    Blocking,
+}
+
+/// A slice of a shared buffer, to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub buffer: Arc<Buffer>,
+    pub len: usize,
+}
+
+/// What is read: the base image or a segment, which it pins.
+#[derive(Clone, Debug)]
+pub(crate) enum Source {
+    Base(Arc<File>),
+    Segment(Arc<Segment>),
+}
+
+impl Source {
+    fn file(&self) -> &File {
+        match self {
+            Self::Base(file) => file,
+            Self::Segment(segment) => &segment.file,
+        }
+    }
+}
+
+/// One operation.
+#[derive(Debug)]
+pub(crate) enum Io {
+    /// Write `chunks` at `offset` of the first segment (nothing if there are no chunks), then fdatasync each
+    /// segment in `sync`.
+    Append {
+        segment: Arc<Segment>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+        sync: Vec<Arc<Segment>>,
+    },
+    /// Fill `buffer` from `offset`.
+    Read {
+        source: Source,
+        offset: u64,
+        buffer: Buffer,
+    },
+}
+
+/// The end of an operation.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub id: u64,
+    /// The filled buffer of a read; `None` for an append.
+    pub result: io::Result<Option<Buffer>>,
+}
+
+/// Moves bytes. Owned and called by one thread.
+pub(crate) trait Engine: Send {
+    /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
+    fn submit(&mut self, id: u64, io: Io);
+    /// Starts everything submitted.
+    fn enter(&mut self);
+    /// Appends what has ended to `done`. The event given at creation is written at each end.
+    fn poll(&mut self, done: &mut Vec<Done>);
+}
+
+/// The kind that `kind` comes to on this kernel.
+pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
+    match kind {
+        EngineKind::Blocking => Ok(kind),
+        EngineKind::IoUring => uring::probe().map(|()| kind),
+        EngineKind::Auto => Ok(match uring::probe() {
+            Ok(()) => EngineKind::IoUring,
+            Err(error) => {
+                tracing::info!("io_uring is not usable ({error}): using pwritev2 and fdatasync");
+                EngineKind::Blocking
+            }
+        }),
+    }
+}
+
+/// Makes an engine of a probed kind that signals `event`.
+pub(crate) fn create(kind: EngineKind, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+    Ok(match kind {
+        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)?),
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
+    })
+}
+
+/// Reads exactly `buffer.len()` bytes.
+fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
+    use std::os::unix::fs::FileExt;
+    source.file().read_exact_at(&mut buffer, offset)?;
+    Ok(buffer)
+}
+
+/// Writes all of `chunks` from byte `skip` of them on.
+fn write_chunks(file: &File, offset: u64, chunks: &[Chunk], skip: usize) -> io::Result<()> {
+    let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
+    let mut done = skip;
+    while done < total {
+        let mut passed = 0;
+        let mut slices = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let from = done.saturating_sub(passed).min(chunk.len);
+            if from < chunk.len {
+                slices.push(io::IoSlice::new(&chunk.buffer[from..chunk.len]));
+            }
+            passed += chunk.len;
+        }
+        match rustix::io::pwritev2(
+            file,
+            &slices,
+            offset + done as u64,
+            rustix::io::ReadWriteFlags::empty(),
+        ) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => done += written,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finish(engine: &mut dyn Engine, event: &EventFd, count: usize) -> Vec<Done> {
+        let mut done = Vec::new();
+        engine.enter();
+        while done.len() < count {
+            engine.poll(&mut done);
+            if done.len() < count {
+                event.read().unwrap();
+            }
+        }
+        done
+    }
+
+    #[test]
+    fn both_engines_write_sync_and_read_back() {
+        for kind in [EngineKind::IoUring, EngineKind::Blocking] {
+            let kind = match probe(kind) {
+                Ok(kind) => kind,
+                Err(error) => {
+                    println!("skipped: {kind:?}: {error}");
+                    continue;
+                }
+            };
+            let dir = tempfile::tempdir().unwrap();
+            let segment = Arc::new(Segment::create(dir.path(), 0, 1 << 20).unwrap());
+            let event = EventFd::new(0).unwrap();
+            let mut engine = create(kind, &event).unwrap();
+            let chunk = |byte: u8, len: usize| Chunk {
+                buffer: Arc::new(Buffer::from(&vec![byte; len][..])),
+                len,
+            };
+            let chunks = vec![chunk(1, 4096), chunk(2, 512), chunk(3, 3584)];
+            let sync = vec![segment.clone()];
+            engine.submit(
+                7,
+                Io::Append {
+                    segment: segment.clone(),
+                    offset: 8192,
+                    chunks,
+                    sync,
+                },
+            );
+            let done = finish(engine.as_mut(), &event, 1);
+            assert_eq!(done[0].id, 7);
+            assert!(done[0].result.is_ok(), "{:?}", done[0].result);
+            let source = Source::Segment(segment.clone());
+            engine.submit(
+                8,
+                Io::Read {
+                    source: source.clone(),
+                    offset: 8192,
+                    buffer: Buffer::zeroed(8192),
+                },
+            );
+            engine.submit(
+                9,
+                Io::Read {
+                    source,
+                    offset: 1 << 20,
+                    buffer: Buffer::zeroed(512),
+                },
+            );
+            let mut done = finish(engine.as_mut(), &event, 2);
+            done.sort_by_key(|d| d.id);
+            let read = done[0].result.as_ref().unwrap().as_ref().unwrap();
+            assert!(
+                read[..4096].iter().all(|&b| b == 1) && read[4096..4608].iter().all(|&b| b == 2)
+            );
+            assert!(read[4608..].iter().all(|&b| b == 3));
+            assert_eq!(
+                done[1].result.as_ref().unwrap_err().kind(),
+                io::ErrorKind::UnexpectedEof,
+                "{kind:?}"
+            );
+            // A sync alone, and many operations at once.
+            engine.submit(
+                1,
+                Io::Append {
+                    segment: segment.clone(),
+                    offset: 0,
+                    chunks: vec![],
+                    sync: vec![segment.clone()],
+                },
+            );
+            for i in 0..300 {
+                let source = Source::Segment(segment.clone());
+                engine.submit(
+                    100 + i,
+                    Io::Read {
+                        source,
+                        offset: i * 512,
+                        buffer: Buffer::zeroed(512),
+                    },
+                );
+            }
+            assert!(
+                finish(engine.as_mut(), &event, 301)
+                    .iter()
+                    .all(|d| d.result.is_ok())
+            );
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The io_uring engine: a write linked to its fdatasync, one system call for both and for all reads.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::AsRawFd;
+
+use io_uring::{IoUring, opcode, squeue, types};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{Done, Engine, Io, write_chunks};
+
+const ENTRIES: u32 = 256;
+
+/// Whether the kernel gives a ring with the operations used here (Linux 5.6).
+pub(super) fn probe() -> io::Result<()> {
+    let ring = IoUring::new(4)?;
+    let mut probe = io_uring::Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        opcode::Writev::CODE,
+        opcode::Fsync::CODE,
+        opcode::Read::CODE,
+    ];
+    match needed.iter().all(|&code| probe.is_supported(code)) {
+        true => Ok(()),
+        false => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this io_uring lacks an operation",
+        )),
+    }
+}
+
+/// An operation in the kernel, with all the memory that the kernel may touch.
+struct InFlight {
+    /// The caller's number for it.
+    id: u64,
+    io: Io,
+    /// What `Writev` points at. Never touched while in flight.
+    _slices: Vec<libc::iovec>,
+    /// Completions still to come, and the first error among those that came.
+    open: usize,
+    failed: Option<io::Error>,
+    /// Result of the write or read, in bytes.
+    moved: usize,
+}
+
+// SAFETY: the raw pointers in `_slices` point into buffers that `io` owns; nothing else uses them.
+unsafe impl Send for InFlight {}
+
+/// See the module's documentation.
+pub(super) struct Uring {
+    ring: IoUring,
+    in_flight: HashMap<u64, InFlight>,
+    /// Entries that did not fit the submission queue, whole operations at a time.
+    waiting: VecDeque<Vec<squeue::Entry>>,
+    done: Vec<Done>,
+    next: u64,
+}
+
+const MOVE: u64 = 0;
+const SYNC: u64 = 1;
+
+impl Uring {
+    pub(super) fn new(event: &EventFd) -> io::Result<Self> {
+        let ring = IoUring::new(ENTRIES)?;
+        ring.submitter().register_eventfd(event.as_raw_fd())?;
+        Ok(Self {
+            ring,
+            in_flight: HashMap::new(),
+            waiting: VecDeque::new(),
+            done: Vec::new(),
+            next: 0,
+        })
+    }
+
+    /// Moves whole operations from `waiting` to the submission queue while there is room.
+    fn fill(&mut self) {
+        while let Some(entries) = self.waiting.front() {
+            let mut queue = self.ring.submission();
+            if queue.capacity() - queue.len() < entries.len() {
+                return;
+            }
+            // SAFETY: every buffer and descriptor that the entries name is owned by the operation in
+            // `in_flight`, which is removed only when its last completion has come.
+            unsafe { queue.push_multiple(entries).expect("room was checked") };
+            drop(queue);
+            self.waiting.pop_front();
+        }
+    }
+
+    fn complete(&mut self, key: u64) {
+        let Some(operation) = self.in_flight.remove(&key) else {
+            return;
+        };
+        let InFlight {
+            id,
+            io,
+            failed,
+            moved,
+            ..
+        } = operation;
+        let result = match (io, failed) {
+            (Io::Read { .. }, Some(error)) | (Io::Append { .. }, Some(error)) => Err(error),
+            (
+                Io::Read {
+                    source,
+                    offset,
+                    buffer,
+                },
+                None,
+            ) => match moved == buffer.len() {
+                true => Ok(Some(buffer)),
+                // Short: the end of the file, or an interruption. The plain call tells which.
+                false => super::read_exact(&source, offset, buffer).map(Some),
+            },
+            (Io::Append { .. }, None) => Ok(None),
+        };
+        self.done.push(Done { id, result });
+    }
+
+    fn account(&mut self, user_data: u64, result: i32) {
+        let (key, stage) = (user_data >> 1, user_data & 1);
+        let Some(operation) = self.in_flight.get_mut(&key) else {
+            return;
+        };
+        operation.open -= 1;
+        if result >= 0 {
+            if stage == MOVE {
+                operation.moved = result as usize;
+            }
+        } else if result != -libc::ECANCELED || operation.failed.is_none() {
+            // A cancelled sync follows a write that failed or came short; the write's own error says more.
+            let replace = operation
+                .failed
+                .as_ref()
+                .is_none_or(|e| e.raw_os_error() == Some(libc::ECANCELED));
+            if replace {
+                operation.failed = Some(io::Error::from_raw_os_error(-result));
+            }
+        }
+        if operation.open > 0 {
+            return;
+        }
+        if let Io::Append {
+            segment,
+            offset,
+            chunks,
+            sync,
+        } = &operation.io
+        {
+            let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
+            let cancelled = operation
+                .failed
+                .as_ref()
+                .is_none_or(|e| e.raw_os_error() == Some(libc::ECANCELED));
+            if operation.moved < total && cancelled {
+                // A short write is no error, but it broke the link to the sync: end both here. Rare.
+                operation.failed = write_chunks(&segment.file, *offset, chunks, operation.moved)
+                    .and_then(|()| sync.iter().try_for_each(|segment| segment.file.sync_data()))
+                    .err();
+            }
+        }
+        self.complete(key);
+    }
+}
+
+impl Engine for Uring {
+    fn submit(&mut self, id: u64, io: Io) {
+        let key = self.next;
+        self.next += 1;
+        let mut slices = Vec::new();
+        let mut entries = Vec::new();
+        let mut operation = match io {
+            Io::Read {
+                source,
+                offset,
+                mut buffer,
+            } => {
+                let fd = types::Fd(source.file().as_raw_fd());
+                let read =
+                    opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32).offset(offset);
+                entries.push(read.build().user_data(key << 1 | MOVE));
+                let io = Io::Read {
+                    source,
+                    offset,
+                    buffer,
+                };
+                InFlight {
+                    id,
+                    io,
+                    _slices: slices,
+                    open: 0,
+                    failed: None,
+                    moved: 0,
+                }
+            }
+            Io::Append {
+                segment,
+                offset,
+                chunks,
+                sync,
+            } => {
+                if !chunks.is_empty() {
+                    slices.extend(chunks.iter().map(|chunk| libc::iovec {
+                        iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
+                        iov_len: chunk.len,
+                    }));
+                    let fd = types::Fd(segment.file.as_raw_fd());
+                    let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
+                        .offset(offset);
+                    entries.push(write.build().user_data(key << 1 | MOVE));
+                }
+                entries.extend(sync.iter().map(|segment| {
+                    let fsync = opcode::Fsync::new(types::Fd(segment.file.as_raw_fd()));
+                    fsync
+                        .flags(types::FsyncFlags::DATASYNC)
+                        .build()
+                        .user_data(key << 1 | SYNC)
+                }));
+                let last = entries.len().saturating_sub(1);
+                for entry in &mut entries[..last] {
+                    *entry = entry.clone().flags(squeue::Flags::IO_LINK);
+                }
+                let io = Io::Append {
+                    segment,
+                    offset,
+                    chunks,
+                    sync,
+                };
+                InFlight {
+                    id,
+                    io,
+                    _slices: slices,
+                    open: 0,
+                    failed: None,
+                    moved: 0,
+                }
+            }
+        };
+        operation.open = entries.len();
+        let empty = entries.is_empty();
+        self.in_flight.insert(key, operation);
+        match empty {
+            true => self.complete(key),
+            false => self.waiting.push_back(entries),
+        }
+        self.fill();
+    }
+
+    fn enter(&mut self) {
+        self.fill();
+        loop {
+            if self.ring.submission().is_empty() {
+                return;
+            }
+            match self.ring.submit() {
+                Ok(_) => self.fill(),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                // EAGAIN, EBUSY: the kernel is short of something; completions make room, `poll` retries.
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn poll(&mut self, done: &mut Vec<Done>) {
+        loop {
+            let ended: Vec<(u64, i32)> = self
+                .ring
+                .completion()
+                .map(|cqe| (cqe.user_data(), cqe.result()))
+                .collect();
+            if ended.is_empty() {
+                break;
+            }
+            for (user_data, result) in ended {
+                self.account(user_data, result);
+            }
+            self.enter();
+        }
+        if !self.ring.submission().is_empty() {
+            self.enter();
+        }
+        done.append(&mut self.done);
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // The kernel may still write into buffers of operations in flight: wait for each.
+        let mut done = Vec::new();
+        self.poll(&mut done);
+        while !self.in_flight.is_empty() {
+            if let Err(error) = self.ring.submit_and_wait(1)
+                && error.raw_os_error() != Some(libc::EINTR)
+            {
+                // Leak rather than free memory that the kernel may use.
+                tracing::error!("io_uring can't be drained: {error}");
+                std::mem::forget(std::mem::take(&mut self.in_flight));
+                return;
+            }
+            self.poll(&mut done);
+        }
+    }
+}

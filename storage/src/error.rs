@@ -1,0 +1,79 @@
+//! Errors of opening, creating and checking disks: a stable kind, a sentence for people, a source.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+/// What kind of thing went wrong; stable, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// A file or directory that must be there is not.
+    NotFound,
+    /// Something that would be created is there already.
+    AlreadyExists,
+    /// Another process, or another disk of this one, has it open.
+    Locked,
+    /// The log belongs to another disk, or the disk to another log.
+    WrongLog,
+    /// Bytes below the durable LSN are damaged (promise 4): acknowledged data may be lost.
+    Damaged,
+    /// Written by a version of the format that this one does not know.
+    UnsupportedVersion,
+    /// A size, count or option out of its range.
+    InvalidInput,
+    /// The system refused an operation; the source says why.
+    Io,
+}
+
+/// An error of the store. Its `Display` is one line: what, where, what to do.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    source: Option<io::Error>,
+}
+
+/// The store's result type.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            source: None,
+        }
+    }
+
+    /// An I/O error with what was being done to which file.
+    pub(crate) fn io(doing: &str, path: &Path, source: io::Error) -> Self {
+        let kind = match source.kind() {
+            io::ErrorKind::NotFound => ErrorKind::NotFound,
+            io::ErrorKind::AlreadyExists => ErrorKind::AlreadyExists,
+            _ => ErrorKind::Io,
+        };
+        Self {
+            kind,
+            message: format!("{}: can't {doing}", path.display()),
+            source: Some(source),
+        }
+    }
+
+    /// The stable kind.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.source {
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

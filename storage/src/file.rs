@@ -1,0 +1,127 @@
+//! Files as the store needs them: locked, O_DIRECT where the file system allows it, holes, attributes.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::{Buffer, SECTOR_SIZE};
+
+/// Opens a file for aligned I/O: with O_DIRECT if reads at sector granularity work that way, else buffered.
+pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(write);
+    let direct = options
+        .clone()
+        .custom_flags(OFlags::DIRECT.bits() as i32)
+        .open(path);
+    if let Ok(file) = direct {
+        // Some file systems accept the flag and refuse the I/O; some devices have 4 KiB sectors.
+        let mut probe = Buffer::zeroed(SECTOR_SIZE as usize);
+        match file.read_at(&mut probe, SECTOR_SIZE) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            _ => return Ok(file),
+        }
+    }
+    options.open(path)
+}
+
+/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the process).
+pub(crate) fn lock(file: &File, path: &Path) -> Result<()> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::new(
+            ErrorKind::Locked,
+            format!(
+                "{}: already open elsewhere; close the other user of this disk or log first",
+                path.display()
+            ),
+        )),
+        Err(errno) => Err(Error::io("lock", path, errno.into())),
+    }
+}
+
+/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents, else by writing.
+pub(crate) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    let flags = match unmap {
+        true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+    };
+    match rustix::fs::fallocate(file, flags, offset, len) {
+        Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes(file, offset, len),
+        other => Ok(other?),
+    }
+}
+
+/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion.
+pub(crate) fn write_zeroes(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let zeroes = Buffer::zeroed(len.min(1 << 20) as usize);
+    let mut done = 0;
+    while done < len {
+        let part = (len - done).min(zeroes.len() as u64);
+        file.write_all_at(&zeroes[..part as usize], offset + done)?;
+        done += part;
+    }
+    Ok(())
+}
+
+/// Makes a directory's entries durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    let synced = File::open(path).and_then(|dir| dir.sync_all());
+    synced.map_err(|error| Error::io("sync the directory", path, error))
+}
+
+/// Random bytes from the system, for salts and identities.
+pub(crate) fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(n) => filled += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => panic!("getrandom failed ({errno}): no salt can be made"),
+        }
+    }
+    bytes
+}
+
+/// The attribute on a base image that says "my newest bytes may be in a log": the disk's UUID in hex.
+/// Set before the first record is logged, removed once all records are in the base image.
+const ATTRIBUTE: &str = "user.walvisor.disk";
+
+/// Reads the attribute; `None` if there is none or the file system has none.
+pub(crate) fn read_mark(file: &File) -> Option<crate::format::Uuid> {
+    let mut text = [0u8; 64];
+    let len = rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]).ok()?;
+    let hex = std::str::from_utf8(text.get(..len)?).ok()?;
+    Some(u128::from_str_radix(hex, 16).ok()?.to_be_bytes())
+}
+
+/// Sets or removes the attribute. File systems without attributes are served without.
+pub(crate) fn write_mark(file: &File, uuid: Option<&crate::format::Uuid>) -> io::Result<()> {
+    use rustix::io::Errno;
+    let result = match uuid {
+        Some(uuid) => {
+            let hex = hex(uuid);
+            rustix::fs::fsetxattr(
+                file,
+                ATTRIBUTE,
+                hex.as_bytes(),
+                rustix::fs::XattrFlags::empty(),
+            )
+        }
+        None => rustix::fs::fremovexattr(file, ATTRIBUTE),
+    };
+    match result {
+        Err(Errno::OPNOTSUPP | Errno::NODATA | Errno::PERM) => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+/// A UUID as 32 hex digits.
+pub(crate) fn hex(uuid: &crate::format::Uuid) -> String {
+    format!("{:032x}", u128::from_be_bytes(*uuid))
+}

@@ -1,0 +1,305 @@
+//! The log's housekeeper: one thread that makes segments ready ahead of need, and checkpoints.
+//!
+//! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
+//! 1. freeze every disk's index, and make everything up to *C* durable in the log;
+//! 2. copy the frozen extents to the base images, in order of their sectors, and sync those;
+//! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
+//! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
+//!
+//! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
+//! the previous checkpoint LSN, brings to the same state.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use zerocopy::little_endian::U64;
+
+use crate::committer::Committer;
+use crate::disk::DiskState;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{CONTROL_SLOT, Control};
+use crate::index::{ExtentMap, Piece, Place};
+use crate::log::Log;
+use crate::segment::Segment;
+use crate::{Buffer, SECTOR_SIZE, file};
+
+/// Longest single write to a base image, in bytes.
+const COPY_BYTES: usize = 1 << 20;
+/// Pause before a failed checkpoint is tried again.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// The open, locked control file and what it says.
+pub(crate) struct ControlFile {
+    pub path: PathBuf,
+    pub file: File,
+    pub control: Control,
+    /// A disk was found at another path than the file says.
+    pub moved: bool,
+}
+
+impl ControlFile {
+    /// Writes the other slot and syncs it.
+    pub(crate) fn write(&mut self) -> Result<()> {
+        let generation = self.control.header.generation.get() + 1;
+        self.control.header.generation = U64::new(generation);
+        let offset = (generation % 2) * CONTROL_SLOT as u64;
+        let written = self.file.write_all_at(&self.control.encode(), offset);
+        written
+            .and_then(|()| self.file.sync_data())
+            .map_err(|e| Error::io("write the log's control file", &self.path, e))
+    }
+}
+
+/// See the module's documentation.
+pub(crate) struct Keeper {
+    log: Arc<Log>,
+    disks: Vec<Arc<DiskState>>,
+    control: ControlFile,
+    committer: Committer,
+    /// The LSN of frozen indexes that a failed checkpoint left behind.
+    frozen_at: Option<u64>,
+    /// Recycled segments that a reader still pins.
+    retiring: Vec<Arc<Segment>>,
+}
+
+impl Keeper {
+    pub(crate) fn new(
+        log: Arc<Log>,
+        disks: Vec<Arc<DiskState>>,
+        control: ControlFile,
+    ) -> Result<Self> {
+        let committer =
+            Committer::new(log.clone()).map_err(|e| Error::io("open the log", &log.dir, e))?;
+        Ok(Self {
+            log,
+            disks,
+            control,
+            committer,
+            frozen_at: None,
+            retiring: Vec::new(),
+        })
+    }
+
+    /// The thread's body. Ends, when told to stop, with everything durable and in the base images.
+    pub(crate) fn run(mut self) -> Result<()> {
+        let mut retry = None;
+        loop {
+            let mut state = self.log.lock();
+            loop {
+                let keeper = &state.keeper;
+                let short = state.free.is_empty() && keeper.files < self.log.max_segments;
+                let due = retry.is_none() && (keeper.checkpoint || short);
+                if keeper.stop || due || !self.retiring.is_empty() {
+                    break;
+                }
+                state = match retry.take() {
+                    None => self.log.keeper_wanted.wait(state).expect("log state lock"),
+                    Some(pause) => {
+                        self.log
+                            .keeper_wanted
+                            .wait_timeout(state, pause)
+                            .expect("log state lock")
+                            .0
+                    }
+                };
+            }
+            let stop = state.keeper.stop;
+            drop(state);
+            self.retire();
+            if stop {
+                return self.close();
+            }
+            if let Err(error) = self.provide() {
+                tracing::error!("{error}");
+                retry = Some(RETRY);
+            }
+            // Taken before it starts: a request that comes while it runs asks for another one.
+            if std::mem::take(&mut self.log.lock().keeper.checkpoint)
+                && let Err(error) = self.checkpoint(false)
+            {
+                tracing::error!("checkpoint failed, the log keeps everything: {error}");
+                self.log.lock().keeper.checkpoint = true;
+                retry = Some(RETRY);
+            }
+            if !self.retiring.is_empty() {
+                // A reader holds a segment for the time of one read: look again soon.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    fn close(&mut self) -> Result<()> {
+        if self.log.poisoned.load(Ordering::Acquire) {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{}: the log had failed; reopen it to recover what was acknowledged",
+                    self.log.dir.display()
+                ),
+            ));
+        }
+        self.checkpoint(true)?;
+        for disk in &self.disks {
+            file::write_mark(&disk.base, None).map_err(|e| Error::io("unmark", &disk.path, e))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the next segment file if none is ready.
+    fn provide(&mut self) -> Result<()> {
+        let state = self.log.lock();
+        let slot = state.keeper.files;
+        if !state.free.is_empty() || slot >= self.log.max_segments {
+            return Ok(());
+        }
+        drop(state);
+        let segment = Segment::create(&self.log.dir, slot, self.log.segment_size)?;
+        let mut state = self.log.lock();
+        state.keeper.files += 1;
+        state.free.push(Arc::new(segment));
+        drop(state);
+        self.log.wake_ports();
+        Ok(())
+    }
+
+    /// Gives segments back to the ring once nobody reads them.
+    fn retire(&mut self) {
+        let (free, pinned) = std::mem::take(&mut self.retiring)
+            .into_iter()
+            .partition::<Vec<_>, _>(|segment| Arc::strong_count(segment) == 1);
+        self.retiring = pinned;
+        if !free.is_empty() {
+            self.log.lock().free.extend(free);
+            self.log.wake_ports();
+        }
+    }
+
+    /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free.
+    fn checkpoint(&mut self, closing: bool) -> Result<()> {
+        // What an earlier attempt left frozen comes first; then, when closing, what was written since.
+        let left_over = self.frozen_at.is_some();
+        self.checkpoint_once(closing)?;
+        if left_over && closing {
+            self.checkpoint_once(closing)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn checkpoint_once(&mut self, closing: bool) -> Result<()> {
+        let lsn = match self.frozen_at {
+            Some(lsn) => lsn,
+            None => {
+                let mut state = self.log.lock();
+                for disk in &self.disks {
+                    let frozen = disk.index_mut().freeze();
+                    debug_assert!(frozen, "no checkpoint is under way");
+                }
+                state.keeper.draining = true;
+                self.frozen_at = Some(state.appended);
+                state.appended
+            }
+        };
+        let flushed = self.provide().and_then(|()| {
+            self.committer.flush(lsn).map_err(|_| {
+                Error::new(
+                    ErrorKind::Io,
+                    format!("{}: the log can't be made durable", self.log.dir.display()),
+                )
+            })
+        });
+        self.log.lock().keeper.draining = false;
+        flushed?;
+        for disk in &self.disks {
+            let frozen = disk.index().frozen.clone();
+            if let Some(frozen) = frozen.filter(|frozen| !frozen.is_empty()) {
+                copy(disk, &frozen)
+                    .map_err(|e| Error::io("write the base image", &disk.path, e))?;
+            }
+        }
+        let mut state = self.log.lock();
+        if closing {
+            state.tail = None;
+        }
+        let keep = state.live.iter().position(|live| live.last_lsn > lsn);
+        let tail = state.live.len() - usize::from(state.tail.is_some());
+        let recycled: Vec<_> = state.live.drain(..keep.unwrap_or(tail)).collect();
+        let header = &mut self.control.control.header;
+        header.first_sequence = U64::new(
+            state
+                .live
+                .front()
+                .map_or(state.next_sequence, |live| live.sequence),
+        );
+        header.checkpoint_lsn = U64::new(lsn);
+        header.next_lsn = U64::new(state.next_lsn);
+        header.next_cid = U64::new(state.next_cid);
+        drop(state);
+        self.control.write()?;
+        // Only now may anything be reused: the control file no longer needs it.
+        for disk in &self.disks {
+            disk.index_mut().frozen = None;
+        }
+        self.frozen_at = None;
+        self.retiring
+            .extend(recycled.into_iter().map(|live| live.segment));
+        self.retire();
+        self.log
+            .counters
+            .checkpoints
+            .fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Copies an index layer to the base image and syncs it: adjacent extents in one write, zeroes as holes.
+fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
+    let base = &disk.base;
+    let mut buffer = Buffer::zeroed(COPY_BYTES);
+    let (mut start, mut filled) = (0, 0);
+    for Piece {
+        sector,
+        sectors,
+        place,
+    } in frozen.iter()
+    {
+        let (mut offset, end) = (sector * SECTOR_SIZE, (sector + sectors) * SECTOR_SIZE);
+        if let Some(Place::Zero { unmap }) = place {
+            file::zero_range(base, offset, end - offset, unmap)?;
+            continue;
+        }
+        while offset < end {
+            if filled > 0 && (start + filled as u64 != offset || filled == buffer.len()) {
+                base.write_all_at(&buffer[..filled], start)?;
+                filled = 0;
+            }
+            if filled == 0 {
+                start = offset;
+            }
+            let part = ((end - offset) as usize).min(buffer.len() - filled);
+            let into = &mut buffer[filled..filled + part];
+            let skipped = offset - sector * SECTOR_SIZE;
+            match &place {
+                Some(Place::Log { segment, offset }) => {
+                    segment.file.read_exact_at(into, offset + skipped)?
+                }
+                Some(Place::Memory { payload, offset }) => {
+                    into.copy_from_slice(&payload[offset + skipped as usize..][..part]);
+                }
+                Some(Place::Zero { .. }) | None => {
+                    unreachable!("handled above; a layer's extents have places")
+                }
+            }
+            filled += part;
+            offset += part as u64;
+        }
+    }
+    if filled > 0 {
+        base.write_all_at(&buffer[..filled], start)?;
+    }
+    base.sync_data()
+}

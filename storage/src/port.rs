@@ -1,0 +1,344 @@
+//! One thread's way to a disk: checks requests, answers reads from log and base, joins group commit.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::committer::Committer;
+use crate::disk::{Disk, DiskState};
+use crate::engine::{Done, Io, Source};
+use crate::format::Kind;
+use crate::index::Place;
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+
+/// A read whose parts are on their way.
+struct Read {
+    token: u64,
+    /// `None` while one part is the whole: its buffer becomes the result.
+    buffer: Option<Buffer>,
+    open: usize,
+    failed: bool,
+}
+
+/// One thread's way to a disk. Dropping it waits for what is in flight; completions not taken are lost.
+pub struct Port {
+    disk: Arc<DiskState>,
+    committer: Committer,
+    done: Vec<Completion>,
+    /// Writes held back by a full log, in order.
+    parked: VecDeque<(u64, Modification)>,
+    reads: HashMap<u64, Read>,
+    /// Engine id of a part: its read and the byte in the read's buffer where it belongs.
+    parts: HashMap<u64, (u64, usize)>,
+    next_id: u64,
+}
+
+/// A request that becomes a log record.
+struct Modification {
+    kind: Kind,
+    sector: u64,
+    sectors: u32,
+    payload: Option<(Arc<Buffer>, u32)>,
+}
+
+impl Port {
+    pub(crate) fn new(disk: &Disk) -> io::Result<Self> {
+        Ok(Self {
+            disk: disk.state.clone(),
+            committer: Committer::new(disk.log.clone())?,
+            done: Vec::new(),
+            parked: VecDeque::new(),
+            reads: HashMap::new(),
+            parts: HashMap::new(),
+            next_id: 0,
+        })
+    }
+
+    /// Hands in one request; its completion carries `token`. Never waits for the medium, except that the
+    /// blocking engine reads in the caller's thread.
+    pub fn submit(&mut self, token: u64, operation: Operation) {
+        let ended = match operation {
+            Operation::Read { sector, sectors } => self.read(token, sector, sectors),
+            Operation::Write { sector, data } => self.write(token, sector, data),
+            Operation::Discard { sector, sectors } => {
+                self.zero(token, Kind::Discard, sector, sectors)
+            }
+            Operation::WriteZeroes {
+                sector,
+                sectors,
+                unmap,
+            } => {
+                let kind = if unmap {
+                    Kind::Discard
+                } else {
+                    Kind::WriteZeroes
+                };
+                self.zero(token, kind, sector, sectors)
+            }
+            Operation::Flush => self.flush(token),
+        };
+        match ended {
+            Ok(None) => {}
+            Ok(Some(data)) => self.done.push(Completion {
+                token,
+                result: Ok(data),
+            }),
+            Err(failure) => self.done.push(Completion {
+                token,
+                result: Err(failure),
+            }),
+        }
+    }
+
+    /// Ends a batch: starts what was submitted, and leads a commit group if nobody does.
+    pub fn kick(&mut self) {
+        self.committer.start();
+    }
+
+    /// Readable when [`completions`](Self::completions) may have something to give.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.committer.mailbox.fd()
+    }
+
+    /// Appends what has ended to `done`. Call it after [`kick`](Self::kick) and when the event is readable.
+    pub fn completions(&mut self, done: &mut Vec<Completion>) {
+        let mut ended = Vec::new();
+        self.committer.poll(&mut ended, &mut self.done);
+        ended.into_iter().for_each(|end| self.end_part(end));
+        if !self.parked.is_empty() {
+            self.unpark();
+            self.committer.start();
+        }
+        done.append(&mut self.done);
+    }
+
+    fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
+        let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
+        if sectors == 0 || end > self.disk.sectors {
+            Err(Failure::OutOfRange)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), Failure> {
+        match () {
+            () if self.disk.read_only => Err(Failure::ReadOnly),
+            () if self.committer.log.poisoned.load(Ordering::Acquire) => Err(Failure::Io),
+            () => Ok(()),
+        }
+    }
+
+    fn max_bytes(&self) -> usize {
+        MAX_REQUEST_BYTES.min(self.committer.log.segment_size as usize / 4)
+    }
+
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Ended {
+        self.check_writable()?;
+        if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > self.max_bytes() {
+            return Err(Failure::TooLarge);
+        }
+        let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
+        self.check_range(sector, u64::from(sectors))?;
+        // From the copy, never from memory that the guest can change.
+        let crc = crc32c::crc32c(&data);
+        let payload = Some((Arc::new(data), crc));
+        self.modify(
+            token,
+            Modification {
+                kind: Kind::Write,
+                sector,
+                sectors,
+                payload,
+            },
+        )
+    }
+
+    fn zero(&mut self, token: u64, kind: Kind, sector: u64, sectors: u32) -> Ended {
+        self.check_writable()?;
+        self.check_range(sector, u64::from(sectors))?;
+        self.modify(
+            token,
+            Modification {
+                kind,
+                sector,
+                sectors,
+                payload: None,
+            },
+        )
+    }
+
+    /// Logs a modification, or parks it behind those that the full log holds back.
+    fn modify(&mut self, token: u64, modification: Modification) -> Ended {
+        if !self.parked.is_empty() {
+            self.parked.push_back((token, modification));
+            return Ok(None);
+        }
+        match self.append(token, modification) {
+            Ok(ended) => ended,
+            Err(modification) => {
+                self.parked.push_back((token, modification));
+                Ok(None)
+            }
+        }
+    }
+
+    fn append(&mut self, token: u64, modification: Modification) -> Result<Ended, Modification> {
+        let Modification {
+            kind,
+            sector,
+            sectors,
+            payload,
+        } = modification;
+        let log = &self.committer.log;
+        let lsn = log
+            .append(&self.disk, kind, sector, sectors, payload)
+            .map_err(|payload| Modification {
+                kind,
+                sector,
+                sectors,
+                payload,
+            })?;
+        if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
+            return Ok(Ok(Some(None)));
+        }
+        Ok(self.wait(token, lsn))
+    }
+
+    fn unpark(&mut self) {
+        while let Some((token, modification)) = self.parked.pop_front() {
+            let ended = match self.check_writable() {
+                Ok(()) => match self.append(token, modification) {
+                    Ok(ended) => ended,
+                    Err(modification) => {
+                        self.parked.push_front((token, modification));
+                        return;
+                    }
+                },
+                Err(failure) => Err(failure),
+            };
+            match ended {
+                Ok(None) => {}
+                Ok(Some(data)) => self.done.push(Completion {
+                    token,
+                    result: Ok(data),
+                }),
+                Err(failure) => self.done.push(Completion {
+                    token,
+                    result: Err(failure),
+                }),
+            }
+        }
+    }
+
+    fn flush(&mut self, token: u64) -> Ended {
+        if self.disk.no_flush {
+            return Ok(Some(None));
+        }
+        self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
+    }
+
+    fn wait(&mut self, token: u64, lsn: u64) -> Ended {
+        let counters = &self.committer.log.counters;
+        counters.flushes.fetch_add(1, Ordering::Relaxed);
+        if self.committer.wait_for(lsn, token)? {
+            return Ok(Some(None));
+        }
+        counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
+        Ok(None)
+    }
+
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Ended {
+        self.check_range(sector, u64::from(sectors))?;
+        let len = sectors as usize * SECTOR_SIZE as usize;
+        if len > MAX_REQUEST_BYTES {
+            return Err(Failure::TooLarge);
+        }
+        let pieces = self.disk.index().pieces(sector, u64::from(sectors));
+        let key = self.next_id;
+        let whole = pieces.len() == 1;
+        let mut buffer = None;
+        let mut open = 0;
+        for piece in pieces {
+            let at = ((piece.sector - sector) * SECTOR_SIZE) as usize;
+            let part = (piece.sectors * SECTOR_SIZE) as usize;
+            let (source, offset) = match piece.place {
+                Some(Place::Memory { payload, offset }) => {
+                    let result = buffer.get_or_insert_with(|| Buffer::zeroed(len));
+                    result[at..at + part].copy_from_slice(&payload[offset..offset + part]);
+                    continue;
+                }
+                Some(Place::Zero { .. }) => continue,
+                Some(Place::Log { segment, offset }) => (Source::Segment(segment), offset),
+                None => (
+                    Source::Base(self.disk.base.clone()),
+                    piece.sector * SECTOR_SIZE,
+                ),
+            };
+            let id = self.next_id;
+            self.next_id += 1;
+            open += 1;
+            self.parts.insert(id, (key, at));
+            self.committer.submit_read(
+                id,
+                Io::Read {
+                    source,
+                    offset,
+                    buffer: Buffer::zeroed(part),
+                },
+            );
+        }
+        if open == 0 {
+            return Ok(Some(Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)))));
+        }
+        if !whole {
+            buffer.get_or_insert_with(|| Buffer::zeroed(len));
+        }
+        self.reads.insert(
+            key,
+            Read {
+                token,
+                buffer,
+                open,
+                failed: false,
+            },
+        );
+        Ok(None)
+    }
+
+    fn end_part(&mut self, end: Done) {
+        let Some((key, at)) = self.parts.remove(&end.id) else {
+            return;
+        };
+        let Some(read) = self.reads.get_mut(&key) else {
+            return;
+        };
+        read.open -= 1;
+        match (end.result, &mut read.buffer) {
+            (Ok(Some(part)), Some(whole)) => whole[at..at + part.len()].copy_from_slice(&part),
+            (Ok(part), whole) => *whole = part,
+            (Err(error), _) => {
+                tracing::error!("{}: read failed: {error}", self.disk.path.display());
+                read.failed = true;
+            }
+        }
+        if read.open == 0
+            && let Some(read) = self.reads.remove(&key)
+        {
+            let result = if read.failed {
+                Err(Failure::Io)
+            } else {
+                Ok(read.buffer)
+            };
+            self.done.push(Completion {
+                token: read.token,
+                result,
+            });
+        }
+    }
+}
+
+/// `Ok(Some(data))`: ended. `Ok(None)`: its completion comes later. `Err`: failed at once.
+type Ended = Result<Option<Option<Buffer>>, Failure>;

@@ -1,0 +1,409 @@
+//! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
+//!
+//! Segments are read in the order of their sequence, batches in order within them. The log ends at the first
+//! thing that is not the next batch. What is behind the end is void if it can have been a write that never
+//! completed: every later header tells how far the log was durable when it was written, and if that reaches
+//! past the end, acknowledged records are missing, and that is reported, never repaired in silence.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use zerocopy::little_endian::U64;
+
+use crate::Buffer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::file;
+use crate::format::{
+    BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
+};
+use crate::segment::Segment;
+
+/// A segment that holds part of the log.
+pub(crate) struct LiveSegment {
+    pub segment: Arc<Segment>,
+    pub sequence: u64,
+    pub last_lsn: u64,
+}
+
+/// What a log was found to hold.
+#[derive(Default)]
+pub(crate) struct Scan {
+    pub live: Vec<LiveSegment>,
+    pub free: Vec<Arc<Segment>>,
+    /// Segments behind the end of the log whose headers must be wiped before the log is written again.
+    pub void: Vec<Arc<Segment>>,
+    /// Last record of the log.
+    pub last_lsn: u64,
+    /// The highest numbers seen anywhere, void or not: none of them is given out again.
+    pub max_lsn: u64,
+    pub max_cid: u64,
+    pub max_sequence: u64,
+    pub batches: u64,
+    /// Records above the checkpoint LSN, and their payload bytes.
+    pub records: u64,
+    pub payload_bytes: u64,
+    /// A write that never completed was found behind the end.
+    pub torn_tail: bool,
+}
+
+/// A record found: its LSN, its descriptor, the segment and the byte offset of its payload.
+pub(crate) type Visitor<'a> = &'a mut dyn FnMut(u64, &Descriptor, &Arc<Segment>, u64);
+
+struct Candidate {
+    segment: Arc<Segment>,
+    header: SegmentHeader,
+}
+
+/// A segment file seen through a buffer that moves forward.
+struct Window<'a> {
+    segment: &'a Segment,
+    size: u64,
+    start: u64,
+    buffer: Buffer,
+    filled: usize,
+}
+
+impl<'a> Window<'a> {
+    fn new(segment: &'a Segment, size: u64) -> Self {
+        Self {
+            segment,
+            size,
+            start: 0,
+            buffer: Buffer::zeroed(1 << 20),
+            filled: 0,
+        }
+    }
+
+    /// The bytes at `offset`; the caller has checked that they lie within the segment.
+    fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
+        let at = offset.wrapping_sub(self.start);
+        if offset < self.start || at + len as u64 > self.filled as u64 {
+            self.start = offset - offset % BLOCK as u64;
+            let lead = (offset - self.start) as usize;
+            if self.buffer.len() < lead + len {
+                self.buffer = Buffer::zeroed((lead + len).next_multiple_of(BLOCK));
+            }
+            self.filled = self.buffer.len().min((self.size - self.start) as usize);
+            let read = self
+                .segment
+                .file
+                .read_exact_at(&mut self.buffer[..self.filled], self.start);
+            read.map_err(|error| Error::io("read the log segment", &self.segment.path, error))?;
+        }
+        let at = (offset - self.start) as usize;
+        Ok(&self.buffer[at..at + len])
+    }
+}
+
+/// A batch whose header is right in itself.
+struct Batch {
+    header: BatchHeader,
+    descriptors: Vec<Descriptor>,
+    header_len: u64,
+}
+
+impl Batch {
+    fn last_lsn(&self) -> u64 {
+        self.header
+            .first_lsn
+            .get()
+            .saturating_add(self.descriptors.len() as u64 - 1)
+    }
+}
+
+/// Reads the batch header at `offset`, if one is there: CRC right, this log's.
+fn batch_at(window: &mut Window<'_>, log: &[u8; 16], offset: u64) -> Result<Option<Batch>> {
+    if offset + BLOCK as u64 > window.size {
+        return Ok(None);
+    }
+    let block = window.bytes(offset, BLOCK)?;
+    let Some((header, len)) = BatchHeader::peek(block) else {
+        return Ok(None);
+    };
+    // An LSN near the end of u64 can't be reached by counting: not a header of ours.
+    if header.log != *log || header.first_lsn.get() >= 1 << 62 || offset + len as u64 > window.size
+    {
+        return Ok(None);
+    }
+    let Some(descriptors) = header.descriptors(window.bytes(offset, len)?) else {
+        return Ok(None);
+    };
+    if header.version.get() != VERSION {
+        return Err(unknown_version(&window.segment.path, header.version.get()));
+    }
+    Ok(Some(Batch {
+        header,
+        descriptors,
+        header_len: len.next_multiple_of(BLOCK) as u64,
+    }))
+}
+
+pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
+    Error::new(
+        ErrorKind::UnsupportedVersion,
+        format!(
+            "{}: log format version {version}; this program knows version {VERSION}: use the one that wrote it",
+            path.display()
+        ),
+    )
+}
+
+/// Reads the whole log in `dir` and calls `visit` for each record above the checkpoint LSN, in LSN order.
+/// Changes nothing.
+///
+/// # Errors
+/// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
+pub(crate) fn scan(dir: &Path, control: &Control, visit: Visitor<'_>) -> Result<Scan> {
+    let (root, size) = (&control.header, control.header.segment_size.get());
+    let first_sequence = root.first_sequence.get();
+    let mut scan = Scan {
+        last_lsn: root.checkpoint_lsn.get(),
+        max_lsn: root.next_lsn.get().saturating_sub(1),
+        max_cid: root.next_cid.get().saturating_sub(1),
+        max_sequence: first_sequence.saturating_sub(1),
+        ..Scan::default()
+    };
+    let (candidates, suspects) = classify(dir, control, &mut scan)?;
+
+    let mut end = candidates.len();
+    let mut end_offset = None;
+    for (i, candidate) in candidates.iter().enumerate() {
+        let previous = i
+            .checked_sub(1)
+            .map(|i| candidates[i].header.sequence.get());
+        let follows = match previous {
+            Some(sequence) => {
+                candidate.header.previous_sequence.get() == sequence
+                    && candidate.header.previous_lsn.get() == scan.last_lsn
+            }
+            None => {
+                candidate.header.previous_sequence.get() < first_sequence
+                    && candidate.header.previous_lsn.get() <= scan.last_lsn
+            }
+        };
+        if !follows {
+            end = i;
+            break;
+        }
+        let next = candidates.get(i + 1).map(|next| &next.header);
+        let limit = next
+            .filter(|next| next.previous_sequence == candidate.header.sequence)
+            .map(|next| next.previous_lsn.get());
+        if previous.is_none() {
+            scan.last_lsn = candidate.header.previous_lsn.get();
+        }
+        let offset = read_segment(
+            candidate,
+            size,
+            root.checkpoint_lsn.get(),
+            limit,
+            &mut scan,
+            visit,
+        )?;
+        scan.live.push(LiveSegment {
+            segment: candidate.segment.clone(),
+            sequence: candidate.header.sequence.get(),
+            last_lsn: scan.last_lsn,
+        });
+        if next.is_none() || limit != Some(scan.last_lsn) {
+            (end, end_offset) = (i + 1, Some((i, offset)));
+            break;
+        }
+    }
+    scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
+
+    // Behind the end: stale bytes, a torn tail, or evidence that acknowledged records are gone.
+    let mut evidence = 0;
+    if let Some((i, offset)) = end_offset {
+        let candidate = &candidates[i];
+        let salt = Some(candidate.header.salt);
+        look_behind(
+            &candidate.segment,
+            root,
+            salt,
+            offset,
+            &mut scan,
+            &mut evidence,
+        )?;
+    }
+    let behind = candidates[end..].iter().map(|candidate| &candidate.segment);
+    for segment in behind.chain(&suspects) {
+        look_behind(segment, root, None, BLOCK as u64, &mut scan, &mut evidence)?;
+    }
+    if evidence > scan.last_lsn {
+        let (path, offset) = match end_offset {
+            Some((i, offset)) => (candidates[i].segment.path.clone(), offset),
+            None => (
+                candidates
+                    .first()
+                    .map_or(dir.to_path_buf(), |c| c.segment.path.clone()),
+                0,
+            ),
+        };
+        return Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: damaged at byte {offset}: records from LSN {} to {evidence} were acknowledged and can't be read; \
+                 restore the log from a copy",
+                path.display(),
+                scan.last_lsn + 1,
+            ),
+        ));
+    }
+    scan.void = candidates[end..]
+        .iter()
+        .map(|candidate| candidate.segment.clone())
+        .collect();
+    scan.free.extend(suspects);
+    Ok(scan)
+}
+
+/// Sorts segment files into those that claim to be part of the log, free ones, and those with an unreadable
+/// first block that may have been part of it.
+fn classify(
+    dir: &Path,
+    control: &Control,
+    scan: &mut Scan,
+) -> Result<(Vec<Candidate>, Vec<Arc<Segment>>)> {
+    let (root, size) = (&control.header, control.header.segment_size.get());
+    let (mut candidates, mut suspects) = (Vec::new(), Vec::new());
+    for (_, path) in Segment::list(dir)? {
+        let segment = Arc::new(Segment::open(path)?);
+        let len = segment
+            .file
+            .metadata()
+            .map_err(|e| Error::io("look at", &segment.path, e))?
+            .len();
+        if len != size {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: truncated: {len} bytes instead of {size}; restore the log from a copy",
+                    segment.path.display()
+                ),
+            ));
+        }
+        let mut window = Window::new(&segment, size);
+        let block = window.bytes(0, BLOCK)?;
+        match SegmentHeader::decode(block) {
+            Decoded::Version(version) => return Err(unknown_version(&segment.path, version)),
+            Decoded::Valid(header)
+                if header.log == root.log && header.sequence >= root.first_sequence =>
+            {
+                scan.max_sequence = scan.max_sequence.max(header.sequence.get());
+                candidates.push(Candidate { segment, header });
+            }
+            Decoded::Invalid if block.iter().any(|&byte| byte != 0) => suspects.push(segment),
+            _ => scan.free.push(segment),
+        }
+    }
+    candidates.sort_by_key(|candidate| candidate.header.sequence.get());
+    Ok((candidates, suspects))
+}
+
+/// Reads the batches of one segment up to its end or to LSN `limit`; returns the offset behind the last.
+fn read_segment(
+    candidate: &Candidate,
+    size: u64,
+    checkpoint_lsn: u64,
+    limit: Option<u64>,
+    scan: &mut Scan,
+    visit: Visitor<'_>,
+) -> Result<u64> {
+    let mut window = Window::new(&candidate.segment, size);
+    let mut offset = BLOCK as u64;
+    let mut previous_crc = candidate.header.crc;
+    while limit.is_none_or(|limit| scan.last_lsn < limit) {
+        let Some(batch) = batch_at(&mut window, &candidate.header.log, offset)? else {
+            break;
+        };
+        let (header, last_lsn) = (&batch.header, batch.last_lsn());
+        let first = offset == BLOCK as u64;
+        let in_order = match first {
+            // LSNs of a dropped torn tail are never given out again: a gap is normal here.
+            true => header.first_lsn.get() > scan.last_lsn,
+            false => header.first_lsn.get() == scan.last_lsn + 1,
+        };
+        let payload_at = offset + batch.header_len;
+        let fits = header.payload_bytes.get() <= size.saturating_sub(payload_at);
+        let ours =
+            header.sequence == candidate.header.sequence && header.salt == candidate.header.salt;
+        let chained =
+            header.previous_crc == previous_crc && limit.is_none_or(|limit| last_lsn <= limit);
+        if !(in_order
+            && fits
+            && ours
+            && chained
+            && payloads_right(&mut window, &batch, payload_at)?)
+        {
+            break;
+        }
+        let mut at = payload_at;
+        for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
+            if lsn > checkpoint_lsn {
+                scan.records += 1;
+                scan.payload_bytes += descriptor.payload_len();
+                visit(lsn, descriptor, &candidate.segment, at);
+            }
+            at += descriptor.payload_len();
+        }
+        scan.batches += 1;
+        scan.last_lsn = last_lsn;
+        scan.max_lsn = scan.max_lsn.max(last_lsn);
+        scan.max_cid = scan.max_cid.max(header.cid.get());
+        previous_crc = header.crc;
+        offset = at.next_multiple_of(BLOCK as u64);
+    }
+    Ok(offset)
+}
+
+fn payloads_right(window: &mut Window<'_>, batch: &Batch, payload_at: u64) -> Result<bool> {
+    let mut at = payload_at;
+    for descriptor in &batch.descriptors {
+        let len = descriptor.payload_len();
+        if len > 0
+            && crc32c::crc32c(window.bytes(at, len as usize)?) != descriptor.payload_crc.get()
+        {
+            return Ok(false);
+        }
+        at += len;
+    }
+    Ok(true)
+}
+
+/// Looks for headers of this log's batches from `offset` on, with the salt if the segment's is known, and notes
+/// how far the log was durable when they were written.
+fn look_behind(
+    segment: &Segment,
+    root: &ControlHeader,
+    salt: Option<U64>,
+    offset: u64,
+    scan: &mut Scan,
+    evidence: &mut u64,
+) -> Result<()> {
+    let size = root.segment_size.get();
+    let mut window = Window::new(segment, size);
+    for at in (offset..size).step_by(BLOCK) {
+        let Some(batch) = batch_at(&mut window, &root.log, at)? else {
+            continue;
+        };
+        let header = &batch.header;
+        if header.sequence < root.first_sequence || salt.is_some_and(|salt| salt != header.salt) {
+            continue;
+        }
+        scan.torn_tail = true;
+        *evidence = (*evidence).max(header.durable_lsn.get());
+        scan.max_lsn = scan.max_lsn.max(batch.last_lsn());
+        scan.max_cid = scan.max_cid.max(header.cid.get());
+        scan.max_sequence = scan.max_sequence.max(header.sequence.get());
+    }
+    Ok(())
+}
+
+/// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
+pub(crate) fn wipe(segment: &Segment) -> Result<()> {
+    let wiped =
+        file::write_zeroes(&segment.file, 0, BLOCK as u64).and_then(|()| segment.file.sync_data());
+    wiped.map_err(|error| Error::io("wipe the void log segment", &segment.path, error))
+}
