@@ -7,12 +7,13 @@
 //! ```
 
 pub mod ram;
+mod wal;
 
 use std::io;
 use std::os::fd::BorrowedFd;
 
 pub use walvisor_storage::{
-    Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
+    Buffer, Completion, Failure, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
 };
 
 /// What a backend really does (promise 6: a feature bit is offered only if this says so).
@@ -56,21 +57,6 @@ pub trait Backend: Send + Sync {
     fn log_counters(&self) -> Option<LogCounters> {
         None
     }
-}
-
-/// Counts of the log behind a disk since it was opened. Disks on one log report the same counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LogCounters {
-    /// FLUSH requests received.
-    pub flushes: u64,
-    /// FLUSH requests that waited for a commit group (the others found nothing new).
-    pub flushes_grouped: u64,
-    /// Commit groups made durable.
-    pub groups: u64,
-    /// Device syncs (fdatasync) issued on the log.
-    pub syncs: u64,
-    /// Bytes written to the log, headers and padding included.
-    pub log_bytes: u64,
 }
 
 /// One queue's way to a disk. Owned and called by one thread.

@@ -315,7 +315,7 @@ mod tests {
         assert_eq!(size_of::<SegmentHeader>(), 64);
         assert_eq!(size_of::<BatchHeader>(), 96);
         assert_eq!(size_of::<Descriptor>(), 24);
-        assert!(MAX_DISKS >= 100);
+        const { assert!(MAX_DISKS >= 100) };
     }
 
     #[test]

@@ -173,8 +173,7 @@ fn reads_merge_memory_log_base_and_zeroes() {
             for s in 0..64u64 {
                 let want = match s + 4 {
                     8..16 => 2,
-                    24..32 => 0,
-                    33 => 0,
+                    24..=31 | 33 => 0,
                     64.. => 0,
                     _ => 1,
                 };

@@ -1,0 +1,62 @@
+//! The write-ahead-logged disk as a backend: every request and completion is the store's own.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use walvisor_storage::{Disk, Port};
+
+use super::{Backend, BackendQueue, Capabilities, Completion, LogCounters, Operation};
+
+impl Backend for Disk {
+    fn sectors(&self) -> u64 {
+        Disk::sectors(self)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let writable = !self.read_only();
+        Capabilities {
+            read_only: !writable,
+            flush: true,
+            write_cache_toggle: writable,
+            discard: writable,
+            write_zeroes: writable,
+        }
+    }
+
+    fn write_cache(&self) -> bool {
+        Disk::write_cache(self)
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        Disk::set_write_cache(self, on);
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        match self.open_port() {
+            Ok(port) => Ok(Box::new(port)),
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+
+    fn log_counters(&self) -> Option<LogCounters> {
+        Some(Disk::log_counters(self))
+    }
+}
+
+impl BackendQueue for Port {
+    fn submit(&mut self, token: u64, operation: Operation) {
+        Port::submit(self, token, operation);
+    }
+
+    fn kick(&mut self) {
+        Port::kick(self);
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        Port::event(self)
+    }
+
+    fn completions(&mut self, done: &mut Vec<Completion>) {
+        Port::completions(self, done);
+    }
+}
