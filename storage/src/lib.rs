@@ -18,6 +18,7 @@
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 
 mod buffer;
+mod catalog;
 mod committer;
 mod disk;
 mod engine;
@@ -40,4 +41,6 @@ pub use error::{Error, ErrorKind, Result};
 pub use log::LogCounters;
 pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
-pub use store::{DiskOptions, LogReport, Store, StoreOptions, check, create_disk, default_log_dir};
+pub use store::{
+    DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir, inspect,
+};

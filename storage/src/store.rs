@@ -1,24 +1,23 @@
 //! Creating, opening, checking and closing: a log directory and the disks on it.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::fs::OpenOptions;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::thread::JoinHandle;
 
-use zerocopy::FromZeros;
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::U64;
 
+use crate::catalog::{
+    OpenBase, check_options, create_log, entry_path, has_control, invalid, open_control, register,
+};
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::file;
-use crate::format::{
-    BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, Kind,
-    MAX_DISKS, Uuid, VERSION,
-};
+use crate::format::{Control, DiskEntry, Kind};
 use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{Counters, KeeperState, Live, Log, LogCounters, State};
@@ -70,14 +69,18 @@ impl DiskOptions {
     }
 }
 
-/// What a log holds, as [`check`] found it.
+/// What a log holds, as [`inspect`] found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogReport {
-    /// Segment files.
+    /// Segment files there are.
     pub segments: u64,
+    /// Most segment files the ring may hold.
+    pub max_segments: u32,
+    /// Bytes of a segment file.
+    pub segment_size: u64,
     /// Valid batches in segments still needed.
     pub batches: u64,
-    /// Records not in the base images yet, and their payload bytes.
+    /// Records that are not in the base images yet.
     pub records: u64,
     /// Payload bytes of those records.
     pub payload_bytes: u64,
@@ -87,8 +90,19 @@ pub struct LogReport {
     pub last_lsn: u64,
     /// A write that was never acknowledged lies torn behind the end: normal after a crash, and ignored.
     pub torn_tail: bool,
-    /// Where each disk's base image was when last open, and its size in bytes.
-    pub disks: Vec<(PathBuf, u64)>,
+    /// Where the base images of all disks on the log were when they were last open.
+    pub disks: Vec<PathBuf>,
+}
+
+/// A disk and its log, as [`inspect`] found them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskReport {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes of the file system that the base image takes.
+    pub allocated: u64,
+    /// The log; `None` for a plain raw image that has none.
+    pub log: Option<LogReport>,
 }
 
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) tells whether that worked.
@@ -144,42 +158,46 @@ pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOption
     })
 }
 
-/// Reads the whole log in `log_dir` and verifies every checksum, changing nothing.
+/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing.
 ///
 /// # Errors
-/// [`ErrorKind::Damaged`] if acknowledged records are missing; [`ErrorKind::Locked`] if it is open elsewhere.
-pub fn check(log_dir: &Path) -> Result<LogReport> {
-    let control = open_control(log_dir)?.control;
-    let sizes: HashMap<u32, u64> = control
-        .disks
-        .iter()
-        .map(|d| (d.id.get(), d.size.get()))
-        .collect();
-    let mut stray = None;
-    let scan = recovery::scan(log_dir, &control, &mut |lsn, descriptor, _, _| {
-        let end = descriptor
-            .sector
-            .get()
-            .checked_add(u64::from(descriptor.sectors.get()));
-        let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
-        if end.is_none_or(|end| end > size) {
-            stray.get_or_insert(lsn);
-        }
-    })?;
-    refuse_stray(stray, log_dir)?;
-    Ok(LogReport {
+/// [`ErrorKind::Damaged`] if acknowledged records are missing; [`ErrorKind::Locked`] if the disk or its log is
+/// open elsewhere; [`ErrorKind::WrongLog`] if the log is not this disk's.
+pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
+    let base = OpenBase::open(&DiskOptions::new(path))?;
+    let metadata = base
+        .file
+        .metadata()
+        .map_err(|error| Error::io("look at", path, error))?;
+    let (size, allocated) = (base.size, metadata.blocks() * 512);
+    if !has_control(log_dir) {
+        base.refuse_mark(log_dir)?;
+        return Ok(DiskReport {
+            size,
+            allocated,
+            log: None,
+        });
+    }
+    let mut control = open_control(log_dir)?;
+    base.attach(&mut control, log_dir)?;
+    let (scan, _) = read_log(log_dir, &control.control)?;
+    let header = &control.control.header;
+    let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
+        max_segments: header.max_segments.get(),
+        segment_size: header.segment_size.get(),
         batches: scan.batches,
         records: scan.records,
         payload_bytes: scan.payload_bytes,
-        checkpoint_lsn: control.header.checkpoint_lsn.get(),
+        checkpoint_lsn: header.checkpoint_lsn.get(),
         last_lsn: scan.last_lsn,
         torn_tail: scan.torn_tail,
-        disks: control
-            .disks
-            .iter()
-            .map(|entry| (entry_path(entry), entry.size.get()))
-            .collect(),
+        disks: control.control.disks.iter().map(entry_path).collect(),
+    };
+    Ok(DiskReport {
+        size,
+        allocated,
+        log: Some(log),
     })
 }
 
@@ -280,309 +298,40 @@ impl Drop for Store {
     }
 }
 
-fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::InvalidInput, message)
-}
+/// The index of each disk by its id, with the LSN of its newest record.
+type Indexes = HashMap<u32, (Index, u64)>;
 
-fn check_options(options: &StoreOptions) -> Result<()> {
-    let size = options.segment_size;
-    if !(1 << 20..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
-        return Err(invalid(format!(
-            "a segment of {size} bytes can't be: give 1 MiB to 1 GiB, a multiple of 4096"
-        )));
-    }
-    if !(4..=65536).contains(&options.max_segments) {
-        return Err(invalid(format!(
-            "{} segments can't be: give 4 to 65536",
-            options.max_segments
-        )));
-    }
-    Ok(())
-}
-
-/// A base image that is open and locked, not yet known to the log.
-struct OpenBase {
-    options: DiskOptions,
-    file: File,
-    size: u64,
-    mark: Option<Uuid>,
-}
-
-impl OpenBase {
-    fn open(options: &DiskOptions) -> Result<Self> {
-        let path = &options.path;
-        let metadata =
-            std::fs::metadata(path).map_err(|error| Error::io("open the disk", path, error))?;
-        if !metadata.is_file() {
-            return Err(invalid(format!(
-                "{}: not a regular file; a disk is a raw image file",
-                path.display()
-            )));
+/// Reads the whole log: what it holds, and where the newest bytes of each disk are.
+fn read_log(log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
+    let mut indexes = Indexes::new();
+    let sizes: HashMap<u32, u64> = control
+        .disks
+        .iter()
+        .map(|d| (d.id.get(), d.size.get()))
+        .collect();
+    let mut stray = None;
+    let scan = recovery::scan(log_dir, control, &mut |lsn, descriptor, segment, offset| {
+        let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
+        let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
+        if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
+            stray.get_or_insert(lsn);
+            return;
         }
-        let size = metadata.len();
-        if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
-            return Err(invalid(format!(
-                "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
-                path.display()
-            )));
-        }
-        let file = file::open_direct(path, true)
-            .map_err(|error| Error::io("open the disk", path, error))?;
-        file::lock(&file, path)?;
-        let mark = file::read_mark(&file);
-        Ok(Self {
-            options: options.clone(),
-            file,
-            size,
-            mark,
-        })
-    }
-
-    /// A marked image has, or had, its newest bytes in a log: a new one must not hide that.
-    fn refuse_mark(&self, log_dir: &Path) -> Result<()> {
-        match self.mark {
-            None => Ok(()),
-            Some(uuid) => Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: disk {} was not closed and its log is not at {}; name it with log=DIR, or give up what \
-                     it holds with: setfattr -x user.walvisor.disk {0}",
-                    self.options.path.display(),
-                    file::hex(&uuid),
-                    log_dir.display(),
-                ),
-            )),
-        }
-    }
-
-    /// Finds the disk's entry in the log, and brings its path up to date there (in memory).
-    fn attach(self, control: &mut ControlFile, log_dir: &Path) -> Result<DiskState> {
-        let path = canonical(&self.options.path)?;
-        let entries = &mut control.control.disks;
-        let found = match self.mark {
-            Some(uuid) => entries.iter().position(|entry| entry.disk == uuid),
-            // Unmarked: closed cleanly, or copied without its attributes. Its place or its name tells.
-            None => entries
-                .iter()
-                .position(|entry| entry_path(entry) == path)
-                .or_else(|| {
-                    let same = |entry: &DiskEntry| {
-                        entry_path(entry).file_name() == path.file_name()
-                            && entry.size.get() == self.size
-                    };
-                    entries.iter().position(same)
-                }),
+        let place = match Kind::from_raw(descriptor.kind.get()) {
+            Some(Kind::Write) => Place::Log {
+                segment: segment.clone(),
+                offset,
+            },
+            kind => Place::Zero {
+                unmap: kind == Some(Kind::Discard),
+            },
         };
-        let Some(found) = found else {
-            let others: Vec<_> = entries
-                .iter()
-                .map(|entry| entry_path(entry).display().to_string())
-                .collect();
-            return Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
-                    self.options.path.display(),
-                    log_dir.display(),
-                    if others.is_empty() {
-                        "no disk yet".into()
-                    } else {
-                        others.join(", ")
-                    },
-                ),
-            ));
-        };
-        let entry = &mut entries[found];
-        if entry.size.get() != self.size {
-            return Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: {} bytes, but its log in {} knows a disk of {}; restore the image's size (truncate -s {3})",
-                    self.options.path.display(),
-                    self.size,
-                    log_dir.display(),
-                    entry.size.get(),
-                ),
-            ));
-        }
-        if entry_path(entry) != path {
-            set_entry_path(entry, &path)?;
-            control.moved = true;
-        }
-        Ok(DiskState {
-            id: entry.id.get(),
-            uuid: entry.disk,
-            path: self.options.path,
-            sectors: self.size / SECTOR_SIZE,
-            base: Arc::new(self.file),
-            read_only: self.options.read_only,
-            no_flush: self.options.cache == CacheMode::Unsafe,
-            write_cache: AtomicBool::new(self.options.cache != CacheMode::Writethrough),
-            last_lsn: AtomicU64::new(0),
-            index: RwLock::default(),
-        })
-    }
-}
-
-fn canonical(path: &Path) -> Result<PathBuf> {
-    path.canonicalize()
-        .map_err(|error| Error::io("find", path, error))
-}
-
-fn entry_path(entry: &DiskEntry) -> PathBuf {
-    use std::os::unix::ffi::OsStrExt;
-    let len = usize::from(entry.path_len.get()).min(entry.path.len());
-    PathBuf::from(std::ffi::OsStr::from_bytes(&entry.path[..len]))
-}
-
-fn set_entry_path(entry: &mut DiskEntry, path: &Path) -> Result<()> {
-    use std::os::unix::ffi::OsStrExt;
-    let bytes = path.as_os_str().as_bytes();
-    let Some(into) = entry.path.get_mut(..bytes.len()) else {
-        return Err(invalid(format!(
-            "{}: a path of more than 480 bytes; use a shorter one",
-            path.display()
-        )));
-    };
-    into.copy_from_slice(bytes);
-    entry.path_len = U16::new(bytes.len() as u16);
-    Ok(())
-}
-
-fn has_control(log_dir: &Path) -> bool {
-    log_dir.join("control").exists()
-}
-
-/// Makes the directory and a control file without disks; not yet written.
-fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<ControlFile> {
-    match std::fs::create_dir(log_dir) {
-        Ok(()) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            let read = |error| Error::io("read the log directory", log_dir, error);
-            if std::fs::read_dir(log_dir).map_err(read)?.next().is_some() {
-                return Err(Error::new(
-                    ErrorKind::Damaged,
-                    format!(
-                        "{}: not empty, and no log (it has no control file); restore it, or name another directory",
-                        log_dir.display()
-                    ),
-                ));
-            }
-        }
-        Err(error) => return Err(Error::io("create the log directory", log_dir, error)),
-    }
-    let path = log_dir.join("control");
-    let make = || -> std::io::Result<File> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)?;
-        file.set_len(2 * CONTROL_SLOT as u64)?;
-        Ok(file)
-    };
-    let file = make().map_err(|error| Error::io("create the log's control file", &path, error))?;
-    file::lock(&file, log_dir)?;
-    file::sync_dir(log_dir)?;
-    file::sync_dir(
-        log_dir
-            .parent()
-            .filter(|p| !p.as_os_str().is_empty())
-            .unwrap_or(Path::new(".")),
-    )?;
-    let mut header = ControlHeader::new_zeroed();
-    header.magic = CONTROL_MAGIC;
-    header.version = U32::new(VERSION);
-    header.log = file::random();
-    header.segment_size = U64::new(options.segment_size);
-    header.max_segments = U32::new(options.max_segments);
-    header.first_sequence = U64::new(1);
-    header.next_lsn = U64::new(1);
-    header.next_cid = U64::new(1);
-    Ok(ControlFile {
-        path,
-        file,
-        control: Control {
-            header,
-            disks: Vec::new(),
-        },
-        moved: false,
-    })
-}
-
-/// Opens, locks and reads the control file.
-fn open_control(log_dir: &Path) -> Result<ControlFile> {
-    let path = log_dir.join("control");
-    let open = OpenOptions::new().read(true).write(true).open(&path);
-    let file = open.map_err(|error| Error::io("open the log", &path, error))?;
-    file::lock(&file, log_dir)?;
-    let mut newest: Option<Control> = None;
-    for slot in 0..2 {
-        let mut bytes = vec![0; CONTROL_SLOT];
-        if file
-            .read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64)
-            .is_err()
-        {
-            continue;
-        }
-        match Control::decode(&bytes) {
-            Decoded::Version(version) => return Err(recovery::unknown_version(&path, version)),
-            Decoded::Invalid => {}
-            Decoded::Valid(control) => {
-                let newer = |old: &Control| control.header.generation > old.header.generation;
-                if newest.as_ref().is_none_or(newer) {
-                    newest = Some(control);
-                }
-            }
-        }
-    }
-    let sane = |control: &Control| {
-        let header = &control.header;
-        let options = StoreOptions {
-            segment_size: header.segment_size.get(),
-            max_segments: header.max_segments.get(),
-            engine: EngineKind::Auto,
-        };
-        check_options(&options).is_ok()
-    };
-    match newest.filter(sane) {
-        Some(control) => Ok(ControlFile {
-            moved: false,
-            path,
-            file,
-            control,
-        }),
-        None => Err(Error::new(
-            ErrorKind::Damaged,
-            format!(
-                "{}: truncated or damaged: no valid copy in it; restore the log from a copy",
-                path.display()
-            ),
-        )),
-    }
-}
-
-/// Adds a disk to the log's table (in memory).
-fn register(control: &mut ControlFile, path: &Path, size: u64) -> Result<()> {
-    let disks = &mut control.control.disks;
-    if disks.len() >= MAX_DISKS {
-        return Err(invalid(format!(
-            "{}: the log holds {MAX_DISKS} disks, its most; use another log",
-            control.path.display()
-        )));
-    }
-    let mut entry = DiskEntry::new_zeroed();
-    entry.disk = file::random();
-    entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
-    entry.size = U64::new(size);
-    set_entry_path(&mut entry, &canonical(path)?)?;
-    disks.push(entry);
-    Ok(())
-}
-
-fn refuse_stray(stray: Option<u64>, log_dir: &Path) -> Result<()> {
+        let (index, last_lsn) = indexes.entry(descriptor.disk_id.get()).or_default();
+        index.active.insert(sector, sectors, lsn, place);
+        *last_lsn = lsn;
+    })?;
     match stray {
-        None => Ok(()),
+        None => Ok((scan, indexes)),
         Some(lsn) => Err(Error::new(
             ErrorKind::Damaged,
             format!(
@@ -600,39 +349,7 @@ fn recover(
     control: &mut ControlFile,
     states: &mut Vec<Arc<DiskState>>,
 ) -> Result<Scan> {
-    let mut indexes: HashMap<u32, (Index, u64)> = HashMap::new();
-    let sizes: HashMap<u32, u64> = control
-        .control
-        .disks
-        .iter()
-        .map(|d| (d.id.get(), d.size.get()))
-        .collect();
-    let mut stray = None;
-    let scan = recovery::scan(
-        log_dir,
-        &control.control,
-        &mut |lsn, descriptor, segment, offset| {
-            let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
-            let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
-            if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
-                stray.get_or_insert(lsn);
-                return;
-            }
-            let place = match Kind::from_raw(descriptor.kind.get()) {
-                Some(Kind::Write) => Place::Log {
-                    segment: segment.clone(),
-                    offset,
-                },
-                kind => Place::Zero {
-                    unmap: kind == Some(Kind::Discard),
-                },
-            };
-            let (index, last_lsn) = indexes.entry(descriptor.disk_id.get()).or_default();
-            index.active.insert(sector, sectors, lsn, place);
-            *last_lsn = lsn;
-        },
-    )?;
-    refuse_stray(stray, log_dir)?;
+    let (scan, mut indexes) = read_log(log_dir, &control.control)?;
     for entry in control
         .control
         .disks

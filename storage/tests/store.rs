@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
-    Buffer, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Port,
-    Store, StoreOptions, check, create_disk, default_log_dir,
+    Buffer, CacheMode, Completion, DiskOptions, EngineKind, ErrorKind, Failure, LogReport,
+    Operation, Port, Store, StoreOptions, create_disk, default_log_dir, inspect,
 };
 
 const SIZE: u64 = 8 << 20;
@@ -60,6 +60,10 @@ impl Place {
 
     fn log(&self) -> PathBuf {
         default_log_dir(&self.disk)
+    }
+
+    fn report(&self) -> LogReport {
+        inspect(&self.disk, &self.log()).unwrap().log.unwrap()
     }
 
     fn open_with(&self, engine: EngineKind, cache: CacheMode) -> Store {
@@ -215,7 +219,7 @@ fn flushed_writes_survive_a_crash_and_a_crash_after_that() {
         }
         flush(&mut port);
         let crashed = place.crash();
-        let report = check(&crashed.log()).unwrap();
+        let report = crashed.report();
         assert_eq!((report.records, report.last_lsn), (40, 40));
         let again = {
             let store = crashed.open();
@@ -403,7 +407,7 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
     segment(&place)
         .write_all_at(&[0xee; 512], 24576 + 1024)
         .unwrap();
-    let report = check(&place.log()).unwrap();
+    let report = place.report();
     assert_eq!((report.last_lsn, report.torn_tail), (2, true));
     for round in 0..2u8 {
         let store = place.open();
@@ -418,7 +422,7 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
         flush(&mut port);
         let crashed = place.crash();
         // The new record carries an LSN above the dropped one's.
-        let report = check(&crashed.log()).unwrap();
+        let report = crashed.report();
         assert!(report.last_lsn >= 4, "{report:?}");
         let store = crashed.open();
         assert!(
@@ -447,7 +451,7 @@ fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
         let mut byte = [0];
         segment(&place).read_exact_at(&mut byte, at).unwrap();
         segment(&place).write_all_at(&[byte[0] ^ 4], at).unwrap();
-        let error = check(&place.log()).unwrap_err();
+        let error = inspect(&place.disk, &place.log()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Damaged, "byte {at}: {error}");
         let before = std::fs::read(place.log().join("control")).unwrap();
         let opened = Store::open(
@@ -479,7 +483,10 @@ fn bad_input_is_named_and_changes_nothing() {
     let options = [DiskOptions::new(&place.disk)];
     let store = place.open();
     assert_eq!(open_error(&place.log(), &options).0, ErrorKind::Locked);
-    assert_eq!(check(&place.log()).unwrap_err().kind(), ErrorKind::Locked);
+    assert_eq!(
+        inspect(&place.disk, &place.log()).unwrap_err().kind(),
+        ErrorKind::Locked
+    );
     store.close().unwrap();
     let twice = [options[0].clone(), options[0].clone()];
     assert_eq!(open_error(&place.log(), &twice).0, ErrorKind::Locked);

@@ -26,6 +26,8 @@ pub struct Cli {
 pub enum Command {
     /// Boot a Linux guest.
     Run(commands::run::RunArguments),
+    /// Make disks and look at them.
+    Disk(commands::disk::DiskArguments),
 }
 
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -37,6 +39,7 @@ pub fn main(started: Instant) -> ExitCode {
     };
     let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&arguments, started),
+        Command::Disk(arguments) => commands::disk::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

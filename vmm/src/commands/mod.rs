@@ -1,5 +1,6 @@
 //! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
 
+pub mod disk;
 pub mod run;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.

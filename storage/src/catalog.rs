@@ -1,0 +1,323 @@
+//! Which base image belongs to which log: the table of disks in the control file, and how it is matched.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, RwLock};
+
+use zerocopy::FromZeros;
+use zerocopy::little_endian::{U16, U32, U64};
+
+use crate::SECTOR_SIZE;
+use crate::disk::{CacheMode, DiskState};
+use crate::engine::EngineKind;
+use crate::error::{Error, ErrorKind, Result};
+use crate::file;
+use crate::format::{
+    BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
+    Uuid, VERSION,
+};
+use crate::keeper::ControlFile;
+use crate::recovery;
+use crate::store::{DiskOptions, StoreOptions};
+
+pub(crate) fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, message)
+}
+
+pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
+    let size = options.segment_size;
+    if !(1 << 20..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
+        return Err(invalid(format!(
+            "a segment of {size} bytes can't be: give 1 MiB to 1 GiB, a multiple of 4096"
+        )));
+    }
+    if !(4..=65536).contains(&options.max_segments) {
+        return Err(invalid(format!(
+            "{} segments can't be: give 4 to 65536",
+            options.max_segments
+        )));
+    }
+    Ok(())
+}
+
+/// A base image that is open and locked, not yet known to the log.
+pub(crate) struct OpenBase {
+    pub options: DiskOptions,
+    pub file: File,
+    pub size: u64,
+    pub mark: Option<Uuid>,
+}
+
+impl OpenBase {
+    pub(crate) fn open(options: &DiskOptions) -> Result<Self> {
+        let path = &options.path;
+        let metadata =
+            std::fs::metadata(path).map_err(|error| Error::io("open the disk", path, error))?;
+        if !metadata.is_file() {
+            return Err(invalid(format!(
+                "{}: not a regular file; a disk is a raw image file",
+                path.display()
+            )));
+        }
+        let size = metadata.len();
+        if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
+            return Err(invalid(format!(
+                "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
+                path.display()
+            )));
+        }
+        let file = file::open_direct(path, true)
+            .map_err(|error| Error::io("open the disk", path, error))?;
+        file::lock(&file, path)?;
+        let mark = file::read_mark(&file);
+        Ok(Self {
+            options: options.clone(),
+            file,
+            size,
+            mark,
+        })
+    }
+
+    /// A marked image has, or had, its newest bytes in a log: a new one must not hide that.
+    pub(crate) fn refuse_mark(&self, log_dir: &Path) -> Result<()> {
+        match self.mark {
+            None => Ok(()),
+            Some(uuid) => Err(Error::new(
+                ErrorKind::WrongLog,
+                format!(
+                    "{}: disk {} was not closed and its log is not at {}; name it with log=DIR, or give up what \
+                     it holds with: setfattr -x user.walvisor.disk {0}",
+                    self.options.path.display(),
+                    file::hex(&uuid),
+                    log_dir.display(),
+                ),
+            )),
+        }
+    }
+
+    /// Finds the disk's entry in the log, and brings its path up to date there (in memory).
+    pub(crate) fn attach(self, control: &mut ControlFile, log_dir: &Path) -> Result<DiskState> {
+        let path = canonical(&self.options.path)?;
+        let entries = &mut control.control.disks;
+        let found = match self.mark {
+            Some(uuid) => entries.iter().position(|entry| entry.disk == uuid),
+            // Unmarked: closed cleanly, or copied without its attributes. Its place or its name tells.
+            None => entries
+                .iter()
+                .position(|entry| entry_path(entry) == path)
+                .or_else(|| {
+                    let same = |entry: &DiskEntry| {
+                        entry_path(entry).file_name() == path.file_name()
+                            && entry.size.get() == self.size
+                    };
+                    entries.iter().position(same)
+                }),
+        };
+        let Some(found) = found else {
+            let others: Vec<_> = entries
+                .iter()
+                .map(|entry| entry_path(entry).display().to_string())
+                .collect();
+            return Err(Error::new(
+                ErrorKind::WrongLog,
+                format!(
+                    "{}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
+                    self.options.path.display(),
+                    log_dir.display(),
+                    if others.is_empty() {
+                        "no disk yet".into()
+                    } else {
+                        others.join(", ")
+                    },
+                ),
+            ));
+        };
+        let entry = &mut entries[found];
+        if entry.size.get() != self.size {
+            return Err(Error::new(
+                ErrorKind::WrongLog,
+                format!(
+                    "{}: {} bytes, but its log in {} knows a disk of {}; restore the image's size (truncate -s {3})",
+                    self.options.path.display(),
+                    self.size,
+                    log_dir.display(),
+                    entry.size.get(),
+                ),
+            ));
+        }
+        if entry_path(entry) != path {
+            set_entry_path(entry, &path)?;
+            control.moved = true;
+        }
+        Ok(DiskState {
+            id: entry.id.get(),
+            uuid: entry.disk,
+            path: self.options.path,
+            sectors: self.size / SECTOR_SIZE,
+            base: Arc::new(self.file),
+            read_only: self.options.read_only,
+            no_flush: self.options.cache == CacheMode::Unsafe,
+            write_cache: AtomicBool::new(self.options.cache != CacheMode::Writethrough),
+            last_lsn: AtomicU64::new(0),
+            index: RwLock::default(),
+        })
+    }
+}
+
+fn canonical(path: &Path) -> Result<PathBuf> {
+    path.canonicalize()
+        .map_err(|error| Error::io("find", path, error))
+}
+
+pub(crate) fn entry_path(entry: &DiskEntry) -> PathBuf {
+    use std::os::unix::ffi::OsStrExt;
+    let len = usize::from(entry.path_len.get()).min(entry.path.len());
+    PathBuf::from(std::ffi::OsStr::from_bytes(&entry.path[..len]))
+}
+
+fn set_entry_path(entry: &mut DiskEntry, path: &Path) -> Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let bytes = path.as_os_str().as_bytes();
+    let Some(into) = entry.path.get_mut(..bytes.len()) else {
+        return Err(invalid(format!(
+            "{}: a path of more than 480 bytes; use a shorter one",
+            path.display()
+        )));
+    };
+    into.copy_from_slice(bytes);
+    entry.path_len = U16::new(bytes.len() as u16);
+    Ok(())
+}
+
+pub(crate) fn has_control(log_dir: &Path) -> bool {
+    log_dir.join("control").exists()
+}
+
+/// Makes the directory and a control file without disks; not yet written.
+pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<ControlFile> {
+    match std::fs::create_dir(log_dir) {
+        Ok(()) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            let read = |error| Error::io("read the log directory", log_dir, error);
+            if std::fs::read_dir(log_dir).map_err(read)?.next().is_some() {
+                return Err(Error::new(
+                    ErrorKind::Damaged,
+                    format!(
+                        "{}: not empty, and no log (it has no control file); restore it, or name another directory",
+                        log_dir.display()
+                    ),
+                ));
+            }
+        }
+        Err(error) => return Err(Error::io("create the log directory", log_dir, error)),
+    }
+    let path = log_dir.join("control");
+    let make = || -> std::io::Result<File> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)?;
+        file.set_len(2 * CONTROL_SLOT as u64)?;
+        Ok(file)
+    };
+    let file = make().map_err(|error| Error::io("create the log's control file", &path, error))?;
+    file::lock(&file, log_dir)?;
+    file::sync_dir(log_dir)?;
+    file::sync_dir(
+        log_dir
+            .parent()
+            .filter(|p| !p.as_os_str().is_empty())
+            .unwrap_or(Path::new(".")),
+    )?;
+    let mut header = ControlHeader::new_zeroed();
+    header.magic = CONTROL_MAGIC;
+    header.version = U32::new(VERSION);
+    header.log = file::random();
+    header.segment_size = U64::new(options.segment_size);
+    header.max_segments = U32::new(options.max_segments);
+    header.first_sequence = U64::new(1);
+    header.next_lsn = U64::new(1);
+    header.next_cid = U64::new(1);
+    Ok(ControlFile {
+        path,
+        file,
+        control: Control {
+            header,
+            disks: Vec::new(),
+        },
+        moved: false,
+    })
+}
+
+/// Opens, locks and reads the control file.
+pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
+    let path = log_dir.join("control");
+    let open = OpenOptions::new().read(true).write(true).open(&path);
+    let file = open.map_err(|error| Error::io("open the log", &path, error))?;
+    file::lock(&file, log_dir)?;
+    let mut newest: Option<Control> = None;
+    for slot in 0..2 {
+        let mut bytes = vec![0; CONTROL_SLOT];
+        if file
+            .read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64)
+            .is_err()
+        {
+            continue;
+        }
+        match Control::decode(&bytes) {
+            Decoded::Version(version) => return Err(recovery::unknown_version(&path, version)),
+            Decoded::Invalid => {}
+            Decoded::Valid(control) => {
+                let newer = |old: &Control| control.header.generation > old.header.generation;
+                if newest.as_ref().is_none_or(newer) {
+                    newest = Some(control);
+                }
+            }
+        }
+    }
+    let sane = |control: &Control| {
+        let header = &control.header;
+        let options = StoreOptions {
+            segment_size: header.segment_size.get(),
+            max_segments: header.max_segments.get(),
+            engine: EngineKind::Auto,
+        };
+        check_options(&options).is_ok()
+    };
+    match newest.filter(sane) {
+        Some(control) => Ok(ControlFile {
+            moved: false,
+            path,
+            file,
+            control,
+        }),
+        None => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: truncated or damaged: no valid copy in it; restore the log from a copy",
+                path.display()
+            ),
+        )),
+    }
+}
+
+/// Adds a disk to the log's table (in memory).
+pub(crate) fn register(control: &mut ControlFile, path: &Path, size: u64) -> Result<()> {
+    let disks = &mut control.control.disks;
+    if disks.len() >= MAX_DISKS {
+        return Err(invalid(format!(
+            "{}: the log holds {MAX_DISKS} disks, its most; use another log",
+            control.path.display()
+        )));
+    }
+    let mut entry = DiskEntry::new_zeroed();
+    entry.disk = file::random();
+    entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
+    entry.size = U64::new(size);
+    set_entry_path(&mut entry, &canonical(path)?)?;
+    disks.push(entry);
+    Ok(())
+}

@@ -1,0 +1,176 @@
+//! `walvisor disk`: making disks and looking at them, with no guest.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+use walvisor_storage::{
+    self as storage, DiskOptions, DiskReport, Store, StoreOptions, default_log_dir,
+};
+
+use super::CommandError;
+use crate::size::parse_size;
+
+/// Arguments of `walvisor disk`.
+#[derive(Debug, Args)]
+pub struct DiskArguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What to do with a disk.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Make a disk: a sparse base image and a log, or a place in a log that is there.
+    Create {
+        #[command(flatten)]
+        disk: DiskPath,
+        /// Bytes, a multiple of 512; K, M, G and T are powers of 1024.
+        #[arg(long, value_parser = parse_size)]
+        size: u64,
+    },
+    /// Print what a disk and its log are.
+    Info {
+        #[command(flatten)]
+        disk: DiskPath,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Verify every checksum of the log; change nothing.
+    Check {
+        #[command(flatten)]
+        disk: DiskPath,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Copy the log to the base image, which is a plain raw image afterwards.
+    Checkpoint {
+        #[command(flatten)]
+        disk: DiskPath,
+    },
+}
+
+/// Which disk.
+#[derive(Debug, Args)]
+struct DiskPath {
+    /// The base image.
+    path: PathBuf,
+    /// The log directory, where it is not PATH.wal.
+    #[arg(long)]
+    log: Option<PathBuf>,
+}
+
+impl DiskPath {
+    fn log(&self) -> PathBuf {
+        self.log
+            .clone()
+            .unwrap_or_else(|| default_log_dir(&self.path))
+    }
+}
+
+/// Carries out `walvisor disk`.
+///
+/// # Errors
+/// One line: what, where, what to do.
+pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
+    match &arguments.action {
+        Action::Create { disk, size } => {
+            storage::create_disk(&disk.path, *size, &disk.log(), &StoreOptions::default())
+                .map_err(CommandError::failed)
+        }
+        Action::Info { disk, json } => info(disk, *json),
+        Action::Check { disk, json } => check(disk, *json),
+        Action::Checkpoint { disk } => checkpoint(disk),
+    }
+}
+
+fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
+    let report = storage::inspect(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+    if json {
+        println!("{}", to_json(&disk.path, &disk.log(), &report));
+        return Ok(());
+    }
+    println!("disk       {}", disk.path.display());
+    println!(
+        "size       {} bytes ({} allocated)",
+        report.size, report.allocated
+    );
+    let Some(log) = report.log else {
+        println!("log        none: a plain raw image");
+        return Ok(());
+    };
+    println!("log        {}", disk.log().display());
+    println!(
+        "segments   {} of at most {}, {} bytes each",
+        log.segments, log.max_segments, log.segment_size
+    );
+    println!(
+        "last LSN   {} ({} in the base image)",
+        log.last_lsn, log.checkpoint_lsn
+    );
+    println!(
+        "unapplied  {} records, {} bytes",
+        log.records, log.payload_bytes
+    );
+    for path in log.disks {
+        println!("serves     {}", path.display());
+    }
+    Ok(())
+}
+
+fn check(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
+    let report = storage::inspect(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+    let name = disk.path.display();
+    match (&report.log, json) {
+        (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
+        (None, _) => println!("{name}: clean: a plain raw image without a log"),
+        (Some(log), _) => println!(
+            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the base image{}",
+            log.batches,
+            log.records,
+            log.payload_bytes,
+            if log.torn_tail {
+                "; a write that was never acknowledged is dropped"
+            } else {
+                ""
+            },
+        ),
+    }
+    Ok(())
+}
+
+fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
+    let log = disk.log();
+    let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
+    // A plain raw image is what a checkpoint makes: no reason to give it a log.
+    if report.log.is_none() {
+        return Ok(());
+    }
+    let store = Store::open(
+        &log,
+        &[DiskOptions::new(&disk.path)],
+        &StoreOptions::default(),
+    );
+    store.and_then(Store::close).map_err(CommandError::failed)
+}
+
+fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Value {
+    let log = report.log.as_ref().map(|log| {
+        json!({
+            "path": log_dir,
+            "segments": log.segments,
+            "max_segments": log.max_segments,
+            "segment_bytes": log.segment_size,
+            "batches": log.batches,
+            "records": log.records,
+            "payload_bytes": log.payload_bytes,
+            "checkpoint_lsn": log.checkpoint_lsn,
+            "last_lsn": log.last_lsn,
+            "torn_tail": log.torn_tail,
+            "disks": log.disks,
+        })
+    });
+    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "clean": true, "log": log })
+}
