@@ -18,7 +18,7 @@ for disk in /sys/block/vd*; do
             esac
             fio --name=$job --filename=/mnt/file --rw=randwrite --bs=4k --size="$SIZE" --direct=1 \
                 --ioengine=libaio --iodepth=$depth $options --randseed=1 \
-                --output-format=json --output=/tmp/$transport-$job-$depth.json || exit 1
+                --eta=never --output-format=json --output=/tmp/$transport-$job-$depth.json || exit 1
             send_file /tmp/$transport-$job-$depth.json
             rm /mnt/file
         done

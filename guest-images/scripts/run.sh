@@ -93,9 +93,10 @@ run_guest() {
 }
 
 guest_files() {
+    : >"$WORK/files"
     tr -d '\r' <"$RESULTS/$1.log" |
         awk -v directory="$WORK" '
-            /^guest: file / { out = directory "/" $3 ".b64"; printf "" >out; print $3 >(directory "/files"); next }
+            /^guest: file / { out = directory "/" $3 ".b64"; printf "" >out; print $3 >>(directory "/files"); next }
             /^guest: end of file/ { out = ""; next }
             out != "" { print >out }'
     while read -r file; do

@@ -41,7 +41,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     let reporter = Reporter::quiet(Some(File::create(&console).at("create", &console)?));
     // Emulated, a guest does some hundred writes a second; on the processor, some ten thousand.
     let size = match Machine::choose().0 {
-        Machine::Direct => "64M",
+        Machine::Direct => "16M",
         Machine::Nested => "2M",
     };
     let job = Job::new(script, walvisor).file("guest.sh", format!("SIZE={size}\n{GUEST}"));
