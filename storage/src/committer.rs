@@ -102,7 +102,7 @@ impl Committer {
     }
 
     /// Sleeps until the event is readable.
-    fn sleep(&self) {
+    pub(crate) fn sleep(&self) {
         let mut fds = [PollFd::from_borrowed_fd(self.mailbox.fd(), PollFlags::IN)];
         // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
         let _ = rustix::event::poll(&mut fds, None);
@@ -143,5 +143,96 @@ impl Drop for Committer {
             .waiters
             .retain(|waiter| !Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
         self.resign();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{
+        Buffer, Completion, DiskOptions, Failure, Operation, Port, Store, StoreOptions,
+        create_disk, default_log_dir,
+    };
+
+    fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        port.submit(1, operation);
+        port.kick();
+        let mut done: Vec<Completion> = Vec::new();
+        while done.is_empty() {
+            port.completions(&mut done);
+            if done.is_empty() {
+                port.sleep_for_test();
+            }
+        }
+        done.swap_remove(0).result
+    }
+
+    fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {
+        end(
+            port,
+            Operation::Write {
+                sector: 0,
+                data: Buffer::from(&[byte; 4096][..]),
+            },
+        )
+    }
+
+    /// Promise 5: after the log fails everyone who waits gets an error, later writes and flushes too, reads go
+    /// on, closing says so, and only reopening clears it, with what had been acknowledged.
+    #[test]
+    fn an_error_is_final_until_reopened() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        let log = default_log_dir(&disk);
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut ports = [0, 1].map(|_| store.disks()[0].open_port().unwrap());
+        write(&mut ports[0], 1).unwrap();
+        end(&mut ports[0], Operation::Flush).unwrap();
+        // One waits, not started yet, when the log fails.
+        write(&mut ports[0], 2).unwrap();
+        ports[0].submit(7, Operation::Flush);
+        store.disks()[0]
+            .log
+            .poison(&std::io::Error::other("planted"));
+        let mut done = Vec::new();
+        ports[0].completions(&mut done);
+        assert_eq!(
+            (done[0].token, done[0].result.as_ref().unwrap_err()),
+            (7, &Failure::Io)
+        );
+        for port in &mut ports {
+            assert_eq!(end(port, Operation::Flush).unwrap_err(), Failure::Io);
+            assert_eq!(write(port, 3).unwrap_err(), Failure::Io);
+            let read = end(
+                port,
+                Operation::Read {
+                    sector: 0,
+                    sectors: 8,
+                },
+            )
+            .unwrap()
+            .unwrap();
+            assert!(read.iter().all(|&byte| byte == 2));
+        }
+        drop(ports);
+        assert!(store.close().unwrap_err().to_string().contains("reopen"));
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        let read = end(
+            &mut port,
+            Operation::Read {
+                sector: 0,
+                sectors: 8,
+            },
+        )
+        .unwrap()
+        .unwrap();
+        assert!(read.iter().all(|&byte| byte == 1));
+        write(&mut port, 4).unwrap();
+        end(&mut port, Operation::Flush).unwrap();
     }
 }

@@ -114,6 +114,11 @@ impl Port {
         done.append(&mut self.done);
     }
 
+    #[cfg(test)]
+    pub(crate) fn sleep_for_test(&self) {
+        self.committer.sleep();
+    }
+
     fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
         let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
         if sectors == 0 || end > self.disk.sectors {

@@ -1,0 +1,145 @@
+//! What the tests of the store share: a disk in a directory of its own, and a port served to the end.
+
+// Each test file is a crate of its own and uses a part of this.
+#![allow(dead_code)]
+
+use std::path::PathBuf;
+
+use rustix::event::{PollFd, PollFlags};
+use walvisor_storage::{
+    Buffer, CacheMode, Completion, DiskOptions, EngineKind, Failure, LogReport, Operation, Port,
+    Store, StoreOptions, create_disk, default_log_dir, inspect,
+};
+
+pub const SIZE: u64 = 8 << 20;
+
+pub fn small(engine: EngineKind) -> StoreOptions {
+    StoreOptions {
+        segment_size: 1 << 20,
+        max_segments: 4,
+        engine,
+    }
+}
+
+pub struct Place {
+    _dir: tempfile::TempDir,
+    pub disk: PathBuf,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        create_disk(
+            &disk,
+            SIZE,
+            &default_log_dir(&disk),
+            &small(EngineKind::Auto),
+        )
+        .unwrap();
+        Self { _dir: dir, disk }
+    }
+
+    /// The files as a process killed now would leave them. A checkpoint may run meanwhile, so the control file
+    /// comes first and the base image last: what an older control file needs is still in the log.
+    pub fn crash(&self) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        let (from, to) = (self.log(), default_log_dir(&disk));
+        std::fs::create_dir(&to).unwrap();
+        std::fs::copy(from.join("control"), to.join("control")).unwrap();
+        for entry in std::fs::read_dir(&from).unwrap() {
+            let name = entry.unwrap().file_name();
+            if name.to_str().unwrap().starts_with("segment")
+                && !name.to_str().unwrap().ends_with(".new")
+            {
+                std::fs::copy(from.join(&name), to.join(&name)).unwrap();
+            }
+        }
+        std::fs::copy(&self.disk, &disk).unwrap();
+        Self { _dir: dir, disk }
+    }
+
+    pub fn log(&self) -> PathBuf {
+        default_log_dir(&self.disk)
+    }
+
+    pub fn report(&self) -> LogReport {
+        inspect(&self.disk, &self.log()).unwrap().log.unwrap()
+    }
+
+    pub fn open_with(&self, engine: EngineKind, cache: CacheMode) -> Store {
+        let options = DiskOptions {
+            cache,
+            ..DiskOptions::new(&self.disk)
+        };
+        Store::open(&self.log(), &[options], &small(engine)).unwrap()
+    }
+
+    pub fn open(&self) -> Store {
+        self.open_with(EngineKind::Auto, CacheMode::Writeback)
+    }
+}
+
+pub fn wait(port: &mut Port, count: usize) -> Vec<Completion> {
+    port.kick();
+    wait_all(&mut [port], count)
+}
+
+/// Serves the ports, as their threads would, until `count` requests have ended.
+pub fn wait_all(ports: &mut [&mut Port], count: usize) -> Vec<Completion> {
+    let mut done = Vec::new();
+    loop {
+        ports
+            .iter_mut()
+            .for_each(|port| port.completions(&mut done));
+        if done.len() >= count {
+            return done;
+        }
+        let events: Vec<_> = ports.iter().map(|port| port.event()).collect();
+        let mut fds: Vec<_> = events
+            .iter()
+            .map(|event| PollFd::new(event, PollFlags::IN))
+            .collect();
+        let limit = rustix::time::Timespec {
+            tv_sec: 20,
+            tv_nsec: 0,
+        };
+        let ready = rustix::event::poll(&mut fds, Some(&limit)).unwrap();
+        assert!(
+            ready > 0,
+            "no completion in 20 s; {} of {count} came",
+            done.len()
+        );
+    }
+}
+
+pub fn run(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
+    port.submit(1, operation);
+    wait(port, 1).pop().unwrap().result
+}
+
+pub fn fill(byte: u8, sectors: usize) -> Buffer {
+    Buffer::from(&vec![byte; sectors * 512][..])
+}
+
+pub fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
+    run(
+        port,
+        Operation::Write {
+            sector,
+            data: fill(byte, sectors),
+        },
+    )
+    .unwrap();
+}
+
+pub fn read(port: &mut Port, sector: u64, sectors: u32) -> Buffer {
+    run(port, Operation::Read { sector, sectors })
+        .unwrap()
+        .unwrap()
+}
+
+pub fn flush(port: &mut Port) {
+    run(port, Operation::Flush).unwrap();
+}
