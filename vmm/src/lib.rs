@@ -11,6 +11,11 @@
 pub mod arch;
 pub mod cli;
 pub mod commands;
+pub mod devices;
 pub mod disk_spec;
+pub mod disks;
+pub mod metrics;
+pub mod pci;
 pub mod probe;
 pub mod size;
+pub mod vm;

@@ -1,13 +1,21 @@
 //! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
 
-use std::path::PathBuf;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Args;
 
 use super::CommandError;
+use crate::arch::x86_64::linux::{self, LinuxImage};
+use crate::arch::x86_64::{layout, start_state};
+use crate::devices::console::Console;
 use crate::disk_spec::DiskSpec;
+use crate::disks;
+use crate::metrics::{self, RunMetrics};
 use crate::size::parse_size;
+use crate::vm::control::Ended;
+use crate::vm::{DiskConfig, VmBuilder};
 
 /// Where the guest's serial console goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,14 +77,101 @@ pub struct RunArguments {
 ///
 /// # Errors
 /// If the guest cannot be started, or cannot run on this machine.
-pub fn run(arguments: &RunArguments, _started: Instant) -> Result<(), CommandError> {
-    if !arguments.kernel.exists() {
-        return Err(CommandError::Failed(format!(
-            "kernel '{}' does not exist: give the path of a bzImage or of a vmlinux",
-            arguments.kernel.display()
+pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
+    check(arguments)?;
+    let (disks, logs) =
+        disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
+    let ran = run_on(arguments, started, disks);
+    // The logs are closed however the run ended; what went wrong first is what is told.
+    let closed = logs.close().map_err(CommandError::failed);
+    ran.and(closed)
+}
+
+/// Refuses what no VM can have.
+fn check(arguments: &RunArguments) -> Result<(), CommandError> {
+    let memory = arguments.memory;
+    if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
+        || !memory.is_multiple_of(4096)
+    {
+        return Err(CommandError::Usage(format!(
+            "--memory {memory}: give a multiple of 4K from 1M to 1T, such as 512M"
         )));
     }
-    Err(CommandError::Failed(
-        "this build cannot start a guest yet".to_owned(),
-    ))
+    Ok(())
+}
+
+/// Runs the guest on open disks.
+fn run_on(
+    arguments: &RunArguments,
+    started: Instant,
+    disks: Vec<DiskConfig>,
+) -> Result<(), CommandError> {
+    let mut builder = VmBuilder::new()
+        .cpus(arguments.cpus)
+        .memory(arguments.memory)
+        .console(console(&arguments.console)?)
+        .measure_memory(arguments.metrics.is_some());
+    for disk in disks {
+        builder = builder.disk(disk);
+    }
+    let vm = builder.build().map_err(CommandError::failed)?;
+    let image = LinuxImage {
+        kernel: arguments.kernel.clone(),
+        initrd: arguments.initrd.clone(),
+        command_line: arguments.cmdline.clone(),
+    };
+    let entry = linux::load(vm.memory(), &image).map_err(CommandError::failed)?;
+    let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
+    start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
+
+    let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
+    let outcome = vm.run().map_err(CommandError::failed)?;
+    if let Some(target) = &arguments.metrics {
+        let text = metrics::render(&RunMetrics {
+            started,
+            first_run: outcome.first_run,
+            exits: &exits,
+            disks: &attached,
+            memory: outcome.memory,
+        });
+        write_metrics(target, &text)?;
+    }
+    if let Ended::Crashed(crash) = &outcome.ended {
+        return Err(CommandError::failed(crash));
+    }
+    match outcome.flush_failures.first() {
+        Some((disk, error)) => Err(CommandError::Failed(format!(
+            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk check'"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Opens what `--console` names.
+fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
+    match target {
+        ConsoleTarget::Stdio => Ok(Console::stdio()),
+        ConsoleTarget::Off => Ok(Console::off()),
+        ConsoleTarget::File(path) => Console::file(path).map_err(|error| {
+            let path = path.display();
+            CommandError::Failed(format!(
+                "console '{path}': {error}: give a path that can be written"
+            ))
+        }),
+    }
+}
+
+/// Writes the metrics to a file, or to stdout for `-`.
+fn write_metrics(target: &Path, text: &str) -> Result<(), CommandError> {
+    let written = if target == Path::new("-") {
+        std::io::stdout().write_all(text.as_bytes())
+    } else {
+        std::fs::write(target, text)
+    };
+    written.map_err(|error| {
+        let path = target.display();
+        CommandError::Failed(format!(
+            "metrics '{path}': {error}: give a path that can be written"
+        ))
+    })
 }

@@ -1,0 +1,412 @@
+//! Loads a Linux kernel, its initrd and its command line, and writes what the boot protocol hands over.
+//!
+//! Two kinds of file: a bzImage (64-bit boot protocol, with a zero page), and an ELF vmlinux with a PVH entry.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use linux_loader::loader::bootparam::boot_params;
+use linux_loader::loader::elf::start_info::{
+    hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
+};
+use linux_loader::loader::elf::{Elf, PvhBootCapability};
+use linux_loader::loader::{BzImage, KernelLoader};
+use vm_memory::{
+    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryMmap,
+    GuestMemoryRegion,
+};
+
+use super::layout::{self, RangeKind};
+use super::start_state::LinuxEntry;
+
+/// Offset of the setup header's magic in a bzImage (boot protocol, "The Real-Mode Kernel Header").
+const SETUP_MAGIC_OFFSET: usize = 0x202;
+const SETUP_MAGIC: &[u8] = b"HdrS";
+const ELF_MAGIC: &[u8] = b"\x7fELF";
+/// Bytes of a file that tell which kind it is.
+const HEAD: usize = 0x270;
+/// First boot protocol version with a 64-bit entry (2.12).
+const LEAST_PROTOCOL: u16 = 0x020c;
+/// The kernel has a 64-bit entry, 512 bytes behind its start.
+const XLF_KERNEL_64: u16 = 1;
+const ENTRY_64_OFFSET: u64 = 0x200;
+/// A boot loader without a number of its own.
+const LOADER_UNDEFINED: u8 = 0xff;
+const E820_RAM: u32 = 1;
+const E820_RESERVED: u32 = 2;
+const PVH_MAGIC: u32 = 0x336e_c578;
+const PAGE: u64 = 4096;
+
+/// What to boot.
+#[derive(Clone, Debug)]
+pub struct LinuxImage {
+    /// A bzImage or a vmlinux.
+    pub kernel: PathBuf,
+    /// Initial RAM disk.
+    pub initrd: Option<PathBuf>,
+    /// Kernel command line.
+    pub command_line: String,
+}
+
+/// Why a kernel could not be loaded. Its text is one line: what, where, what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A file cannot be opened or read.
+    #[error("{what} '{}': {error}: give the path of a readable file", path.display())]
+    Open {
+        /// Kernel or initrd.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// The system's reason.
+        error: std::io::Error,
+    },
+    /// The file is neither a bzImage nor an ELF file.
+    #[error("kernel '{}' is neither a bzImage nor an ELF vmlinux: give one of the two, uncompressed", .0.display())]
+    NotAKernel(PathBuf),
+    /// The file ends too early.
+    #[error("kernel '{}' is truncated: it has {have} bytes of {need}; copy it again", path.display())]
+    Truncated {
+        /// Its path.
+        path: PathBuf,
+        /// Bytes it has.
+        have: u64,
+        /// Bytes it should have.
+        need: u64,
+    },
+    /// The file is damaged.
+    #[error("kernel '{}' cannot be loaded: {reason}; it may be damaged, copy or build it again", path.display())]
+    Damaged {
+        /// Its path.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The kernel has no entry that this VMM can use.
+    #[error("kernel '{}' {missing}", path.display())]
+    NoEntry {
+        /// Its path.
+        path: PathBuf,
+        /// What it lacks and what to do.
+        missing: &'static str,
+    },
+    /// Memory is too small.
+    #[error("{what} '{}' needs {need} MiB of guest memory, and there are {have}: give more with --memory", path.display())]
+    Memory {
+        /// Kernel or initrd.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// Mebibytes needed.
+        need: u64,
+        /// Mebibytes there are.
+        have: u64,
+    },
+    /// The command line is too long.
+    #[error("the command line has {0} bytes, and the kernel takes {most}: shorten --cmdline", most = layout::COMMAND_LINE_BYTES - 1)]
+    CommandLine(usize),
+    /// Boot structures do not fit guest memory.
+    #[error("the boot structures do not fit guest memory ({0}): give more with --memory")]
+    Structures(#[from] GuestMemoryError),
+}
+
+/// Where the initrd lies in guest memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Initrd {
+    address: u64,
+    size: u64,
+}
+
+/// Loads `image` into `memory` and says how to enter it.
+///
+/// # Errors
+/// If a file is missing, truncated, damaged, no kernel, or too large for the memory.
+pub fn load(memory: &GuestMemoryMmap, image: &LinuxImage) -> Result<LinuxEntry, LoadError> {
+    let path = &image.kernel;
+    let open_error = |error| LoadError::Open {
+        what: "kernel",
+        path: path.clone(),
+        error,
+    };
+    let mut file = File::open(path).map_err(open_error)?;
+    let mut head = Vec::new();
+    file.by_ref()
+        .take(HEAD as u64)
+        .read_to_end(&mut head)
+        .map_err(open_error)?;
+    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+
+    if image.command_line.len() >= layout::COMMAND_LINE_BYTES {
+        return Err(LoadError::CommandLine(image.command_line.len()));
+    }
+    let mut command_line = image.command_line.clone().into_bytes();
+    command_line.push(0);
+    memory.write_slice(&command_line, GuestAddress(layout::COMMAND_LINE))?;
+
+    let magic = SETUP_MAGIC_OFFSET..SETUP_MAGIC_OFFSET + SETUP_MAGIC.len();
+    if head.get(magic) == Some(SETUP_MAGIC) {
+        load_bzimage(memory, image, &mut file, size)
+    } else if head.starts_with(ELF_MAGIC) {
+        load_vmlinux(memory, image, &mut file, &head, size)
+    } else {
+        Err(LoadError::NotAKernel(path.clone()))
+    }
+}
+
+/// End of the memory below the hole.
+fn low_end(memory: &GuestMemoryMmap) -> u64 {
+    memory.iter().next().map_or(0, |region| region.len())
+}
+
+/// Bytes of guest memory.
+fn total(memory: &GuestMemoryMmap) -> u64 {
+    memory.iter().map(|region| region.len()).sum()
+}
+
+/// Memory is too small for `what`, which ends at `end`.
+fn too_small(memory: &GuestMemoryMmap, what: &'static str, path: &Path, end: u64) -> LoadError {
+    LoadError::Memory {
+        what,
+        path: path.to_owned(),
+        need: end.div_ceil(1 << 20),
+        have: total(memory) >> 20,
+    }
+}
+
+/// A bzImage, at its preferred address, entered by the 64-bit boot protocol.
+fn load_bzimage(
+    memory: &GuestMemoryMmap,
+    image: &LinuxImage,
+    file: &mut File,
+    size: u64,
+) -> Result<LinuxEntry, LoadError> {
+    let path = &image.kernel;
+    let damaged = |reason: String| LoadError::Damaged {
+        path: path.clone(),
+        reason,
+    };
+    let mut header = linux_loader::loader::bootparam::setup_header::default();
+    file.seek(SeekFrom::Start(0x1f1))
+        .and_then(|_| file.read_exact(header.as_mut_slice()))
+        .map_err(|error| LoadError::Open {
+            what: "kernel",
+            path: path.clone(),
+            error,
+        })?;
+    let (version, flags) = (header.version, header.xloadflags);
+    if version < LEAST_PROTOCOL || flags & XLF_KERNEL_64 == 0 {
+        return Err(LoadError::NoEntry {
+            path: path.clone(),
+            missing: "is no 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
+        });
+    }
+    let setup = (u64::from(if header.setup_sects == 0 {
+        4
+    } else {
+        header.setup_sects
+    }) + 1)
+        * 512;
+    let need = setup + u64::from(header.syssize) * 16;
+    // The payload's length is rounded up to 16 bytes in the header.
+    if size + 15 < need {
+        return Err(LoadError::Truncated {
+            path: path.clone(),
+            have: size,
+            need,
+        });
+    }
+    let (start, run) = (
+        header.pref_address,
+        u64::from(header.init_size).max(size - setup),
+    );
+    let end = start
+        .checked_add(run)
+        .ok_or_else(|| damaged("its addresses wrap around".to_owned()))?;
+    if end > low_end(memory) {
+        return Err(too_small(memory, "kernel", path, end));
+    }
+    let loaded = BzImage::load(
+        memory,
+        Some(GuestAddress(start)),
+        file,
+        Some(GuestAddress(layout::HIGH_MEMORY)),
+    )
+    .map_err(|error| damaged(error.to_string()))?;
+    let limit = if header.initrd_addr_max == 0 {
+        u32::MAX
+    } else {
+        header.initrd_addr_max
+    };
+    let initrd = load_initrd(memory, image, end, u64::from(limit) + 1)?;
+
+    let mut params = boot_params {
+        hdr: loaded.setup_header.unwrap_or(header),
+        ..Default::default()
+    };
+    params.hdr.type_of_loader = LOADER_UNDEFINED;
+    params.hdr.cmd_line_ptr = layout::COMMAND_LINE as u32;
+    params.hdr.ramdisk_image = initrd.address as u32;
+    params.hdr.ramdisk_size = initrd.size as u32;
+    params.acpi_rsdp_addr = layout::ACPI_TABLES;
+    let map = layout::memory_map(total(memory));
+    params.e820_entries = map.len() as u8;
+    for (index, (address, size, kind)) in map.into_iter().enumerate() {
+        let entry = &mut params.e820_table[index];
+        entry.addr = address;
+        entry.size = size;
+        entry.r#type = e820(kind);
+    }
+    memory.write_obj(params, GuestAddress(layout::ZERO_PAGE))?;
+    Ok(LinuxEntry::Long {
+        address: start + ENTRY_64_OFFSET,
+    })
+}
+
+/// A vmlinux, at the addresses of its segments, entered by its PVH note.
+fn load_vmlinux(
+    memory: &GuestMemoryMmap,
+    image: &LinuxImage,
+    file: &mut File,
+    head: &[u8],
+    size: u64,
+) -> Result<LinuxEntry, LoadError> {
+    let path = &image.kernel;
+    if let Some(need) = elf_size(head).filter(|need| *need > size) {
+        return Err(LoadError::Truncated {
+            path: path.clone(),
+            have: size,
+            need,
+        });
+    }
+    let loaded = Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_MEMORY))).map_err(
+        |error| {
+            let reason = format!("{error} (or it needs more than --memory)");
+            LoadError::Damaged {
+                path: path.clone(),
+                reason,
+            }
+        },
+    )?;
+    let PvhBootCapability::PvhEntryPresent(entry) = loaded.pvh_boot_cap else {
+        return Err(LoadError::NoEntry {
+            path: path.clone(),
+            missing: "has no PVH entry: build it with CONFIG_PVH=y, or give its bzImage",
+        });
+    };
+    if loaded.kernel_end > low_end(memory) {
+        return Err(too_small(memory, "kernel", path, loaded.kernel_end));
+    }
+    let initrd = load_initrd(memory, image, loaded.kernel_end, layout::LOW_MEMORY_END)?;
+
+    let map = layout::memory_map(total(memory));
+    let info = hvm_start_info {
+        magic: PVH_MAGIC,
+        version: 1,
+        nr_modules: u32::from(initrd.size > 0),
+        modlist_paddr: layout::PVH_MODULES,
+        cmdline_paddr: layout::COMMAND_LINE,
+        rsdp_paddr: layout::ACPI_TABLES,
+        memmap_paddr: layout::PVH_MEMORY_MAP,
+        memmap_entries: map.len() as u32,
+        ..Default::default()
+    };
+    let module = hvm_modlist_entry {
+        paddr: initrd.address,
+        size: initrd.size,
+        ..Default::default()
+    };
+    memory.write_obj(info, GuestAddress(layout::PVH_START_INFO))?;
+    memory.write_obj(module, GuestAddress(layout::PVH_MODULES))?;
+    for (index, (addr, size, kind)) in (0u64..).zip(map) {
+        let entry = hvm_memmap_table_entry {
+            addr,
+            size,
+            type_: e820(kind),
+            reserved: 0,
+        };
+        let place = layout::PVH_MEMORY_MAP + index * size_of::<hvm_memmap_table_entry>() as u64;
+        memory.write_obj(entry, GuestAddress(place))?;
+    }
+    Ok(LinuxEntry::Pvh { address: entry.0 })
+}
+
+/// The type of a range in E820 and in PVH's memory map.
+fn e820(kind: RangeKind) -> u32 {
+    match kind {
+        RangeKind::Memory => E820_RAM,
+        RangeKind::Reserved => E820_RESERVED,
+    }
+}
+
+/// Where an ELF file's section headers end, which is the end of the file as linkers write it.
+fn elf_size(head: &[u8]) -> Option<u64> {
+    let start = u64::from_le_bytes(head.get(0x28..0x30)?.try_into().ok()?);
+    let size = u16::from_le_bytes(head.get(0x3a..0x3c)?.try_into().ok()?);
+    let count = u16::from_le_bytes(head.get(0x3c..0x3e)?.try_into().ok()?);
+    start.checked_add(u64::from(size) * u64::from(count))
+}
+
+/// Puts the initrd as high as it may lie below `limit`, behind the kernel, which ends at `kernel_end`.
+fn load_initrd(
+    memory: &GuestMemoryMmap,
+    image: &LinuxImage,
+    kernel_end: u64,
+    limit: u64,
+) -> Result<Initrd, LoadError> {
+    let Some(path) = &image.initrd else {
+        return Ok(Initrd::default());
+    };
+    let open_error = |error| LoadError::Open {
+        what: "initrd",
+        path: path.clone(),
+        error,
+    };
+    let mut file = File::open(path).map_err(open_error)?;
+    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+    file.rewind().map_err(open_error)?;
+    let address = place_initrd(size, kernel_end, low_end(memory).min(limit)).ok_or_else(|| {
+        too_small(
+            memory,
+            "initrd",
+            path,
+            kernel_end.next_multiple_of(PAGE).saturating_add(size),
+        )
+    })?;
+    memory
+        .read_exact_volatile_from(GuestAddress(address), &mut file, size as usize)
+        .map_err(|error| open_error(std::io::Error::other(error)))?;
+    Ok(Initrd { address, size })
+}
+
+/// The highest page-aligned place for `size` bytes between `from` and `to`.
+fn place_initrd(size: u64, from: u64, to: u64) -> Option<u64> {
+    let address = to.checked_sub(size)? & !(PAGE - 1);
+    (address >= from).then_some(address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_initrd_lies_high_aligned_and_behind_the_kernel() {
+        assert_eq!(place_initrd(5000, 0x100_0000, 0x200_0000), Some(0x1ff_e000));
+        assert_eq!(
+            place_initrd(0x1000, 0x1ff_f000, 0x200_0000),
+            Some(0x1ff_f000)
+        );
+        assert_eq!(place_initrd(0x1001, 0x1ff_f000, 0x200_0000), None);
+        assert_eq!(place_initrd(u64::MAX, 0, 0x200_0000), None);
+    }
+
+    #[test]
+    fn an_elf_header_tells_the_size_of_its_file() {
+        let mut head = vec![0; 64];
+        head[0x28..0x30].copy_from_slice(&1000u64.to_le_bytes());
+        head[0x3a..0x3c].copy_from_slice(&64u16.to_le_bytes());
+        head[0x3c..0x3e].copy_from_slice(&10u16.to_le_bytes());
+        assert_eq!(elf_size(&head), Some(1640));
+        assert_eq!(elf_size(&head[..50]), None);
+    }
+}

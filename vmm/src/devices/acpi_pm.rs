@@ -1,0 +1,120 @@
+//! ACPI fixed hardware (ACPI 6.5, 4.8.3): PM1 events, PM1 control with power off, and the timer.
+//!
+//! ```text
+//!   0  PM1 status (nothing ever happens)    4  PM1 control: SCI_EN, SLP_TYP, SLP_EN
+//!   2  PM1 enable                           8  timer, 3.579545 MHz, 32 bits
+//! ```
+//!
+//! Fixed hardware rather than hardware-reduced ACPI: Linux then keeps its timer and interrupt controllers as on
+//! any PC.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::vm::bus::BusDevice;
+use crate::vm::control::{Control, Ended};
+
+/// Offset of the PM1 control register.
+pub const CONTROL: u64 = 4;
+/// Offset of the timer.
+pub const TIMER: u64 = 8;
+/// Bytes of all registers.
+pub const SIZE: u64 = 12;
+/// SLP_TYP of S5, as `\_S5` in the DSDT says.
+pub const SLEEP_TYPE_S5: u8 = 5;
+
+const PM1_ENABLE: u64 = 2;
+const SCI_ENABLED: u16 = 1;
+const SLEEP_TYPE_SHIFT: u32 = 10;
+const SLEEP_ENABLE: u16 = 1 << 13;
+const TIMER_HERTZ: u128 = 3_579_545;
+
+/// The registers.
+pub struct AcpiPm {
+    control: Arc<Control>,
+    started: Instant,
+    enabled: u16,
+    pm1_control: u16,
+}
+
+impl AcpiPm {
+    /// Registers whose power off ends the run of `control`.
+    pub fn new(control: Arc<Control>) -> Self {
+        Self {
+            control,
+            started: Instant::now(),
+            enabled: 0,
+            pm1_control: SCI_ENABLED,
+        }
+    }
+
+    /// All registers as they stand, for reads of any width and alignment.
+    fn bytes(&self) -> [u8; SIZE as usize] {
+        let ticks = self.started.elapsed().as_nanos() * TIMER_HERTZ / 1_000_000_000;
+        let mut bytes = [0; SIZE as usize];
+        bytes[2..4].copy_from_slice(&self.enabled.to_le_bytes());
+        bytes[4..6].copy_from_slice(&self.pm1_control.to_le_bytes());
+        bytes[8..12].copy_from_slice(&(ticks as u32).to_le_bytes());
+        bytes
+    }
+}
+
+impl BusDevice for AcpiPm {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        let bytes = self.bytes();
+        for (index, byte) in (offset as usize..).zip(data) {
+            *byte = bytes.get(index).copied().unwrap_or(0xff);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        let value = match *data {
+            [low, high, ..] => u16::from_le_bytes([low, high]),
+            _ => return,
+        };
+        match offset {
+            PM1_ENABLE => self.enabled = value,
+            CONTROL => {
+                self.pm1_control = value & !SLEEP_ENABLE | SCI_ENABLED;
+                let sleep_type = (value >> SLEEP_TYPE_SHIFT & 7) as u8;
+                if value & SLEEP_ENABLE != 0 && sleep_type == SLEEP_TYPE_S5 {
+                    self.control.end(Ended::PowerOff);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_s5_with_sleep_enable_powers_off() {
+        let control = Arc::new(Control::new().unwrap());
+        let mut pm = AcpiPm::new(control.clone());
+        pm.write(CONTROL, &(5u16 << 10).to_le_bytes());
+        pm.write(CONTROL, &(1u16 << 10 | SLEEP_ENABLE).to_le_bytes());
+        assert!(control.ended().is_none());
+        let mut value = [0; 2];
+        pm.read(CONTROL, &mut value);
+        assert_eq!(u16::from_le_bytes(value), 1 << 10 | SCI_ENABLED);
+        pm.write(CONTROL, &(5u16 << 10 | SLEEP_ENABLE).to_le_bytes());
+        assert!(matches!(control.ended(), Some(Ended::PowerOff)));
+        assert!(control.stopping());
+    }
+
+    #[test]
+    fn the_timer_counts() {
+        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()));
+        let mut read = || {
+            let mut data = [0; 4];
+            pm.read(TIMER, &mut data);
+            u32::from_le_bytes(data)
+        };
+        let first = read();
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        assert!(read().wrapping_sub(first) >= 7159);
+    }
+}

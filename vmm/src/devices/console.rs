@@ -1,0 +1,219 @@
+//! Where the serial line leads: a writer, and on request stdin, fed to the guest by a thread of its own.
+//!
+//! On a terminal, Ctrl-A x ends the run (everything else, Ctrl-C included, goes to the guest).
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::serial::SerialPort;
+use super::terminal::RawTerminal;
+use crate::vm::control::{Control, Ended};
+use crate::vm::readiness;
+
+/// Ctrl-A.
+const ESCAPE: u8 = 1;
+
+/// Where the serial line leads.
+pub struct Console {
+    /// Where the guest's output goes.
+    pub output: Box<dyn Write + Send>,
+    /// Whether stdin is the guest's input.
+    pub stdin: bool,
+}
+
+impl Console {
+    /// Stdin and stdout.
+    pub fn stdio() -> Self {
+        Self {
+            output: Box::new(io::stdout()),
+            stdin: true,
+        }
+    }
+
+    /// No output, no input.
+    pub fn off() -> Self {
+        Self {
+            output: Box::new(io::sink()),
+            stdin: false,
+        }
+    }
+
+    /// Output appended to the file at `path`, no input.
+    ///
+    /// # Errors
+    /// If the file cannot be opened for writing.
+    pub fn file(path: &Path) -> io::Result<Self> {
+        let file = OpenOptions::new().create(true).append(true).open(path)?;
+        Ok(Self {
+            output: Box::new(file),
+            stdin: false,
+        })
+    }
+
+    /// Output to `writer`, no input.
+    pub fn writer(writer: impl Write + Send + 'static) -> Self {
+        Self {
+            output: Box::new(writer),
+            stdin: false,
+        }
+    }
+}
+
+/// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the terminal.
+pub struct ConsoleInput {
+    stop: Arc<EventFd>,
+    thread: Option<JoinHandle<()>>,
+    _terminal: Option<RawTerminal>,
+}
+
+impl ConsoleInput {
+    /// Starts feeding stdin to `serial`; `room` is signalled when the guest has read its input.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor, a thread or raw mode.
+    pub fn start(
+        serial: Arc<Mutex<SerialPort>>,
+        room: Arc<EventFd>,
+        control: Arc<Control>,
+    ) -> io::Result<Self> {
+        let terminal = RawTerminal::enter()?;
+        let stop = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let feeder = Feeder {
+            serial,
+            room,
+            control,
+            stop: stop.clone(),
+            on_terminal: terminal.is_some(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("console".to_owned())
+            .spawn(move || feeder.run())?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+            _terminal: terminal,
+        })
+    }
+}
+
+impl Drop for ConsoleInput {
+    fn drop(&mut self) {
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread has been printed already.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread needs.
+struct Feeder {
+    serial: Arc<Mutex<SerialPort>>,
+    room: Arc<EventFd>,
+    control: Arc<Control>,
+    stop: Arc<EventFd>,
+    on_terminal: bool,
+}
+
+impl Feeder {
+    /// Reads stdin until it ends or the run does.
+    fn run(&self) {
+        let stdin = rustix::stdio::stdin();
+        let mut keys = QuitKeys::default();
+        let mut buffer = [0; 256];
+        while self.wait(stdin) {
+            let length = match rustix::io::read(stdin, &mut buffer) {
+                Ok(0) => return,
+                Ok(length) => length,
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => continue,
+                Err(_) => return,
+            };
+            let mut input = buffer[..length].to_vec();
+            if self.on_terminal && keys.filter(&mut input) {
+                self.control.end(Ended::Quit);
+                return;
+            }
+            if !self.feed(&input) {
+                return;
+            }
+        }
+    }
+
+    /// Hands `input` to the guest as it makes room. `false` if the run ended before all was taken.
+    fn feed(&self, mut input: &[u8]) -> bool {
+        loop {
+            // Clear the event before looking: room that appears after the look sets it again.
+            let _ = self.room.read();
+            let taken = self
+                .serial
+                .lock()
+                .expect("a device panicked")
+                .receive(input);
+            input = &input[taken..];
+            if input.is_empty() {
+                return true;
+            }
+            if taken == 0 && !self.wait(readiness::descriptor(&self.room)) {
+                return false;
+            }
+        }
+    }
+
+    /// Waits until `source` is readable. `false` if the run ended first.
+    fn wait(&self, source: BorrowedFd<'_>) -> bool {
+        let stop = readiness::descriptor(&self.stop);
+        matches!(readiness::wait([source, stop]), Ok([_, false]))
+    }
+}
+
+/// Finds Ctrl-A x in the input. Ctrl-A Ctrl-A sends one Ctrl-A.
+#[derive(Default)]
+struct QuitKeys {
+    escaped: bool,
+}
+
+impl QuitKeys {
+    /// Takes the escapes out of `input`; `true` if the quit keys were typed.
+    fn filter(&mut self, input: &mut Vec<u8>) -> bool {
+        let mut quit = false;
+        input.retain(|byte| {
+            let escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                &ESCAPE if !escaped => {
+                    self.escaped = true;
+                    false
+                }
+                b'x' if escaped => {
+                    quit = true;
+                    false
+                }
+                _ => true,
+            }
+        });
+        quit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quit_keys_are_found_across_reads() {
+        let mut keys = QuitKeys::default();
+        let mut input = b"ab\x01".to_vec();
+        assert!(!keys.filter(&mut input));
+        assert_eq!(input, b"ab");
+        let mut input = b"x".to_vec();
+        assert!(keys.filter(&mut input));
+        let mut input = b"\x01\x01x\x03".to_vec();
+        assert!(!keys.filter(&mut input));
+        assert_eq!(input, b"\x01x\x03");
+    }
+}

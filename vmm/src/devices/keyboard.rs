@@ -1,0 +1,46 @@
+//! The keyboard controller, for the one thing a guest without a keyboard uses it for: reset.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use vm_superio::{I8042Device, Trigger};
+
+use crate::vm::bus::BusDevice;
+use crate::vm::control::{Control, Ended};
+
+/// Ends the run with a reset.
+struct ResetTrigger(Arc<Control>);
+
+impl Trigger for ResetTrigger {
+    type E = Infallible;
+
+    fn trigger(&self) -> Result<(), Infallible> {
+        self.0.end(Ended::Reset);
+        Ok(())
+    }
+}
+
+/// Ports 0x60 to 0x64.
+pub struct Keyboard(I8042Device<ResetTrigger>);
+
+impl Keyboard {
+    /// Ports whose reset command ends the run of `control`.
+    pub fn new(control: Arc<Control>) -> Self {
+        Self(I8042Device::new(ResetTrigger(control)))
+    }
+}
+
+impl BusDevice for Keyboard {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        if let [byte] = data {
+            *byte = self.0.read(offset as u8);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        if let [byte] = *data {
+            // Its error type has no values.
+            let _ = self.0.write(offset as u8, byte);
+        }
+    }
+}

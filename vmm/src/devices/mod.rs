@@ -1,0 +1,7 @@
+//! The few devices of a PC that a Linux guest needs besides its disks.
+
+pub mod acpi_pm;
+pub mod console;
+pub mod keyboard;
+pub mod serial;
+pub mod terminal;

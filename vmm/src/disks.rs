@@ -1,0 +1,204 @@
+//! Opens the disks of a command line: one log for all disks that name its directory, closed in order at the end.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::block::BlockConfig;
+use walvisor_storage::{DiskOptions, Store, StoreOptions};
+
+use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
+use crate::vm::DiskConfig;
+
+/// The logs behind a command line's disks. Dropping them closes them too, but swallows errors.
+#[derive(Default)]
+pub struct OpenLogs {
+    stores: Vec<Store>,
+}
+
+impl OpenLogs {
+    /// Closes the logs: copies what they hold to the base images. The VM that used the disks has to be gone.
+    ///
+    /// # Errors
+    /// The first log's that cannot be closed; the others are closed all the same.
+    pub fn close(self) -> Result<(), walvisor_storage::Error> {
+        let results: Vec<_> = self.stores.into_iter().map(Store::close).collect();
+        results.into_iter().collect()
+    }
+}
+
+/// Opens what `specs` describe, for a VM of `cpus` vCPUs. Returns the disks in the same order, and their logs.
+///
+/// # Errors
+/// If a disk or its log cannot be opened. Those opened before are closed again.
+pub fn open(
+    specs: &[DiskSpec],
+    cpus: u8,
+) -> Result<(Vec<DiskConfig>, OpenLogs), walvisor_storage::Error> {
+    let mut logs = OpenLogs::default();
+    let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
+    for (log, members) in group_by_log(specs) {
+        let options: Vec<DiskOptions> = members
+            .iter()
+            .map(|member| disk_options(&specs[*member]))
+            .collect();
+        let store = Store::open(&log, &options, &StoreOptions::default())?;
+        for (member, disk) in members.iter().zip(store.disks()) {
+            backends.insert(*member, Arc::new(disk.clone()));
+        }
+        logs.stores.push(store);
+    }
+    let disks = specs
+        .iter()
+        .enumerate()
+        .map(|(index, spec)| DiskConfig {
+            name: spec.serial.clone().unwrap_or_else(|| spec.name()),
+            backend: backends.remove(&index).unwrap_or_else(|| ram_disk(spec)),
+            transport: spec.transport,
+            device: BlockConfig {
+                queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
+                queue_size: spec.queue_size,
+                serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
+            },
+        })
+        .collect();
+    Ok((disks, logs))
+}
+
+/// The disks with a log, by its directory, in the order in which the directories are first named.
+fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
+    let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
+    for (index, spec) in specs.iter().enumerate() {
+        let Some(log) = spec.log_directory() else {
+            continue;
+        };
+        let real = real_path(&log);
+        match groups.iter_mut().find(|(_, known, _)| *known == real) {
+            Some((_, _, members)) => members.push(index),
+            None => groups.push((log, real, vec![index])),
+        }
+    }
+    groups
+        .into_iter()
+        .map(|(log, _, members)| (log, members))
+        .collect()
+}
+
+/// A path that is equal for two names of one directory; the directory itself need not exist.
+fn real_path(path: &Path) -> PathBuf {
+    if let Ok(real) = path.canonicalize() {
+        return real;
+    }
+    let parent = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    match (parent.canonicalize(), path.file_name()) {
+        (Ok(parent), Some(name)) => parent.join(name),
+        _ => path.to_owned(),
+    }
+}
+
+/// How the store is to open a disk.
+fn disk_options(spec: &DiskSpec) -> DiskOptions {
+    let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
+    options.read_only = spec.read_only;
+    options.cache = match spec.cache {
+        CacheMode::Writeback => walvisor_storage::CacheMode::Writeback,
+        CacheMode::Writethrough => walvisor_storage::CacheMode::Writethrough,
+        CacheMode::Unsafe => walvisor_storage::CacheMode::Unsafe,
+    };
+    options
+}
+
+/// A disk in memory. Nothing of it is durable, so every cache mode is the same.
+fn ram_disk(spec: &DiskSpec) -> Arc<dyn Backend> {
+    debug_assert_eq!(spec.backend, BackendKind::Ram);
+    let bytes = spec.size.unwrap_or(0);
+    if spec.read_only {
+        Arc::new(RamDisk::read_only(&vec![0; bytes as usize]))
+    } else {
+        Arc::new(RamDisk::new(bytes / SECTOR_SIZE))
+    }
+}
+
+/// The image's file name, as much of it as a serial holds.
+fn default_serial(spec: &DiskSpec) -> String {
+    let name = spec
+        .path
+        .as_deref()
+        .and_then(Path::file_name)
+        .unwrap_or_default();
+    let printable = |character: &char| character.is_ascii_graphic();
+    name.to_string_lossy()
+        .chars()
+        .filter(printable)
+        .take(MAX_SERIAL_BYTES)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn specs(texts: &[&str]) -> Vec<DiskSpec> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn disks_that_name_one_log_in_different_ways_share_it() {
+        let specs = specs(&[
+            "path=a.img,log=logs",
+            "path=b.img",
+            "backend=ram,size=1M",
+            "path=c.img,log=./logs",
+            "path=d.img,log=b.img.wal",
+        ]);
+        let groups = group_by_log(&specs);
+        assert_eq!(
+            groups,
+            [
+                (PathBuf::from("logs"), vec![0, 3]),
+                (PathBuf::from("b.img.wal"), vec![1, 4])
+            ]
+        );
+    }
+
+    #[test]
+    fn a_serial_that_nobody_gave_is_the_file_name() {
+        let specs = specs(&[
+            "path=/x/a b.img",
+            "path=a-very-long-name-of-an-image.img",
+            "backend=ram,size=1M",
+        ]);
+        let serials: Vec<String> = specs.iter().map(default_serial).collect();
+        assert_eq!(serials, ["ab.img", "a-very-long-name-of-", ""]);
+    }
+
+    #[test]
+    fn one_log_serves_two_disks_and_closes() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        for name in ["a.img", "b.img"] {
+            walvisor_storage::create_disk(&at(name), 1 << 20, &at("log"), &options).unwrap();
+        }
+        let text = |name: &str| format!("path={},log={}", at(name).display(), at("log").display());
+        let (a, b) = (text("a.img"), text("b.img"));
+        let (disks, logs) = open(&specs(&[&a, "backend=ram,size=1M", &b]), 3).unwrap();
+        assert_eq!(logs.stores.len(), 1);
+        let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
+        assert_eq!(sectors, [2048, 2048, 2048]);
+        assert!(
+            disks[1].backend.log_counters().is_none() && disks[2].backend.log_counters().is_some()
+        );
+        assert_eq!(disks[0].device.queues, 3);
+        drop(disks);
+        logs.close().unwrap();
+    }
+}

@@ -1,0 +1,235 @@
+//! What a run did, in the Prometheus text format.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::vm::exits::{ExitCounters, ExitReason};
+use crate::vm::memory_use::MemoryUse;
+use crate::vm::{AttachedDisk, DiskLocation};
+
+/// What there is to tell.
+pub struct RunMetrics<'a> {
+    /// When the process began.
+    pub started: Instant,
+    /// The moment just before the first KVM_RUN.
+    pub first_run: Option<Instant>,
+    /// Exits of each vCPU.
+    pub exits: &'a [Arc<ExitCounters>],
+    /// The disks.
+    pub disks: &'a [AttachedDisk],
+    /// Resident memory when the guest ended.
+    pub memory: Option<MemoryUse>,
+}
+
+/// Text under construction.
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    /// Starts a metric.
+    fn metric(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    /// Adds a sample; `labels` is empty or `{...}`.
+    fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
+        let _ = writeln!(self.0, "{name}{labels} {value}");
+    }
+
+    /// A metric with one sample.
+    fn gauge(&mut self, name: &str, help: &str, value: impl std::fmt::Display) {
+        self.metric(name, "gauge", help);
+        self.sample(name, "", value);
+    }
+}
+
+/// `value` as it stands between quotes (Prometheus exposition format).
+fn escape(value: &str) -> String {
+    value
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
+}
+
+/// CLOCK_MONOTONIC, in microseconds, at `moment`, which is past.
+fn monotonic_us(moment: Instant) -> u128 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
+    now.saturating_sub(moment.elapsed()).as_micros()
+}
+
+/// The text.
+pub fn render(run: &RunMetrics<'_>) -> String {
+    let mut text = Text::default();
+    if let Some(first) = run.first_run {
+        text.gauge(
+            "walvisor_start_to_first_instruction_us",
+            "From the start of main to just before the first KVM_RUN, in microseconds.",
+            first.saturating_duration_since(run.started).as_micros(),
+        );
+        text.gauge(
+            "walvisor_first_instruction_monotonic_us",
+            "CLOCK_MONOTONIC just before the first KVM_RUN, in microseconds.",
+            monotonic_us(first),
+        );
+    }
+    if let Some(memory) = run.memory {
+        text.gauge(
+            "walvisor_vmm_resident_bytes",
+            "Resident memory of the process without guest memory, when the guest ended.",
+            memory.resident.saturating_sub(memory.guest),
+        );
+        text.gauge(
+            "walvisor_guest_resident_bytes",
+            "Resident guest memory, when the guest ended.",
+            memory.guest,
+        );
+    }
+    exits(&mut text, run.exits);
+    block(&mut text, run.disks);
+    log(&mut text, run.disks);
+    text.0
+}
+
+/// Exits to user space.
+fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
+    let name = "walvisor_exits_total";
+    text.metric(name, "counter", "Exits to user space by vCPU and reason.");
+    for (vcpu, counters) in exits.iter().enumerate() {
+        for reason in ExitReason::ALL {
+            let labels = format!("{{vcpu=\"{vcpu}\",reason=\"{}\"}}", reason.name());
+            text.sample(name, &labels, counters.get(reason));
+        }
+    }
+}
+
+/// The labels of a disk.
+fn labels(disk: &AttachedDisk) -> String {
+    let transport = match disk.location {
+        DiskLocation::Mmio(_) => "mmio",
+        DiskLocation::Pci(_) => "pci",
+    };
+    format!(
+        "{{disk=\"{}\",transport=\"{transport}\"}}",
+        escape(&disk.name)
+    )
+}
+
+/// The devices' counters.
+fn block(text: &mut Text, disks: &[AttachedDisk]) {
+    let counts: Vec<_> = disks
+        .iter()
+        .map(|disk| (labels(disk), disk.metrics.counts()))
+        .collect();
+    let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
+        let name = format!("walvisor_block_{name}_total");
+        text.metric(&name, "counter", help);
+        for (index, (labels, _)) in counts.iter().enumerate() {
+            text.sample(&name, labels, value(index));
+        }
+    };
+    let of = |index: usize| &counts[index].1;
+    metric("requests", "Requests taken from the rings.", &|disk| {
+        of(disk).requests
+    });
+    metric("reads", "IN requests.", &|disk| of(disk).reads);
+    metric("writes", "OUT requests.", &|disk| of(disk).writes);
+    metric("flushes", "FLUSH requests.", &|disk| of(disk).flushes);
+    metric("discards", "DISCARD requests.", &|disk| of(disk).discards);
+    metric("write_zeroes", "WRITE_ZEROES requests.", &|disk| {
+        of(disk).write_zeroes
+    });
+    metric("read_bytes", "Bytes given to the driver.", &|disk| {
+        of(disk).bytes_read
+    });
+    metric("written_bytes", "Bytes taken from the driver.", &|disk| {
+        of(disk).bytes_written
+    });
+    metric("errors", "Requests that failed.", &|disk| of(disk).errors);
+    metric(
+        "doorbells",
+        "Doorbells seen by the queue workers.",
+        &|disk| of(disk).doorbells,
+    );
+    metric("interrupts", "Interrupts sent to the driver.", &|disk| {
+        of(disk).interrupts
+    });
+}
+
+/// The logs' counters. Disks on one log show the same counts.
+fn log(text: &mut Text, disks: &[AttachedDisk]) {
+    let counts: Vec<_> = disks
+        .iter()
+        .filter_map(|disk| Some((labels(disk), disk.backend.log_counters()?)))
+        .collect();
+    let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
+        let name = format!("walvisor_log_{name}_total");
+        text.metric(&name, "counter", help);
+        for (index, (labels, _)) in counts.iter().enumerate() {
+            text.sample(&name, labels, value(index));
+        }
+    };
+    let of = |index: usize| &counts[index].1;
+    metric(
+        "flushes",
+        "FLUSH requests that reached the disk's log.",
+        &|disk| of(disk).flushes,
+    );
+    metric(
+        "flushes_grouped",
+        "FLUSH requests that waited for a commit group.",
+        &|disk| of(disk).flushes_grouped,
+    );
+    metric("groups", "Commit groups made durable.", &|disk| {
+        of(disk).groups
+    });
+    metric("syncs", "Device syncs of the log.", &|disk| of(disk).syncs);
+    metric("written_bytes", "Bytes written to the log.", &|disk| {
+        of(disk).log_bytes
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_sample_is_a_name_with_labels_and_a_number() {
+        let exits = [Arc::new(ExitCounters::default())];
+        exits[0].count(ExitReason::MmioWrite);
+        let started = Instant::now();
+        let text = render(&RunMetrics {
+            started,
+            first_run: Some(started + Duration::from_micros(1500)),
+            exits: &exits,
+            disks: &[],
+            memory: Some(MemoryUse {
+                resident: 7,
+                guest: 4,
+            }),
+        });
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            assert!(
+                name.starts_with("walvisor_") && value.parse::<f64>().is_ok(),
+                "{line}"
+            );
+        }
+        for line in [
+            "walvisor_start_to_first_instruction_us 1500",
+            "walvisor_vmm_resident_bytes 3",
+            "walvisor_exits_total{vcpu=\"0\",reason=\"mmio_write\"} 1",
+        ] {
+            assert!(
+                text.lines().any(|have| have == line),
+                "{line} is missing:\n{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn label_values_are_escaped() {
+        assert_eq!(escape("a\"b\\c\nd"), "a\\\"b\\\\c\\nd");
+    }
+}

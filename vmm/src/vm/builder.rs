@@ -1,0 +1,416 @@
+//! Builds a [`Vm`]: KVM's side, guest memory, devices and their interrupts, firmware tables.
+
+use std::io;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use kvm_bindings::{
+    KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_devices::backend::Backend;
+use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
+
+use super::bus::{Bus, BusDevice, SharedDevice};
+use super::control::Control;
+use super::exits::ExitCounters;
+use super::interrupts::{FunctionVectors, GsiRouter};
+use super::signals::TerminationSignals;
+use super::vcpu::Machine;
+use super::{AttachedDisk, DiskLocation, SerialLine, Vm, VmError, memory_use};
+use crate::arch::x86_64::acpi::{self, MmioSlot};
+use crate::arch::x86_64::{cpuid, layout};
+use crate::devices::acpi_pm::{self, AcpiPm};
+use crate::devices::console::Console;
+use crate::devices::keyboard::Keyboard;
+use crate::devices::serial::{self, SerialPort};
+use crate::disk_spec::TransportKind;
+use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
+use crate::probe;
+
+/// Ports of the keyboard controller.
+const KEYBOARD_SIZE: u64 = 5;
+/// Ports of PCI configuration mechanism 1.
+const PCI_PORTS_SIZE: u64 = 8;
+
+/// A disk to attach.
+pub struct DiskConfig {
+    /// What messages and metrics call it.
+    pub name: String,
+    /// What keeps its data.
+    pub backend: Arc<dyn Backend>,
+    /// How the guest reaches it.
+    pub transport: TransportKind,
+    /// How the device looks.
+    pub device: BlockConfig,
+}
+
+/// What a VM is to have. One vCPU, 512 MiB of memory, no console and no disk unless told otherwise.
+pub struct VmBuilder {
+    cpus: u8,
+    memory: u64,
+    console: Console,
+    disks: Vec<DiskConfig>,
+    measure_memory: bool,
+}
+
+impl Default for VmBuilder {
+    fn default() -> Self {
+        Self {
+            cpus: 1,
+            memory: 512 << 20,
+            console: Console::off(),
+            disks: Vec::new(),
+            measure_memory: false,
+        }
+    }
+}
+
+impl VmBuilder {
+    /// A VM with the defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Number of vCPUs, at least 1.
+    pub fn cpus(mut self, cpus: u8) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// Guest memory in bytes, a multiple of 4096 from [`layout::LEAST_MEMORY`] to [`layout::MOST_MEMORY`].
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// Where the serial line leads.
+    pub fn console(mut self, console: Console) -> Self {
+        self.console = console;
+        self
+    }
+
+    /// Attaches a disk, behind those attached before.
+    pub fn disk(mut self, disk: DiskConfig) -> Self {
+        self.disks.push(disk);
+        self
+    }
+
+    /// Measures resident memory when the guest ends, which takes some milliseconds.
+    pub fn measure_memory(mut self, measure: bool) -> Self {
+        self.measure_memory = measure;
+        self
+    }
+
+    /// Builds the VM. Blocks the signals that ask the process to end, for [`Vm::run`] to take them.
+    ///
+    /// # Errors
+    /// If there is no usable KVM, or it or the system refuses a step.
+    pub fn build(self) -> Result<Vm, VmError> {
+        // Before any thread starts: they inherit it.
+        let signals =
+            TerminationSignals::block().map_err(|error| VmError::System("take signals", error))?;
+        let kvm = probe::open()?;
+        let most = kvm.get_max_vcpus();
+        if usize::from(self.cpus) > most {
+            return Err(VmError::TooManyCpus {
+                cpus: self.cpus,
+                most,
+            });
+        }
+        let vm = Arc::new(create_vm(&kvm)?);
+        let memory = Arc::new(map_memory(&vm, self.memory)?);
+        let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
+        let control =
+            Arc::new(Control::new().map_err(|error| VmError::System("create an event", error))?);
+        let router = Arc::new(GsiRouter::new(vm.clone()));
+
+        let mut attach = Attach {
+            pci: Arc::new(PciBus::new(vm.clone())),
+            vm,
+            memory,
+            router,
+            mmio: Bus::new(),
+            slots: Vec::new(),
+            disks: Vec::new(),
+        };
+        for disk in self.disks {
+            attach.disk(disk)?;
+        }
+        let Attach {
+            pci,
+            memory,
+            router,
+            mut mmio,
+            slots,
+            disks,
+            ..
+        } = attach;
+        acpi::write_tables(&memory, self.cpus, &slots)?;
+        insert(
+            &mut mmio,
+            layout::ECAM,
+            layout::ECAM_SIZE,
+            Ecam(pci.clone()),
+        );
+
+        let stdin = self.console.stdin;
+        let system = |error| VmError::System("create the serial line", error);
+        let room = Arc::new(EventFd::new(EFD_NONBLOCK).map_err(system)?);
+        let interrupt = router.pin(layout::COM1_GSI).map_err(system)?;
+        let port = Arc::new(Mutex::new(SerialPort::new(
+            self.console.output,
+            interrupt,
+            room.clone(),
+        )));
+        let mut ports = Bus::new();
+        insert_shared(
+            &mut ports,
+            u64::from(layout::COM1),
+            serial::SIZE,
+            port.clone(),
+        );
+        insert(
+            &mut ports,
+            u64::from(layout::I8042),
+            KEYBOARD_SIZE,
+            Keyboard::new(control.clone()),
+        );
+        insert(
+            &mut ports,
+            u64::from(layout::ACPI_PM),
+            acpi_pm::SIZE,
+            AcpiPm::new(control.clone()),
+        );
+        let config_ports = ConfigPorts::new(pci.clone(), control.clone());
+        insert(
+            &mut ports,
+            u64::from(layout::PCI_PORTS),
+            PCI_PORTS_SIZE,
+            config_ports,
+        );
+
+        let exits = vcpus
+            .iter()
+            .map(|_| Arc::new(ExitCounters::default()))
+            .collect();
+        let machine = Machine {
+            memory,
+            ports,
+            mmio,
+            pci,
+            control,
+            first_run: OnceLock::new(),
+        };
+        Ok(Vm {
+            vcpus,
+            exits,
+            machine: Arc::new(machine),
+            serial: SerialLine { port, room, stdin },
+            disks,
+            measure_memory: self.measure_memory,
+            signals,
+        })
+    }
+}
+
+/// Puts `device` on `bus`, at a place of [`layout`], where nothing else is.
+fn insert(bus: &mut Bus, base: u64, length: u64, device: impl BusDevice + 'static) {
+    insert_shared(bus, base, length, Arc::new(Mutex::new(device)));
+}
+
+/// As [`insert`], for a device that someone else holds too.
+fn insert_shared(bus: &mut Bus, base: u64, length: u64, device: SharedDevice) {
+    bus.insert(base, length, device)
+        .expect("the address map has no overlaps");
+}
+
+/// Names the step that KVM refused.
+fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
+    move |error| VmError::Kvm(step, error)
+}
+
+/// A VM with interrupt controllers and, where KVM has one, the timer of a PC.
+fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
+    let vm = kvm.create_vm().map_err(kvm_error("create a VM"))?;
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+        .map_err(kvm_error("place the identity map"))?;
+    vm.set_tss_address(layout::KVM_TSS as usize)
+        .map_err(kvm_error("place the TSS"))?;
+    vm.create_irq_chip()
+        .map_err(kvm_error("create interrupt controllers"))?;
+    if kvm.check_extension(Cap::Pit2) {
+        let config = kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        };
+        vm.create_pit2(config)
+            .map_err(kvm_error("create a timer"))?;
+    }
+    Ok(vm)
+}
+
+/// Maps `size` bytes of guest memory and tells KVM.
+fn map_memory(vm: &VmFd, size: u64) -> Result<GuestMemoryMmap, VmError> {
+    let error = |reason: String| VmError::Memory(size >> 20, reason);
+    let memory = memory_use::map(size).map_err(|reason| error(reason.to_string()))?;
+    for (slot, region) in (0u32..).zip(memory.iter()) {
+        let address = memory
+            .get_host_address(region.start_addr())
+            .map_err(|reason| error(reason.to_string()))?;
+        let region = kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr: region.start_addr().0,
+            memory_size: region.len(),
+            userspace_addr: address as u64,
+        };
+        // SAFETY: the region is a private mapping of this size that only guest memory accesses reach. vCPUs run only
+        // in threads that hold the `Machine`, which keeps it mapped.
+        unsafe { vm.set_user_memory_region(region) }.map_err(kvm_error("give memory to a VM"))?;
+    }
+    Ok(memory)
+}
+
+/// vCPUs 0 to `cpus` - 1, with their CPUID.
+fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> {
+    let supported = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(kvm_error("read the CPUID"))?;
+    let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+    (0..cpus)
+        .map(|id| {
+            let vcpu = vm
+                .create_vcpu(u64::from(id))
+                .map_err(kvm_error("create a vCPU"))?;
+            let cpuid = cpuid::of_vcpu(&supported, id, cpus, tsc_deadline);
+            vcpu.set_cpuid2(&cpuid)
+                .map_err(kvm_error("set the CPUID"))?;
+            Ok(vcpu)
+        })
+        .collect()
+}
+
+/// What attaching disks needs and gathers.
+struct Attach {
+    vm: Arc<VmFd>,
+    memory: Arc<GuestMemoryMmap>,
+    router: Arc<GsiRouter>,
+    pci: Arc<PciBus>,
+    mmio: Bus,
+    slots: Vec<MmioSlot>,
+    disks: Vec<AttachedDisk>,
+}
+
+impl Attach {
+    /// Makes a disk a device behind its transport.
+    fn disk(&mut self, disk: DiskConfig) -> Result<(), VmError> {
+        let DiskConfig {
+            name,
+            backend,
+            transport,
+            device,
+        } = disk;
+        let failed = |error: String| VmError::Disk(name.clone(), error);
+        let device =
+            VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
+        let metrics = device.metrics();
+        let location = match transport {
+            TransportKind::Mmio => {
+                let slot = self.next_slot()?;
+                self.mmio(device, slot)
+                    .map_err(|error| failed(error.to_string()))?;
+                DiskLocation::Mmio(slot)
+            }
+            TransportKind::Pci => {
+                let vectors = Arc::new(FunctionVectors::new(self.router.clone()));
+                let function = PciTransport::new(device, self.memory.clone(), vectors);
+                DiskLocation::Pci(self.pci.add(Arc::new(Mutex::new(function)))?)
+            }
+        };
+        self.disks.push(AttachedDisk {
+            name,
+            backend,
+            location,
+            metrics,
+        });
+        Ok(())
+    }
+
+    /// The next virtio-mmio place.
+    fn next_slot(&mut self) -> Result<MmioSlot, VmError> {
+        let index = self.slots.len();
+        let most = layout::MMIO_GSIS.len();
+        let gsi = *layout::MMIO_GSIS
+            .get(index)
+            .ok_or(VmError::TooManyMmioDisks(most))?;
+        let base = layout::MMIO_DEVICES + index as u64 * Transport::SIZE;
+        let slot = MmioSlot { base, gsi };
+        self.slots.push(slot);
+        Ok(slot)
+    }
+
+    /// Puts a device behind virtio-mmio registers, with an ioeventfd per queue and an irqfd.
+    fn mmio(&mut self, device: VirtioBlock, slot: MmioSlot) -> io::Result<()> {
+        let interrupt = self.router.pin(slot.gsi)?;
+        let transport = Transport::new(device, self.memory.clone(), interrupt);
+        let notify = IoEventAddress::Mmio(slot.base + Transport::QUEUE_NOTIFY);
+        for (queue, doorbell) in (0u32..).zip(transport.doorbells()?) {
+            self.vm.register_ioevent(&doorbell, &notify, queue)?;
+        }
+        insert(
+            &mut self.mmio,
+            slot.base,
+            Transport::SIZE,
+            MmioDevice(transport),
+        );
+        Ok(())
+    }
+}
+
+type Transport = MmioTransport<Arc<GuestMemoryMmap>>;
+
+/// A virtio-mmio transport on the bus.
+struct MmioDevice(Transport);
+
+impl BusDevice for MmioDevice {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        self.0.read(offset, data);
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        self.0.write(offset, data);
+    }
+}
+
+impl PciFunction for PciTransport<Arc<GuestMemoryMmap>> {
+    fn config_read(&mut self, offset: u16, data: &mut [u8]) {
+        self.config_read(offset, data);
+    }
+
+    fn config_write(&mut self, offset: u16, data: &[u8]) {
+        self.config_write(offset, data);
+    }
+
+    fn bars(&self) -> Vec<Bar> {
+        self.bars()
+    }
+
+    fn set_bar(&mut self, index: usize, address: u64) {
+        self.set_bar(index, address);
+    }
+
+    fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
+        self.bar_read(bar, offset, data);
+    }
+
+    fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]) {
+        self.bar_write(bar, offset, data);
+    }
+
+    fn doorbells(&self) -> io::Result<Vec<PciDoorbell>> {
+        self.doorbells()
+    }
+}

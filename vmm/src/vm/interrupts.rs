@@ -1,0 +1,207 @@
+//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X), each raised through an irqfd.
+//!
+//! ```text
+//!   GSI 0..23   pins, routed by KVM to the I/O APIC (and 0..15 to the PIC): serial line, virtio-mmio
+//!   GSI 24..    one per MSI-X vector in use: address and data from the driver
+//! ```
+//!
+//! KVM_SET_GSI_ROUTING replaces the whole table, so it is kept here with the pins in it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use kvm_bindings::{
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
+    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry,
+    kvm_irq_routing_entry__bindgen_ty_1, kvm_irq_routing_irqchip, kvm_irq_routing_msi,
+};
+use kvm_ioctls::VmFd;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
+
+use crate::arch::x86_64::layout;
+
+/// The GSI routing table of a VM.
+pub struct GsiRouter {
+    vm: Arc<VmFd>,
+    table: Mutex<Table>,
+}
+
+/// The part of the routing table that changes.
+struct Table {
+    next_gsi: u32,
+    messages: BTreeMap<u32, MsiMessage>,
+}
+
+impl GsiRouter {
+    /// The table as KVM_CREATE_IRQCHIP leaves it: pins only.
+    pub fn new(vm: Arc<VmFd>) -> Self {
+        let table = Table {
+            next_gsi: layout::IO_APIC_PINS,
+            messages: BTreeMap::new(),
+        };
+        Self {
+            vm,
+            table: Mutex::new(table),
+        }
+    }
+
+    /// An eventfd that raises pin `gsi` (an edge).
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor or KVM the pin.
+    pub fn pin(&self, gsi: u32) -> io::Result<EventFd> {
+        let event = EventFd::new(EFD_NONBLOCK)?;
+        self.vm.register_irqfd(&event, gsi)?;
+        Ok(event)
+    }
+
+    /// A GSI that nothing else uses.
+    fn new_gsi(&self) -> u32 {
+        let mut table = self.table.lock().expect("a thread panicked in set_message");
+        let gsi = table.next_gsi;
+        table.next_gsi += 1;
+        gsi
+    }
+
+    /// Makes `gsi` send `message`, and hands KVM the new table.
+    fn set_message(&self, gsi: u32, message: MsiMessage) -> io::Result<()> {
+        let mut table = self.table.lock().expect("a thread panicked in set_message");
+        if table.messages.get(&gsi) == Some(&message) {
+            return Ok(());
+        }
+        table.messages.insert(gsi, message);
+        let mut entries = pin_routes();
+        entries.extend(
+            table
+                .messages
+                .iter()
+                .map(|(gsi, message)| message_route(*gsi, *message)),
+        );
+        let routing = KvmIrqRouting::from_entries(&entries)
+            .map_err(|_| io::Error::other("the guest uses more MSI-X vectors than KVM routes"))?;
+        self.vm.set_gsi_routing(&routing)?;
+        Ok(())
+    }
+}
+
+/// KVM's default routes: each pin to the I/O APIC, the first 16 to the two PICs as well.
+fn pin_routes() -> Vec<kvm_irq_routing_entry> {
+    let route = |gsi, irqchip, pin| kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_IRQCHIP,
+        u: kvm_irq_routing_entry__bindgen_ty_1 {
+            irqchip: kvm_irq_routing_irqchip { irqchip, pin },
+        },
+        ..Default::default()
+    };
+    let mut routes = Vec::new();
+    for gsi in 0..layout::IO_APIC_PINS {
+        match gsi {
+            0..8 => routes.push(route(gsi, KVM_IRQCHIP_PIC_MASTER, gsi)),
+            8..16 => routes.push(route(gsi, KVM_IRQCHIP_PIC_SLAVE, gsi - 8)),
+            _ => {}
+        }
+        routes.push(route(gsi, KVM_IRQCHIP_IOAPIC, gsi));
+    }
+    routes
+}
+
+/// The route of a message.
+fn message_route(gsi: u32, message: MsiMessage) -> kvm_irq_routing_entry {
+    kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_MSI,
+        u: kvm_irq_routing_entry__bindgen_ty_1 {
+            msi: kvm_irq_routing_msi {
+                address_lo: message.address as u32,
+                address_hi: (message.address >> 32) as u32,
+                data: message.data,
+                ..Default::default()
+            },
+        },
+        ..Default::default()
+    }
+}
+
+/// The MSI-X vectors of one PCI function. A vector gets its GSI and its irqfd when it is first routed.
+pub struct FunctionVectors {
+    router: Arc<GsiRouter>,
+    vectors: Mutex<BTreeMap<u16, (u32, EventFd)>>,
+}
+
+impl FunctionVectors {
+    /// No vectors yet.
+    pub fn new(router: Arc<GsiRouter>) -> Self {
+        Self {
+            router,
+            vectors: Mutex::new(BTreeMap::new()),
+        }
+    }
+}
+
+impl MsiRouter for FunctionVectors {
+    fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()> {
+        let mut vectors = self.vectors.lock().expect("a thread panicked in set_route");
+        if let Some((gsi, _)) = vectors.get(&vector) {
+            return self.router.set_message(*gsi, message);
+        }
+        let gsi = self.router.new_gsi();
+        self.router.set_message(gsi, message)?;
+        let event = EventFd::new(EFD_NONBLOCK)?;
+        self.router.vm.register_irqfd(&event, gsi)?;
+        vectors.insert(vector, (gsi, event));
+        Ok(())
+    }
+
+    fn trigger(&self, vector: u16) -> io::Result<()> {
+        let vectors = self.vectors.lock().expect("a thread panicked in set_route");
+        match vectors.get(&vector) {
+            Some((_, event)) => event.write(1),
+            None => Err(io::Error::from(io::ErrorKind::NotFound)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kvm_takes_the_table_and_a_vector_keeps_its_gsi() {
+        let vm = match crate::probe::open().map(|kvm| kvm.create_vm()) {
+            Ok(Ok(vm)) => Arc::new(vm),
+            Ok(Err(error)) => panic!("cannot create a VM: {error}"),
+            Err(error) => return println!("skipped: {error}"),
+        };
+        vm.create_irq_chip().unwrap();
+        let router = Arc::new(GsiRouter::new(vm));
+        router.pin(layout::COM1_GSI).unwrap();
+        let vectors = FunctionVectors::new(router.clone());
+        assert!(vectors.trigger(0).is_err(), "not routed yet");
+        for data in [0x41, 0x42] {
+            vectors
+                .set_route(
+                    0,
+                    MsiMessage {
+                        address: 0xfee0_0000,
+                        data,
+                    },
+                )
+                .unwrap();
+            vectors.trigger(0).unwrap();
+        }
+        vectors
+            .set_route(
+                7,
+                MsiMessage {
+                    address: 0xfee0_1000,
+                    data: 0x43,
+                },
+            )
+            .unwrap();
+        vectors.trigger(7).unwrap();
+        assert_eq!(router.table.lock().unwrap().messages.len(), 2);
+    }
+}

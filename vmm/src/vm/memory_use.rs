@@ -1,0 +1,114 @@
+//! Guest memory as the host sees it: mapped, kept out of core dumps, and how much of it is resident.
+
+use std::{fs, io};
+
+use rustix::mm::{Advice, madvise};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use crate::arch::x86_64::layout;
+
+/// Resident memory in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Of the whole process.
+    pub resident: u64,
+    /// Of guest memory.
+    pub guest: u64,
+}
+
+/// Maps `size` bytes of guest memory, which take no space until touched. They are left out of core dumps, which
+/// also keeps the kernel from merging them with mappings of the process: [`measure`] tells them apart.
+///
+/// # Errors
+/// If the system refuses the mapping.
+pub fn map(size: u64) -> io::Result<GuestMemoryMmap> {
+    let ranges: Vec<(GuestAddress, usize)> = layout::memory_ranges(size)
+        .into_iter()
+        .map(|(base, length)| (GuestAddress(base), length as usize))
+        .collect();
+    let memory = GuestMemoryMmap::from_ranges(&ranges).map_err(io::Error::other)?;
+    for region in memory.iter() {
+        let address = memory
+            .get_host_address(region.start_addr())
+            .map_err(io::Error::other)?;
+        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps changes nothing in it.
+        unsafe { madvise(address.cast(), region.len() as usize, Advice::LinuxDontDump)? };
+    }
+    Ok(memory)
+}
+
+/// Measures this process now. `None` if the kernel does not tell.
+pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
+    // One pass over the mappings tells both, at one moment.
+    let ranges: Vec<(u64, u64)> = memory
+        .iter()
+        .filter_map(|region| {
+            let start = memory.get_host_address(region.start_addr()).ok()? as u64;
+            Some((start, start + region.len()))
+        })
+        .collect();
+    let text = fs::read_to_string("/proc/self/smaps").ok()?;
+    Some(sum(&text, &ranges))
+}
+
+/// Adds up the `Rss` of the mappings in `smaps`, and of those in `ranges`.
+fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
+    let mut total = MemoryUse {
+        resident: 0,
+        guest: 0,
+    };
+    let mut in_guest = false;
+    for line in smaps.lines() {
+        if let Some((start, end)) = mapping(line) {
+            in_guest = ranges.iter().any(|range| start < range.1 && range.0 < end);
+        } else if let Some(rest) = line.strip_prefix("Rss:") {
+            let kilobytes = rest.trim().trim_end_matches(" kB").parse().unwrap_or(0);
+            let bytes = 1024u64.saturating_mul(kilobytes);
+            total.resident += bytes;
+            total.guest += if in_guest { bytes } else { 0 };
+        }
+    }
+    total
+}
+
+/// The addresses of a line that opens a mapping: `start-end permissions ...`.
+fn mapping(line: &str) -> Option<(u64, u64)> {
+    let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+    Some((
+        u64::from_str_radix(start, 16).ok()?,
+        u64::from_str_radix(end, 16).ok()?,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vm_memory::Bytes;
+
+    #[test]
+    fn touched_guest_memory_counts_as_the_guests() {
+        let memory = map(64 << 20).unwrap();
+        let before = measure(&memory).unwrap();
+        for page in 0..256u64 {
+            memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
+        }
+        let after = measure(&memory).unwrap();
+        assert!(
+            after.guest >= before.guest + (1 << 20),
+            "{before:?} {after:?}"
+        );
+        assert!(after.guest <= 64 << 20 && after.resident > after.guest);
+    }
+
+    #[test]
+    fn mappings_are_told_from_their_fields() {
+        let smaps = "1000-3000 rw-p 0 00:00 0\nSize: 8 kB\nRss:  4 kB\n3000-4000 rw-p 0 00:00 0\nRss:    12 kB\n";
+        assert_eq!(
+            sum(smaps, &[(0x1000, 0x3000)]),
+            MemoryUse {
+                resident: 16384,
+                guest: 4096
+            }
+        );
+    }
+}

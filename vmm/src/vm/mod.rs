@@ -1,0 +1,271 @@
+//! A virtual machine: built from its parts, given a guest, run until it ends.
+//!
+//! ```text
+//!   VmBuilder ── build ──▶ Vm ── load a guest, set the vCPUs' first state ──▶ run ──▶ Outcome
+//!                           │
+//!                           ├─ memory(), vcpu(n), disks(), exits()
+//!                           └─ vCPU threads + the thread that called run: waits for the end, then stops
+//!                              the vCPUs, drains the devices, flushes the disks
+//! ```
+
+mod builder;
+pub mod bus;
+pub mod control;
+mod disk_flush;
+pub mod exits;
+pub mod interrupts;
+pub mod memory_use;
+pub mod readiness;
+mod signals;
+mod vcpu;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use kvm_ioctls::VcpuFd;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::signal::Killable;
+use walvisor_devices::backend::Backend;
+use walvisor_devices::block::BlockMetrics;
+
+pub use builder::{DiskConfig, VmBuilder};
+
+use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
+use crate::devices::console::ConsoleInput;
+use crate::devices::serial::SerialPort;
+use crate::pci::PciError;
+use crate::probe::ProbeError;
+use control::Ended;
+use exits::ExitCounters;
+use memory_use::MemoryUse;
+use signals::TerminationSignals;
+use vcpu::{Machine, VcpuThread};
+
+/// Why a VM could not be built or run. Its text is one line: what, where, what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// There is no usable KVM.
+    #[error(transparent)]
+    NoKvm(#[from] ProbeError),
+    /// KVM refused a step.
+    #[error("/dev/kvm: cannot {0}: {1}; see the host's kernel log")]
+    Kvm(&'static str, kvm_ioctls::Error),
+    /// More vCPUs than KVM runs.
+    #[error("{cpus} vCPUs are more than this KVM runs ({most}): give fewer with --cpus")]
+    TooManyCpus {
+        /// As asked for.
+        cpus: u8,
+        /// As many as KVM allows.
+        most: usize,
+    },
+    /// Guest memory could not be mapped.
+    #[error("cannot map {0} MiB of guest memory: {1}; give less with --memory")]
+    Memory(u64, String),
+    /// More virtio-mmio disks than there are interrupts for.
+    #[error("more than {0} disks with transport=mmio: give the others transport=pci")]
+    TooManyMmioDisks(usize),
+    /// A disk cannot be made a device.
+    #[error("disk '{0}': {1}")]
+    Disk(String, String),
+    /// PCI has no room.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// The firmware's tables could not be written.
+    #[error(transparent)]
+    Acpi(#[from] AcpiError),
+    /// The system refused a descriptor, a thread or a terminal mode.
+    #[error("cannot {0}: {1}")]
+    System(&'static str, io::Error),
+}
+
+/// Where the guest finds a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskLocation {
+    /// Registers and interrupt of a virtio-mmio device.
+    Mmio(MmioSlot),
+    /// Device number on PCI bus 0.
+    Pci(u8),
+}
+
+/// A disk of a VM. Its counters stay readable when the VM is gone.
+#[derive(Clone)]
+pub struct AttachedDisk {
+    /// What messages and metrics call it.
+    pub name: String,
+    /// What keeps its data.
+    pub backend: Arc<dyn Backend>,
+    /// Where the guest finds it.
+    pub location: DiskLocation,
+    /// The device's counters.
+    pub metrics: Arc<BlockMetrics>,
+}
+
+/// The serial line, its input event, and whether stdin feeds it.
+struct SerialLine {
+    port: Arc<Mutex<SerialPort>>,
+    room: Arc<EventFd>,
+    stdin: bool,
+}
+
+/// A virtual machine that has not run yet.
+pub struct Vm {
+    vcpus: Vec<VcpuFd>,
+    exits: Vec<Arc<ExitCounters>>,
+    machine: Arc<Machine>,
+    serial: SerialLine,
+    disks: Vec<AttachedDisk>,
+    measure_memory: bool,
+    signals: TerminationSignals,
+}
+
+/// A virtual machine that has run: its devices are drained and gone, its disks flushed.
+pub struct Outcome {
+    /// Why it ended.
+    pub ended: Ended,
+    /// The moment just before the first KVM_RUN.
+    pub first_run: Option<Instant>,
+    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`] asked for it.
+    pub memory: Option<MemoryUse>,
+    /// Disks that could not be flushed: name and reason.
+    pub flush_failures: Vec<(String, String)>,
+}
+
+impl Vm {
+    /// Guest memory. Untouched pages take no space.
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.machine.memory
+    }
+
+    /// vCPU `index`, for setting its first state. All but vCPU 0 wait for INIT and SIPI unless their MP state is set.
+    pub fn vcpu(&self, index: usize) -> Option<&VcpuFd> {
+        self.vcpus.get(index)
+    }
+
+    /// The disks, in the order they were given.
+    pub fn disks(&self) -> &[AttachedDisk] {
+        &self.disks
+    }
+
+    /// Exits of each vCPU. The counters live on after the VM.
+    pub fn exits(&self) -> &[Arc<ExitCounters>] {
+        &self.exits
+    }
+
+    /// Runs the guest until it powers off, resets, crashes, or a signal comes; then stops it, drains its devices and
+    /// flushes its disks.
+    ///
+    /// # Errors
+    /// If the system refuses a thread, a descriptor or a terminal mode. The guest crashing is no error here: see
+    /// [`Outcome::ended`].
+    pub fn run(mut self) -> Result<Outcome, VmError> {
+        vcpu::install_kick_handler().map_err(|error| VmError::System("handle a signal", error))?;
+        let input = if self.serial.stdin {
+            let started = ConsoleInput::start(
+                self.serial.port.clone(),
+                self.serial.room.clone(),
+                self.machine.control.clone(),
+            );
+            Some(started.map_err(|error| VmError::System("read the console", error))?)
+        } else {
+            None
+        };
+        let (threads, failed) = self.start_vcpus();
+        let waited = if failed.is_none() {
+            self.wait()
+        } else {
+            Ok(())
+        };
+        let control = self.machine.control.clone();
+        // Counts only if the wait itself failed: then the vCPUs still run.
+        control.end(Ended::Quit);
+        stop(threads);
+        drop(input);
+
+        let first_run = self.machine.first_run.get().copied();
+        let memory = if self.measure_memory {
+            memory_use::measure(&self.machine.memory)
+        } else {
+            None
+        };
+        let Self {
+            machine,
+            serial,
+            disks,
+            vcpus,
+            ..
+        } = self;
+        // The devices go first: they finish what the guest asked for. Then nothing writes to the disks any more.
+        drop((machine, serial, vcpus));
+        let mut flush_failures = Vec::new();
+        for disk in &disks {
+            if let Err(error) = disk_flush::flush(&*disk.backend) {
+                flush_failures.push((disk.name.clone(), error));
+            }
+        }
+        if let Some(error) = failed {
+            return Err(VmError::System("start a vCPU thread", error));
+        }
+        waited.map_err(|error| VmError::System("wait for the guest", error))?;
+        let ended = control.ended().cloned().unwrap_or(Ended::Quit);
+        Ok(Outcome {
+            ended,
+            first_run,
+            memory,
+            flush_failures,
+        })
+    }
+
+    /// Starts a thread per vCPU. Returns those that run, and why the next one does not.
+    fn start_vcpus(&mut self) -> (Vec<JoinHandle<()>>, Option<io::Error>) {
+        let mut threads = Vec::new();
+        // The others wait for vCPU 0 to start them, so it comes last.
+        while let Some(fd) = self.vcpus.pop() {
+            let index = self.vcpus.len();
+            let vcpu = VcpuThread {
+                id: index as u8,
+                fd,
+                exits: self.exits[index].clone(),
+                machine: self.machine.clone(),
+            };
+            let name = format!("vcpu{index}");
+            match std::thread::Builder::new()
+                .name(name)
+                .spawn(move || vcpu.run())
+            {
+                Ok(thread) => threads.push(thread),
+                Err(error) => return (threads, Some(error)),
+            }
+        }
+        (threads, None)
+    }
+
+    /// Waits until the run ends or a signal comes.
+    fn wait(&mut self) -> io::Result<()> {
+        let control = self.machine.control.clone();
+        while control.ended().is_none() {
+            let [_, signalled] =
+                readiness::wait([readiness::descriptor(control.event()), self.signals.as_fd()])?;
+            if signalled {
+                let signal = self.signals.take()?;
+                control.end(Ended::Signal(signal));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Takes the vCPU threads out of the guest and waits for their end.
+fn stop(threads: Vec<JoinHandle<()>>) {
+    for thread in &threads {
+        // It fails only for a thread that has ended.
+        let _ = thread.kill(vcpu::kick_signal());
+    }
+    for thread in threads {
+        // A panic of that thread has been printed, and is the end of the run.
+        let _ = thread.join();
+    }
+}

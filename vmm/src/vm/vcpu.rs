@@ -1,0 +1,231 @@
+//! One thread per vCPU: runs the guest, and carries out its register accesses.
+//!
+//! ```text
+//!   KVM_RUN ──▶ exit ──▶ port ──▶ port bus
+//!      ▲                 MMIO ──▶ MMIO bus, else the PCI BARs
+//!      └─────────────────  └─ nobody there: reads give all ones, writes vanish
+//! ```
+
+use std::cell::Cell;
+use std::io;
+use std::ptr;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use kvm_bindings::kvm_run;
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+
+use super::bus::Bus;
+use super::control::{Control, Ended};
+use super::exits::{ExitCounters, ExitReason};
+use crate::arch::x86_64::crash::{self, Crash, CrashReason};
+use crate::pci::PciBus;
+
+thread_local! {
+    /// The `kvm_run` page of the vCPU that this thread runs, null if none.
+    static RUNNING: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
+}
+
+/// What the vCPU threads share.
+pub struct Machine {
+    /// Guest memory.
+    pub memory: Arc<GuestMemoryMmap>,
+    /// Port accesses.
+    pub ports: Bus,
+    /// Memory-mapped registers at fixed places.
+    pub mmio: Bus,
+    /// PCI functions, whose BARs the guest may move.
+    pub pci: Arc<PciBus>,
+    /// How the run ends.
+    pub control: Arc<Control>,
+    /// The moment just before the first KVM_RUN of vCPU 0.
+    pub first_run: OnceLock<Instant>,
+}
+
+/// The signal that interrupts KVM_RUN.
+pub fn kick_signal() -> i32 {
+    SIGRTMIN()
+}
+
+/// Makes [`kick_signal`] interrupt KVM_RUN instead of ending the process.
+///
+/// # Errors
+/// If the system refuses the handler.
+pub fn install_kick_handler() -> io::Result<()> {
+    register_signal_handler(kick_signal(), handle_kick).map_err(io::Error::from)
+}
+
+/// Asks the vCPU of this thread to leave KVM_RUN, or not to enter it: a signal that arrives just before
+/// KVM_RUN would otherwise be lost.
+extern "C" fn handle_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    let run = RUNNING.get();
+    if !run.is_null() {
+        // SAFETY: `RUNNING` is set only while `VcpuThread::run` of this very thread holds the vCPU, whose
+        // mapping it points into, and a signal handler runs on the thread that set it. KVM reads the byte.
+        unsafe { ptr::write_volatile(&raw mut (*run).immediate_exit, 1) };
+    }
+}
+
+/// Clears [`RUNNING`] when the vCPU is no longer run, by a panic too.
+struct RunningGuard;
+
+impl Drop for RunningGuard {
+    fn drop(&mut self) {
+        RUNNING.set(ptr::null_mut());
+    }
+}
+
+/// A vCPU and what its thread needs.
+pub struct VcpuThread {
+    /// Number of the vCPU, also its APIC id.
+    pub id: u8,
+    /// KVM's vCPU.
+    pub fd: VcpuFd,
+    /// Exits by reason.
+    pub exits: Arc<ExitCounters>,
+    /// What all of them share.
+    pub machine: Arc<Machine>,
+}
+
+/// What to do after an exit.
+enum Next {
+    /// Enter the guest again.
+    Continue,
+    /// The guest asked for a reset by a triple fault, or crashed.
+    TripleFault,
+    /// The guest cannot go on.
+    Crash(CrashReason),
+    /// KVM_EXIT_INTERNAL_ERROR: which one is still to be read.
+    InternalError,
+}
+
+impl VcpuThread {
+    /// Runs the vCPU until the run ends, and ends it if the vCPU cannot go on.
+    pub fn run(mut self) {
+        let run: *mut kvm_run = self.fd.get_kvm_run();
+        RUNNING.set(run);
+        let _running = RunningGuard;
+        let panicking = PanicGuard {
+            id: self.id,
+            control: self.machine.control.clone(),
+        };
+        if self.id == 0 {
+            self.machine.first_run.get_or_init(Instant::now);
+        }
+        while !self.machine.control.stopping() {
+            match self.step(run) {
+                Next::Continue => {}
+                Next::TripleFault => {
+                    let ended = self.triple_fault();
+                    self.machine.control.end(ended);
+                }
+                Next::Crash(reason) => self.crash(reason),
+                Next::InternalError => {
+                    let reason = crash::internal_error(&mut self.fd);
+                    self.crash(reason);
+                }
+            }
+        }
+        drop(panicking);
+    }
+
+    /// Ends the run with a crash.
+    fn crash(&mut self, reason: CrashReason) {
+        let crash = Crash::capture(self.id, reason, &mut self.fd, &self.machine.memory);
+        self.machine.control.end(Ended::Crashed(Box::new(crash)));
+    }
+
+    /// Linux may reset by a triple fault; a kernel that cannot run here faults before it touched any device.
+    fn triple_fault(&mut self) -> Ended {
+        if self.exits.accesses() > 0 {
+            return Ended::Reset;
+        }
+        let crash = Crash::capture(
+            self.id,
+            CrashReason::TripleFault,
+            &mut self.fd,
+            &self.machine.memory,
+        );
+        Ended::Crashed(Box::new(crash))
+    }
+
+    /// Enters the guest once.
+    fn step(&mut self, run: *const kvm_run) -> Next {
+        let machine = &self.machine;
+        let (reason, next) = match self.fd.run() {
+            Ok(VcpuExit::IoIn(port, data)) => {
+                // SAFETY: `run` points to the mapping of the vCPU that `self.fd` keeps; KVM has just filled `io`.
+                let width = unsafe { (*run).__bindgen_anon_1.io.size };
+                for item in data.chunks_exact_mut(usize::from(width.max(1))) {
+                    if !machine.ports.read(u64::from(port), item) {
+                        item.fill(0xff);
+                    }
+                }
+                (ExitReason::PortRead, Next::Continue)
+            }
+            Ok(VcpuExit::IoOut(port, data)) => {
+                // SAFETY: as above.
+                let width = unsafe { (*run).__bindgen_anon_1.io.size };
+                for item in data.chunks_exact(usize::from(width.max(1))) {
+                    machine.ports.write(u64::from(port), item);
+                }
+                (ExitReason::PortWrite, Next::Continue)
+            }
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                if !machine.mmio.read(address, data) && !machine.pci.memory_read(address, data) {
+                    data.fill(0xff);
+                }
+                (ExitReason::MmioRead, Next::Continue)
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                if !machine.mmio.write(address, data) {
+                    machine.pci.memory_write(address, data);
+                }
+                (ExitReason::MmioWrite, Next::Continue)
+            }
+            // With the in-kernel interrupt controller KVM waits itself; without a timer nothing would wake it.
+            Ok(VcpuExit::Hlt) => (ExitReason::Halt, Next::Continue),
+            Ok(VcpuExit::Intr) => (ExitReason::Interrupted, Next::Continue),
+            Ok(VcpuExit::Shutdown) => (ExitReason::Other, Next::TripleFault),
+            Ok(VcpuExit::InternalError) => (ExitReason::Other, Next::InternalError),
+            Ok(VcpuExit::FailEntry(reason, _)) => {
+                (ExitReason::Other, Next::Crash(CrashReason::Entry(reason)))
+            }
+            Ok(exit) => (
+                ExitReason::Other,
+                Next::Crash(CrashReason::Exit(format!("{exit:?}"))),
+            ),
+            Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {
+                self.fd.set_kvm_immediate_exit(0);
+                (ExitReason::Interrupted, Next::Continue)
+            }
+            Err(error) => (
+                ExitReason::Other,
+                Next::Crash(CrashReason::Run(error.to_string())),
+            ),
+        };
+        self.exits.count(reason);
+        next
+    }
+}
+
+/// Ends the run if its thread unwinds: otherwise nobody would notice that a vCPU is gone.
+struct PanicGuard {
+    id: u8,
+    control: Arc<Control>,
+}
+
+impl Drop for PanicGuard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.control.end(Ended::Crashed(Box::new(Crash {
+                vcpu: self.id,
+                reason: CrashReason::Panic,
+                position: None,
+                hardware_virtualisation: true,
+            })));
+        }
+    }
+}
