@@ -284,9 +284,10 @@ fn classify(
                 ),
             ));
         }
-        let mut window = Window::new(&segment, size);
-        let block = window.bytes(0, BLOCK)?;
-        match SegmentHeader::decode(block) {
+        let mut block = Buffer::zeroed(BLOCK);
+        let read = segment.file.read_exact_at(&mut block, 0);
+        read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
+        match SegmentHeader::decode(&block) {
             Decoded::Version(version) => return Err(unknown_version(&segment.path, version)),
             Decoded::Valid(header)
                 if header.log == root.log && header.sequence >= root.first_sequence =>
