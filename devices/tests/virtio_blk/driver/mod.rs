@@ -1,0 +1,446 @@
+//! A virtio-blk driver for tests. It does what a guest's driver does and knows nothing of the device's
+//! inside: registers through a transport, rings and buffers in guest memory, doorbells, interrupts.
+
+mod mmio;
+mod pci;
+mod ring;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::EventFd;
+use walvisor_devices::backend::Backend;
+use walvisor_devices::block::{BlockConfig, BlockCounts, BlockMetrics, VirtioBlock};
+
+pub use mmio::MmioDriver;
+pub use pci::PciDriver;
+pub use ring::{Piece, Ring};
+
+pub const ACKNOWLEDGE: u8 = 1;
+pub const DRIVER: u8 = 2;
+pub const DRIVER_OK: u8 = 4;
+pub const FEATURES_OK: u8 = 8;
+pub const NEEDS_RESET: u8 = 64;
+
+pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
+pub const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
+pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
+pub const FLUSH: u64 = 1 << VIRTIO_BLK_F_FLUSH;
+pub const CONFIG_WCE: u64 = 1 << VIRTIO_BLK_F_CONFIG_WCE;
+/// Whatever the device offers.
+pub const EVERYTHING: u64 = u64::MAX;
+
+pub const OK: u8 = VIRTIO_BLK_S_OK as u8;
+pub const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+pub const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
+/// What the driver puts into a status byte before the device answers.
+pub const UNANSWERED: u8 = 0xee;
+
+/// Nothing takes this long on the slowest machine; a test that waits longer has hung.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Long enough for something to happen that must not.
+pub const A_WHILE: Duration = Duration::from_millis(50);
+
+pub type Memory = Arc<GuestMemoryMmap>;
+
+/// Guest memory: two regions side by side, so that a buffer can lie across them, then nothing.
+pub const REGION: u64 = 32 << 20;
+pub const MEMORY_END: u64 = 2 * REGION;
+
+pub fn guest_memory() -> Memory {
+    let ranges = [
+        (GuestAddress(0), REGION as usize),
+        (GuestAddress(REGION), REGION as usize),
+    ];
+    Arc::new(GuestMemoryMmap::from_ranges(&ranges).expect("guest memory"))
+}
+
+/// The transports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Mmio,
+    Pci,
+}
+
+/// Turns functions that take a [`Kind`] into one test per transport.
+macro_rules! on_both_transports {
+    ($($name:ident,)*) => {
+        mod mmio {
+            $(#[test] fn $name() { super::$name($crate::driver::Kind::Mmio); })*
+        }
+        mod pci {
+            $(#[test] fn $name() { super::$name($crate::driver::Kind::Pci); })*
+        }
+    };
+}
+
+/// Registers as a driver sees them, whatever the transport.
+pub trait Registers {
+    fn device_features(&mut self) -> u64;
+    fn set_driver_features(&mut self, features: u64);
+    fn status(&mut self) -> u8;
+    fn set_status(&mut self, status: u8);
+    fn generation(&mut self) -> u32;
+    fn read_config(&mut self, offset: u64, data: &mut [u8]);
+    fn write_config(&mut self, offset: u64, data: &[u8]);
+    /// Selects `queue` and returns its maximum size.
+    fn queue_max(&mut self, queue: u16) -> u16;
+    /// Sets a queue's size, addresses and interrupt, and enables it.
+    fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]);
+    /// Doorbell by a register access: an exit to user space.
+    fn notify(&mut self, queue: u16);
+    /// The eventfds that an ioeventfd would write to.
+    fn doorbells(&self) -> Vec<EventFd>;
+    /// Interrupts of `queue` since the last call, in whatever way the transport delivers them.
+    fn take_queue_interrupts(&mut self, queue: u16) -> u64;
+    /// Configuration change interrupts since the last call.
+    fn take_config_interrupts(&mut self) -> u64;
+    fn capacity_changed(&mut self);
+}
+
+/// A driver with a device of its own.
+pub struct Driver {
+    pub registers: Box<dyn Registers>,
+    pub memory: Memory,
+    pub rings: Vec<Ring>,
+    pub metrics: Arc<BlockMetrics>,
+    pub features: u64,
+    doorbells: Vec<EventFd>,
+    next_page: Arc<AtomicU64>,
+}
+
+/// How a request ended.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub status: u8,
+    pub data: Vec<u8>,
+    pub written: u32,
+}
+
+/// A request in the ring.
+#[derive(Clone, Debug)]
+pub struct Posted {
+    pub head: u16,
+    data: GuestAddress,
+    data_len: usize,
+    status: GuestAddress,
+}
+
+pub fn config(queues: u16) -> BlockConfig {
+    BlockConfig {
+        queues,
+        queue_size: 64,
+        serial: "serial-of-a-disk".into(),
+    }
+}
+
+impl Driver {
+    /// A device that nobody has touched yet.
+    pub fn attach(kind: Kind, backend: impl Backend + 'static, config: BlockConfig) -> Self {
+        let memory = guest_memory();
+        let device = VirtioBlock::new(Arc::new(backend), config).expect("a device");
+        let metrics = device.metrics();
+        let registers: Box<dyn Registers> = match kind {
+            Kind::Mmio => Box::new(MmioDriver::new(device, Arc::clone(&memory))),
+            Kind::Pci => Box::new(PciDriver::new(device, Arc::clone(&memory))),
+        };
+        Self {
+            doorbells: registers.doorbells(),
+            registers,
+            memory,
+            rings: Vec::new(),
+            metrics,
+            features: 0,
+            next_page: Arc::new(AtomicU64::new(0x1000)),
+        }
+    }
+
+    /// A device that is live, with those of the `wanted` features that it offers.
+    pub fn start(
+        kind: Kind,
+        backend: impl Backend + 'static,
+        config: BlockConfig,
+        wanted: u64,
+    ) -> Self {
+        let mut driver = Self::attach(kind, backend, config);
+        driver.initialise(wanted);
+        driver
+    }
+
+    /// Virtio 1.2, 3.1.1, with a ring for every queue.
+    pub fn initialise(&mut self, wanted: u64) {
+        self.negotiate(wanted);
+        self.rings.clear();
+        for queue in 0.. {
+            let max = self.registers.queue_max(queue);
+            if max == 0 {
+                break;
+            }
+            let pages = self.allocate(Ring::bytes(max));
+            let ring = Ring::new(
+                Arc::clone(&self.memory),
+                max,
+                pages,
+                self.features & EVENT_IDX != 0,
+            );
+            self.registers.set_queue(queue, max, ring.addresses());
+            self.rings.push(ring);
+        }
+        let status = self.registers.status();
+        self.registers.set_status(status | DRIVER_OK);
+        assert_eq!(
+            self.registers.status(),
+            ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK
+        );
+    }
+
+    /// Reset to FEATURES_OK.
+    pub fn negotiate(&mut self, wanted: u64) {
+        self.registers.set_status(0);
+        assert_eq!(self.registers.status(), 0);
+        self.registers.set_status(ACKNOWLEDGE);
+        self.registers.set_status(ACKNOWLEDGE | DRIVER);
+        self.features = self.registers.device_features() & (wanted | VERSION_1);
+        self.registers.set_driver_features(self.features);
+        self.registers
+            .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
+        assert_eq!(self.registers.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
+    }
+
+    /// Guest pages that nobody else uses. Never freed.
+    pub fn allocate(&self, bytes: usize) -> GuestAddress {
+        let len = (bytes as u64).next_multiple_of(0x1000);
+        let address = self.next_page.fetch_add(len, Ordering::Relaxed);
+        assert!(
+            address + len <= MEMORY_END,
+            "the test uses too much guest memory"
+        );
+        GuestAddress(address)
+    }
+
+    /// Puts a request into the ring, one descriptor for each part, and publishes nothing yet.
+    pub fn post(
+        &mut self,
+        queue: usize,
+        kind: u32,
+        sector: u64,
+        out: &[u8],
+        data_in: usize,
+    ) -> Posted {
+        let (posted, readable, writable) = self.lay_out(kind, sector, out, data_in);
+        let mut pieces = vec![Piece::readable(readable, 16)];
+        if !out.is_empty() {
+            pieces.push(Piece::readable(
+                GuestAddress(readable.0 + 16),
+                out.len() as u32,
+            ));
+        }
+        if data_in > 0 {
+            pieces.push(Piece::writable(writable, data_in as u32));
+        }
+        pieces.push(Piece::writable(posted.status, 1));
+        let head = self.rings[queue].add(&pieces);
+        Posted { head, ..posted }
+    }
+
+    /// Writes a request's bytes into fresh guest memory: readable and writable part, each without a gap.
+    pub fn lay_out(
+        &self,
+        kind: u32,
+        sector: u64,
+        out: &[u8],
+        data_in: usize,
+    ) -> (Posted, GuestAddress, GuestAddress) {
+        let readable = self.allocate(16 + out.len());
+        let writable = self.allocate(data_in + 1);
+        let mut header = [0; 16];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        header[8..].copy_from_slice(&sector.to_le_bytes());
+        self.memory.write_slice(&header, readable).expect("header");
+        self.memory
+            .write_slice(out, GuestAddress(readable.0 + 16))
+            .expect("data");
+        let status = GuestAddress(writable.0 + data_in as u64);
+        self.memory.write_obj(UNANSWERED, status).expect("status");
+        (
+            Posted {
+                head: u16::MAX,
+                data: writable,
+                data_len: data_in,
+                status,
+            },
+            readable,
+            writable,
+        )
+    }
+
+    /// Publishes what was added and rings, if the device wants it, through the eventfd.
+    pub fn kick(&mut self, queue: usize) -> bool {
+        let wanted = self.rings[queue].publish();
+        if wanted {
+            self.doorbells[queue].write(1).expect("doorbell");
+        }
+        wanted
+    }
+
+    /// Waits until the device has used one more chain, and returns its head and length.
+    pub fn next_used(&mut self, queue: usize) -> (u16, u32) {
+        self.wait_for_used(queue, Ring::pop_used)
+    }
+
+    /// The same, but the chain stays as it is, to be offered again.
+    pub fn next_used_keep_chain(&mut self, queue: usize) -> (u16, u32) {
+        self.wait_for_used(queue, Ring::take_used_keep_chain)
+    }
+
+    fn wait_for_used(
+        &mut self,
+        queue: usize,
+        mut take: impl FnMut(&mut Ring) -> Option<(u16, u32)>,
+    ) -> (u16, u32) {
+        let start = Instant::now();
+        loop {
+            if let Some(used) = take(&mut self.rings[queue]) {
+                return used;
+            }
+            assert!(start.elapsed() < PATIENCE, "queue {queue}: no answer");
+            assert_eq!(
+                self.registers.status() & NEEDS_RESET,
+                0,
+                "the device needs a reset"
+            );
+            pause(start);
+        }
+    }
+
+    /// What the device has answered to `posted`.
+    pub fn answer(&self, posted: &Posted, written: u32) -> Answer {
+        let mut data = vec![0; posted.data_len];
+        self.memory
+            .read_slice(&mut data, posted.data)
+            .expect("data");
+        let status = self.memory.read_obj(posted.status).expect("status");
+        Answer {
+            status,
+            data,
+            written,
+        }
+    }
+
+    /// One request, start to end.
+    pub fn request(
+        &mut self,
+        queue: usize,
+        kind: u32,
+        sector: u64,
+        out: &[u8],
+        data_in: usize,
+    ) -> Answer {
+        let posted = self.post(queue, kind, sector, out, data_in);
+        self.kick(queue);
+        let (head, written) = self.next_used(queue);
+        assert_eq!(head, posted.head);
+        self.answer(&posted, written)
+    }
+
+    pub fn write(&mut self, queue: usize, sector: u64, data: &[u8]) {
+        let answer = self.request(queue, VIRTIO_BLK_T_OUT, sector, data, 0);
+        assert_eq!(
+            (answer.status, answer.written),
+            (OK, 1),
+            "write of sector {sector}"
+        );
+    }
+
+    pub fn read(&mut self, queue: usize, sector: u64, len: usize) -> Vec<u8> {
+        let answer = self.request(queue, VIRTIO_BLK_T_IN, sector, &[], len);
+        assert_eq!(
+            (answer.status, answer.written),
+            (OK, len as u32 + 1),
+            "read of {sector}"
+        );
+        answer.data
+    }
+
+    pub fn flush(&mut self, queue: usize) {
+        assert_eq!(
+            self.request(queue, VIRTIO_BLK_T_FLUSH, 0, &[], 0).status,
+            OK
+        );
+    }
+
+    pub fn read_config<const N: usize>(&mut self, offset: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.registers.read_config(offset, &mut bytes);
+        bytes
+    }
+
+    pub fn counts(&self) -> BlockCounts {
+        self.metrics.counts()
+    }
+
+    /// Waits until the device asks for a reset and has said so with an interrupt.
+    pub fn wait_for_needs_reset(&mut self) {
+        wait_until("DEVICE_NEEDS_RESET", || {
+            self.registers.status() & NEEDS_RESET != 0
+        });
+        wait_until("a configuration interrupt", || {
+            self.registers.take_config_interrupts() > 0
+        });
+    }
+}
+
+/// A discard or write zeroes segment (virtio 1.2, 5.2.6).
+pub fn segment(sector: u64, sectors: u32, flags: u32) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&sector.to_le_bytes());
+    bytes[8..12].copy_from_slice(&sectors.to_le_bytes());
+    bytes[12..].copy_from_slice(&flags.to_le_bytes());
+    bytes
+}
+
+/// Waits for something that another thread brings about.
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
+        pause(start);
+    }
+}
+
+/// Gives way to the other threads: at first to whoever is ready, then to everyone.
+fn pause(waiting_since: Instant) {
+    if waiting_since.elapsed() < Duration::from_micros(200) {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// Bytes that differ from sector to sector and from seed to seed.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut random = Random(seed | 1);
+    (0..len).map(|_| random.next() as u8).collect()
+}
+
+/// A reproducible sequence (xorshift64*).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16
+    }
+
+    /// A number below `bound`.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+}

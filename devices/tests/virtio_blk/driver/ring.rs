@@ -1,0 +1,238 @@
+//! The driver's half of a split virtqueue (virtio 1.2, 2.7).
+
+use std::sync::atomic::{Ordering, fence};
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::Memory;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// One descriptor's buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    pub address: GuestAddress,
+    pub len: u32,
+    pub writable: bool,
+}
+
+impl Piece {
+    pub fn readable(address: GuestAddress, len: u32) -> Self {
+        Self {
+            address,
+            len,
+            writable: false,
+        }
+    }
+
+    pub fn writable(address: GuestAddress, len: u32) -> Self {
+        Self {
+            address,
+            len,
+            writable: true,
+        }
+    }
+}
+
+/// Descriptor table, available ring and used ring, in that order.
+pub struct Ring {
+    memory: Memory,
+    pub size: u16,
+    descriptors: u64,
+    available: u64,
+    used: u64,
+    event_idx: bool,
+    free: Vec<u16>,
+    /// Descriptors of the chain that starts at each head.
+    chains: Vec<Vec<u16>>,
+    next_available: u16,
+    published: u16,
+    last_used: u16,
+}
+
+impl Ring {
+    /// Bytes that a ring of `size` descriptors takes.
+    pub fn bytes(size: u16) -> usize {
+        let size = usize::from(size);
+        size * 16 + (size * 2 + 6).next_multiple_of(4) + size * 8 + 6
+    }
+
+    pub fn new(memory: Memory, size: u16, at: GuestAddress, event_idx: bool) -> Self {
+        let n = u64::from(size);
+        let available = at.0 + n * 16;
+        Self {
+            memory,
+            size,
+            descriptors: at.0,
+            available,
+            used: available + (n * 2 + 6).next_multiple_of(4),
+            event_idx,
+            free: (0..size).rev().collect(),
+            chains: vec![Vec::new(); usize::from(size)],
+            next_available: 0,
+            published: 0,
+            last_used: 0,
+        }
+    }
+
+    /// Descriptor table, driver area, device area.
+    pub fn addresses(&self) -> [u64; 3] {
+        [self.descriptors, self.available, self.used]
+    }
+
+    pub fn free_descriptors(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Writes a descriptor, whatever it says.
+    pub fn set_descriptor(&self, index: u16, address: u64, len: u32, flags: u16, next: u16) {
+        self.write_descriptor(self.descriptors, index, address, len, flags, next);
+    }
+
+    pub fn write_descriptor(
+        &self,
+        table: u64,
+        index: u16,
+        address: u64,
+        len: u32,
+        flags: u16,
+        next: u16,
+    ) {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&len.to_le_bytes());
+        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&next.to_le_bytes());
+        let at = GuestAddress(table + u64::from(index) * 16);
+        self.memory.write_slice(&bytes, at).expect("descriptor");
+    }
+
+    /// Makes a chain and puts it into the available ring, not published yet.
+    pub fn add(&mut self, pieces: &[Piece]) -> u16 {
+        let chain: Vec<u16> = pieces
+            .iter()
+            .map(|_| self.free.pop().expect("a free descriptor"))
+            .collect();
+        self.fill(self.descriptors, &chain, pieces);
+        let head = chain[0];
+        self.chains[usize::from(head)] = chain;
+        self.offer(head);
+        head
+    }
+
+    /// The same with one descriptor that refers to a table of the pieces at `table`.
+    pub fn add_indirect(&mut self, pieces: &[Piece], table: GuestAddress) -> u16 {
+        let indices: Vec<u16> = (0..pieces.len() as u16).collect();
+        self.fill(table.0, &indices, pieces);
+        let head = self.free.pop().expect("a free descriptor");
+        self.set_descriptor(head, table.0, pieces.len() as u32 * 16, INDIRECT, 0);
+        self.chains[usize::from(head)] = vec![head];
+        self.offer(head);
+        head
+    }
+
+    fn fill(&self, table: u64, chain: &[u16], pieces: &[Piece]) {
+        for (position, (&index, piece)) in chain.iter().zip(pieces).enumerate() {
+            let write = if piece.writable { WRITE } else { 0 };
+            let (next, link) = match chain.get(position + 1) {
+                Some(&next) => (next, NEXT),
+                None => (0, 0),
+            };
+            self.write_descriptor(table, index, piece.address.0, piece.len, write | link, next);
+        }
+    }
+
+    /// Puts any head into the available ring.
+    pub fn offer(&mut self, head: u16) {
+        let slot = u64::from(self.next_available % self.size);
+        let at = GuestAddress(self.available + 4 + slot * 2);
+        self.memory
+            .write_obj(head.to_le(), at)
+            .expect("available ring");
+        self.next_available = self.next_available.wrapping_add(1);
+    }
+
+    /// Publishes whatever was added. `true`: the device wants to be told (2.7.10).
+    pub fn publish(&mut self) -> bool {
+        let old = std::mem::replace(&mut self.published, self.next_available);
+        self.store_index(self.next_available);
+        fence(Ordering::SeqCst);
+        if self.event_idx {
+            let event = self.avail_event();
+            let passed = self.next_available.wrapping_sub(event).wrapping_sub(1);
+            passed < self.next_available.wrapping_sub(old)
+        } else {
+            self.load(self.used) & 1 == 0
+        }
+    }
+
+    /// Stores an available index, true or not.
+    pub fn store_index(&self, index: u16) {
+        let at = GuestAddress(self.available + 2);
+        self.memory
+            .store(index.to_le(), at, Ordering::Release)
+            .expect("available index");
+    }
+
+    /// Where the device wants the next doorbell.
+    pub fn avail_event(&self) -> u16 {
+        self.load(self.used + 4 + u64::from(self.size) * 8)
+    }
+
+    /// With EVENT_IDX: the used index at which the driver wants the next interrupt.
+    pub fn set_used_event(&self, index: u16) {
+        let at = GuestAddress(self.available + 4 + u64::from(self.size) * 2);
+        self.memory
+            .store(index.to_le(), at, Ordering::SeqCst)
+            .expect("used_event");
+    }
+
+    /// Without EVENT_IDX: whether the driver wants interrupts.
+    pub fn set_no_interrupt(&self, none: bool) {
+        let at = GuestAddress(self.available);
+        self.memory
+            .store(u16::from(none).to_le(), at, Ordering::SeqCst)
+            .expect("flags");
+    }
+
+    pub fn used_index(&self) -> u16 {
+        self.load(self.used + 2)
+    }
+
+    pub fn last_used(&self) -> u16 {
+        self.last_used
+    }
+
+    /// Takes the next used chain, if there is one, and frees its descriptors.
+    pub fn pop_used(&mut self) -> Option<(u16, u32)> {
+        let (head, written) = self.take_used_keep_chain()?;
+        self.free.append(&mut self.chains[usize::from(head)]);
+        Some((head, written))
+    }
+
+    /// The same, but the chain stays as it is, to be offered again.
+    pub fn take_used_keep_chain(&mut self) -> Option<(u16, u32)> {
+        if self.used_index() == self.last_used {
+            return None;
+        }
+        let at = self.used + 4 + u64::from(self.last_used % self.size) * 8;
+        let mut element = [0; 8];
+        self.memory
+            .read_slice(&mut element, GuestAddress(at))
+            .expect("used ring");
+        self.last_used = self.last_used.wrapping_add(1);
+        let head = u32::from_le_bytes(element[..4].try_into().expect("4 bytes")) as u16;
+        let written = u32::from_le_bytes(element[4..].try_into().expect("4 bytes"));
+        Some((head, written))
+    }
+
+    fn load(&self, at: u64) -> u16 {
+        u16::from_le(
+            self.memory
+                .load(GuestAddress(at), Ordering::SeqCst)
+                .expect("ring"),
+        )
+    }
+}

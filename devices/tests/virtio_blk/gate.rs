@@ -1,0 +1,157 @@
+//! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test decides
+//! what is in flight, and can change the capacity.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, BackendQueue, Capabilities, Completion, Operation};
+
+/// Clones are the same gate.
+#[derive(Clone)]
+pub struct Gate {
+    disk: RamDisk,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    open: AtomicBool,
+    events: Mutex<Vec<EventFd>>,
+    sectors: AtomicU64,
+    submitted: AtomicU64,
+    kicks: AtomicU64,
+    queues: AtomicU64,
+    leaked: AtomicU64,
+}
+
+impl Gate {
+    /// A closed gate before `disk`.
+    pub fn new(disk: RamDisk) -> Self {
+        let shared = Shared {
+            open: AtomicBool::new(false),
+            events: Mutex::default(),
+            sectors: AtomicU64::new(disk.sectors()),
+            submitted: AtomicU64::new(0),
+            kicks: AtomicU64::new(0),
+            queues: AtomicU64::new(0),
+            leaked: AtomicU64::new(0),
+        };
+        Self {
+            disk,
+            shared: Arc::new(shared),
+        }
+    }
+
+    pub fn open(&self) {
+        self.shared.open.store(true, Ordering::SeqCst);
+        for event in self.shared.events.lock().expect("events").iter() {
+            event.write(1).expect("event");
+        }
+    }
+
+    /// Requests handed in so far.
+    pub fn submitted(&self) -> u64 {
+        self.shared.submitted.load(Ordering::SeqCst)
+    }
+
+    /// Batches so far.
+    pub fn kicks(&self) -> u64 {
+        self.shared.kicks.load(Ordering::SeqCst)
+    }
+
+    /// Queues that are open now.
+    pub fn queues(&self) -> u64 {
+        self.shared.queues.load(Ordering::SeqCst)
+    }
+
+    /// Requests that had not ended when their queue was closed.
+    pub fn leaked(&self) -> u64 {
+        self.shared.leaked.load(Ordering::SeqCst)
+    }
+
+    pub fn set_sectors(&self, sectors: u64) {
+        self.shared.sectors.store(sectors, Ordering::SeqCst);
+    }
+}
+
+impl Backend for Gate {
+    fn sectors(&self) -> u64 {
+        self.shared.sectors.load(Ordering::SeqCst)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.disk.capabilities()
+    }
+
+    fn write_cache(&self) -> bool {
+        self.disk.write_cache()
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        self.disk.set_write_cache(on);
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        let event = EventFd::new(EFD_NONBLOCK)?;
+        self.shared
+            .events
+            .lock()
+            .expect("events")
+            .push(event.try_clone()?);
+        self.shared.queues.fetch_add(1, Ordering::SeqCst);
+        Ok(Box::new(GateQueue {
+            inner: self.disk.open_queue()?,
+            shared: Arc::clone(&self.shared),
+            event,
+            held: Vec::new(),
+            in_flight: 0,
+        }))
+    }
+}
+
+struct GateQueue {
+    inner: Box<dyn BackendQueue>,
+    shared: Arc<Shared>,
+    event: EventFd,
+    held: Vec<Completion>,
+    in_flight: usize,
+}
+
+impl BackendQueue for GateQueue {
+    fn submit(&mut self, token: u64, operation: Operation) {
+        self.in_flight += 1;
+        self.shared.submitted.fetch_add(1, Ordering::SeqCst);
+        self.inner.submit(token, operation);
+    }
+
+    fn kick(&mut self) {
+        self.shared.kicks.fetch_add(1, Ordering::SeqCst);
+        self.inner.kick();
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        // SAFETY: `self.event` owns the descriptor and is borrowed as long as the result.
+        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
+    }
+
+    fn completions(&mut self, done: &mut Vec<Completion>) {
+        let _ = self.event.read();
+        self.inner.completions(&mut self.held);
+        if self.shared.open.load(Ordering::SeqCst) {
+            self.in_flight -= self.held.len();
+            done.append(&mut self.held);
+        }
+    }
+}
+
+impl Drop for GateQueue {
+    fn drop(&mut self) {
+        self.shared.queues.fetch_sub(1, Ordering::SeqCst);
+        self.shared
+            .leaked
+            .fetch_add(self.in_flight as u64, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,203 @@
+//! A driver that breaks the rules costs itself a reset, and nobody else anything.
+
+use virtio_bindings::virtio_blk::*;
+use vm_memory::GuestAddress;
+use walvisor_devices::backend::ram::RamDisk;
+
+use crate::driver::*;
+use crate::gate::Gate;
+
+on_both_transports!(
+    broken_chains_need_a_reset,
+    broken_indices_need_a_reset,
+    broken_ring_addresses_need_a_reset,
+    requests_in_flight_end_when_their_queue_breaks,
+    the_other_queues_go_on,
+);
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT_TABLE: u16 = 4;
+
+/// Breaks queue 0 with `offence`, and checks that only a reset helps, and that it does.
+fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddress)) {
+    let disk = RamDisk::new(64);
+    let mut driver = Driver::start(kind, disk, config(1), EVERYTHING);
+    driver.write(0, 5, &pattern(5, 512));
+    let scratch = driver.allocate(1 << 20);
+    let used = driver.rings[0].used_index();
+    offence(&mut driver, scratch);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    driver.wait_for_needs_reset();
+    assert_eq!(
+        driver.rings[0].used_index(),
+        used,
+        "{what}: nothing was answered"
+    );
+    // The queue is dead until then.
+    driver.registers.notify(0);
+    std::thread::sleep(A_WHILE / 10);
+    assert_eq!(driver.rings[0].used_index(), used, "{what}");
+    assert_eq!(
+        driver.registers.take_config_interrupts(),
+        0,
+        "{what}: said once"
+    );
+    driver.initialise(EVERYTHING);
+    assert_eq!(driver.read(0, 5, 512), pattern(5, 512), "{what}");
+}
+
+fn broken_chains_need_a_reset(kind: Kind) {
+    type Offence = fn(&mut Ring, u64);
+    let offences: [(&str, Offence); 13] = [
+        ("a descriptor that follows itself", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, 0);
+        }),
+        ("a loop of two, both writable", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT | WRITE, 1);
+            ring.set_descriptor(1, at, 16, NEXT | WRITE, 0);
+        }),
+        ("a next descriptor beyond the table", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, ring.size);
+        }),
+        ("no device-writable descriptor", |ring, at| {
+            ring.set_descriptor(0, at, 16, 0, 0);
+        }),
+        ("only an empty device-writable descriptor", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, 1);
+            ring.set_descriptor(1, at, 0, WRITE, 0);
+        }),
+        ("writable before readable", |ring, at| {
+            ring.set_descriptor(0, at, 1, NEXT | WRITE, 1);
+            ring.set_descriptor(1, at, 16, 0, 0);
+        }),
+        ("a status byte outside memory", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, 1);
+            ring.set_descriptor(1, MEMORY_END, 1, WRITE, 0);
+        }),
+        ("a status byte beyond 2^64", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, 1);
+            ring.set_descriptor(1, u64::MAX - 10, 100, WRITE, 0);
+        }),
+        ("more than 2^32 bytes", |ring, at| {
+            ring.set_descriptor(0, at, 16, NEXT, 1);
+            ring.set_descriptor(1, at, u32::MAX, NEXT | WRITE, 2);
+            ring.set_descriptor(2, at, u32::MAX, WRITE, 0);
+        }),
+        ("an indirect table in an indirect table", |ring, at| {
+            ring.set_descriptor(0, at, 32, INDIRECT_TABLE, 0);
+            ring.write_descriptor(at, 0, at + 64, 16, NEXT, 1);
+            ring.write_descriptor(at, 1, at, 32, INDIRECT_TABLE, 0);
+        }),
+        ("an indirect table that is no multiple of 16", |ring, at| {
+            ring.set_descriptor(0, at, 33, INDIRECT_TABLE, 0);
+        }),
+        ("an indirect table outside memory", |ring, _| {
+            ring.set_descriptor(0, MEMORY_END, 32, INDIRECT_TABLE, 0);
+        }),
+        ("an indirect chain longer than the queue", |ring, at| {
+            ring.set_descriptor(0, at, 65535 * 16, INDIRECT_TABLE, 0);
+            for index in 0..65534 {
+                ring.write_descriptor(at, index, at, 1, NEXT, index + 1);
+            }
+            ring.write_descriptor(at, 65534, at, 1, WRITE, 0);
+        }),
+    ];
+    for (what, offence) in offences {
+        expect_reset(kind, what, |driver, scratch| {
+            offence(&mut driver.rings[0], scratch.0);
+            driver.rings[0].offer(0);
+        });
+    }
+}
+
+fn broken_indices_need_a_reset(kind: Kind) {
+    expect_reset(kind, "a head beyond the table", |driver, _| {
+        let size = driver.rings[0].size;
+        driver.rings[0].offer(size);
+    });
+    expect_reset(kind, "head 65535", |driver, _| {
+        driver.rings[0].offer(u16::MAX)
+    });
+    for ahead in [65u16, 1000, 32768, u16::MAX] {
+        let gate = Gate::new(RamDisk::new(64));
+        gate.open();
+        let mut driver = Driver::start(kind, gate, config(1), EVERYTHING);
+        driver.rings[0].store_index(ahead);
+        driver.registers.notify(0);
+        driver.wait_for_needs_reset();
+        assert_eq!(driver.counts().requests, 0, "{ahead} chains ahead");
+        driver.initialise(EVERYTHING);
+        driver.flush(0);
+    }
+}
+
+fn broken_ring_addresses_need_a_reset(kind: Kind) {
+    let good = 0x10000;
+    for (size, addresses) in [
+        (64, [MEMORY_END, good, good + 0x1000]),
+        (64, [good, MEMORY_END - 8, good + 0x1000]),
+        (64, [good, good + 0x1000, MEMORY_END - 8]),
+        (64, [u64::MAX - 15, good, good + 0x1000]),
+        (64, [good, u64::MAX - 1, good + 0x1000]),
+        (64, [good, good + 0x1000, u64::MAX - 3]),
+        (64, [good + 8, good + 0x1000, good + 0x2000]),
+        (64, [good, good + 0x1001, good + 0x2000]),
+        (64, [good, good + 0x1000, good + 0x2002]),
+        (0, [good, good + 0x1000, good + 0x2000]),
+        (3, [good, good + 0x1000, good + 0x2000]),
+        (128, [good, good + 0x1000, good + 0x2000]),
+    ] {
+        let gate = Gate::new(RamDisk::new(64));
+        gate.open();
+        let mut driver = Driver::attach(kind, gate.clone(), config(1));
+        driver.negotiate(EVERYTHING);
+        driver.registers.queue_max(0);
+        driver.registers.set_queue(0, size, addresses);
+        driver
+            .registers
+            .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+        driver.wait_for_needs_reset();
+        driver.registers.notify(0);
+        assert_eq!(gate.queues(), 0, "size {size}, {addresses:x?}");
+        driver.initialise(EVERYTHING);
+        driver.flush(0);
+    }
+}
+
+fn requests_in_flight_end_when_their_queue_breaks(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    for sector in 0..4 {
+        driver.post(0, VIRTIO_BLK_T_OUT, sector, &pattern(sector, 512), 0);
+    }
+    driver.kick(0);
+    wait_until("4 requests", || gate.submitted() == 4);
+    // Two good ones and a bad one between them in a single batch.
+    driver.post(0, VIRTIO_BLK_T_OUT, 4, &pattern(4, 512), 0);
+    driver.rings[0].offer(u16::MAX);
+    driver.post(0, VIRTIO_BLK_T_OUT, 5, &pattern(5, 512), 0);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    driver.wait_for_needs_reset();
+    assert_eq!(gate.submitted(), 5);
+    gate.open();
+    driver.registers.set_status(0);
+    assert_eq!((gate.queues(), gate.leaked()), (0, 0));
+    driver.initialise(EVERYTHING);
+    assert_eq!(driver.read(0, 4, 512), pattern(4, 512));
+    assert_eq!(driver.read(0, 5, 512), [0; 512]);
+}
+
+fn the_other_queues_go_on(kind: Kind) {
+    let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
+    driver.rings[0].offer(u16::MAX);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    driver.wait_for_needs_reset();
+    let post = driver.post(1, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.kick(1);
+    wait_until("an answer", || driver.rings[1].used_index() == 1);
+    assert_eq!(driver.answer(&post, 1).status, OK);
+}

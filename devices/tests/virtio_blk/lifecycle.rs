@@ -1,0 +1,208 @@
+//! Reset, shutdown and bounded memory, with requests in flight (virtio 1.2, 2.4).
+
+use std::thread;
+use std::time::Instant;
+
+use virtio_bindings::virtio_blk::*;
+use walvisor_devices::backend::ram::RamDisk;
+
+use crate::driver::*;
+use crate::gate::Gate;
+
+on_both_transports!(
+    a_reset_waits_for_what_is_in_flight,
+    dropping_a_device_waits_for_what_is_in_flight,
+    a_device_can_be_reset_again_and_again,
+    bytes_in_flight_are_bounded,
+    requests_in_flight_are_bounded,
+    chains_offered_before_the_first_doorbell_are_served,
+);
+
+/// Opens the gate after a while, and says when.
+fn open_later(gate: &Gate) -> thread::JoinHandle<Instant> {
+    let gate = gate.clone();
+    thread::spawn(move || {
+        thread::sleep(A_WHILE);
+        let opened = Instant::now();
+        gate.open();
+        opened
+    })
+}
+
+fn a_reset_waits_for_what_is_in_flight(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(1024));
+    let mut driver = Driver::start(kind, gate.clone(), config(2), EVERYTHING);
+    for queue in 0..2 {
+        for sector in 0..8 {
+            driver.post(queue, VIRTIO_BLK_T_OUT, sector, &pattern(sector, 512), 0);
+        }
+        driver.kick(queue);
+    }
+    wait_until("16 requests", || gate.submitted() == 16);
+    let opened = open_later(&gate);
+    driver.registers.set_status(0);
+    let done = Instant::now();
+    assert!(
+        done > opened.join().expect("the opener"),
+        "the reset did not wait"
+    );
+    assert_eq!(driver.registers.status(), 0);
+    assert_eq!(
+        (gate.queues(), gate.leaked()),
+        (0, 0),
+        "every worker is gone, nothing was lost"
+    );
+    assert_eq!(
+        driver.registers.take_queue_interrupts(0),
+        0,
+        "a reset device is silent"
+    );
+    let used: Vec<u16> = driver.rings.iter().map(Ring::used_index).collect();
+
+    // Doorbells of a device that is not live do nothing.
+    driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.kick(0);
+    driver.registers.notify(1);
+    thread::sleep(A_WHILE);
+    assert_eq!(gate.submitted(), 16);
+    assert_eq!(
+        driver
+            .rings
+            .iter()
+            .map(Ring::used_index)
+            .collect::<Vec<_>>(),
+        used
+    );
+
+    driver.initialise(EVERYTHING);
+    assert_eq!(driver.read(1, 7, 512), pattern(7, 512));
+}
+
+fn dropping_a_device_waits_for_what_is_in_flight(kind: Kind) {
+    let disk = RamDisk::new(1024);
+    let gate = Gate::new(disk.clone());
+    let mut driver = Driver::start(kind, gate.clone(), config(4), EVERYTHING);
+    for queue in 0..4 {
+        driver.post(
+            queue,
+            VIRTIO_BLK_T_OUT,
+            queue as u64,
+            &pattern(queue as u64, 512),
+            0,
+        );
+        driver.kick(queue);
+    }
+    wait_until("4 requests", || gate.submitted() == 4);
+    let opened = open_later(&gate);
+    drop(driver);
+    let done = Instant::now();
+    assert!(
+        done > opened.join().expect("the opener"),
+        "the drop did not wait"
+    );
+    assert_eq!((gate.queues(), gate.leaked()), (0, 0));
+    let mut driver = Driver::start(kind, disk, config(1), EVERYTHING);
+    assert_eq!(driver.read(0, 3, 512), pattern(3, 512));
+}
+
+fn a_device_can_be_reset_again_and_again(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(1024));
+    gate.open();
+    let mut driver = Driver::attach(kind, gate.clone(), config(2));
+    for round in 0..100 {
+        driver.initialise(if round % 2 == 0 {
+            EVERYTHING
+        } else {
+            VERSION_1
+        });
+        for queue in 0..2 {
+            driver.write(queue, round, &pattern(round, 512));
+            assert_eq!(driver.read(1 - queue, round, 512), pattern(round, 512));
+        }
+        for queue in 0..2 {
+            // And one that nobody waits for.
+            driver.post(queue, VIRTIO_BLK_T_IN, 0, &[], 512);
+            driver.kick(queue);
+        }
+    }
+    driver.registers.set_status(0);
+    assert_eq!((gate.queues(), gate.leaked()), (0, 0));
+    assert_eq!(driver.counts().errors, 0);
+}
+
+fn bytes_in_flight_are_bounded(kind: Kind) {
+    const MIB: u32 = 1 << 20;
+    let gate = Gate::new(RamDisk::new(64 << 11));
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    let shared = driver.allocate(8 * MIB as usize);
+    let mut statuses = Vec::new();
+    for _ in 0..12 {
+        let (_, header, _) = driver.lay_out(VIRTIO_BLK_T_IN, 0, &[], 0);
+        let status = driver.allocate(1);
+        driver.rings[0].add(&[
+            Piece::readable(header, 16),
+            Piece::writable(shared, 8 * MIB),
+            Piece::writable(status, 1),
+        ]);
+        statuses.push(status);
+    }
+    driver.kick(0);
+    wait_until("the first requests", || gate.submitted() == 4);
+    thread::sleep(A_WHILE);
+    // Further doorbells change nothing: 32 MiB are in flight.
+    driver.registers.notify(0);
+    thread::sleep(A_WHILE);
+    assert_eq!(gate.submitted(), 4);
+    gate.open();
+    for _ in 0..12 {
+        let (_, written) = driver.next_used(0);
+        assert_eq!(written, 8 * MIB + 1);
+    }
+    // And the doorbell works again.
+    driver.flush(0);
+}
+
+fn requests_in_flight_are_bounded(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    let size = driver.rings[0].size;
+    // A driver that offers one chain again and again without waiting for it: far more than it may have.
+    let post = driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.kick(0);
+    for _ in 0..20 {
+        for _ in 0..size - 1 {
+            driver.rings[0].offer(post.head);
+        }
+        driver.rings[0].publish();
+        driver.registers.notify(0);
+        thread::sleep(A_WHILE / 10);
+    }
+    assert!(
+        gate.submitted() <= u64::from(size),
+        "{} requests in flight",
+        gate.submitted()
+    );
+    gate.open();
+    driver.initialise(EVERYTHING);
+    driver.flush(0);
+    assert_eq!(gate.leaked(), 0);
+}
+
+fn chains_offered_before_the_first_doorbell_are_served(kind: Kind) {
+    let mut driver = Driver::attach(kind, RamDisk::new(64), config(1));
+    driver.negotiate(EVERYTHING);
+    let at = driver.allocate(Ring::bytes(64));
+    let mut ring = Ring::new(driver.memory.clone(), 64, at, true);
+    let (posted, header, status) = driver.lay_out(VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    ring.add(&[Piece::readable(header, 16), Piece::writable(status, 1)]);
+    ring.publish();
+    driver.registers.set_queue(0, 64, ring.addresses());
+    // The doorbell rings before DRIVER_OK: too early, but it must not be lost.
+    driver.registers.notify(0);
+    driver.rings.push(ring);
+    driver
+        .registers
+        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    let (_, written) = driver.next_used(0);
+    assert_eq!(driver.answer(&posted, written).status, OK);
+}

@@ -1,0 +1,15 @@
+//! virtio-blk from the driver's side: real rings in real guest memory, both transports, every test on each.
+
+#[macro_use]
+mod driver;
+
+mod cache_mode;
+mod event_index;
+mod gate;
+mod hostile;
+mod lifecycle;
+mod mmio;
+mod negotiation;
+mod pci;
+mod random;
+mod requests;

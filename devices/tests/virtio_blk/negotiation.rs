@@ -1,0 +1,255 @@
+//! Features, status and configuration space (virtio 1.2, 2.1, 2.2, 2.5, 5.2.3 to 5.2.5).
+
+use virtio_bindings::virtio_blk::*;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, MAX_REQUEST_BYTES};
+use walvisor_devices::block::{BlockConfig, BlockError, VirtioBlock};
+
+use crate::driver::*;
+use crate::gate::Gate;
+
+on_both_transports!(
+    every_feature_is_offered_and_may_be_refused,
+    a_choice_that_was_not_offered_is_refused,
+    the_status_only_grows_and_in_order,
+    the_configuration_space_says_what_the_disk_is,
+    only_writeback_can_be_written,
+    a_resize_changes_the_generation_and_interrupts,
+    queue_registers_do_not_change_while_enabled,
+);
+
+fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
+    let expected = [
+        VIRTIO_BLK_F_SIZE_MAX,
+        VIRTIO_BLK_F_SEG_MAX,
+        VIRTIO_BLK_F_BLK_SIZE,
+        VIRTIO_BLK_F_FLUSH,
+        VIRTIO_BLK_F_TOPOLOGY,
+        VIRTIO_BLK_F_CONFIG_WCE,
+        VIRTIO_BLK_F_MQ,
+        VIRTIO_BLK_F_DISCARD,
+        VIRTIO_BLK_F_WRITE_ZEROES,
+    ];
+    let expected = expected
+        .iter()
+        .fold(VERSION_1 | EVENT_IDX | INDIRECT, |set, bit| set | 1 << bit);
+    let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
+    assert_eq!(driver.features, expected);
+    driver.write(1, 3, &pattern(1, 512));
+    // The poorest driver there is.
+    driver.initialise(VERSION_1);
+    assert_eq!(driver.features, VERSION_1);
+    assert_eq!(driver.read(0, 3, 512), pattern(1, 512));
+
+    let mut driver = Driver::attach(kind, RamDisk::read_only(&[1; 512]), config(1));
+    let offered = driver.registers.device_features();
+    assert_ne!(offered & 1 << VIRTIO_BLK_F_RO, 0);
+    let changes = 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES | 1 << VIRTIO_BLK_F_MQ;
+    assert_eq!(offered & changes, 0);
+}
+
+fn a_choice_that_was_not_offered_is_refused(kind: Kind) {
+    let mut driver = Driver::attach(kind, RamDisk::new(64), config(1));
+    let offered = driver.registers.device_features();
+    for (choice, accepted) in [
+        (VERSION_1, true),
+        (offered, true),
+        (offered & !VERSION_1, false),
+        (0, false),
+        (VERSION_1 | 1 << VIRTIO_BLK_F_RO, false),
+        (VERSION_1 | 1 << 63, false),
+    ] {
+        driver.registers.set_status(0);
+        driver.registers.set_status(ACKNOWLEDGE);
+        driver.registers.set_status(ACKNOWLEDGE | DRIVER);
+        driver.registers.set_driver_features(choice);
+        driver
+            .registers
+            .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
+        let status = driver.registers.status();
+        assert_eq!(status & FEATURES_OK != 0, accepted, "{choice:#x}");
+        assert_eq!(status & !FEATURES_OK, ACKNOWLEDGE | DRIVER);
+    }
+    // Fixed from FEATURES_OK on.
+    driver.negotiate(EVERYTHING);
+    driver.registers.set_driver_features(0);
+    driver
+        .registers
+        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    driver.registers.write_config(32, &[0]);
+    assert_eq!(
+        driver.read_config::<1>(32),
+        [0],
+        "CONFIG_WCE is still negotiated"
+    );
+}
+
+fn the_status_only_grows_and_in_order(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    let mut driver = Driver::attach(kind, gate.clone(), config(1));
+    driver.registers.set_status(FEATURES_OK);
+    assert_eq!(
+        driver.registers.status(),
+        0,
+        "FEATURES_OK comes after DRIVER"
+    );
+    driver.registers.set_status(ACKNOWLEDGE | DRIVER);
+    driver.registers.set_status(DRIVER_OK);
+    assert_eq!(
+        driver.registers.status(),
+        ACKNOWLEDGE | DRIVER,
+        "DRIVER_OK comes last"
+    );
+    assert_eq!(gate.queues(), 0);
+    driver.registers.set_status(NEEDS_RESET | DRIVER);
+    assert_eq!(
+        driver.registers.status(),
+        ACKNOWLEDGE | DRIVER,
+        "NEEDS_RESET is the device's"
+    );
+    driver.registers.set_status(128);
+    assert_eq!(driver.registers.status(), ACKNOWLEDGE | DRIVER | 128);
+    driver.registers.set_status(0);
+    assert_eq!(driver.registers.status(), 0);
+}
+
+fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
+    let mut driver = Driver::attach(kind, RamDisk::new(0x1_2345_6789), config(3));
+    driver.negotiate(EVERYTHING);
+    let u32_at = |driver: &mut Driver, at| u32::from_le_bytes(driver.read_config(at));
+    assert_eq!(u64::from_le_bytes(driver.read_config(0)), 0x1_2345_6789);
+    let (size_max, seg_max) = (u32_at(&mut driver, 8), u32_at(&mut driver, 12));
+    assert_eq!(seg_max, 62);
+    assert!(u64::from(size_max) * u64::from(seg_max) <= MAX_REQUEST_BYTES as u64);
+    assert_eq!(u32_at(&mut driver, 20), 512, "blk_size");
+    assert_eq!(
+        driver.read_config::<4>(24),
+        [3, 0, 8, 0],
+        "topology: 4096-byte physical blocks"
+    );
+    assert_eq!(driver.read_config::<2>(32), [1, 0], "writeback");
+    assert_eq!(u16::from_le_bytes(driver.read_config(34)), 3, "num_queues");
+    assert_eq!(u32_at(&mut driver, 40), 1, "max_discard_seg");
+    assert_eq!(u32_at(&mut driver, 52), 1, "max_write_zeroes_seg");
+    assert_eq!(
+        driver.read_config::<4>(56),
+        [1, 0, 0, 0],
+        "write_zeroes_may_unmap"
+    );
+    // Any width, and zeroes beyond the end.
+    assert_eq!(driver.read_config::<1>(1), [0x67]);
+    assert_eq!(driver.read_config::<2>(1), [0x67, 0x45]);
+    assert_eq!(driver.read_config::<8>(58), [0; 8]);
+    assert_eq!(driver.read_config::<4>(0xe00), [0; 4]);
+}
+
+fn only_writeback_can_be_written(kind: Kind) {
+    let disk = RamDisk::new(64);
+    let mut driver = Driver::attach(kind, disk.clone(), config(1));
+    driver.registers.write_config(32, &[0]);
+    assert!(disk.write_cache(), "nothing was negotiated");
+    driver.negotiate(EVERYTHING & !CONFIG_WCE);
+    driver.registers.write_config(32, &[0]);
+    assert!(disk.write_cache(), "CONFIG_WCE was not negotiated");
+    driver.negotiate(EVERYTHING);
+    let before: [u8; 60] = driver.read_config(0);
+    for offset in (0..80).filter(|&offset| offset != 32) {
+        driver.registers.write_config(offset, &[0x5a]);
+    }
+    driver.registers.write_config(30, &[0; 4]);
+    driver.registers.write_config(0, &[0xff; 60]);
+    assert_eq!(driver.read_config::<60>(0), before);
+    driver.registers.write_config(32, &[0]);
+    assert!(!disk.write_cache());
+    assert_eq!(driver.read_config::<1>(32), [0]);
+}
+
+fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    gate.set_sectors(32);
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    let generation = driver.registers.generation();
+    driver.registers.capacity_changed();
+    assert_eq!(
+        driver.registers.generation(),
+        generation,
+        "nothing has changed"
+    );
+    assert_eq!(driver.registers.take_config_interrupts(), 0);
+    assert_eq!(
+        driver.request(0, VIRTIO_BLK_T_IN, 32, &[], 512).status,
+        IOERR
+    );
+
+    gate.set_sectors(64);
+    driver.registers.capacity_changed();
+    assert_ne!(driver.registers.generation(), generation);
+    assert_eq!(driver.registers.take_config_interrupts(), 1);
+    assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64);
+    assert_eq!(driver.request(0, VIRTIO_BLK_T_IN, 63, &[], 512).status, OK);
+}
+
+fn queue_registers_do_not_change_while_enabled(kind: Kind) {
+    let mut driver = Driver::attach(kind, RamDisk::new(64), config(2));
+    driver.negotiate(EVERYTHING);
+    assert_eq!(driver.registers.queue_max(0), 64);
+    assert_eq!(driver.registers.queue_max(1), 64);
+    assert_eq!(driver.registers.queue_max(2), 0, "there is no third queue");
+    assert_eq!(driver.registers.queue_max(u16::MAX), 0);
+    let base = driver.allocate(Ring::bytes(64));
+    let ring = Ring::new(
+        driver.memory.clone(),
+        16,
+        base,
+        driver.features & EVENT_IDX != 0,
+    );
+    driver.registers.set_queue(0, 16, ring.addresses());
+    // A smaller queue than the largest, and the only one that is enabled.
+    driver
+        .registers
+        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    driver.rings.push(ring);
+    for sector in 0..40 {
+        driver.write(0, sector, &pattern(sector, 512));
+    }
+    assert_eq!(driver.read(0, 39, 512), pattern(39, 512));
+}
+
+#[test]
+fn a_device_that_makes_no_sense_is_refused_in_one_line() {
+    let refuse = |config: BlockConfig| {
+        let error = VirtioBlock::new(std::sync::Arc::new(RamDisk::new(8)), config);
+        error.err().expect("an error").to_string()
+    };
+    assert!(refuse(config(0)).contains("queues=0"));
+    assert!(refuse(config(257)).contains("queues=257"));
+    for queue_size in [0, 2, 3, 100, 2048, u16::MAX] {
+        let message = refuse(BlockConfig {
+            queue_size,
+            ..config(1)
+        });
+        assert!(
+            message.contains(&format!("queue-size={queue_size}")),
+            "{message}"
+        );
+    }
+    let message = refuse(BlockConfig {
+        serial: "x".repeat(21),
+        ..config(1)
+    });
+    assert!(
+        message.contains("20 bytes") && !message.contains('\n'),
+        "{message}"
+    );
+    assert!(matches!(
+        VirtioBlock::new(std::sync::Arc::new(huge()), config(1)),
+        Err(BlockError::Capacity(_))
+    ));
+}
+
+fn huge() -> Gate {
+    let gate = Gate::new(RamDisk::new(8));
+    gate.set_sectors(1 << 55);
+    gate
+}

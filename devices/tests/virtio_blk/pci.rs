@@ -1,0 +1,380 @@
+//! What is virtio-pci's own: configuration space, BARs, MSI-X, ISR (virtio 1.2, 4.1).
+
+use std::sync::Arc;
+
+use virtio_bindings::virtio_blk::*;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::block::VirtioBlock;
+
+use crate::driver::*;
+
+fn device(queues: u16) -> PciDriver {
+    let disk = Arc::new(RamDisk::new(64));
+    PciDriver::discover(
+        VirtioBlock::new(disk, config(queues)).expect("a device"),
+        guest_memory(),
+    )
+}
+
+/// A driver whose PCI side is in reach: a live device with one queue, driven by hand.
+struct Live {
+    pci: PciDriver,
+    ring: Ring,
+    memory: Memory,
+}
+
+impl Live {
+    fn start(mut pci: PciDriver, memory: Memory) -> Self {
+        let mut ring = Ring::new(
+            Arc::clone(&memory),
+            64,
+            vm_memory::GuestAddress(0x1000),
+            false,
+        );
+        for status in [0, 1, 3] {
+            pci.set_status(status);
+        }
+        pci.set_driver_features(VERSION_1);
+        pci.set_status(11);
+        pci.set_queue(0, 64, ring.addresses());
+        pci.set_status(15);
+        assert_eq!(pci.status(), 15);
+        // A FLUSH at 0x8000, its status at 0x9000.
+        use vm_memory::{Bytes, GuestAddress};
+        memory
+            .write_obj(VIRTIO_BLK_T_FLUSH, GuestAddress(0x8000))
+            .expect("header");
+        let head = ring.add(&[
+            Piece::readable(GuestAddress(0x8000), 16),
+            Piece::writable(GuestAddress(0x9000), 1),
+        ]);
+        assert_eq!(head, 0);
+        Self { pci, ring, memory }
+    }
+
+    /// One request, until the device has used it.
+    fn flush(&mut self) {
+        let before = self.ring.used_index();
+        self.ring.publish();
+        self.pci.notify(0);
+        wait_until("the answer", || self.ring.used_index() != before);
+        self.ring.take_used_keep_chain().expect("a used chain");
+        self.ring.offer(0);
+    }
+}
+
+fn live(queues: u16) -> Live {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(queues)).expect("a device");
+    Live::start(PciDriver::new(device, Arc::clone(&memory)), memory)
+}
+
+#[test]
+fn the_function_is_a_modern_block_device() {
+    let mut pci = device(2);
+    assert_eq!(
+        pci.config::<4>(0x08),
+        [1, 0x00, 0x80, 0x01],
+        "revision 1, mass storage, other"
+    );
+    assert_eq!(
+        pci.config::<1>(0x0e),
+        [0],
+        "a single-function type 0 header"
+    );
+    assert_eq!(pci.config::<2>(0x2c), [0xf4, 0x1a]);
+    assert!(u16::from_le_bytes(pci.config(0x2e)) >= 0x40, "4.1.2.1");
+    assert_eq!(pci.config::<1>(0x3d), [0], "no INTx");
+    for offset in (0x100..0x1000).step_by(4) {
+        assert_eq!(pci.config::<4>(offset), [0; 4], "no extended capability");
+    }
+    assert!(pci.common.len >= 0x38 && pci.isr.len >= 1 && pci.device.len >= 60);
+    assert!(pci.notify.len >= 8, "two queues");
+    assert_ne!(pci.notify.bar, pci.common.bar);
+    let (msix_bar, _) = pci.msix_table();
+    assert_ne!(pci.notify.bar, msix_bar);
+    assert_ne!(pci.pci_cfg, 0);
+    let control = u16::from_le_bytes(pci.config(pci.msix + 2));
+    assert_eq!(control, 2, "three vectors, disabled, not masked");
+}
+
+#[test]
+fn bars_are_sized_and_moved() {
+    let mut pci = device(1);
+    for bar in pci.transport.bars() {
+        let register = 0x10 + 4 * bar.index as u16;
+        pci.transport.config_write(0x04, &[0, 0]);
+        pci.transport.config_write(register, &[0xff; 4]);
+        let mask = u32::from_le_bytes(pci.config(register));
+        assert_eq!(mask & 0xf, 0, "32-bit memory, not prefetchable");
+        assert_eq!(u64::from(!mask) + 1, bar.size);
+        assert!(bar.size.is_power_of_two() && bar.size >= 0x1000);
+        let address = 0xd000_0000u32 + bar.index as u32 * 0x10_0000;
+        pci.transport.config_write(register, &address.to_le_bytes());
+        pci.transport.config_write(0x04, &[2, 0]);
+        let moved = pci
+            .transport
+            .bars()
+            .into_iter()
+            .find(|moved| moved.index == bar.index);
+        let moved = moved.expect("the BAR is still there");
+        assert_eq!(
+            (moved.address, moved.size, moved.enabled),
+            (address.into(), bar.size, true)
+        );
+    }
+    // Byte by byte works too, and registers without a BAR stay zero.
+    pci.transport.config_write(0x13, &[0xe1]);
+    assert_eq!(pci.config::<4>(0x10)[3], 0xe1);
+    for register in [0x14, 0x1c, 0x24, 0x30] {
+        pci.transport.config_write(register, &[0xff; 4]);
+        assert_eq!(pci.config::<4>(register), [0; 4]);
+    }
+}
+
+#[test]
+fn every_queue_has_a_vector_of_its_own() {
+    let mut driver = Driver::start(Kind::Pci, RamDisk::new(64), config(3), EVERYTHING);
+    for queue in [2, 0, 1] {
+        let before = driver.counts().interrupts;
+        driver.flush(queue);
+        wait_until("an interrupt", || driver.counts().interrupts == before + 1);
+        for other in 0..3 {
+            let expected = u64::from(other == queue as u16);
+            assert_eq!(driver.registers.take_queue_interrupts(other), expected);
+        }
+    }
+}
+
+#[test]
+fn a_masked_vector_becomes_pending_and_is_sent_once_when_unmasked() {
+    let mut live = live(1);
+    live.pci.mask_vector(1, true);
+    for _ in 0..3 {
+        live.flush();
+    }
+    wait_until("the pending bit", || live.pci.pending(1));
+    assert!(!live.pci.pending(0) && !live.pci.pending(2));
+    assert_eq!(live.pci.router.take(1), 0, "masked");
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.take(1), 1, "once for all");
+    assert!(!live.pci.pending(1));
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+}
+
+#[test]
+fn the_function_mask_holds_every_vector() {
+    let mut live = live(1);
+    let control = live.pci.msix + 3;
+    live.pci.transport.config_write(control, &[0xc0]);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    assert_eq!(live.pci.router.take(1), 0);
+    live.pci.transport.config_write(control, &[0x80]);
+    assert_eq!(live.pci.router.take(1), 1);
+    assert!(!live.pci.pending(1));
+}
+
+#[test]
+fn a_vector_rewritten_while_masked_is_routed_anew_before_it_is_sent() {
+    let mut live = live(1);
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+    assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
+    // Masking and unmasking alone changes no route.
+    live.pci.mask_vector(1, true);
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
+    let message = walvisor_devices::interrupt::MsiMessage {
+        address: 0xfee0_1000,
+        data: 0x99,
+    };
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    live.pci.set_vector(1, message, false);
+    assert_eq!(live.pci.router.route(1), Some((message, 2)));
+    assert_eq!(live.pci.router.take(1), 1);
+}
+
+#[test]
+fn the_vector_table_is_read_back_and_tolerates_every_access() {
+    let mut pci = device(2);
+    let (bar, table) = pci.msix_table();
+    let mut entry = [0xaa; 16];
+    for at in [0, 4, 8, 12] {
+        pci.transport
+            .bar_read(bar, table + at, &mut entry[at as usize..][..4]);
+    }
+    assert_eq!(entry[..12], [0; 12]);
+    assert_eq!(entry[12..], [1, 0, 0, 0], "masked after power-on");
+    pci.transport
+        .bar_write(bar, table + 16, &0x1122_3344_5566_7788u64.to_le_bytes());
+    pci.transport
+        .bar_write(bar, table + 24, &0x0000_0001_99aa_bbccu64.to_le_bytes());
+    let mut word = [0; 8];
+    pci.transport.bar_read(bar, table + 16, &mut word);
+    assert_eq!(u64::from_le_bytes(word), 0x1122_3344_5566_7788);
+    let mut data = [0; 4];
+    pci.transport.bar_read(bar, table + 24, &mut data);
+    assert_eq!(u32::from_le_bytes(data), 0x99aa_bbcc);
+    for offset in [0, 1, 2, 3, 6, 48, 1 << 15, u64::MAX - 3, u64::MAX] {
+        for len in 0..20 {
+            let mut data = vec![0xff; len];
+            pci.transport
+                .bar_write(bar, table.saturating_add(offset), &data);
+            pci.transport
+                .bar_read(bar, table.saturating_add(offset), &mut data);
+        }
+    }
+    pci.transport.bar_read(bar, table + 24, &mut data);
+    assert_eq!(
+        u32::from_le_bytes(data),
+        0x99aa_bbcc,
+        "the next entry is as it was"
+    );
+}
+
+#[test]
+fn a_vector_that_does_not_exist_reads_back_as_none() {
+    let mut live = live(1);
+    for vector in [2u16, 3, 0x7ff, 0xfffe, 0xffff] {
+        live.pci.set(0x16, 0u16.to_le_bytes());
+        live.pci.set(0x1a, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x1a), [0xff; 2], "queue vector {vector:#x}");
+        live.pci.set(0x10, vector.to_le_bytes());
+        assert_eq!(
+            live.pci.get(0x10),
+            [0xff; 2],
+            "configuration vector {vector:#x}"
+        );
+    }
+    live.flush();
+    std::thread::sleep(A_WHILE);
+    assert_eq!((live.pci.router.take(0), live.pci.router.take(1)), (0, 0));
+    live.pci.set(0x1a, 0u16.to_le_bytes());
+    live.flush();
+    wait_until("an interrupt on a shared vector", || {
+        live.pci.router.take(0) == 1
+    });
+    // A queue that does not exist has no vector.
+    live.pci.set(0x16, 1u16.to_le_bytes());
+    live.pci.set(0x1a, 0u16.to_le_bytes());
+    assert_eq!(live.pci.get(0x1a), [0xff; 2]);
+}
+
+#[test]
+fn without_msix_the_isr_tells() {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(1)).expect("a device");
+    let pci = PciDriver::discover(device, Arc::clone(&memory));
+    let mut live = Live::start(pci, memory);
+    let isr = |live: &mut Live| {
+        let mut byte = [0];
+        live.pci
+            .transport
+            .bar_read(live.pci.isr.bar, live.pci.isr.offset, &mut byte);
+        byte[0]
+    };
+    assert_eq!(isr(&mut live), 0);
+    live.flush();
+    let mut seen = 0;
+    wait_until("the ISR", || {
+        seen |= isr(&mut live);
+        seen != 0
+    });
+    assert_eq!(seen, 1);
+    assert_eq!(isr(&mut live), 0, "cleared by the read");
+    assert_eq!(live.pci.router.route(1), None);
+    // Switched on later, MSI-X sends nothing old.
+    live.pci.enable_msix();
+    assert!(!live.pci.pending(1));
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+    assert_eq!(isr(&mut live), 0, "with MSI-X the vector tells");
+}
+
+#[test]
+fn a_reset_unmaps_the_vectors() {
+    let mut live = live(1);
+    live.pci.set_status(0);
+    live.pci.set(0x16, 0u16.to_le_bytes());
+    assert_eq!(
+        (live.pci.get(0x10), live.pci.get(0x1a)),
+        ([0xff; 2], [0xff; 2])
+    );
+    assert_eq!(live.pci.get(0x1c), [0, 0], "and disables the queues");
+    // The PCI side is not the device's to reset.
+    assert_eq!(live.pci.config::<1>(live.pci.msix + 3), [0x80]);
+    assert!(live.pci.transport.bars().iter().all(|bar| bar.enabled));
+    let memory = Arc::clone(&live.memory);
+    let mut live = Live::start(live.pci, memory);
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+}
+
+#[test]
+fn bars_are_reached_through_configuration_space() {
+    let mut live = live(1);
+    let (at, common) = (live.pci.pci_cfg, live.pci.common);
+    let window = |live: &mut Live, bar: u8, offset: u32, len: u32| {
+        live.pci.transport.config_write(at + 4, &[bar]);
+        live.pci
+            .transport
+            .config_write(at + 8, &offset.to_le_bytes());
+        live.pci.transport.config_write(at + 12, &len.to_le_bytes());
+    };
+    let bar = common.bar as u8;
+    window(&mut live, bar, 0x14, 1);
+    assert_eq!(live.pci.config::<4>(at + 16)[0], 15, "device_status");
+    window(&mut live, bar, 0x12, 2);
+    assert_eq!(live.pci.config::<2>(at + 16), [1, 0], "num_queues");
+    window(&mut live, bar, 0x00, 4);
+    live.pci
+        .transport
+        .config_write(at + 16, &1u32.to_le_bytes());
+    assert_eq!(
+        live.pci.get(0x00),
+        1u32.to_le_bytes(),
+        "device_feature_select"
+    );
+    // A doorbell.
+    let notify = live.pci.notify;
+    window(&mut live, notify.bar as u8, notify.offset as u32, 2);
+    live.ring.publish();
+    live.pci.transport.config_write(at + 16, &[0, 0]);
+    wait_until("the answer", || live.ring.used_index() == 1);
+    // What is not allowed does nothing.
+    for (bar, offset, len) in [
+        (bar, 0x14, 3),
+        (bar, 0x14, 0),
+        (bar, 0x13, 2),
+        (bar, 0x14, 8),
+        (7, 0, 4),
+        (1, 0, 4),
+    ]
+    .into_iter()
+    .chain([
+        (bar, 0xffff_fffc, 4),
+        (bar, 0x4000, 4),
+        (255, 0, 1),
+        (bar, u32::MAX, u32::MAX),
+    ]) {
+        window(&mut live, bar, offset, len);
+        live.pci.transport.config_write(at + 16, &[0; 4]);
+        live.pci.config::<4>(at + 16);
+        assert_eq!(live.pci.status(), 15, "BAR {bar}, {offset:#x}, {len} bytes");
+    }
+}
+
+#[test]
+fn zero_does_not_disable_a_queue() {
+    let mut live = live(1);
+    live.pci.set(0x16, 0u16.to_le_bytes());
+    live.pci.set(0x1c, 0u16.to_le_bytes());
+    assert_eq!(live.pci.get(0x1c), 1u16.to_le_bytes(), "4.1.4.3.2");
+    live.flush();
+}

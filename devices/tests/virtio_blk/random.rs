@@ -1,0 +1,142 @@
+//! Random register accesses and random rings: the device may do as it likes, but neither panic nor hang,
+//! and after a reset it must work.
+
+use std::sync::Arc;
+
+use vm_memory::{Bytes, GuestAddress};
+use walvisor_devices::backend::ram::RamDisk;
+
+use crate::driver::*;
+use crate::gate::Gate;
+
+on_both_transports!(random_registers_do_no_harm, random_rings_do_no_harm,);
+
+fn random_bytes(random: &mut Random, len: usize) -> Vec<u8> {
+    // Mostly small numbers: they mean something.
+    let small = random.below(2) == 0;
+    (0..len)
+        .map(|_| random.next() as u8 & if small { 0x0f } else { 0xff })
+        .collect()
+}
+
+fn random_registers_do_no_harm(kind: Kind) {
+    for seed in 1..=20 {
+        let mut random = Random(seed * 0x9e37_79b9);
+        let gate = Gate::new(RamDisk::new(64));
+        gate.open();
+        let disk = Arc::new(gate.clone());
+        let device = walvisor_devices::block::VirtioBlock::new(disk, config(2)).expect("a device");
+        match kind {
+            Kind::Mmio => {
+                let mut mmio = MmioDriver::new(device, guest_memory());
+                for _ in 0..3000 {
+                    let offset = random.below(0x180);
+                    let len = [1, 2, 4, 4, 4, 4, 8, 3][random.below(8) as usize];
+                    let mut data = random_bytes(&mut random, len);
+                    let offset = if len == 4 { offset & !3 } else { offset };
+                    match random.below(3) {
+                        0 => mmio.transport.read(offset, &mut data),
+                        _ => mmio.transport.write(offset, &data),
+                    }
+                }
+                mmio.transport.reset();
+                assert_eq!(mmio.status(), 0);
+            }
+            Kind::Pci => {
+                let mut pci = PciDriver::new(device, guest_memory());
+                for _ in 0..3000 {
+                    let len = [1, 1, 2, 2, 4, 4, 8, 3][random.below(8) as usize];
+                    let mut data = random_bytes(&mut random, len);
+                    let bar = [0, 0, 0, 2, 4, 1][random.below(6) as usize];
+                    let mut offset = random.below(0x60);
+                    if random.below(4) > 0 {
+                        offset -= offset % len as u64;
+                    }
+                    match random.below(8) {
+                        0 => pci.transport.config_read(random.next() as u16, &mut data),
+                        1 => pci
+                            .transport
+                            .config_write(random.below(0x110) as u16, &data),
+                        2 => pci.transport.bar_read(bar, random.next(), &mut data),
+                        3 => pci.transport.bar_write(bar, random.next(), &data),
+                        4 => pci.transport.bar_read(bar, offset, &mut data),
+                        _ => pci.transport.bar_write(bar, offset, &data),
+                    }
+                }
+                pci.transport.reset();
+                assert_eq!(pci.status(), 0);
+            }
+        }
+        assert_eq!((gate.queues(), gate.leaked()), (0, 0), "seed {seed}");
+    }
+}
+
+fn random_rings_do_no_harm(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    let mut driver = Driver::attach(kind, gate.clone(), config(1));
+    let (mut served, mut broken) = (0, 0);
+    for seed in 1..=300 {
+        let mut random = Random(seed * 0x1234_5677);
+        driver.initialise(EVERYTHING);
+        let scratch = driver.allocate(0x4000).0;
+        for at in (0..0x4000).step_by(16) {
+            // Headers that make sense, here and there, and bytes that could be descriptors.
+            let kind = random.below(16) as u32;
+            let header = [
+                kind.to_le_bytes(),
+                [0; 4],
+                (random.below(70) as u32).to_le_bytes(),
+                [0; 4],
+            ];
+            driver
+                .memory
+                .write_slice(header.as_flattened(), GuestAddress(scratch + at))
+                .expect("write");
+        }
+        let tidy = random.below(2) == 0;
+        for index in 0..64 {
+            let (mut flags, mut next) = (random.below(8) as u16, random.below(66) as u16);
+            let mut len = [0, 1, 16, 17, 512, 513, 4096, u32::MAX][random.below(8) as usize];
+            let mut address = scratch + random.below(0x400) * 16;
+            if tidy {
+                // Chains of three: header, data, status.
+                flags = [1, 1 | (random.below(2) as u16 * 2), 2][index as usize % 3];
+                next = index + 1;
+                len = [16, 512, 1][index as usize % 3];
+            } else if random.below(10) == 0 {
+                address = random.next();
+            }
+            driver.rings[0].set_descriptor(index, address, len, flags, next);
+        }
+        for _ in 0..random.below(20) {
+            let head = if tidy {
+                random.below(21) as u16 * 3
+            } else {
+                random.below(65) as u16
+            };
+            driver.rings[0].offer(head);
+        }
+        let before = driver.counts();
+        driver.rings[0].publish();
+        driver.registers.notify(0);
+        wait_until("the doorbell to be seen", || {
+            driver.counts().doorbells > before.doorbells
+        });
+        driver.registers.set_status(0);
+        assert_eq!((gate.queues(), gate.leaked()), (0, 0), "seed {seed}");
+        let after = driver.counts();
+        served += after.requests - before.requests;
+        broken += after.errors - before.errors;
+    }
+    assert!(
+        served > 1000,
+        "the rings made sense too rarely: {served} requests"
+    );
+    assert!(
+        broken > 100,
+        "the rings made sense too often: {broken} errors"
+    );
+    driver.initialise(EVERYTHING);
+    driver.write(0, 0, &[1; 512]);
+}
