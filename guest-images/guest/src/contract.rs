@@ -16,6 +16,9 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"WALVGST1");
 /// Number of 64-bit words of a [`BootInfo`] in guest memory.
 pub const WORDS: usize = 9;
 
+/// Most slots for virtio-mmio devices.
+pub const MMIO_SLOTS: usize = 16;
+
 /// Where things are in the guest's physical address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BootInfo {
@@ -23,33 +26,36 @@ pub struct BootInfo {
     pub memory_end: u64,
     /// Address of the interrupt descriptor table: 256 empty gates for the guest to fill in.
     pub idt: u64,
-    /// Address of the first virtio-mmio register block.
+    /// Address of the first virtio-mmio register block; the others follow at every 4 KiB.
     pub mmio_base: u64,
-    /// Number of 4 KiB slots for virtio-mmio devices from there on.
-    pub mmio_slots: u64,
-    /// Interrupt line (GSI) of the first slot; those of the others follow.
-    pub mmio_gsi: u64,
+    /// The interrupt line (GSI) of each slot from there on; 0 where there is no slot.
+    pub mmio_lines: [u8; MMIO_SLOTS],
     /// Address of the PCI configuration space (ECAM) of bus 0.
     pub ecam: u64,
-    /// I/O port that ends the virtual machine.
-    pub exit_port: u64,
+    /// I/O port that powers the virtual machine off.
+    pub off_port: u16,
+    /// The 16-bit value to write to it.
+    pub off_value: u16,
+    /// I/O port that resets the virtual machine: how the guest ends when something is wrong.
+    pub reset_port: u16,
     /// The byte to write to it.
-    pub exit_value: u64,
+    pub reset_value: u8,
 }
 
 impl BootInfo {
     /// The words to write to guest memory, each little-endian.
     pub fn to_words(self) -> [u64; WORDS] {
+        let lines = u128::from_le_bytes(self.mmio_lines);
         [
             MAGIC,
             self.memory_end,
             self.idt,
             self.mmio_base,
-            self.mmio_slots,
-            self.mmio_gsi,
+            lines as u64,
+            (lines >> 64) as u64,
             self.ecam,
-            self.exit_port,
-            self.exit_value,
+            u64::from(self.off_port) << 16 | u64::from(self.off_value),
+            u64::from(self.reset_port) << 8 | u64::from(self.reset_value),
         ]
     }
 
@@ -60,21 +66,22 @@ impl BootInfo {
             memory_end,
             idt,
             mmio_base,
-            mmio_slots,
-            mmio_gsi,
+            low,
+            high,
             ecam,
-            exit_port,
-            exit_value,
+            off,
+            reset,
         ] = words;
         (magic == MAGIC).then_some(Self {
             memory_end,
             idt,
             mmio_base,
-            mmio_slots,
-            mmio_gsi,
+            mmio_lines: (u128::from(low) | u128::from(high) << 64).to_le_bytes(),
             ecam,
-            exit_port,
-            exit_value,
+            off_port: (off >> 16) as u16,
+            off_value: off as u16,
+            reset_port: (reset >> 8) as u16,
+            reset_value: reset as u8,
         })
     }
 }
@@ -212,14 +219,15 @@ mod tests {
     #[test]
     fn words_round_trip_and_foreign_words_are_refused() {
         let info = BootInfo {
-            memory_end: 1,
-            idt: 2,
-            mmio_base: 3,
-            mmio_slots: 4,
-            mmio_gsi: 5,
-            ecam: 6,
-            exit_port: 7,
-            exit_value: 8,
+            memory_end: 1 << 26,
+            idt: 0x2000,
+            mmio_base: 0xd000_0000,
+            mmio_lines: [5, 6, 7, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 22, 23],
+            ecam: 0xe000_0000,
+            off_port: 0x604,
+            off_value: 0x3400,
+            reset_port: 0x64,
+            reset_value: 0xfe,
         };
         let mut words = info.to_words();
         assert_eq!(BootInfo::from_words(words), Some(info));

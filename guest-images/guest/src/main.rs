@@ -10,6 +10,7 @@ use core::arch::global_asm;
 use core::fmt::Write;
 #[cfg(not(test))]
 use core::panic::PanicInfo;
+use core::sync::atomic::{AtomicU32, Ordering};
 
 use console::Console;
 use interrupt::Controller;
@@ -20,7 +21,7 @@ use walvisor_guest::job;
 use walvisor_guest::memory::Arena;
 use walvisor_guest::mmio::Mmio;
 use walvisor_guest::pci::Pci;
-use walvisor_guest::register::write_port;
+use walvisor_guest::register::{write_port, write_port16};
 use walvisor_guest::transport::Transport;
 
 global_asm!(
@@ -47,16 +48,17 @@ unsafe extern "C" {
     static image_end: u8;
 }
 
-/// Where a guest without boot information ends itself: the keyboard controller's reset line.
-const RESET: (u64, u64) = (0x64, 0xfe);
-
 extern "C" fn main(boot: u64) -> ! {
     let words = core::ptr::with_exposed_provenance::<[u64; WORDS]>(boot as usize);
     // SAFETY: the VMM passes the address of its words; memory is mapped one to one.
     let Some(info) = BootInfo::from_words(unsafe { words.read_volatile() }) else {
-        fail("boot", "no boot information");
-        off(RESET);
+        writeln!(Console, "@fail guest no boot information").ok();
+        reset()
     };
+    RESET.store(
+        u32::from(info.reset_port) << 8 | u32::from(info.reset_value),
+        Ordering::Relaxed,
+    );
     // SAFETY: the words were right, so the rest is; nothing else sets the processor up.
     let mut controller = unsafe { Controller::start(&info) };
     // The arena is borrowed by each device in turn, and starts anew for the second: the first was reset.
@@ -92,7 +94,9 @@ extern "C" fn main(boot: u64) -> ! {
         };
     }
     writeln!(Console, "{}", Line::<&str>::Off).ok();
-    off((info.exit_port, info.exit_value))
+    // SAFETY: the virtual machine ends here; no memory is used any more.
+    unsafe { write_port16(info.off_port, info.off_value) };
+    reset()
 }
 
 fn drive(
@@ -119,16 +123,17 @@ unsafe fn free_memory(info: &BootInfo) -> Arena {
     unsafe { Arena::new(core::ptr::with_exposed_provenance_mut(start), length) }
 }
 
-/// Ends the virtual machine.
-fn off((port, value): (u64, u64)) -> ! {
-    loop {
-        // SAFETY: the virtual machine ends here; no memory is used any more.
-        unsafe { write_port(port as u16, value as u8) };
-    }
-}
+/// Port and value that reset the virtual machine, once they are known.
+static RESET: AtomicU32 = AtomicU32::new(0);
 
-fn fail(transport: &str, reason: &str) {
-    writeln!(Console, "@fail {transport} {reason}").ok();
+/// Ends the virtual machine when nothing else can be done.
+fn reset() -> ! {
+    let reset = RESET.load(Ordering::Relaxed);
+    loop {
+        // SAFETY: the virtual machine ends here; no memory is used any more. Without a port this is a write to
+        // port 0, which nobody listens to, until the VMM loses its patience.
+        unsafe { write_port((reset >> 8) as u16, reset as u8) };
+    }
 }
 
 /// Reports an exception that ring 3 has caused, and ends the virtual machine.
@@ -138,7 +143,7 @@ extern "C" fn exception(vector: u64, code: u64, instruction: u64) -> ! {
         "@fail guest exception {vector}, code {code:#x}, at {instruction:#x}"
     )
     .ok();
-    off(RESET)
+    reset()
 }
 
 // Tools that look at all targets build this with the test harness, which has one of its own.
@@ -153,5 +158,5 @@ fn panic(info: &PanicInfo<'_>) -> ! {
         info.message()
     )
     .ok();
-    off(RESET)
+    reset()
 }

@@ -52,7 +52,7 @@ impl Mmio {
     /// # Safety
     /// `info` tells the truth: those addresses are no memory.
     pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
-        for slot in 0..info.mmio_slots {
+        for (slot, line) in (0..).zip(info.mmio_lines).filter(|&(_, line)| line != 0) {
             let address = info.mmio_base + slot * SLOT;
             // SAFETY: the caller vouches for the slots.
             let registers = unsafe { Registers::new(address) };
@@ -60,7 +60,7 @@ impl Mmio {
                 && registers.read32(VERSION) == VERSION_2
                 && registers.read32(DEVICE_ID) == BLOCK_DEVICE
             {
-                let gsi = (info.mmio_gsi + slot) as u32;
+                let gsi = u32::from(line);
                 interrupts.connect_line(gsi);
                 return Ok(Self {
                     registers,

@@ -90,6 +90,17 @@ impl Registers {
     }
 }
 
+/// Writes 16 bits to an I/O port.
+///
+/// # Safety
+/// As [`write_port`].
+pub unsafe fn write_port16(port: u16, value: u16) {
+    // SAFETY: the caller vouches for the device; the instruction itself touches no memory.
+    unsafe {
+        asm!("out dx, ax", in("dx") port, in("ax") value, options(nomem, nostack, preserves_flags))
+    };
+}
+
 /// Writes a byte to an I/O port.
 ///
 /// # Safety
