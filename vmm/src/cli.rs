@@ -26,6 +26,8 @@ pub struct Cli {
 pub enum Command {
     /// Boot a Linux guest.
     Run(commands::run::RunArguments),
+    /// Run the embedded guest on fresh disks: what a request costs, over MMIO and over PCI
+    Demo(commands::demo::DemoArguments),
     /// Make disks and look at them.
     Disk(commands::disk::DiskArguments),
 }
@@ -39,6 +41,7 @@ pub fn main(started: Instant) -> ExitCode {
     };
     let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&arguments, started),
+        Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
     };
     match result {

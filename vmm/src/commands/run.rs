@@ -15,7 +15,7 @@ use crate::disks;
 use crate::metrics::{self, RunMetrics};
 use crate::size::parse_size;
 use crate::vm::control::Ended;
-use crate::vm::{DiskConfig, VmBuilder};
+use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
 /// Where the guest's serial console goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,6 +79,8 @@ pub struct RunArguments {
 /// If the guest cannot be started, or cannot run on this machine.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
     check(arguments)?;
+    // The logs' threads start with the disks, before the VM is built.
+    block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
     let ran = run_on(arguments, started, disks);

@@ -22,6 +22,8 @@ pub const TIMER: u64 = 8;
 pub const SIZE: u64 = 12;
 /// SLP_TYP of S5, as `\_S5` in the DSDT says.
 pub const SLEEP_TYPE_S5: u8 = 5;
+/// What powers off when written to the PM1 control register.
+pub const POWER_OFF: u16 = (SLEEP_TYPE_S5 as u16) << SLEEP_TYPE_SHIFT | SLEEP_ENABLE;
 
 const PM1_ENABLE: u64 = 2;
 const SCI_ENABLED: u16 = 1;

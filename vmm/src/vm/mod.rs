@@ -33,13 +33,14 @@ use walvisor_devices::backend::Backend;
 use walvisor_devices::block::BlockMetrics;
 
 pub use builder::{DiskConfig, VmBuilder};
+pub use signals::block_termination_signals;
 
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
 use crate::pci::PciError;
 use crate::probe::ProbeError;
-use control::Ended;
+use control::{Control, Ended};
 use exits::ExitCounters;
 use memory_use::MemoryUse;
 use signals::TerminationSignals;
@@ -135,6 +136,11 @@ pub struct Outcome {
 }
 
 impl Vm {
+    /// The end of the run, for whoever may cause it from outside of the guest.
+    pub fn control(&self) -> Arc<Control> {
+        self.machine.control.clone()
+    }
+
     /// Guest memory. Untouched pages take no space.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.machine.memory

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use vmm_sys_util::signal::{block_signal, create_sigset};
+use vmm_sys_util::signal::{Error, block_signal, create_sigset};
 
 /// What ends a run from outside.
 const SIGNALS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
@@ -14,16 +14,28 @@ pub struct TerminationSignals {
     file: File,
 }
 
+/// Blocks the signals that ask the process to end in this thread, and so in every thread that it starts later.
+/// They stay blocked: the process ends in order, not in the middle of closing its disks. To be called before a
+/// thread starts that outlives the VM's building, such as a log's; a second call does nothing.
+///
+/// # Errors
+/// If the system refuses.
+pub fn block_termination_signals() -> io::Result<()> {
+    SIGNALS
+        .into_iter()
+        .try_for_each(|signal| match block_signal(signal) {
+            Ok(()) | Err(Error::SignalAlreadyBlocked(_)) => Ok(()),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        })
+}
+
 impl TerminationSignals {
-    /// Blocks the signals in this thread, and so in every thread that it starts later. They stay blocked: the
-    /// process ends in order, not in the middle of closing its disks.
+    /// Blocks the signals, and makes them readable.
     ///
     /// # Errors
     /// If the system refuses.
     pub fn block() -> io::Result<Self> {
-        for signal in SIGNALS {
-            block_signal(signal).map_err(|error| io::Error::other(error.to_string()))?;
-        }
+        block_termination_signals()?;
         let set = create_sigset(&SIGNALS)?;
         // SAFETY: `set` is a valid signal set; -1 asks for a new descriptor.
         let fd = unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC) };

@@ -1,0 +1,51 @@
+//! `walvisor demo`: the embedded guest on fresh disks. No kernel, no download.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::CommandError;
+use crate::demo;
+
+/// The arguments of `walvisor demo`.
+#[derive(Args, Debug)]
+pub struct DemoArguments {
+    /// Print the result as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Where to make the disks, for as long as it takes [default: the system's temporary directory]
+    #[arg(long, value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+}
+
+/// A reader that closed the pipe early has what it wanted.
+fn print(text: fmt::Arguments<'_>) {
+    let _ = io::stdout().write_fmt(text);
+}
+
+/// Runs the embedded guest and prints what was counted.
+///
+/// # Errors
+/// If it cannot run here, or a byte is not as it should be.
+pub fn run(arguments: &DemoArguments) -> Result<(), CommandError> {
+    let parent = arguments.dir.clone().unwrap_or_else(std::env::temp_dir);
+    let json = arguments.json;
+    let say = move |line: &str| {
+        if !json {
+            print(format_args!("guest: {line}\n"));
+        }
+    };
+    let report = demo::run(&parent, say).map_err(CommandError::failed)?;
+    if json {
+        let text = serde_json::to_string(&report).map_err(CommandError::failed)?;
+        print(format_args!("{text}\n"));
+    } else {
+        print(format_args!("\n{report}"));
+    }
+    match report.failure() {
+        Some(reason) => Err(CommandError::Failed(reason)),
+        None => Ok(()),
+    }
+}

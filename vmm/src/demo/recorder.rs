@@ -1,0 +1,141 @@
+//! The serial line's output: cuts it into lines, and reads the counters where a job begins and ends.
+//!
+//! It runs on the vCPU's thread, so a counter is read at exactly the moment that the guest's byte marks.
+
+use std::io::{self, Write};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::contract::Line;
+use crate::vm::AttachedDisk;
+use crate::vm::exits::{ExitCounters, ExitReason};
+
+/// Longest line that is kept; the rest of a longer one is dropped.
+const LONGEST_LINE: usize = 512;
+
+/// Where the counts come from.
+pub struct Sources {
+    /// Exits of each vCPU.
+    pub exits: Vec<Arc<ExitCounters>>,
+    /// The disks, named as the guest names their transports.
+    pub disks: Vec<AttachedDisk>,
+}
+
+impl Sources {
+    fn counts(&self, transport: &str) -> Option<Counts> {
+        let disk = self.disks.iter().find(|disk| disk.name == transport)?;
+        let device = disk.metrics.counts();
+        // Only the console uses ports, and it is no part of the job.
+        let exits = self
+            .exits
+            .iter()
+            .map(|vcpu| vcpu.total() - vcpu.get(ExitReason::PortWrite));
+        Some(Counts {
+            at: Instant::now(),
+            exits: exits.sum(),
+            requests: device.requests,
+            syncs: disk.backend.log_counters().unwrap_or_default().syncs,
+        })
+    }
+}
+
+/// Counts at one moment.
+#[derive(Clone, Copy)]
+struct Counts {
+    at: Instant,
+    exits: u64,
+    requests: u64,
+    syncs: u64,
+}
+
+/// What the VMM counted while a job ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// Exits to user space.
+    pub exits: u64,
+    /// Requests that the device took.
+    pub requests: u64,
+    /// Syncs of the log.
+    pub syncs: u64,
+    /// How long it took.
+    pub time: Duration,
+}
+
+/// A line, and what was counted in the job that ended just before it.
+pub struct Event {
+    /// The line, without its end.
+    pub line: String,
+    /// The counts, if it follows a job.
+    pub measured: Option<Measured>,
+}
+
+/// A writer that tells a listener what it is given, line by line.
+pub struct Recorder {
+    sources: Arc<OnceLock<Sources>>,
+    events: Sender<Event>,
+    line: Vec<u8>,
+    job: Option<(String, Counts)>,
+    measured: Option<Measured>,
+}
+
+impl Recorder {
+    /// Reads the counts of `sources`, which must be there before the guest runs, and tells `events`.
+    pub fn new(sources: Arc<OnceLock<Sources>>, events: Sender<Event>) -> Self {
+        Self {
+            sources,
+            events,
+            line: Vec::new(),
+            job: None,
+            measured: None,
+        }
+    }
+
+    fn counts(&self, transport: &str) -> Option<Counts> {
+        self.sources.get()?.counts(transport)
+    }
+
+    fn byte(&mut self, byte: u8) {
+        if let Some((transport, before)) = self.job.take() {
+            self.measured = self.counts(&transport).map(|after| Measured {
+                exits: after.exits - before.exits,
+                requests: after.requests - before.requests,
+                syncs: after.syncs - before.syncs,
+                time: after.at - before.at,
+            });
+        }
+        if byte != b'\n' {
+            if self.line.len() < LONGEST_LINE {
+                self.line.push(byte);
+            }
+            return;
+        }
+        let line = String::from_utf8_lossy(&self.line).into_owned();
+        self.line.clear();
+        let begins = match Line::parse(&line) {
+            Some(Line::Begin(transport)) => Some(transport.to_owned()),
+            _ => None,
+        };
+        // Nobody listens any more once the run is being given up.
+        let _ = self.events.send(Event {
+            line,
+            measured: self.measured.take(),
+        });
+        // Last of all: telling takes time, and is no part of the job.
+        self.job = begins.and_then(|transport| {
+            let counts = self.counts(&transport)?;
+            Some((transport, counts))
+        });
+    }
+}
+
+impl Write for Recorder {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        bytes.iter().for_each(|&byte| self.byte(byte));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

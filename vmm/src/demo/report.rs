@@ -1,0 +1,166 @@
+//! The demo's result: as a table, as JSON, and whether everything is right.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::DemoError;
+use super::contract::{Digest, Outcome};
+use super::disks::ClosedImage;
+use super::listener::{Job, Transcript};
+
+/// Bytes of a block of the guest's digest.
+const BLOCK: usize = 4096;
+
+/// What each transport's job came to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DemoReport {
+    /// The transports, in the order of their jobs.
+    pub transports: Vec<TransportReport>,
+}
+
+/// One transport's job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TransportReport {
+    /// `mmio` or `pci`.
+    pub transport: String,
+    /// Requests that the guest completed.
+    pub requests: u64,
+    /// Doorbells that it wrote.
+    pub doorbells: u64,
+    /// Exits to user space.
+    pub exits: u64,
+    /// Interrupts that reached the guest.
+    pub interrupts: u64,
+    /// FLUSH requests that the guest completed.
+    pub flushes: u64,
+    /// Syncs of the disk's log.
+    pub syncs: u64,
+    /// Bytes that the guest read and wrote.
+    pub bytes: u64,
+    /// Every byte that the guest read was right, and so is every byte of the disk's image afterwards.
+    pub verified: bool,
+    /// Time that the job took, in microseconds.
+    pub time_us: u64,
+    /// What is wrong, if something is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl DemoReport {
+    /// What is wrong with the first transport that is not verified.
+    pub fn failure(&self) -> Option<String> {
+        let failed = self
+            .transports
+            .iter()
+            .find(|transport| !transport.verified)?;
+        let reason = failed.error.as_deref().unwrap_or("not verified");
+        Some(format!("{}: {reason}", failed.transport))
+    }
+}
+
+/// Makes the report from what the guest said and what its disks hold.
+///
+/// # Errors
+/// If an image cannot be read.
+pub(super) fn assemble(
+    transcript: Transcript,
+    images: &[ClosedImage],
+) -> Result<DemoReport, DemoError> {
+    let of_image = |image: &ClosedImage| {
+        let job = transcript
+            .jobs
+            .iter()
+            .find(|job| job.transport == image.name);
+        of_transport(image, job)
+    };
+    Ok(DemoReport {
+        transports: images.iter().map(of_image).collect::<Result<_, _>>()?,
+    })
+}
+
+fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportReport, DemoError> {
+    let measured = job.and_then(|job| job.measured);
+    let outcome = match job.map(|job| &job.outcome) {
+        Some(Ok(outcome)) => Ok(*outcome),
+        Some(Err(reason)) => Err(reason.clone()),
+        None => Err("the guest did not report".to_owned()),
+    };
+    let error = match (&outcome, measured) {
+        (Err(reason), _) => Some(reason.clone()),
+        (Ok(_), None) => Some("the guest ended a job that it did not begin".to_owned()),
+        (Ok(outcome), Some(measured)) if outcome.counts.requests != measured.requests => {
+            Some(format!(
+                "the guest completed {} requests, the device took {}",
+                outcome.counts.requests, measured.requests
+            ))
+        }
+        (Ok(outcome), Some(_)) => compare(&image.path, outcome)
+            .map_err(|error| DemoError::Image(image.path.clone(), error))?,
+    };
+    let counts = outcome.unwrap_or_default().counts;
+    Ok(TransportReport {
+        transport: image.name.to_owned(),
+        requests: counts.requests,
+        doorbells: counts.doorbells,
+        exits: measured.map_or(0, |measured| measured.exits),
+        interrupts: counts.interrupts,
+        flushes: counts.flushes,
+        syncs: measured.map_or(0, |measured| measured.syncs),
+        bytes: counts.bytes,
+        verified: error.is_none(),
+        time_us: measured.map_or(0, |measured| measured.time.as_micros() as u64),
+        error,
+    })
+}
+
+/// Compares the blocks that the guest read last with those of the image. Returns what is wrong.
+fn compare(path: &Path, outcome: &Outcome) -> io::Result<Option<String>> {
+    let mut image = BufReader::with_capacity(1 << 20, File::open(path)?);
+    let mut digest = Digest::default();
+    let mut data = [0; BLOCK];
+    for block in 0..outcome.blocks {
+        image.read_exact(&mut data)?;
+        digest.add(block, &data);
+    }
+    Ok((digest != outcome.digest)
+        .then(|| "the image does not hold what the guest read last".to_owned()))
+}
+
+impl fmt::Display for DemoReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<9} {:>8} {:>9} {:>6} {:>10} {:>7} {:>6} {:>7} {:>7}  bytes verified",
+            "transport",
+            "requests",
+            "doorbells",
+            "exits",
+            "interrupts",
+            "flushes",
+            "syncs",
+            "MiB",
+            "ms"
+        )?;
+        for row in &self.transports {
+            writeln!(
+                f,
+                "{:<9} {:>8} {:>9} {:>6} {:>10} {:>7} {:>6} {:>7.1} {:>7.1}  {}",
+                row.transport,
+                row.requests,
+                row.doorbells,
+                row.exits,
+                row.interrupts,
+                row.flushes,
+                row.syncs,
+                row.bytes as f64 / f64::from(1 << 20),
+                row.time_us as f64 / 1000.0,
+                if row.verified { "all" } else { "NO" }
+            )?;
+        }
+        Ok(())
+    }
+}
