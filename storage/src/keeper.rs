@@ -256,11 +256,24 @@ impl Keeper {
     }
 }
 
+/// A stretch of a base image to be written, or made zero, in one go.
+enum Run {
+    Data { start: u64, filled: usize },
+    Zero { start: u64, len: u64, unmap: bool },
+}
+
 /// Copies an index layer to the base image and syncs it: adjacent extents in one write, zeroes as holes.
 fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
     let base = &disk.base;
     let mut buffer = Buffer::zeroed(COPY_BYTES);
-    let (mut start, mut filled) = (0, 0);
+    let mut run = Run::Data {
+        start: 0,
+        filled: 0,
+    };
+    let end_run = |run: &Run, buffer: &Buffer| match *run {
+        Run::Data { start, filled } => base.write_all_at(&buffer[..filled], start),
+        Run::Zero { start, len, unmap } => file::zero_range(base, start, len, unmap),
+    };
     for Piece {
         sector,
         sectors,
@@ -269,18 +282,38 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
     {
         let (mut offset, end) = (sector * SECTOR_SIZE, (sector + sectors) * SECTOR_SIZE);
         if let Some(Place::Zero { unmap }) = place {
-            file::zero_range(base, offset, end - offset, unmap)?;
+            match &mut run {
+                Run::Zero {
+                    start,
+                    len,
+                    unmap: same,
+                } if *start + *len == offset && *same == unmap => {
+                    *len += end - offset;
+                }
+                _ => {
+                    end_run(&run, &buffer)?;
+                    run = Run::Zero {
+                        start: offset,
+                        len: end - offset,
+                        unmap,
+                    };
+                }
+            }
             continue;
         }
         while offset < end {
-            if filled > 0 && (start + filled as u64 != offset || filled == buffer.len()) {
-                base.write_all_at(&buffer[..filled], start)?;
-                filled = 0;
-            }
-            if filled == 0 {
-                start = offset;
-            }
-            let part = ((end - offset) as usize).min(buffer.len() - filled);
+            let filled = match run {
+                Run::Data { start, filled }
+                    if start + filled as u64 == offset && filled < COPY_BYTES =>
+                {
+                    filled
+                }
+                _ => {
+                    end_run(&run, &buffer)?;
+                    0
+                }
+            };
+            let part = ((end - offset) as usize).min(COPY_BYTES - filled);
             let into = &mut buffer[filled..filled + part];
             let skipped = offset - sector * SECTOR_SIZE;
             match &place {
@@ -294,12 +327,13 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
                     unreachable!("handled above; a layer's extents have places")
                 }
             }
-            filled += part;
             offset += part as u64;
+            run = Run::Data {
+                start: offset - (filled + part) as u64,
+                filled: filled + part,
+            };
         }
     }
-    if filled > 0 {
-        base.write_all_at(&buffer[..filled], start)?;
-    }
+    end_run(&run, &buffer)?;
     base.sync_data()
 }

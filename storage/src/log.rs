@@ -26,8 +26,13 @@ use crate::{Buffer, Completion, Failure};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
 pub(crate) const PENDING_LIMIT: usize = 32 << 20;
+/// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 200 bytes: this
+/// bounds memory where payloads do not, against a guest that only discards.
+const UNAPPLIED_LIMIT: u64 = 1 << 20;
 /// Bytes of pending payload that are written without anyone waiting for them.
 const WRITE_BEHIND: usize = 1 << 20;
+/// Most segments written and not synced.
+const MOST_UNSYNCED: usize = 8;
 /// Most payload bytes of one batch, unless a single record is longer.
 const BATCH_BYTES: usize = 8 << 20;
 
@@ -127,6 +132,8 @@ pub(crate) struct State {
     pub appended: u64,
     /// LSN of the newest record that was put into a batch.
     pub batched: u64,
+    /// All records up to this LSN are in the base images.
+    pub applied: u64,
     pub next_cid: u64,
     pub next_sequence: u64,
     pub pending: std::collections::VecDeque<Record>,
@@ -207,8 +214,14 @@ impl Log {
         payload: Option<(Arc<Buffer>, u32)>,
     ) -> Result<u64, Option<(Arc<Buffer>, u32)>> {
         let mut state = self.lock();
+        let unapplied = state.appended - state.applied;
+        if unapplied >= UNAPPLIED_LIMIT / 2 && !state.keeper.checkpoint {
+            state.keeper.checkpoint = true;
+            self.keeper_wanted.notify_one();
+        }
         // Half a segment at most, so that whatever is pending fits the keeper's last segment.
-        if state.pending_bytes >= PENDING_LIMIT.min(self.segment_size as usize / 2) {
+        let full = state.pending_bytes >= PENDING_LIMIT.min(self.segment_size as usize / 2);
+        if full || unapplied >= UNAPPLIED_LIMIT {
             self.held_back.store(true, Ordering::Relaxed);
             return Err(payload);
         }
@@ -246,7 +259,10 @@ impl Log {
     /// Whether there is something to write or sync and nobody does it.
     fn due(&self, state: &State) -> bool {
         let failed = self.poisoned.load(Ordering::Acquire);
-        !failed && !state.busy && (!state.waiters.is_empty() || state.pending_bytes >= WRITE_BEHIND)
+        !failed
+            && !state.busy
+            && (!state.waiters.is_empty()
+                || state.pending_bytes >= WRITE_BEHIND.min(self.segment_size as usize / 8))
     }
 
     /// Takes the lead if there is work and no leader: the operation to run, and what ends it.
@@ -361,7 +377,9 @@ impl Log {
                 payload_crc: U32::new(record.payload.as_ref().map_or(0, |(_, crc)| *crc)),
             })
             .collect();
-        let wanted = state.waiters.iter().any(|waiter| waiter.lsn <= last_lsn);
+        // Segments filled without anyone waiting are synced too before they are many.
+        let wanted = state.unsynced.len() >= MOST_UNSYNCED
+            || state.waiters.iter().any(|waiter| waiter.lsn <= last_lsn);
         let (sequence, cid) = (
             state.live.back().map_or(0, |live| live.sequence),
             state.next_cid,

@@ -446,6 +446,7 @@ fn new_log(log_dir: &Path, control: &ControlFile, engine: EngineKind, scan: Scan
         next_lsn: scan.max_lsn.max(scan.last_lsn) + 1,
         appended: scan.last_lsn,
         batched: scan.last_lsn,
+        applied: header.checkpoint_lsn.get(),
         next_cid: scan.max_cid + 1,
         next_sequence: scan.max_sequence + 1,
         pending: Default::default(),

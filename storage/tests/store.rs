@@ -527,3 +527,29 @@ fn many_threads_share_syncs() {
         counters.syncs, counters.groups
     );
 }
+
+/// A guest that only discards writes few bytes to the log but fills the index: that is bounded too.
+#[test]
+fn records_without_payload_are_checkpointed_before_they_are_too_many() {
+    let place = Place::new();
+    let store = place.open();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for _ in 0..40 {
+        for sector in 0..SIZE / 512 {
+            port.submit(sector, Operation::Discard { sector, sectors: 1 });
+        }
+        assert_eq!(
+            wait_all(&mut [&mut port], (SIZE / 512) as usize).len() as u64,
+            SIZE / 512
+        );
+    }
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while store.log_counters().checkpoints == 0 {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "no checkpoint: {:?}",
+            store.log_counters()
+        );
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}

@@ -9,7 +9,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::{Done, Engine, Io, write_chunks};
 
+/// Submission entries; the kernel gives twice as many completion entries.
 const ENTRIES: u32 = 256;
+/// Most entries in flight, so that the completion queue never overflows.
+const IN_FLIGHT: usize = 2 * ENTRIES as usize;
 
 /// Whether the kernel gives a ring with the operations used here (Linux 5.6).
 pub(super) fn probe() -> io::Result<()> {
@@ -55,6 +58,8 @@ pub(super) struct Uring {
     waiting: VecDeque<Vec<squeue::Entry>>,
     done: Vec<Done>,
     next: u64,
+    /// Entries submitted and not completed.
+    open: usize,
 }
 
 const MOVE: u64 = 0;
@@ -70,6 +75,7 @@ impl Uring {
             waiting: VecDeque::new(),
             done: Vec::new(),
             next: 0,
+            open: 0,
         })
     }
 
@@ -77,13 +83,15 @@ impl Uring {
     fn fill(&mut self) {
         while let Some(entries) = self.waiting.front() {
             let mut queue = self.ring.submission();
-            if queue.capacity() - queue.len() < entries.len() {
+            let room = (queue.capacity() - queue.len()).min(IN_FLIGHT.saturating_sub(self.open));
+            if room < entries.len() {
                 return;
             }
             // SAFETY: every buffer and descriptor that the entries name is owned by the operation in
             // `in_flight`, which is removed only when its last completion has come.
             unsafe { queue.push_multiple(entries).expect("room was checked") };
             drop(queue);
+            self.open += entries.len();
             self.waiting.pop_front();
         }
     }
@@ -119,6 +127,7 @@ impl Uring {
     }
 
     fn account(&mut self, user_data: u64, result: i32) {
+        self.open -= 1;
         let (key, stage) = (user_data >> 1, user_data & 1);
         let Some(operation) = self.in_flight.get_mut(&key) else {
             return;
@@ -256,8 +265,10 @@ impl Engine for Uring {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // EAGAIN, EBUSY: the kernel is short of something; completions make room, `poll` retries.
-                Err(_) => return,
+                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again;
+                // without, nothing would: wait here.
+                Err(_) if self.open > self.ring.submission().len() => return,
+                Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
             }
         }
     }
