@@ -232,9 +232,22 @@ fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
     move |error| VmError::Kvm(step, error)
 }
 
+/// How often an interrupted creation of a VM is tried again.
+const CREATE_ATTEMPTS: u32 = 100;
+
 /// A VM with interrupt controllers and, where KVM has one, the timer of a PC.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
-    let vm = kvm.create_vm().map_err(kvm_error("create a VM"))?;
+    // A signal, or the completion of an io_uring request of a disk opened before, interrupts KVM_CREATE_VM. Either is
+    // dealt with on the way back to user space, so the next attempt or the one after it succeeds.
+    let interrupted = |result: &Result<VmFd, kvm_ioctls::Error>| matches!(result, Err(error) if error.errno() == libc::EINTR);
+    let mut created = kvm.create_vm();
+    for _ in 0..CREATE_ATTEMPTS {
+        if !interrupted(&created) {
+            break;
+        }
+        created = kvm.create_vm();
+    }
+    let vm = created.map_err(kvm_error("create a VM"))?;
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
         .map_err(kvm_error("place the identity map"))?;
     vm.set_tss_address(layout::KVM_TSS as usize)
