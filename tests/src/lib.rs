@@ -1,1 +1,40 @@
-//! placeholder text replaced by the crate's own documentation.
+//! What the integration tests share: running a job with Linux guests, or telling why this machine cannot.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use walvisor_guest_images::{Cache, Job, Outcome, Reporter, obstacle, walvisor_binary};
+
+/// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints the console, which
+/// the test harness shows if the test fails. `None`: this machine cannot, and `skipped: why` was printed.
+///
+/// # Panics
+/// The images or `walvisor` cannot be built, or the machine cannot be started.
+#[must_use]
+pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+    if let Some(why) = obstacle() {
+        println!("skipped: {why}");
+        return None;
+    }
+    let walvisor = walvisor_binary("dev").expect("building walvisor");
+    let mut job = Job::new(script, walvisor);
+    for (name, content) in files {
+        job = job.file(*name, *content);
+    }
+    let cache = Cache::open(None).expect("the image cache");
+    // Kept on disk as well: a job that hangs has a console to look at.
+    let name = std::thread::current()
+        .name()
+        .unwrap_or("job")
+        .replace("::", "-");
+    let log = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("../target/{name}.log"));
+    let reporter = Reporter::quiet(File::create(&log).ok());
+    match job.run(&cache, &reporter) {
+        Ok(outcome) => {
+            println!("{}", outcome.console);
+            println!("hung boots that were tried again: {}", outcome.hung_boots);
+            Some(outcome)
+        }
+        Err(error) => panic!("{error}; console: {}", log.display()),
+    }
+}

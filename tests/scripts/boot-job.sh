@@ -1,0 +1,23 @@
+# Boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots.
+walvisor disk create mmio.img --size 32M || exit
+walvisor disk create pci.img --size 32M || exit
+walvisor disk create root.img --size 192M || exit
+# The log is still empty: the base image is the disk.
+dd if="$IMAGES/root.ext4" of=root.img bs=1M conv=notrunc 2>/dev/null
+guest_initrd write.initrd "$JOB/write.sh"
+guest_initrd read.initrd "$JOB/read.sh"
+
+run_guest bzimage 120 --kernel "$IMAGES/vmlinuz" --initrd write.initrd --cpus 2 --memory 512M \
+    --cmdline 'console=ttyS0 quiet panic=-1 reboot=t' --metrics "$RESULTS/bzimage.prom" \
+    --disk path=mmio.img,transport=mmio,queues=2,serial=first --disk path=pci.img,transport=pci,queues=2,serial=second
+echo "job: bzImage, power off: status $?"
+
+run_guest vmlinux 120 --kernel "$IMAGES/vmlinux" --initrd read.initrd --cpus 2 --memory 512M \
+    --cmdline 'console=ttyS0 quiet panic=-1 reboot=t root=/dev/vda guest.end=reboot' \
+    --disk path=root.img,transport=mmio --disk path=mmio.img,transport=mmio --disk path=pci.img,transport=pci
+echo "job: vmlinux, reboot: status $?"
+
+for disk in mmio pci root; do
+    walvisor disk check $disk.img
+    echo "job: check of $disk.img: status $?"
+done

@@ -1,0 +1,64 @@
+//! A stock Linux kernel boots in both formats, finds its disks over both transports, and ends in both ways.
+
+use walvisor_tests::run_linux_job;
+
+/// What the guest reported after `prefix`.
+fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
+    console
+        .lines()
+        .filter_map(|line| line.strip_prefix(prefix))
+        .collect()
+}
+
+#[test]
+fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0() {
+    let files = [
+        ("write.sh", include_str!("../scripts/boot-write.sh")),
+        ("read.sh", include_str!("../scripts/boot-read.sh")),
+    ];
+    let Some(outcome) = run_linux_job(include_str!("../scripts/boot-job.sh"), &files) else {
+        return;
+    };
+    let console = outcome.console.as_str();
+
+    assert_eq!(reported(console, "guest: processors "), ["2"]);
+    let mut disks = reported(console, "guest: disk ");
+    disks.sort_unstable();
+    assert_eq!(
+        disks,
+        [
+            "first is on mmio, 2 queues, 65536 sectors",
+            "second is on pci, 2 queues, 65536 sectors"
+        ]
+    );
+    assert_eq!(
+        reported(console, "guest: root file system: "),
+        ["/dev/vda on / type ext4"]
+    );
+    assert_eq!(reported(console, "guest: job exit "), ["0", "0"]);
+
+    // Either disk gives back in the second boot what was written in the first.
+    let mut written = reported(console, "guest: wrote ");
+    written.sort_unstable();
+    assert_eq!(written.len(), 2);
+    assert_ne!(written[0], written[1]);
+    let mut read = reported(console, "guest: read ");
+    read.sort_unstable();
+    assert_eq!(written, read);
+
+    let statuses: Vec<_> = console
+        .lines()
+        .filter(|line| line.starts_with("job: "))
+        .collect();
+    assert_eq!(
+        statuses,
+        [
+            "job: bzImage, power off: status 0",
+            "job: vmlinux, reboot: status 0",
+            "job: check of mmio.img: status 0",
+            "job: check of pci.img: status 0",
+            "job: check of root.img: status 0",
+        ]
+    );
+    assert_eq!(outcome.status, 0);
+}
