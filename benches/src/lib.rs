@@ -1,1 +1,4 @@
-//! placeholder text replaced by the crate's own documentation.
+//! Benchmarks, and what they share.
+
+pub mod spread;
+pub mod tiny_guest;
