@@ -102,37 +102,46 @@ fn summary(outcome: &Outcome) -> Result<String> {
             }
         }
     }
+    table.push_str(&disk_table(outcome)?);
+    Ok(table)
+}
+
+/// What the devices and their logs counted, and whether the disks are clean.
+fn disk_table(outcome: &Outcome) -> Result<String> {
+    const COUNTERS: [(&str, &str); 6] = [
+        ("requests", "walvisor_block_requests_total"),
+        ("doorbells", "walvisor_block_doorbells_total"),
+        ("interrupts", "walvisor_block_interrupts_total"),
+        ("flushes", "walvisor_block_flushes_total"),
+        ("syncs", "walvisor_log_syncs_total"),
+        ("groups", "walvisor_log_groups_total"),
+    ];
     let metrics = Metrics::parse(&outcome.result("metrics.prom")?);
-    let _ = writeln!(
-        table,
-        "\n{:<11} {:>9} {:>9} {:>7} {:>7} {:>17} {:>15}",
-        "disk", "requests", "doorbells", "flushes", "syncs", "records per group", "disk check"
-    );
+    let mut table = format!("\n{:<11}", "disk");
+    for (title, _) in COUNTERS {
+        let _ = write!(table, " {title:>10}");
+    }
+    table.push_str("  flushes/group  disk check\n");
     for transport in TRANSPORTS {
+        let of = |metric: &str| {
+            metrics.sum(metric, "transport", transport).ok_or_else(|| {
+                Error::Unusable(format!("the metrics hold no {metric} of {transport}"))
+            })
+        };
+        let _ = write!(table, "virtio-{transport:<4}");
+        for (_, metric) in COUNTERS {
+            let _ = write!(table, " {:>10.0}", of(metric)?);
+        }
+        let groups = of("walvisor_log_groups_total")?;
+        let grouped = of("walvisor_log_flushes_grouped_total")? / groups.max(1.0);
         let name = format!("check-{transport}.json");
         let check = json(&outcome.result(&name)?, &name)?;
-        let of = |metric: &str| metrics.sum(metric, "disk", transport);
-        let count = |metric: &str| of(metric).map_or("-".to_owned(), |value| format!("{value:.0}"));
-        let group = match (
-            of("walvisor_log_records_total"),
-            of("walvisor_log_groups_total"),
-        ) {
-            (Some(records), Some(groups)) if groups > 0.0 => format!("{:.2}", records / groups),
-            _ => "-".to_owned(),
+        let verdict = if check["clean"] == true {
+            "clean"
+        } else {
+            "damaged"
         };
-        let _ = writeln!(
-            table,
-            "virtio-{transport:<4} {:>9} {:>9} {:>7} {:>7} {group:>17} {:>15}",
-            count("walvisor_block_requests_total"),
-            count("walvisor_block_doorbells_total"),
-            count("walvisor_block_flushes_total"),
-            count("walvisor_log_syncs_total"),
-            if check["clean"] == true {
-                "clean"
-            } else {
-                "see JSON"
-            },
-        );
+        let _ = writeln!(table, "  {grouped:>13.2}  {verdict}");
     }
     Ok(table)
 }

@@ -62,7 +62,10 @@ impl Boot<'_> {
             .arg(self.kernel)
             .arg("-initrd")
             .arg(self.initramfs)
-            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"])
+            .args([
+                "-append",
+                "console=ttyS0 loglevel=3 panic=-1 mitigations=off",
+            ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
             .args(["-device", "virtio-blk-pci,drive=images"])
