@@ -1,5 +1,6 @@
 //! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
 
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -8,11 +9,11 @@ use clap::Args;
 
 use super::CommandError;
 use crate::arch::x86_64::linux::{self, LinuxImage};
-use crate::arch::x86_64::{layout, start_state};
+use crate::arch::x86_64::{crash, layout, start_state};
 use crate::devices::console::Console;
 use crate::disk_spec::DiskSpec;
 use crate::disks;
-use crate::metrics::{self, RunMetrics};
+use crate::metrics::{RunMetrics, render};
 use crate::size::parse_size;
 use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
@@ -79,11 +80,17 @@ pub struct RunArguments {
 /// If the guest cannot be started, or cannot run on this machine.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
     check(arguments)?;
+    // Opened first: it is a pity to run a guest for hours and then have nowhere to write.
+    let metrics = arguments
+        .metrics
+        .as_deref()
+        .map(metrics_writer)
+        .transpose()?;
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
-    let ran = run_on(arguments, started, disks);
+    let ran = run_on(arguments, started, disks, metrics);
     // The logs are closed however the run ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
@@ -107,12 +114,13 @@ fn run_on(
     arguments: &RunArguments,
     started: Instant,
     disks: Vec<DiskConfig>,
+    metrics: Option<Box<dyn Write>>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
         .memory(arguments.memory)
         .console(console(&arguments.console)?)
-        .measure_memory(arguments.metrics.is_some());
+        .measure_memory(metrics.is_some());
     for disk in disks {
         builder = builder.disk(disk);
     }
@@ -126,17 +134,26 @@ fn run_on(
     let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
     start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
 
+    if !crash::hardware_virtualisation() {
+        eprintln!(
+            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
+             Linux kernel will hardly boot here (README.md says how to run it nested)"
+        );
+    }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let outcome = vm.run().map_err(CommandError::failed)?;
-    if let Some(target) = &arguments.metrics {
-        let text = metrics::render(&RunMetrics {
+    if let Some(mut writer) = metrics {
+        let text = render(&RunMetrics {
             started,
             first_run: outcome.first_run,
             exits: &exits,
             disks: &attached,
             memory: outcome.memory,
         });
-        write_metrics(target, &text)?;
+        writer
+            .write_all(text.as_bytes())
+            .and_then(|()| writer.flush())
+            .map_err(|error| CommandError::Failed(format!("metrics: {error}: free some space")))?;
     }
     if let Ended::Crashed(crash) = &outcome.ended {
         return Err(CommandError::failed(crash));
@@ -163,17 +180,16 @@ fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
     }
 }
 
-/// Writes the metrics to a file, or to stdout for `-`.
-fn write_metrics(target: &Path, text: &str) -> Result<(), CommandError> {
-    let written = if target == Path::new("-") {
-        std::io::stdout().write_all(text.as_bytes())
-    } else {
-        std::fs::write(target, text)
-    };
-    written.map_err(|error| {
+/// Opens the file that the metrics go to, or stdout for `-`.
+fn metrics_writer(target: &Path) -> Result<Box<dyn Write>, CommandError> {
+    if target == Path::new("-") {
+        return Ok(Box::new(std::io::stdout()));
+    }
+    let file = File::create(target).map_err(|error| {
         let path = target.display();
         CommandError::Failed(format!(
             "metrics '{path}': {error}: give a path that can be written"
         ))
-    })
+    })?;
+    Ok(Box::new(file))
 }

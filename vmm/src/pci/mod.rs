@@ -10,6 +10,8 @@
 
 mod config_ports;
 mod host_bridge;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::sync::{Arc, Mutex, RwLock};

@@ -146,6 +146,13 @@ pub fn load(memory: &GuestMemoryMmap, image: &LinuxImage) -> Result<LinuxEntry, 
 
     let magic = SETUP_MAGIC_OFFSET..SETUP_MAGIC_OFFSET + SETUP_MAGIC.len();
     if head.get(magic) == Some(SETUP_MAGIC) {
+        if head.len() < HEAD {
+            return Err(LoadError::Truncated {
+                path: path.clone(),
+                have: size,
+                need: HEAD as u64,
+            });
+        }
         load_bzimage(memory, image, &mut file, size)
     } else if head.starts_with(ELF_MAGIC) {
         load_vmlinux(memory, image, &mut file, &head, size)

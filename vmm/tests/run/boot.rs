@@ -1,0 +1,200 @@
+//! Kernels that boot, and every way in which a run ends.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use crate::kernel::{self, Then};
+use crate::{command, has_kvm, stderr, stdout};
+
+/// Boots a kernel of each format that does `then`, and gives what came out.
+fn boot_both(then: Then, arguments: &[&str]) -> Vec<Output> {
+    let directory = tempfile::tempdir().unwrap();
+    [
+        ("bzImage", kernel::bzimage(then)),
+        ("vmlinux", kernel::vmlinux(then, true)),
+    ]
+    .into_iter()
+    .map(|(name, image)| {
+        let path = kernel::save(directory.path(), name, &image);
+        let kernel = path.to_str().unwrap();
+        let mut all = vec!["run", "--memory", "4M", "--kernel", kernel];
+        all.extend(arguments);
+        command(all).output().expect("walvisor starts")
+    })
+    .collect()
+}
+
+#[test]
+fn both_formats_boot_with_their_command_line_and_power_off_is_success() {
+    if !has_kvm() {
+        return;
+    }
+    for output in boot_both(
+        Then::PowerOff,
+        &["--cmdline", "hello from the command line"],
+    ) {
+        assert_eq!(
+            stdout(&output),
+            "hello from the command line",
+            "{}",
+            stderr(&output)
+        );
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn every_kind_of_reset_is_success() {
+    if !has_kvm() {
+        return;
+    }
+    for then in [Then::ResetRegister, Then::ResetKeyboard] {
+        for output in boot_both(then, &["--cmdline", "x", "--cpus", "2"]) {
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        }
+    }
+}
+
+#[test]
+fn code_that_is_not_there_is_told_with_rip_and_cause() {
+    if !has_kvm() {
+        return;
+    }
+    for output in boot_both(Then::JumpAstray, &["--cmdline", "x"]) {
+        let error = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        for part in ["vCPU 0", "RIP 0xb0000000", "instruction bytes"] {
+            assert!(error.contains(part), "{part} is missing: {error}");
+        }
+        assert_eq!(
+            error
+                .lines()
+                .filter(|line| line.starts_with("walvisor: vCPU"))
+                .count(),
+            1
+        );
+    }
+}
+
+#[test]
+fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
+    if !has_kvm() {
+        return;
+    }
+    // With no command line nothing has been printed: no device has been touched.
+    for output in boot_both(Then::Fault, &["--cmdline", ""]) {
+        let error = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains("RIP 0x100"), "{error}");
+        assert!(error.contains("0f 0b"), "{error}");
+    }
+    for output in boot_both(Then::Fault, &["--cmdline", "x"]) {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn the_console_can_go_to_a_file_or_nowhere() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("console.log");
+    let target = format!("file:{}", log.display());
+    for output in boot_both(
+        Then::PowerOff,
+        &["--console", &target, "--cmdline", "logged;"],
+    ) {
+        assert!(
+            output.status.success() && output.stdout.is_empty(),
+            "{}",
+            stderr(&output)
+        );
+    }
+    assert_eq!(std::fs::read_to_string(log).unwrap(), "logged;logged;");
+    for output in boot_both(Then::PowerOff, &["--console", "off"]) {
+        assert!(output.status.success() && output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn metrics_tell_exits_disks_and_the_time_to_the_first_instruction() {
+    if !has_kvm() {
+        return;
+    }
+    let arguments = "--console off --metrics - --disk backend=ram,size=1M,serial=one,transport=pci";
+    let arguments: Vec<&str> = arguments.split(' ').collect();
+    for output in boot_both(Then::PowerOff, &arguments) {
+        let text = stdout(&output);
+        let value = |name: &str| -> f64 {
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(&format!("{name} ")));
+            line.unwrap_or_else(|| panic!("{name} is missing: {text}"))[name.len()..]
+                .trim()
+                .parse()
+                .unwrap()
+        };
+        // The power off is a port write.
+        assert!(value("walvisor_exits_total{vcpu=\"0\",reason=\"port_write\"}") >= 1.0);
+        assert_eq!(
+            value("walvisor_block_requests_total{disk=\"one\",transport=\"pci\"}"),
+            0.0
+        );
+        assert!(value("walvisor_start_to_first_instruction_us") > 0.0);
+        assert!(value("walvisor_vmm_resident_bytes") > 0.0);
+        assert!(value("walvisor_guest_resident_bytes") < (4 << 20) as f64);
+    }
+}
+
+#[test]
+fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let kernel = kernel::save(directory.path(), "bzImage", &kernel::bzimage(Then::Echo));
+    let disk = directory.path().join("disk.img");
+    let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"])
+        .output()
+        .unwrap();
+    assert!(created.status.success(), "{}", stderr(&created));
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        let console = directory.path().join(format!("console-{signal}"));
+        let console_target = format!("file:{}", console.display());
+        let spec = format!("path={}", disk.display());
+        let kernel = kernel.to_str().unwrap();
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_walvisor"))
+            .args([
+                "run",
+                "--memory",
+                "4M",
+                "--kernel",
+                kernel,
+                "--cmdline",
+                "up",
+            ])
+            .args(["--cpus", "2", "--disk", &spec, "--console", &console_target])
+            .stdin(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::fs::read_to_string(&console).unwrap_or_default() != "up" {
+            assert!(Instant::now() < deadline, "the guest printed nothing");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // SAFETY: the process is a child that has not been waited for, so its number is its own.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+        let status = child.wait().unwrap();
+        assert_eq!(
+            (status.code(), status.signal()),
+            (Some(0), None),
+            "signal {signal}"
+        );
+    }
+    let checked = command(["disk", "check", disk.to_str().unwrap()])
+        .output()
+        .unwrap();
+    assert!(checked.status.success(), "{}", stderr(&checked));
+}

@@ -1,0 +1,49 @@
+//! `walvisor run`, the program itself: what it boots, how it ends, what it says about bad input.
+
+mod bad_input;
+mod boot;
+mod kernel;
+mod terminal;
+
+use std::ffi::OsStr;
+use std::process::{Command, Output, Stdio};
+
+/// Whether this machine has a usable KVM; prints why the test is skipped if not.
+fn has_kvm() -> bool {
+    match walvisor::probe::open() {
+        Ok(_) => true,
+        Err(error) => {
+            println!("skipped: {error}");
+            false
+        }
+    }
+}
+
+/// `walvisor` with `arguments`, ended by SIGTERM after 30 seconds.
+fn command<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new("timeout");
+    command
+        .arg("30")
+        .arg(env!("CARGO_BIN_EXE_walvisor"))
+        .args(arguments)
+        .stdin(Stdio::null());
+    command
+}
+
+/// Runs `walvisor` with `arguments`, split at spaces, and then `rest`.
+fn walvisor(arguments: &str, rest: &[&OsStr]) -> Output {
+    let arguments = arguments.split_whitespace().map(OsStr::new);
+    command(arguments.chain(rest.iter().copied()))
+        .output()
+        .expect("walvisor starts")
+}
+
+/// What it wrote to stderr.
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// What it wrote to stdout.
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}

@@ -1,0 +1,155 @@
+//! The terminal: raw while the guest runs, as before when it has ended, whatever ended it.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::process::{Child, Command};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use rustix::termios::{LocalModes, Termios, tcgetattr};
+
+use crate::has_kvm;
+use crate::kernel::{self, Then};
+
+/// A pseudo-terminal: the side of the person at it, and the side of the program.
+fn terminal() -> (File, File) {
+    let (mut person, mut program) = (-1, -1);
+    // SAFETY: both pointers are to integers that outlive the call; the others may be null (openpty(3)).
+    let result = unsafe {
+        libc::openpty(
+            &raw mut person,
+            &raw mut program,
+            ptr::null_mut(),
+            ptr::null(),
+            ptr::null(),
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: openpty has just returned these descriptors, and nothing else owns them.
+    let [person, program] =
+        [person, program].map(|fd| File::from(unsafe { OwnedFd::from_raw_fd(fd) }));
+    (person, program)
+}
+
+/// The modes of a terminal that a program may change.
+fn modes(terminal: &File) -> (u32, u32, u32, u32) {
+    let Termios {
+        input_modes,
+        output_modes,
+        control_modes,
+        local_modes,
+        ..
+    } = tcgetattr(terminal).unwrap();
+    (
+        input_modes.bits(),
+        output_modes.bits(),
+        control_modes.bits(),
+        local_modes.bits(),
+    )
+}
+
+/// Waits for `done`, at most 20 seconds.
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A guest that echoes, on a terminal of its own, up and running.
+struct EchoingGuest {
+    _directory: tempfile::TempDir,
+    person: File,
+    program: File,
+    before: (u32, u32, u32, u32),
+    child: Child,
+}
+
+impl EchoingGuest {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let kernel = kernel::save(
+            directory.path(),
+            "vmlinux",
+            &kernel::vmlinux(Then::Echo, true),
+        );
+        let (person, program) = terminal();
+        let before = modes(&program);
+        let child = Command::new(env!("CARGO_BIN_EXE_walvisor"))
+            .args(["run", "--memory", "4M", "--cmdline", "up!", "--kernel"])
+            .arg(kernel)
+            .stdin(program.try_clone().unwrap())
+            .stdout(program.try_clone().unwrap())
+            .spawn()
+            .unwrap();
+        let mut guest = Self {
+            _directory: directory,
+            person,
+            program,
+            before,
+            child,
+        };
+        guest.expect(b"up!");
+        assert!(
+            !tcgetattr(&guest.program)
+                .unwrap()
+                .local_modes
+                .contains(LocalModes::ICANON),
+            "not raw"
+        );
+        guest
+    }
+
+    /// Reads `text` from the terminal.
+    fn expect(&mut self, text: &[u8]) {
+        let mut read = vec![0; text.len()];
+        self.person.read_exact(&mut read).unwrap();
+        assert_eq!(read, text, "{}", String::from_utf8_lossy(&read));
+    }
+
+    /// Waits for the program's end: exit status 0, the terminal as before.
+    fn ends_well(mut self) {
+        let mut status = None;
+        wait_for("the end of walvisor", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        assert_eq!(status.unwrap().code(), Some(0));
+        assert_eq!(modes(&self.program), self.before);
+        assert!(self.program.as_raw_fd() >= 0);
+    }
+}
+
+#[test]
+fn keys_reach_the_guest_and_ctrl_a_x_leaves() {
+    if !has_kvm() {
+        return;
+    }
+    let mut guest = EchoingGuest::start();
+    guest.person.write_all(b"hello").unwrap();
+    guest.expect(b"hello");
+    // Ctrl-C is the guest's, and two Ctrl-A are one.
+    guest.person.write_all(b"\x03\x01\x01").unwrap();
+    guest.expect(b"\x03\x01");
+    // More than the receive buffer holds.
+    let long = [b'z'; 300];
+    guest.person.write_all(&long).unwrap();
+    guest.expect(&long);
+    guest.person.write_all(b"\x01x").unwrap();
+    guest.ends_well();
+}
+
+#[test]
+fn a_signal_leaves_the_terminal_as_it_was() {
+    if !has_kvm() {
+        return;
+    }
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGQUIT] {
+        let guest = EchoingGuest::start();
+        // SAFETY: the process is a child that has not been waited for, so its number is its own.
+        assert_eq!(unsafe { libc::kill(guest.child.id() as i32, signal) }, 0);
+        guest.ends_well();
+    }
+}
