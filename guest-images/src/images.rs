@@ -9,6 +9,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::area::Area;
 use crate::cache::{Cache, MANIFEST};
 use crate::error::{Error, FileContext, Result};
 use crate::kernel::{Modules, extract_vmlinux};
@@ -77,8 +78,7 @@ impl GuestImages {
     /// A download or a step of the build fails; the cache is then as before.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
-        let scratch =
-            tempfile::tempdir_in(cache.root()).at("create a directory in", cache.root())?;
+        let scratch = Area::new(cache, reporter)?;
         reporter.progress("asking apt for package versions");
         let packages = packages::resolve(scratch.path(), reporter)?;
         let list = packages::list(&packages);

@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use tempfile::{TempDir, TempPath};
-
+use crate::area::Area;
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
 use crate::images::{GuestImages, images_disk};
@@ -24,6 +23,8 @@ const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
 /// What a job ends with when a guest hung at boot (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
 const ATTEMPTS: u32 = 2;
+/// Where in its area a job lives: `$BASE`.
+const BASE: &str = "job";
 /// Host programs that running needs, each with its package.
 const DIRECT_NEEDS: [(&str, &str); 2] = [("setpriv", "util-linux"), ("cpio", "cpio")];
 const NESTED_NEEDS: [(&str, &str); 2] = [
@@ -66,15 +67,22 @@ impl Job {
         self
     }
 
-    /// Runs the job on the machine that [`Machine::choose`] gives, says so aloud, and waits for its end. A boot that
-    /// hangs is tried once more, aloud.
+    /// Runs the job on the machine that [`Machine::choose`] gives, which is said aloud, and waits for its end.
+    ///
+    /// # Errors
+    /// As [`Job::run_on`].
+    pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
+        let (machine, reason) = Machine::choose();
+        reporter.note(&reason);
+        self.run_on(machine, cache, reporter)
+    }
+
+    /// Runs the job on `machine` and waits for its end. A boot that hangs is tried once more, which is said aloud.
     ///
     /// # Errors
     /// The images cannot be built, the machine cannot be started, or it hangs a second time, or the job takes longer
     /// than its limit. A script that fails is no error: see [`Outcome::status`].
-    pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
-        let (machine, reason) = Machine::choose();
-        reporter.note(&reason);
+    pub fn run_on(&self, machine: Machine, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
         let needs: &[_] = match machine {
             Machine::Direct => &DIRECT_NEEDS,
             Machine::Nested => &NESTED_NEEDS,
@@ -82,9 +90,9 @@ impl Job {
         install_missing(needs, reporter)?;
         let images = GuestImages::ensure(cache, reporter)?;
         for attempt in 1..=ATTEMPTS {
-            let area =
-                tempfile::tempdir_in(cache.root()).at("create a directory in", cache.root())?;
-            self.lay_out(area.path(), machine)?;
+            let area = Area::new(cache, reporter)?;
+            let base = area.path().join(BASE);
+            self.lay_out(&base, machine)?;
             let mut console = String::new();
             let line = |text: &str| {
                 console.push_str(text);
@@ -95,21 +103,21 @@ impl Job {
                 }
             };
             let status = match machine {
-                Machine::Direct => self.run_direct(area.path(), &images, line)?,
+                Machine::Direct => self.run_direct(&base, &images, line)?,
                 Machine::Nested => {
-                    let lock = cache.lock("session", reporter)?;
+                    // One at a time: two emulated machines would starve each other.
+                    let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
                     reporter.progress("booting the outer machine");
-                    let status = self.run_nested(area.path(), &images, &disk, line)?;
-                    drop(lock);
-                    status
+                    self.run_nested(&base, &images, &disk, line)?
                 }
             };
             if let Some(status) = status {
+                let hung_boots = attempt - 1;
                 return Ok(Outcome {
                     status,
                     console,
-                    hung_boots: attempt - 1,
+                    hung_boots,
                     machine,
                     area,
                 });
@@ -126,7 +134,7 @@ impl Job {
     fn lay_out(&self, base: &Path, machine: Machine) -> Result<()> {
         for directory in ["job", "files", "results", "bin"] {
             let path = base.join(directory);
-            fs::create_dir(&path).at("create", &path)?;
+            fs::create_dir_all(&path).at("create", &path)?;
         }
         let write = |name: &str, content: &str, mode: u32| {
             let path = base.join(name);
@@ -202,7 +210,6 @@ impl Job {
     ) -> Result<Option<i32>> {
         // Beside, not below: the disk does not contain itself.
         let work = base.with_extension("ext4");
-        let work = TempPath::try_from_path(&work).at("name", &work)?;
         make_ext4(base, &work, self.disk_mebibytes + 256)?;
         let boot = Boot {
             kernel: &images.path("vmlinuz"),
@@ -268,7 +275,7 @@ pub struct Outcome {
     pub hung_boots: u32,
     /// Where it ran.
     pub machine: Machine,
-    area: TempDir,
+    area: Area,
 }
 
 impl Outcome {
@@ -298,6 +305,6 @@ impl Outcome {
     /// The directory that was `$RESULTS`. It goes when this value is dropped.
     #[must_use]
     pub fn results(&self) -> PathBuf {
-        self.area.path().join("results")
+        self.area.path().join(BASE).join("results")
     }
 }

@@ -35,6 +35,7 @@
 //!
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 
+mod area;
 mod cache;
 mod demo;
 mod error;

@@ -189,7 +189,15 @@ pub fn obstacle() -> Option<String> {
 
 fn install(packages: &[&str]) -> Result<()> {
     run(Command::new("apt-get")
-        .args(["-q", "-y", "--no-install-recommends", "install"])
+        // Another apt may be at work: on a machine that has just booted, mostly.
+        .args([
+            "-q",
+            "-y",
+            "-o",
+            "DPkg::Lock::Timeout=300",
+            "--no-install-recommends",
+            "install",
+        ])
         .args(packages)
         .env("DEBIAN_FRONTEND", "noninteractive"))?;
     Ok(())
