@@ -13,8 +13,9 @@
 //!
 //! Why ring 3: a KVM without hardware virtualisation (page-table KVM) interprets ring 0 instruction by
 //! instruction, and only a subset of them, while ring 3 runs natively. With every page user-accessible and
-//! every port in the I/O bitmap a driver can live in ring 3, and runs in the same way on every KVM. (IOPL 3
-//! would allow the ports too, but a page-table KVM does not keep it once ring 3 runs.)
+//! every port allowed a driver can live in ring 3, and runs in the same way on every KVM. The ports are allowed
+//! twice, by IOPL 3 and by the I/O bitmap: a page-table KVM does not keep the first once ring 3 runs, and SVM as
+//! QEMU emulates it does not find the second.
 
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
@@ -57,6 +58,7 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 
 const RFLAGS_RESERVED: u64 = 1 << 1;
+const RFLAGS_IOPL_3: u64 = 3 << 12;
 
 /// The descriptors, in the order the selectors below use.
 const GDT_ENTRIES: [u64; 5] = [
@@ -78,7 +80,7 @@ const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
 pub enum Ring {
     /// Ring 0: everything is allowed.
     Kernel,
-    /// Ring 3, with all memory and every port, but without CLI, STI and HLT.
+    /// Ring 3, with all memory and every port. Not with CLI, STI and HLT: they do not work on every KVM.
     User,
 }
 
@@ -190,11 +192,12 @@ pub fn set_registers(
     sregs.efer = EFER_LME | EFER_LMA;
     vcpu.set_sregs(&sregs)?;
 
+    let iopl = if ring == Ring::User { RFLAGS_IOPL_3 } else { 0 };
     vcpu.set_regs(&kvm_regs {
         rip: entry,
         rsp: stack,
         rdi: argument,
-        rflags: RFLAGS_RESERVED,
+        rflags: RFLAGS_RESERVED | iopl,
         ..Default::default()
     })
 }
