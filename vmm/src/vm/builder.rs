@@ -121,7 +121,9 @@ impl VmBuilder {
             });
         }
         let vm = Arc::new(create_vm(&kvm)?);
+        // Before the interrupt controllers: behind them KVM lets a change of memory wait for milliseconds.
         let memory = Arc::new(map_memory(&vm, self.memory)?);
+        create_interrupt_controllers(&kvm, &vm)?;
         let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
         let control =
             Arc::new(Control::new().map_err(|error| VmError::System("create an event", error))?);
@@ -235,7 +237,7 @@ fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
 /// How often an interrupted creation of a VM is tried again.
 const CREATE_ATTEMPTS: u32 = 100;
 
-/// A VM with interrupt controllers and, where KVM has one, the timer of a PC.
+/// An empty VM.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
     // A signal, or the completion of an io_uring request of a disk opened before, interrupts KVM_CREATE_VM. Either is
     // dealt with on the way back to user space, so the next attempt or the one after it succeeds.
@@ -247,7 +249,11 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
         }
         created = kvm.create_vm();
     }
-    let vm = created.map_err(kvm_error("create a VM"))?;
+    created.map_err(kvm_error("create a VM"))
+}
+
+/// Interrupt controllers and, where KVM has one, the timer of a PC.
+fn create_interrupt_controllers(kvm: &Kvm, vm: &VmFd) -> Result<(), VmError> {
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
         .map_err(kvm_error("place the identity map"))?;
     vm.set_tss_address(layout::KVM_TSS as usize)
@@ -262,7 +268,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
         vm.create_pit2(config)
             .map_err(kvm_error("create a timer"))?;
     }
-    Ok(vm)
+    Ok(())
 }
 
 /// Maps `size` bytes of guest memory and tells KVM.
