@@ -137,7 +137,7 @@ fn run_on(
     if !crash::hardware_virtualisation() {
         eprintln!(
             "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
-             Linux kernel will hardly boot here (README.md says how to run it nested)"
+             Linux kernel will hardly boot here; 'cargo run -p walvisor-guest-images -- run --help' runs it nested"
         );
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
