@@ -478,3 +478,33 @@ fn le64<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
     value.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(value)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pending() -> Pending {
+        Pending {
+            head: 3,
+            status: GuestAddress(0),
+            data: Vec::new(),
+            data_len: 0,
+            transfer: Transfer::None,
+            bytes: 0,
+            modifies: false,
+            settled: false,
+        }
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "descriptor chain 3 was dropped without an answer")]
+    fn a_request_dropped_unanswered_is_a_bug() {
+        drop(pending());
+    }
+
+    #[test]
+    fn a_request_can_be_given_up_on_purpose() {
+        pending().abandon();
+    }
+}

@@ -334,7 +334,6 @@ impl<M: DeviceMemory> QueueWorker<M> {
             max_descriptors: usize::from(plan.max_size),
             metrics: &plan.metrics,
         };
-        let size = self.queue.size();
         let mut available = self.queue.available(memory)?;
         loop {
             let Some(slot) = self.in_flight.vacancy() else {
@@ -344,14 +343,6 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 return Ok(true);
             };
             add(&plan.metrics.requests, 1);
-            let head = chain.head_index();
-            if head >= size {
-                add(&plan.metrics.errors, 1);
-                return Err(QueueError::Chain {
-                    head,
-                    reason: "its head is no descriptor",
-                });
-            }
             let (pending, action) =
                 parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
             let (status, data) = match action {

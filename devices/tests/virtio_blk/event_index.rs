@@ -23,7 +23,8 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
         let posted: Vec<Posted> = (0..16)
             .map(|sector| driver.post(0, VIRTIO_BLK_T_OUT, sector, &pattern(sector, 512), 0))
             .collect();
-        assert!(driver.kick(0));
+        // The worker may be looking already, and then wants no doorbell.
+        let rung = driver.kick(0);
         wait_until("16 requests", || gate.submitted() == 16);
         wait_until("the end of the batch", || gate.kicks() > 0);
         assert_eq!(gate.kicks(), 1, "one batch");
@@ -42,9 +43,10 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
         std::thread::sleep(A_WHILE);
         assert_eq!(driver.registers.take_queue_interrupts(0), 1);
         let counts = driver.counts();
+        let expected = (16, u64::from(rung), 1);
         assert_eq!(
             (counts.requests, counts.doorbells, counts.interrupts),
-            (16, 1, 1)
+            expected
         );
     }
 }
@@ -151,7 +153,7 @@ fn a_plain_register_write_is_a_doorbell(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
     for queue in [0, 1, 0] {
         let post = driver.post(queue, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
-        assert!(driver.rings[queue].publish());
+        driver.rings[queue].publish();
         driver.registers.notify(queue as u16);
         let (head, written) = driver.next_used(queue);
         assert_eq!(

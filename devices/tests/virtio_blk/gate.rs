@@ -106,6 +106,7 @@ impl Backend for Gate {
             inner: self.disk.open_queue()?,
             shared: Arc::clone(&self.shared),
             event,
+            batch: Vec::new(),
             held: Vec::new(),
             in_flight: 0,
         }))
@@ -116,6 +117,8 @@ struct GateQueue {
     inner: Box<dyn BackendQueue>,
     shared: Arc<Shared>,
     event: EventFd,
+    /// Submitted and not kicked yet: not started, by the contract.
+    batch: Vec<(u64, Operation)>,
     held: Vec<Completion>,
     in_flight: usize,
 }
@@ -124,11 +127,14 @@ impl BackendQueue for GateQueue {
     fn submit(&mut self, token: u64, operation: Operation) {
         self.in_flight += 1;
         self.shared.submitted.fetch_add(1, Ordering::SeqCst);
-        self.inner.submit(token, operation);
+        self.batch.push((token, operation));
     }
 
     fn kick(&mut self) {
         self.shared.kicks.fetch_add(1, Ordering::SeqCst);
+        for (token, operation) in self.batch.drain(..) {
+            self.inner.submit(token, operation);
+        }
         self.inner.kick();
     }
 

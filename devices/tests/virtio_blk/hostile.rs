@@ -1,7 +1,7 @@
 //! A driver that breaks the rules costs itself a reset, and nobody else anything.
 
 use virtio_bindings::virtio_blk::*;
-use vm_memory::GuestAddress;
+use vm_memory::{Bytes, GuestAddress};
 use walvisor_devices::backend::ram::RamDisk;
 
 use crate::driver::*;
@@ -21,10 +21,15 @@ const INDIRECT_TABLE: u16 = 4;
 
 /// Breaks queue 0 with `offence`, and checks that only a reset helps, and that it does.
 fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddress)) {
-    let disk = RamDisk::new(64);
-    let mut driver = Driver::start(kind, disk, config(1), EVERYTHING);
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
     driver.write(0, 5, &pattern(5, 512));
     let scratch = driver.allocate(1 << 20);
+    driver
+        .memory
+        .write_obj(VIRTIO_BLK_T_FLUSH, scratch)
+        .expect("a header");
     let used = driver.rings[0].used_index();
     offence(&mut driver, scratch);
     driver.rings[0].publish();
@@ -35,6 +40,7 @@ fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddre
         used,
         "{what}: nothing was answered"
     );
+    assert_eq!(gate.submitted(), 1, "{what}: nothing was done");
     // The queue is dead until then.
     driver.registers.notify(0);
     std::thread::sleep(A_WHILE / 10);
@@ -73,6 +79,7 @@ fn broken_chains_need_a_reset(kind: Kind) {
             ring.set_descriptor(1, at, 16, 0, 0);
         }),
         ("a status byte outside memory", |ring, at| {
+            // A FLUSH, which must not be done either.
             ring.set_descriptor(0, at, 16, NEXT, 1);
             ring.set_descriptor(1, MEMORY_END, 1, WRITE, 0);
         }),
@@ -200,4 +207,12 @@ fn the_other_queues_go_on(kind: Kind) {
     driver.kick(1);
     wait_until("an answer", || driver.rings[1].used_index() == 1);
     assert_eq!(driver.answer(&post, 1).status, OK);
+    // A second queue that breaks is no news.
+    driver.rings[1].offer(u16::MAX);
+    driver.rings[1].publish();
+    let errors = driver.counts().errors;
+    driver.registers.notify(1);
+    wait_until("the second error", || driver.counts().errors > errors);
+    std::thread::sleep(A_WHILE);
+    assert_eq!(driver.registers.take_config_interrupts(), 0);
 }

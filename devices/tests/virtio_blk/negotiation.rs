@@ -114,7 +114,9 @@ fn the_status_only_grows_and_in_order(kind: Kind) {
 }
 
 fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
-    let mut driver = Driver::attach(kind, RamDisk::new(0x1_2345_6789), config(3));
+    let gate = Gate::new(RamDisk::new(8));
+    gate.set_sectors(0x1_2345_6789);
+    let mut driver = Driver::attach(kind, gate, config(3));
     driver.negotiate(EVERYTHING);
     let u32_at = |driver: &mut Driver, at| u32::from_le_bytes(driver.read_config(at));
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 0x1_2345_6789);
@@ -205,11 +207,13 @@ fn queue_registers_do_not_change_while_enabled(kind: Kind) {
         driver.features & EVENT_IDX != 0,
     );
     driver.registers.set_queue(0, 16, ring.addresses());
+    driver.registers.scribble_on_queue(0);
     // A smaller queue than the largest, and the only one that is enabled.
     driver
         .registers
         .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
     driver.rings.push(ring);
+    driver.registers.scribble_on_queue(0);
     for sector in 0..40 {
         driver.write(0, sector, &pattern(sector, 512));
     }

@@ -111,6 +111,13 @@ impl Registers for MmioDriver {
         assert_eq!(self.get(0x44), 1);
     }
 
+    fn scribble_on_queue(&mut self, queue: u16) {
+        self.set(0x30, queue.into());
+        for register in [0x38, 0x80, 0x84, 0x90, 0x94, 0xa0, 0xa4] {
+            self.set(register, 0x1234_5670);
+        }
+    }
+
     fn notify(&mut self, queue: u16) {
         self.set(0x50, queue.into());
     }

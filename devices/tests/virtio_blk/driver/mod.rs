@@ -5,6 +5,7 @@ mod mmio;
 mod pci;
 mod ring;
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -94,6 +95,8 @@ pub trait Registers {
     fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]);
     /// Doorbell by a register access: an exit to user space.
     fn notify(&mut self, queue: u16);
+    /// Writes nonsense into the size and address registers of `queue`.
+    fn scribble_on_queue(&mut self, queue: u16);
     /// The eventfds that an ioeventfd would write to.
     fn doorbells(&self) -> Vec<EventFd>;
     /// Interrupts of `queue` since the last call, in whatever way the transport delivers them.
@@ -105,13 +108,24 @@ pub trait Registers {
 
 /// A driver with a device of its own.
 pub struct Driver {
-    pub registers: Box<dyn Registers>,
+    pub registers: ManuallyDrop<Box<dyn Registers>>,
     pub memory: Memory,
     pub rings: Vec<Ring>,
     pub metrics: Arc<BlockMetrics>,
     pub features: u64,
     doorbells: Vec<EventFd>,
     next_page: Arc<AtomicU64>,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        // A device drains when it goes. In a test that has failed nobody may be left to let its requests
+        // end, so there it stays behind.
+        if !std::thread::panicking() {
+            // SAFETY: the field is not used again.
+            unsafe { ManuallyDrop::drop(&mut self.registers) }
+        }
+    }
 }
 
 /// How a request ended.
@@ -151,7 +165,7 @@ impl Driver {
         };
         Self {
             doorbells: registers.doorbells(),
-            registers,
+            registers: ManuallyDrop::new(registers),
             memory,
             rings: Vec::new(),
             metrics,

@@ -295,6 +295,15 @@ impl Registers for PciDriver {
         assert_eq!(self.get(0x1c), 1u16.to_le_bytes());
     }
 
+    fn scribble_on_queue(&mut self, queue: u16) {
+        self.set(0x16, queue.to_le_bytes());
+        self.set(0x18, 0x5670u16.to_le_bytes());
+        for field in [0x20, 0x24, 0x28, 0x2c, 0x30, 0x34] {
+            self.set(field, 0x1234_5670u32.to_le_bytes());
+        }
+        self.set(0x20, [0x10; 8]);
+    }
+
     fn notify(&mut self, queue: u16) {
         self.set(0x16, queue.to_le_bytes());
         let off = u64::from(u16::from_le_bytes(self.get(0x1e)));

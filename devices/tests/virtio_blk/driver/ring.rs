@@ -181,6 +181,14 @@ impl Ring {
         self.load(self.used + 4 + u64::from(self.size) * 8)
     }
 
+    /// Writes what only the device should.
+    pub fn set_avail_event(&self, index: u16) {
+        let at = GuestAddress(self.used + 4 + u64::from(self.size) * 8);
+        self.memory
+            .store(index.to_le(), at, Ordering::SeqCst)
+            .expect("avail_event");
+    }
+
     /// With EVENT_IDX: the used index at which the driver wants the next interrupt.
     pub fn set_used_event(&self, index: u16) {
         let at = GuestAddress(self.available + 4 + u64::from(self.size) * 2);
