@@ -71,14 +71,14 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert!(count("bytes") > (2048 + 1024) * 4096, "{row}");
         assert!(count("time_us") > 0, "{row}");
     }
-    // A doorbell is no exit, and neither is an interrupt; but a virtio-mmio driver reads and acknowledges the
-    // interrupt status.
+    // A doorbell is no exit and neither is an interrupt, but a virtio-mmio driver reads and acknowledges the
+    // interrupt status. An interrupt that comes when all is done makes either driver look at the device status.
     let count = |row: usize, key: &str| transports[row][key].as_u64().expect("a number");
     assert!(
-        count(0, "exits") <= 2 * count(0, "interrupts") + 16,
+        count(0, "exits") <= 3 * count(0, "interrupts") + 16,
         "{report}"
     );
-    assert!(count(1, "exits") <= 16, "{report}");
+    assert!(count(1, "exits") <= count(1, "interrupts") + 16, "{report}");
     assert_eq!(entries(directory.path()), 0, "the disks are removed");
 }
 

@@ -39,7 +39,7 @@ pub struct Transcript {
 pub struct Listener(JoinHandle<Transcript>);
 
 impl Listener {
-    /// Listens to `events` until their sender is gone. After [`PATIENCE`] without one the run of `control` is
+    /// Listens to `events` until their sender is gone. After `patience` without one the run of `control` is
     /// ended.
     ///
     /// # Errors
@@ -47,12 +47,13 @@ impl Listener {
     pub fn start(
         events: Receiver<Event>,
         control: Arc<Control>,
+        patience: Duration,
         mut say: impl FnMut(&str) + Send + 'static,
     ) -> io::Result<Self> {
         let listen = move || {
             let mut transcript = Transcript::default();
             loop {
-                match events.recv_timeout(PATIENCE) {
+                match events.recv_timeout(patience) {
                     Ok(event) => transcript.take(event, &mut say),
                     Err(RecvTimeoutError::Timeout) => {
                         transcript.stalled = true;
@@ -95,5 +96,67 @@ impl Transcript {
             });
         }
         self.last_line = line;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn jobs_are_gathered_and_other_lines_passed_on() {
+        let (events, received) = mpsc::channel();
+        let control = Arc::new(Control::new().unwrap());
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let heard = said.clone();
+        let say = move |line: &str| heard.lock().unwrap().push(line.to_owned());
+        let listener = Listener::start(received, control.clone(), PATIENCE, say).unwrap();
+        let measured = Measured {
+            exits: 1,
+            requests: 2,
+            syncs: 3,
+            time: Duration::from_micros(4),
+        };
+        for (line, measured) in [
+            ("hello", None),
+            ("@begin mmio", None),
+            ("@end mmio 2 1 1 1 4096 1 7", Some(measured)),
+            ("@fail pci no virtio block device found", None),
+            ("@off", None),
+        ] {
+            events
+                .send(Event {
+                    line: line.to_owned(),
+                    measured,
+                })
+                .unwrap();
+        }
+        drop(events);
+        let transcript = listener.finish();
+        assert_eq!(*said.lock().unwrap(), ["hello"]);
+        assert!(!transcript.stalled && control.ended().is_none());
+        assert_eq!(transcript.last_line, "@off");
+        let [mmio, pci] = &transcript.jobs[..] else {
+            panic!("{:?}", transcript.jobs)
+        };
+        assert_eq!(mmio.outcome.as_ref().unwrap().counts.requests, 2);
+        assert_eq!(mmio.measured, Some(measured));
+        assert_eq!(
+            pci.outcome.as_ref().unwrap_err(),
+            "no virtio block device found"
+        );
+    }
+
+    #[test]
+    fn a_silent_guest_is_ended() {
+        let (_events, received) = mpsc::channel();
+        let control = Arc::new(Control::new().unwrap());
+        let patience = Duration::from_millis(20);
+        let listener = Listener::start(received, control.clone(), patience, |_| ()).unwrap();
+        assert!(listener.finish().stalled);
+        assert!(matches!(control.ended(), Some(Ended::Quit)));
     }
 }

@@ -114,7 +114,7 @@ fn run_guest(
         exits: vm.exits().to_vec(),
         disks: vm.disks().to_vec(),
     });
-    let listener = Listener::start(received, vm.control(), say)
+    let listener = Listener::start(received, vm.control(), listener::PATIENCE, say)
         .map_err(|error| DemoError::Guest(format!("no thread to listen to it: {error}")))?;
     let outcome = vm.run()?;
     let transcript = listener.finish();

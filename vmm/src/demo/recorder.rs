@@ -139,3 +139,82 @@ impl Write for Recorder {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+    use std::sync::mpsc;
+
+    use walvisor_devices::backend::ram::RamDisk;
+    use walvisor_devices::block::BlockMetrics;
+
+    use super::*;
+    use crate::vm::DiskLocation;
+
+    #[test]
+    fn only_what_happens_between_begin_and_the_next_line_is_measured() {
+        let (exits, metrics) = (
+            Arc::new(ExitCounters::default()),
+            Arc::new(BlockMetrics::default()),
+        );
+        let disk = AttachedDisk {
+            name: "pci".to_owned(),
+            backend: Arc::new(RamDisk::new(8)),
+            location: DiskLocation::Pci(1),
+            metrics: metrics.clone(),
+        };
+        let sources = Sources {
+            exits: vec![exits.clone()],
+            disks: vec![disk],
+        };
+        let (events, received) = mpsc::channel();
+        let mut recorder = Recorder::new(Arc::new(OnceLock::from(sources)), events);
+        let act = |times| {
+            for _ in 0..times {
+                exits.count(ExitReason::MmioRead);
+                exits.count(ExitReason::PortWrite);
+                metrics.requests.fetch_add(2, Ordering::Relaxed);
+            }
+        };
+        let mut write = |text: &str| recorder.write_all(text.as_bytes()).unwrap();
+        act(100);
+        write("found\n@begin pci");
+        act(10);
+        write("\n");
+        act(3);
+        write("@");
+        act(1000);
+        write("end pci 6 1 1 1 1 1 1\nbye\n@begin other\n@off\n");
+        drop(recorder);
+        let counted: Vec<_> = received
+            .iter()
+            .map(|event| {
+                (
+                    event.line,
+                    event.measured.map(|counts| (counts.exits, counts.requests)),
+                )
+            })
+            .collect();
+        let expected = [
+            ("found", None),
+            ("@begin pci", None),
+            ("@end pci 6 1 1 1 1 1 1", Some((3, 6))),
+            ("bye", None),
+            ("@begin other", None),
+            ("@off", None),
+        ];
+        assert_eq!(
+            counted,
+            expected.map(|(line, counts)| (line.to_owned(), counts))
+        );
+    }
+
+    #[test]
+    fn a_line_without_end_takes_bounded_memory() {
+        let (events, received) = mpsc::channel();
+        let mut recorder = Recorder::new(Arc::default(), events);
+        recorder.write_all(&[b'x'; 10_000]).unwrap();
+        recorder.write_all(b"\n").unwrap();
+        assert_eq!(received.recv().unwrap().line.len(), LONGEST_LINE);
+    }
+}

@@ -164,3 +164,102 @@ impl fmt::Display for DemoReport {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::demo::contract::Counts;
+    use crate::demo::listener::Job;
+    use crate::demo::recorder::Measured;
+
+    const COUNTS: Counts = Counts {
+        requests: 9,
+        doorbells: 3,
+        interrupts: 2,
+        flushes: 4,
+        bytes: 8192,
+    };
+    const MEASURED: Measured = Measured {
+        exits: 5,
+        requests: 9,
+        syncs: 1,
+        time: Duration::from_micros(1500),
+    };
+
+    /// The report of a job on an image of two blocks, after `change` has changed what was reported.
+    fn report(change: impl FnOnce(&mut Vec<u8>, &mut Job)) -> TransportReport {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let mut data = vec![7; 2 * BLOCK];
+        data[BLOCK..].fill(8);
+        let mut digest = Digest::default();
+        digest.add(0, &data[..BLOCK]);
+        digest.add(1, &data[BLOCK..]);
+        let mut job = Job {
+            transport: "mmio".to_owned(),
+            outcome: Ok(Outcome {
+                counts: COUNTS,
+                blocks: 2,
+                digest,
+            }),
+            measured: Some(MEASURED),
+        };
+        change(&mut data, &mut job);
+        std::fs::write(&path, &data).unwrap();
+        let transcript = Transcript {
+            jobs: vec![job],
+            ..Default::default()
+        };
+        let images = [ClosedImage { name: "mmio", path }];
+        assemble(transcript, &images).unwrap().transports.remove(0)
+    }
+
+    #[test]
+    fn a_job_whose_bytes_are_on_the_medium_is_verified() {
+        let report = report(|_, _| ());
+        let text = serde_json::to_string(&DemoReport {
+            transports: vec![report],
+        })
+        .unwrap();
+        assert_eq!(
+            text,
+            r#"{"transports":[{"transport":"mmio","requests":9,"doorbells":3,"exits":5,"interrupts":2,"#
+                .to_owned()
+                + r#""flushes":4,"syncs":1,"bytes":8192,"verified":true,"time_us":1500}]}"#
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let reason = |change: fn(&mut Vec<u8>, &mut Job)| {
+            let report = DemoReport {
+                transports: vec![report(change)],
+            };
+            assert!(!report.transports[0].verified && report.to_string().contains(" NO"));
+            report.failure().unwrap()
+        };
+        let text = reason(|data, _| data[5000] ^= 1);
+        assert_eq!(
+            text,
+            "mmio: the image does not hold what the guest read last"
+        );
+        let text = reason(|_, job| job.outcome = Err("block 1: wrong".to_owned()));
+        assert_eq!(text, "mmio: block 1: wrong");
+        let text = reason(|_, job| {
+            job.measured = Some(Measured {
+                requests: 8,
+                ..MEASURED
+            })
+        });
+        assert_eq!(
+            text,
+            "mmio: the guest completed 9 requests, the device took 8"
+        );
+        let text = reason(|_, job| job.measured = None);
+        assert_eq!(text, "mmio: the guest ended a job that it did not begin");
+        let text = reason(|_, job| job.transport = "other".to_owned());
+        assert_eq!(text, "mmio: the guest did not report");
+    }
+}
