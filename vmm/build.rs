@@ -42,6 +42,7 @@ fn build(guest: &Path, target: &Path) -> Result<PathBuf, String> {
         // What was meant for the host: flags, and the wrapper with which clippy looks at the workspace.
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env_remove("CARGO_BUILD_RUSTFLAGS")
         .env_remove("CARGO_BUILD_TARGET")
         .env_remove("RUSTC_WORKSPACE_WRAPPER")
         .output()
