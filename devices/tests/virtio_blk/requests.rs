@@ -311,8 +311,9 @@ fn sizes_that_are_no_sectors_are_errors(kind: Kind) {
 
 fn the_largest_request_works_and_a_larger_one_is_an_error(kind: Kind) {
     const MIB: u32 = 1 << 20;
-    let disk = RamDisk::new(64 << 11);
-    let mut driver = Driver::start(kind, disk, config(1), EVERYTHING);
+    let gate = Gate::new(RamDisk::new(64 << 11));
+    gate.open();
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
     // Every piece is the same mebibyte of guest memory.
     let shared = driver.allocate(MIB as usize);
     for (pieces, extra, expected) in [
@@ -360,6 +361,11 @@ fn the_largest_request_works_and_a_larger_one_is_an_error(kind: Kind) {
             }
         }
     }
+    assert_eq!(
+        gate.submitted(),
+        2,
+        "what is too large never reaches the backend"
+    );
     let mut data = vec![0; MIB as usize];
     driver.memory.read_slice(&mut data, shared).expect("data");
     assert_eq!(data, pattern(9, MIB as usize));
