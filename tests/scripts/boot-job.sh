@@ -1,4 +1,7 @@
-# Boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots.
+# Runs the embedded guest, which must work where KVM runs ring 0 on the processor as well. Then boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots.
+walvisor demo --json --dir . >"$RESULTS/embedded.json"
+echo "job: embedded guest: status $?"
+
 walvisor disk create mmio.img --size 32M || exit
 walvisor disk create pci.img --size 32M || exit
 walvisor disk create root.img --size 192M || exit

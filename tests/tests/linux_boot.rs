@@ -1,5 +1,6 @@
 //! A stock Linux kernel boots in both formats, finds its disks over both transports, and ends in both ways.
 
+use walvisor_guest_images::Metrics;
 use walvisor_tests::run_linux_job;
 
 /// What the guest reported after `prefix`.
@@ -53,6 +54,7 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
     assert_eq!(
         statuses,
         [
+            "job: embedded guest: status 0",
             "job: bzImage, power off: status 0",
             "job: vmlinux, reboot: status 0",
             "job: check of mmio.img: status 0",
@@ -61,4 +63,29 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
         ]
     );
     assert_eq!(outcome.status, 0);
+
+    let embedded = outcome
+        .result("embedded.json")
+        .expect("the embedded guest's report");
+    let embedded: serde_json::Value = serde_json::from_str(&embedded).expect("JSON");
+    for (index, transport) in ["mmio", "pci"].into_iter().enumerate() {
+        let report = &embedded["transports"][index];
+        assert_eq!(report["transport"], transport);
+        assert_eq!(report["verified"], true, "{report}");
+        assert!(report["syncs"].as_u64() > Some(0), "{report}");
+    }
+
+    // What the devices counted: each disk was written 8 MiB, and flushed.
+    let metrics = Metrics::parse(&outcome.result("bzimage.prom").expect("the metrics"));
+    for transport in ["mmio", "pci"] {
+        let of = |name| {
+            metrics
+                .sum(name, "transport", transport)
+                .unwrap_or_default()
+        };
+        assert!(of("walvisor_block_written_bytes_total") >= 8_388_608.0);
+        assert!(of("walvisor_block_flushes_total") >= 1.0);
+        assert!(of("walvisor_log_syncs_total") >= 1.0);
+        assert_eq!(of("walvisor_block_errors_total"), 0.0);
+    }
 }
