@@ -1,7 +1,6 @@
 //! Which base image belongs to which log: the table of disks in the control file, and how it is matched.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, RwLock};
@@ -13,7 +12,7 @@ use crate::SECTOR_SIZE;
 use crate::disk::{CacheMode, DiskState};
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file;
+use crate::file::{self, DataFile};
 use crate::format::{
     BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
     Uuid, VERSION,
@@ -243,7 +242,7 @@ pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<Contr
     header.next_cid = U64::new(1);
     Ok(ControlFile {
         path,
-        file,
+        file: Box::new(file),
         control: Control {
             header,
             disks: Vec::new(),
@@ -258,6 +257,11 @@ pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let open = OpenOptions::new().read(true).write(true).open(&path);
     let file = open.map_err(|error| Error::io("open the log", &path, error))?;
     file::lock(&file, log_dir)?;
+    read_control(Box::new(file), path)
+}
+
+/// Reads an open control file: the newest valid slot counts.
+pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<ControlFile> {
     let mut newest: Option<Control> = None;
     for slot in 0..2 {
         let mut bytes = vec![0; CONTROL_SLOT];
@@ -289,10 +293,10 @@ pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     };
     match newest.filter(sane) {
         Some(control) => Ok(ControlFile {
-            moved: false,
             path,
             file,
             control,
+            moved: false,
         }),
         None => Err(Error::new(
             ErrorKind::Damaged,

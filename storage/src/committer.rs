@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::engine::{self, Done, Engine, Io};
+use crate::engine::{Done, Engine, Io};
 use crate::log::{Group, Log, Mailbox, Waiter};
 use crate::{Completion, Failure};
 
@@ -27,7 +27,7 @@ pub(crate) struct Committer {
 impl Committer {
     pub(crate) fn new(log: Arc<Log>) -> io::Result<Self> {
         let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
-        let engine = engine::create(log.engine, &event)?;
+        let engine = log.medium.engine(&event)?;
         let mailbox = Arc::new(Mailbox {
             completions: Mutex::default(),
             event,

@@ -1,11 +1,11 @@
 //! An open disk: what its ports share.
 
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{Error, Result};
+use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::index::Index;
 use crate::log::{Log, LogCounters};
@@ -30,7 +30,7 @@ pub(crate) struct DiskState {
     pub uuid: Uuid,
     pub path: PathBuf,
     pub sectors: u64,
-    pub base: Arc<File>,
+    pub base: Arc<dyn DataFile>,
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,

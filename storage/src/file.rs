@@ -2,13 +2,74 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::Uuid;
 use crate::{Buffer, SECTOR_SIZE};
+
+/// What the store asks of a file that holds data: a segment, the control file, a base image.
+pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
+    /// Fills `buffer` from `offset`, or fails.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+    /// Writes all of `bytes` at `offset`.
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
+    /// Writes some of `slices`, which follow each other at `offset`; returns how many bytes.
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize>;
+    /// Makes everything written durable.
+    fn sync_data(&self) -> io::Result<()>;
+    /// Length in bytes.
+    fn len(&self) -> io::Result<u64>;
+    /// Makes a range read as zeroes, giving its space back if `unmap`.
+    fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
+    /// Sets or removes the mark of a disk whose newest bytes may be in a log.
+    fn write_mark(&self, uuid: Option<&Uuid>) -> io::Result<()>;
+    /// The descriptor, for engines.
+    fn raw_fd(&self) -> RawFd;
+}
+
+impl DataFile for File {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self, buffer, offset)
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        FileExt::write_all_at(self, bytes, offset)
+    }
+
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        Ok(rustix::io::pwritev2(
+            self,
+            slices,
+            offset,
+            rustix::io::ReadWriteFlags::empty(),
+        )?)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        File::sync_data(self)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        zero_range(self, offset, len, unmap)
+    }
+
+    fn write_mark(&self, uuid: Option<&Uuid>) -> io::Result<()> {
+        write_mark(self, uuid)
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        self.as_raw_fd()
+    }
+}
 
 /// Opens a file for aligned I/O: with O_DIRECT if reads at sector granularity work that way, else buffered.
 pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
@@ -45,7 +106,7 @@ pub(crate) fn lock(file: &File, path: &Path) -> Result<()> {
 }
 
 /// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents, else by writing.
-pub(crate) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
     let flags = match unmap {
         true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
         false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
@@ -57,7 +118,7 @@ pub(crate) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io:
 }
 
 /// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion.
-pub(crate) fn write_zeroes(file: &File, offset: u64, len: u64) -> io::Result<()> {
+pub(crate) fn write_zeroes(file: &dyn DataFile, offset: u64, len: u64) -> io::Result<()> {
     let zeroes = Buffer::zeroed(len.min(1 << 20) as usize);
     let mut done = 0;
     while done < len {
@@ -93,7 +154,7 @@ pub(crate) fn random<const N: usize>() -> [u8; N] {
 const ATTRIBUTE: &str = "user.walvisor.disk";
 
 /// Reads the attribute; `None` if there is none or the file system has none.
-pub(crate) fn read_mark(file: &File) -> Option<crate::format::Uuid> {
+pub(crate) fn read_mark(file: &File) -> Option<Uuid> {
     let mut text = [0u8; 64];
     let len = rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]).ok()?;
     let hex = std::str::from_utf8(text.get(..len)?).ok()?;
@@ -101,7 +162,7 @@ pub(crate) fn read_mark(file: &File) -> Option<crate::format::Uuid> {
 }
 
 /// Sets or removes the attribute. File systems without attributes are served without.
-pub(crate) fn write_mark(file: &File, uuid: Option<&crate::format::Uuid>) -> io::Result<()> {
+fn write_mark(file: &File, uuid: Option<&Uuid>) -> io::Result<()> {
     use rustix::io::Errno;
     let result = match uuid {
         Some(uuid) => {
@@ -122,6 +183,6 @@ pub(crate) fn write_mark(file: &File, uuid: Option<&crate::format::Uuid>) -> io:
 }
 
 /// A UUID as 32 hex digits.
-pub(crate) fn hex(uuid: &crate::format::Uuid) -> String {
+pub(crate) fn hex(uuid: &Uuid) -> String {
     format!("{:032x}", u128::from_be_bytes(*uuid))
 }

@@ -9,8 +9,6 @@
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,11 +19,12 @@ use zerocopy::little_endian::U64;
 use crate::committer::Committer;
 use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
+use crate::file::DataFile;
 use crate::format::{CONTROL_SLOT, Control};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::Log;
 use crate::segment::Segment;
-use crate::{Buffer, SECTOR_SIZE, file};
+use crate::{Buffer, SECTOR_SIZE};
 
 /// Longest single write to a base image, in bytes.
 const COPY_BYTES: usize = 1 << 20;
@@ -35,7 +34,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// The open, locked control file and what it says.
 pub(crate) struct ControlFile {
     pub path: PathBuf,
-    pub file: File,
+    pub file: Box<dyn DataFile>,
     pub control: Control,
     /// A disk was found at another path than the file says.
     pub moved: bool,
@@ -144,7 +143,9 @@ impl Keeper {
         }
         self.checkpoint(true)?;
         for disk in &self.disks {
-            file::write_mark(&disk.base, None).map_err(|e| Error::io("unmark", &disk.path, e))?;
+            disk.base
+                .write_mark(None)
+                .map_err(|e| Error::io("unmark", &disk.path, e))?;
         }
         Ok(())
     }
@@ -157,7 +158,10 @@ impl Keeper {
             return Ok(());
         }
         drop(state);
-        let segment = Segment::create(&self.log.dir, slot, self.log.segment_size)?;
+        let segment = self
+            .log
+            .medium
+            .create_segment(slot, self.log.segment_size)?;
         let mut state = self.log.lock();
         state.keeper.files += 1;
         state.free.push(Arc::new(segment));
@@ -272,7 +276,7 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
     };
     let end_run = |run: &Run, buffer: &Buffer| match *run {
         Run::Data { start, filled } => base.write_all_at(&buffer[..filled], start),
-        Run::Zero { start, len, unmap } => file::zero_range(base, start, len, unmap),
+        Run::Zero { start, len, unmap } => base.zero_range(start, len, unmap),
     };
     for Piece {
         sector,

@@ -18,10 +18,10 @@ use vmm_sys_util::eventfd::EventFd;
 use zerocopy::little_endian::{U32, U64};
 
 use crate::disk::DiskState;
-use crate::engine::{Chunk, EngineKind, Io};
+use crate::engine::{Chunk, Io};
 use crate::format::{self, BatchHeader, Descriptor, Kind, SegmentHeader, Uuid};
 use crate::index::Place;
-use crate::segment::Segment;
+use crate::segment::{Medium, Segment};
 use crate::{Buffer, Completion, Failure};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
@@ -171,7 +171,7 @@ pub(crate) struct Log {
     pub uuid: Uuid,
     pub segment_size: u64,
     pub max_segments: u32,
-    pub engine: EngineKind,
+    pub medium: Box<dyn Medium>,
     pub durable: AtomicU64,
     pub written: AtomicU64,
     pub poisoned: AtomicBool,

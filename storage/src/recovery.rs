@@ -5,7 +5,6 @@
 //! completed: every later header tells how far the log was durable when it was written, and if that reaches
 //! past the end, acknowledged records are missing, and that is reported, never repaired in silence.
 
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ use crate::file;
 use crate::format::{
     BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
-use crate::segment::Segment;
+use crate::segment::{Medium, Segment};
 
 /// A segment that holds part of the log.
 pub(crate) struct LiveSegment {
@@ -40,6 +39,8 @@ pub(crate) struct Scan {
     pub max_cid: u64,
     pub max_sequence: u64,
     pub batches: u64,
+    /// One more than the highest number of a segment file.
+    pub files: u32,
     /// Records above the checkpoint LSN, and their payload bytes.
     pub records: u64,
     pub payload_bytes: u64,
@@ -154,7 +155,12 @@ pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
-pub(crate) fn scan(dir: &Path, control: &Control, visit: Visitor<'_>) -> Result<Scan> {
+pub(crate) fn scan(
+    medium: &dyn Medium,
+    dir: &Path,
+    control: &Control,
+    visit: Visitor<'_>,
+) -> Result<Scan> {
     let (root, size) = (&control.header, control.header.segment_size.get());
     let first_sequence = root.first_sequence.get();
     let mut scan = Scan {
@@ -164,7 +170,7 @@ pub(crate) fn scan(dir: &Path, control: &Control, visit: Visitor<'_>) -> Result<
         max_sequence: first_sequence.saturating_sub(1),
         ..Scan::default()
     };
-    let (candidates, suspects) = classify(dir, control, &mut scan)?;
+    let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
     let mut end = candidates.len();
     let mut end_offset = None;
@@ -262,19 +268,19 @@ pub(crate) fn scan(dir: &Path, control: &Control, visit: Visitor<'_>) -> Result<
 /// Sorts segment files into those that claim to be part of the log, free ones, and those with an unreadable
 /// first block that may have been part of it.
 fn classify(
-    dir: &Path,
+    medium: &dyn Medium,
     control: &Control,
     scan: &mut Scan,
 ) -> Result<(Vec<Candidate>, Vec<Arc<Segment>>)> {
     let (root, size) = (&control.header, control.header.segment_size.get());
     let (mut candidates, mut suspects) = (Vec::new(), Vec::new());
-    for (_, path) in Segment::list(dir)? {
-        let segment = Arc::new(Segment::open(path)?);
+    for (slot, segment) in medium.segments()? {
+        scan.files = scan.files.max(slot + 1);
+        let segment = Arc::new(segment);
         let len = segment
             .file
-            .metadata()
-            .map_err(|e| Error::io("look at", &segment.path, e))?
-            .len();
+            .len()
+            .map_err(|e| Error::io("look at", &segment.path, e))?;
         if len != size {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -404,7 +410,7 @@ fn look_behind(
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
 pub(crate) fn wipe(segment: &Segment) -> Result<()> {
-    let wiped =
-        file::write_zeroes(&segment.file, 0, BLOCK as u64).and_then(|()| segment.file.sync_data());
+    let wiped = file::write_zeroes(segment.file.as_ref(), 0, BLOCK as u64)
+        .and_then(|()| segment.file.sync_data());
     wiped.map_err(|error| Error::io("wipe the void log segment", &segment.path, error))
 }

@@ -1,27 +1,50 @@
-//! Segment files: fixed-size pieces of the log, zero-filled once, recycled for ever.
+//! The medium: segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and
+//! the engines that reach them.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
+use std::io;
 use std::path::{Path, PathBuf};
 
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, Result};
-use crate::file;
+use crate::file::{self, DataFile};
+
+/// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
+pub(crate) trait Medium: Send + Sync {
+    /// Creates segment file number `slot`, every byte written with zero and synced, so that later syncs
+    /// touch no file-system metadata. A crash leaves either nothing or the whole file.
+    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment>;
+
+    /// Opens the segment files there are, in the order of their numbers.
+    fn segments(&self) -> Result<Vec<(u32, Segment)>>;
+
+    /// Makes an engine that signals `event` when an operation ends.
+    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>>;
+}
+
+/// A log directory of a file system, and the kind of engine that was found to work.
+pub(crate) struct Directory {
+    pub path: PathBuf,
+    pub engine: EngineKind,
+}
 
 /// One segment file. Whoever holds it in an `Arc` pins it: it is recycled only when nobody does.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub path: PathBuf,
-    pub file: File,
+    pub file: Box<dyn DataFile>,
 }
 
 impl Segment {
     /// The path of segment file number `slot` of the log in `dir`.
-    pub(crate) fn path(dir: &Path, slot: u32) -> PathBuf {
+    fn path(dir: &Path, slot: u32) -> PathBuf {
         dir.join(format!("segment-{slot:05}"))
     }
 
-    /// Creates segment file number `slot`, every byte written with zero and synced, so that later syncs
-    /// touch no file-system metadata. A crash leaves either nothing or the whole file.
-    pub(crate) fn create(dir: &Path, slot: u32, size: u64) -> Result<Self> {
+    /// See [`Medium::create_segment`].
+    fn create(dir: &Path, slot: u32, size: u64) -> Result<Self> {
         let path = Self::path(dir, slot);
         let unfinished = path.with_extension("new");
         let fill = || {
@@ -44,14 +67,17 @@ impl Segment {
     }
 
     /// Opens an existing segment file.
-    pub(crate) fn open(path: PathBuf) -> Result<Self> {
+    fn open(path: PathBuf) -> Result<Self> {
         let file = file::open_direct(&path, true)
             .map_err(|e| Error::io("open the log segment", &path, e))?;
-        Ok(Self { path, file })
+        Ok(Self {
+            path,
+            file: Box::new(file),
+        })
     }
 
     /// The segment files in `dir`, with their numbers, in order.
-    pub(crate) fn list(dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
+    fn list(dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
         let read = |error| Error::io("read the log directory", dir, error);
         let mut found = Vec::new();
         for entry in std::fs::read_dir(dir).map_err(read)? {
@@ -67,5 +93,22 @@ impl Segment {
         }
         found.sort_unstable();
         Ok(found)
+    }
+}
+
+impl Medium for Directory {
+    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment> {
+        Segment::create(&self.path, slot, size)
+    }
+
+    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
+        let found = Segment::list(&self.path)?.into_iter();
+        found
+            .map(|(slot, path)| Ok((slot, Segment::open(path)?)))
+            .collect()
+    }
+
+    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+        engine::create(self.engine, event)
     }
 }

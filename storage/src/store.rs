@@ -16,13 +16,12 @@ use crate::catalog::{
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
 use crate::error::{Error, ErrorKind, Result};
-use crate::file;
 use crate::format::{Control, DiskEntry, Kind};
 use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{Counters, KeeperState, Live, Log, LogCounters, State};
 use crate::recovery::{self, Scan};
-use crate::segment::Segment;
+use crate::segment::{Directory, Medium};
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// How a log is made and run.
@@ -148,7 +147,8 @@ pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOption
         register(&mut control, path, size)?;
         control.write()?;
         if new_log {
-            Segment::create(log_dir, 0, control.control.header.segment_size.get())?;
+            directory(log_dir, EngineKind::Blocking)
+                .create_segment(0, control.control.header.segment_size.get())?;
         }
         Ok(())
     };
@@ -180,7 +180,11 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     }
     let mut control = open_control(log_dir)?;
     base.attach(&mut control, log_dir)?;
-    let (scan, _) = read_log(log_dir, &control.control)?;
+    let (scan, _) = read_log(
+        &directory(log_dir, EngineKind::Blocking),
+        log_dir,
+        &control.control,
+    )?;
     let header = &control.control.header;
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
@@ -211,6 +215,7 @@ impl Store {
         check_options(options)?;
         let engine = engine::probe(options.engine)
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
+        let medium = directory(log_dir, engine);
         let opened = disks
             .iter()
             .map(OpenBase::open)
@@ -234,12 +239,7 @@ impl Store {
             states.push(Arc::new(base.attach(&mut control, log_dir)?));
         }
         let attached = states.len();
-        let scan = recover(log_dir, &mut control, &mut states)?;
-        let log = Arc::new(new_log(log_dir, &control, engine, scan)?);
-        for state in &states {
-            let marked = file::write_mark(&state.base, Some(&state.uuid));
-            marked.map_err(|error| Error::io("mark", &state.path, error))?;
-        }
+        let (log, keeper) = assemble(Box::new(medium), log_dir, control, &mut states)?;
         let disks = states[..attached]
             .iter()
             .map(|state| Disk {
@@ -247,7 +247,6 @@ impl Store {
                 state: state.clone(),
             })
             .collect();
-        let keeper = Keeper::new(log.clone(), states, control)?;
         let keeper = std::thread::Builder::new()
             .name("log-keeper".into())
             .spawn(move || keeper.run());
@@ -298,11 +297,35 @@ impl Drop for Store {
     }
 }
 
+fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
+    Directory {
+        path: log_dir.to_path_buf(),
+        engine,
+    }
+}
+
+/// Recovers a log and makes it ready to run; its keeper has not begun.
+pub(crate) fn assemble(
+    medium: Box<dyn Medium>,
+    log_dir: &Path,
+    mut control: ControlFile,
+    states: &mut Vec<Arc<DiskState>>,
+) -> Result<(Arc<Log>, Keeper)> {
+    let scan = recover(medium.as_ref(), log_dir, &mut control, states)?;
+    for state in states.iter() {
+        let marked = state.base.write_mark(Some(&state.uuid));
+        marked.map_err(|error| Error::io("mark", &state.path, error))?;
+    }
+    let log = Arc::new(new_log(log_dir, &control, medium, scan));
+    let keeper = Keeper::new(log.clone(), states.clone(), control)?;
+    Ok((log, keeper))
+}
+
 /// The index of each disk by its id, with the LSN of its newest record.
 type Indexes = HashMap<u32, (Index, u64)>;
 
 /// Reads the whole log: what it holds, and where the newest bytes of each disk are.
-fn read_log(log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
+fn read_log(medium: &dyn Medium, log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
     let mut indexes = Indexes::new();
     let sizes: HashMap<u32, u64> = control
         .disks
@@ -310,26 +333,31 @@ fn read_log(log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
         .map(|d| (d.id.get(), d.size.get()))
         .collect();
     let mut stray = None;
-    let scan = recovery::scan(log_dir, control, &mut |lsn, descriptor, segment, offset| {
-        let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
-        let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
-        if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
-            stray.get_or_insert(lsn);
-            return;
-        }
-        let place = match Kind::from_raw(descriptor.kind.get()) {
-            Some(Kind::Write) => Place::Log {
-                segment: segment.clone(),
-                offset,
-            },
-            kind => Place::Zero {
-                unmap: kind == Some(Kind::Discard),
-            },
-        };
-        let (index, last_lsn) = indexes.entry(descriptor.disk_id.get()).or_default();
-        index.active.insert(sector, sectors, lsn, place);
-        *last_lsn = lsn;
-    })?;
+    let scan = recovery::scan(
+        medium,
+        log_dir,
+        control,
+        &mut |lsn, descriptor, segment, offset| {
+            let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
+            let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
+            if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
+                stray.get_or_insert(lsn);
+                return;
+            }
+            let place = match Kind::from_raw(descriptor.kind.get()) {
+                Some(Kind::Write) => Place::Log {
+                    segment: segment.clone(),
+                    offset,
+                },
+                kind => Place::Zero {
+                    unmap: kind == Some(Kind::Discard),
+                },
+            };
+            let (index, last_lsn) = indexes.entry(descriptor.disk_id.get()).or_default();
+            index.active.insert(sector, sectors, lsn, place);
+            *last_lsn = lsn;
+        },
+    )?;
     match stray {
         None => Ok((scan, indexes)),
         Some(lsn) => Err(Error::new(
@@ -345,11 +373,12 @@ fn read_log(log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
 /// Reads the log into the disks' indexes. Disks with records that nobody opened are opened too, and added to
 /// `states`, so that the log can be checkpointed and recycled.
 fn recover(
+    medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
     states: &mut Vec<Arc<DiskState>>,
 ) -> Result<Scan> {
-    let (scan, mut indexes) = read_log(log_dir, &control.control)?;
+    let (scan, mut indexes) = read_log(medium, log_dir, &control.control)?;
     for entry in control
         .control
         .disks
@@ -425,13 +454,8 @@ fn open_absent(entry: &DiskEntry, log_dir: &Path) -> Result<DiskState> {
     })
 }
 
-fn new_log(log_dir: &Path, control: &ControlFile, engine: EngineKind, scan: Scan) -> Result<Log> {
+fn new_log(log_dir: &Path, control: &ControlFile, medium: Box<dyn Medium>, scan: Scan) -> Log {
     let header = &control.control.header;
-    let files = Segment::list(log_dir)?
-        .iter()
-        .map(|(slot, _)| slot + 1)
-        .max()
-        .unwrap_or(0);
     let void = scan.void.into_iter();
     let live: std::collections::VecDeque<Live> = scan
         .live
@@ -456,7 +480,7 @@ fn new_log(log_dir: &Path, control: &ControlFile, engine: EngineKind, scan: Scan
         tail: None,
         keeper: KeeperState {
             checkpoint: live.len() * 2 >= header.max_segments.get() as usize,
-            files,
+            files: scan.files,
             ..KeeperState::default()
         },
         live,
@@ -465,12 +489,12 @@ fn new_log(log_dir: &Path, control: &ControlFile, engine: EngineKind, scan: Scan
         starved: false,
         ports: Vec::new(),
     };
-    Ok(Log {
+    Log {
         dir: log_dir.to_path_buf(),
         uuid: header.log,
         segment_size: header.segment_size.get(),
         max_segments: header.max_segments.get(),
-        engine,
+        medium,
         durable: AtomicU64::new(scan.last_lsn),
         written: AtomicU64::new(scan.last_lsn),
         poisoned: AtomicBool::new(false),
@@ -478,7 +502,7 @@ fn new_log(log_dir: &Path, control: &ControlFile, engine: EngineKind, scan: Scan
         counters: Counters::default(),
         state: Mutex::new(state),
         keeper_wanted: Condvar::new(),
-    })
+    }
 }
 
 // A request longer than a quarter of the default segment would be refused: keep the documented limit true.

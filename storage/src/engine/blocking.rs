@@ -51,7 +51,7 @@ fn run(io: Io) -> io::Result<Option<crate::Buffer>> {
             chunks,
             sync,
         } => {
-            write_chunks(&segment.file, offset, &chunks, 0)?;
+            write_chunks(segment.file.as_ref(), offset, &chunks, 0)?;
             sync.iter()
                 .try_for_each(|segment| segment.file.sync_data())?;
             Ok(None)

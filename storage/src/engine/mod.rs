@@ -10,13 +10,13 @@
 mod blocking;
 mod uring;
 
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::Buffer;
+use crate::file::DataFile;
 use crate::segment::Segment;
 
 /// Which engine moves the bytes.
@@ -41,15 +41,15 @@ pub(crate) struct Chunk {
 /// What is read: the base image or a segment, which it pins.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    Base(Arc<File>),
+    Base(Arc<dyn DataFile>),
     Segment(Arc<Segment>),
 }
 
 impl Source {
-    fn file(&self) -> &File {
+    fn file(&self) -> &dyn DataFile {
         match self {
-            Self::Base(file) => file,
-            Self::Segment(segment) => &segment.file,
+            Self::Base(file) => file.as_ref(),
+            Self::Segment(segment) => segment.file.as_ref(),
         }
     }
 }
@@ -116,13 +116,12 @@ pub(crate) fn create(kind: EngineKind, event: &EventFd) -> io::Result<Box<dyn En
 
 /// Reads exactly `buffer.len()` bytes.
 fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
-    use std::os::unix::fs::FileExt;
     source.file().read_exact_at(&mut buffer, offset)?;
     Ok(buffer)
 }
 
 /// Writes all of `chunks` from byte `skip` of them on.
-fn write_chunks(file: &File, offset: u64, chunks: &[Chunk], skip: usize) -> io::Result<()> {
+fn write_chunks(file: &dyn DataFile, offset: u64, chunks: &[Chunk], skip: usize) -> io::Result<()> {
     let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
     let mut done = skip;
     while done < total {
@@ -135,16 +134,11 @@ fn write_chunks(file: &File, offset: u64, chunks: &[Chunk], skip: usize) -> io::
             }
             passed += chunk.len;
         }
-        match rustix::io::pwritev2(
-            file,
-            &slices,
-            offset + done as u64,
-            rustix::io::ReadWriteFlags::empty(),
-        ) {
+        match file.write_slices_at(&slices, offset + done as u64) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => done += written,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(())
@@ -153,6 +147,7 @@ fn write_chunks(file: &File, offset: u64, chunks: &[Chunk], skip: usize) -> io::
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::segment::{Directory, Medium};
 
     fn finish(engine: &mut dyn Engine, event: &EventFd, count: usize) -> Vec<Done> {
         let mut done = Vec::new();
@@ -177,7 +172,11 @@ mod tests {
                 }
             };
             let dir = tempfile::tempdir().unwrap();
-            let segment = Arc::new(Segment::create(dir.path(), 0, 1 << 20).unwrap());
+            let medium = Directory {
+                path: dir.path().to_path_buf(),
+                engine: kind,
+            };
+            let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
             let event = EventFd::new(0).unwrap();
             let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {

@@ -164,9 +164,10 @@ impl Uring {
                 .is_none_or(|e| e.raw_os_error() == Some(libc::ECANCELED));
             if operation.moved < total && cancelled {
                 // A short write is no error, but it broke the link to the sync: end both here. Rare.
-                operation.failed = write_chunks(&segment.file, *offset, chunks, operation.moved)
-                    .and_then(|()| sync.iter().try_for_each(|segment| segment.file.sync_data()))
-                    .err();
+                operation.failed =
+                    write_chunks(segment.file.as_ref(), *offset, chunks, operation.moved)
+                        .and_then(|()| sync.iter().try_for_each(|segment| segment.file.sync_data()))
+                        .err();
             }
         }
         self.complete(key);
@@ -185,7 +186,7 @@ impl Engine for Uring {
                 offset,
                 mut buffer,
             } => {
-                let fd = types::Fd(source.file().as_raw_fd());
+                let fd = types::Fd(source.file().raw_fd());
                 let read =
                     opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32).offset(offset);
                 entries.push(read.build().user_data(key << 1 | MOVE));
@@ -214,13 +215,13 @@ impl Engine for Uring {
                         iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
                         iov_len: chunk.len,
                     }));
-                    let fd = types::Fd(segment.file.as_raw_fd());
+                    let fd = types::Fd(segment.file.raw_fd());
                     let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
                         .offset(offset);
                     entries.push(write.build().user_data(key << 1 | MOVE));
                 }
                 entries.extend(sync.iter().map(|segment| {
-                    let fsync = opcode::Fsync::new(types::Fd(segment.file.as_raw_fd()));
+                    let fsync = opcode::Fsync::new(types::Fd(segment.file.raw_fd()));
                     fsync
                         .flags(types::FsyncFlags::DATASYNC)
                         .build()
