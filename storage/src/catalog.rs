@@ -27,9 +27,9 @@ pub(crate) fn invalid(message: String) -> Error {
 
 pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     let size = options.segment_size;
-    if !(1 << 20..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
+    if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
         return Err(invalid(format!(
-            "a segment of {size} bytes can't be: give 1 MiB to 1 GiB, a multiple of 4096"
+            "a segment of {size} bytes can't be: give 64 KiB to 1 GiB, a multiple of 4096"
         )));
     }
     if !(4..=65536).contains(&options.max_segments) {

@@ -60,6 +60,8 @@ pub(crate) struct ExtentMap {
 pub(crate) struct Piece {
     pub sector: u64,
     pub sectors: u64,
+    /// The record it comes from; 0 for a gap.
+    pub lsn: u64,
     /// `None`: not in this layer.
     pub place: Option<Place>,
 }
@@ -121,6 +123,7 @@ impl ExtentMap {
                 pieces.push(Piece {
                     sector: at,
                     sectors: start - at,
+                    lsn: 0,
                     place: None,
                 });
                 at = start;
@@ -130,6 +133,7 @@ impl ExtentMap {
             pieces.push(Piece {
                 sector: at,
                 sectors: piece_end - at,
+                lsn: extent.lsn,
                 place,
             });
             at = piece_end;
@@ -138,6 +142,7 @@ impl ExtentMap {
             pieces.push(Piece {
                 sector: at,
                 sectors: end - at,
+                lsn: 0,
                 place: None,
             });
         }
@@ -169,6 +174,7 @@ impl ExtentMap {
         self.extents.iter().map(|(&sector, extent)| Piece {
             sector,
             sectors: extent.sectors,
+            lsn: extent.lsn,
             place: Some(extent.place.clone()),
         })
     }

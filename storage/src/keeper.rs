@@ -43,13 +43,17 @@ pub(crate) struct ControlFile {
 impl ControlFile {
     /// Writes the other slot and syncs it.
     pub(crate) fn write(&mut self) -> Result<()> {
+        // A failed attempt is repeated on the same slot: the other one is the good one.
         let generation = self.control.header.generation.get() + 1;
-        self.control.header.generation = U64::new(generation);
+        let mut next = self.control.clone();
+        next.header.generation = U64::new(generation);
         let offset = (generation % 2) * CONTROL_SLOT as u64;
-        let written = self.file.write_all_at(&self.control.encode(), offset);
+        let written = self.file.write_all_at(&next.encode(), offset);
         written
             .and_then(|()| self.file.sync_data())
-            .map_err(|e| Error::io("write the log's control file", &self.path, e))
+            .map_err(|e| Error::io("write the log's control file", &self.path, e))?;
+        self.control = next;
+        Ok(())
     }
 }
 
@@ -59,17 +63,21 @@ pub(crate) struct Keeper {
     disks: Vec<Arc<DiskState>>,
     control: ControlFile,
     committer: Committer,
-    /// The LSN of frozen indexes that a failed checkpoint left behind.
+    /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
+    /// Segments that are free once the control file says so.
+    released: Vec<Arc<Segment>>,
     /// Recycled segments that a reader still pins.
     retiring: Vec<Arc<Segment>>,
 }
 
 impl Keeper {
+    /// `frozen_at` is the last LSN of what recovery left in frozen indexes, if it did.
     pub(crate) fn new(
         log: Arc<Log>,
         disks: Vec<Arc<DiskState>>,
         control: ControlFile,
+        frozen_at: Option<u64>,
     ) -> Result<Self> {
         let committer =
             Committer::new(log.clone()).map_err(|e| Error::io("open the log", &log.dir, e))?;
@@ -78,7 +86,8 @@ impl Keeper {
             disks,
             control,
             committer,
-            frozen_at: None,
+            frozen_at,
+            released: Vec::new(),
             retiring: Vec::new(),
         })
     }
@@ -108,20 +117,11 @@ impl Keeper {
             }
             let stop = state.keeper.stop;
             drop(state);
-            self.retire();
             if stop {
                 return self.close();
             }
-            if let Err(error) = self.provide() {
-                tracing::error!("{error}");
-                retry = Some(RETRY);
-            }
-            // Taken before it starts: a request that comes while it runs asks for another one.
-            if std::mem::take(&mut self.log.lock().keeper.checkpoint)
-                && let Err(error) = self.checkpoint(false)
-            {
+            if let Err(error) = self.step(false) {
                 tracing::error!("checkpoint failed, the log keeps everything: {error}");
-                self.log.lock().keeper.checkpoint = true;
                 retry = Some(RETRY);
             }
             if !self.retiring.is_empty() {
@@ -131,7 +131,28 @@ impl Keeper {
         }
     }
 
-    fn close(&mut self) -> Result<()> {
+    /// Does what is due; a checkpoint also when it is not, if `forced`.
+    ///
+    /// # Errors
+    /// If a segment can't be made or a checkpoint fails. Nothing is lost; it is due again.
+    pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
+        self.retire();
+        let provided = self.provide();
+        // Taken before it starts: a request that comes while it runs asks for another one.
+        let due = std::mem::take(&mut self.log.lock().keeper.checkpoint);
+        if due || forced {
+            self.checkpoint(false)
+                .inspect_err(|_| self.log.lock().keeper.checkpoint = true)?;
+        }
+        provided
+    }
+
+    /// Makes everything durable and copies it to the base images. Nobody else may use the log any more.
+    ///
+    /// # Errors
+    /// If the log had failed or the copy fails.
+    pub(crate) fn close(&mut self) -> Result<()> {
+        self.retire();
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Error::new(
                 ErrorKind::Io,
@@ -185,29 +206,39 @@ impl Keeper {
     /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free.
     fn checkpoint(&mut self, closing: bool) -> Result<()> {
         // What an earlier attempt left frozen comes first; then, when closing, what was written since.
-        let left_over = self.frozen_at.is_some();
-        self.checkpoint_once(closing)?;
-        if left_over && closing {
-            self.checkpoint_once(closing)
-        } else {
-            Ok(())
+        if self.frozen_at.is_some() && closing {
+            self.checkpoint_once(false)?;
         }
+        self.checkpoint_once(closing)
     }
 
     fn checkpoint_once(&mut self, closing: bool) -> Result<()> {
-        let lsn = match self.frozen_at {
-            Some(lsn) => lsn,
-            None => {
-                let mut state = self.log.lock();
-                for disk in &self.disks {
-                    let frozen = disk.index_mut().freeze();
-                    debug_assert!(frozen, "no checkpoint is under way");
-                }
-                state.keeper.draining = true;
-                self.frozen_at = Some(state.appended);
-                state.appended
+        let mut state = self.log.lock();
+        if !self.retiring.is_empty()
+            && state.free.is_empty()
+            && state.keeper.files == self.log.max_segments
+        {
+            // Readers hold the room that this may need. They hold it for the time of a read: soon, then. (Waiting
+            // here would wait for ever, since only this thread takes the segments back.)
+            state.keeper.checkpoint = true;
+            let dir = self.log.dir.display();
+            return match closing {
+                false => Ok(()),
+                true => Err(Error::new(
+                    ErrorKind::Io,
+                    format!("{dir}: closed while a disk is being read"),
+                )),
+            };
+        }
+        let lsn = *self.frozen_at.get_or_insert_with(|| {
+            for disk in &self.disks {
+                let frozen = disk.index_mut().freeze();
+                debug_assert!(frozen, "no checkpoint is under way");
             }
-        };
+            state.appended
+        });
+        state.keeper.draining = true;
+        drop(state);
         let flushed = self.provide().and_then(|()| {
             self.committer.flush(lsn).map_err(|_| {
                 Error::new(
@@ -231,7 +262,8 @@ impl Keeper {
         }
         let keep = state.live.iter().position(|live| live.last_lsn > lsn);
         let tail = state.live.len() - usize::from(state.tail.is_some());
-        let recycled: Vec<_> = state.live.drain(..keep.unwrap_or(tail)).collect();
+        let released = state.live.drain(..keep.unwrap_or(tail));
+        self.released.extend(released.map(|live| live.segment));
         let header = &mut self.control.control.header;
         header.first_sequence = U64::new(
             state
@@ -249,8 +281,7 @@ impl Keeper {
             disk.index_mut().frozen = None;
         }
         self.frozen_at = None;
-        self.retiring
-            .extend(recycled.into_iter().map(|live| live.segment));
+        self.retiring.append(&mut self.released);
         self.retire();
         self.log
             .counters
@@ -269,7 +300,8 @@ enum Run {
 /// Copies an index layer to the base image and syncs it: adjacent extents in one write, zeroes as holes.
 fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
     let base = &disk.base;
-    let mut buffer = Buffer::zeroed(COPY_BYTES);
+    let sectors: u64 = frozen.iter().map(|piece| piece.sectors).sum();
+    let mut buffer = Buffer::zeroed(COPY_BYTES.min((sectors * SECTOR_SIZE) as usize));
     let mut run = Run::Data {
         start: 0,
         filled: 0,
@@ -282,6 +314,7 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
         sector,
         sectors,
         place,
+        ..
     } in frozen.iter()
     {
         let (mut offset, end) = (sector * SECTOR_SIZE, (sector + sectors) * SECTOR_SIZE);
@@ -308,7 +341,7 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
         while offset < end {
             let filled = match run {
                 Run::Data { start, filled }
-                    if start + filled as u64 == offset && filled < COPY_BYTES =>
+                    if start + filled as u64 == offset && filled < buffer.len() =>
                 {
                     filled
                 }
@@ -317,7 +350,7 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
                     0
                 }
             };
-            let part = ((end - offset) as usize).min(COPY_BYTES - filled);
+            let part = ((end - offset) as usize).min(buffer.len() - filled);
             let into = &mut buffer[filled..filled + part];
             let skipped = offset - sector * SECTOR_SIZE;
             match &place {

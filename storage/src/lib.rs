@@ -32,6 +32,8 @@ mod port;
 mod recovery;
 mod request;
 mod segment;
+#[cfg(test)]
+mod simulation;
 mod store;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};

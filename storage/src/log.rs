@@ -322,7 +322,7 @@ impl Log {
         };
         state.starved = false;
         let previous = state.live.back();
-        let salt = u64::from_le_bytes(crate::file::random());
+        let salt = self.medium.salt();
         let header = SegmentHeader {
             magic: format::SEGMENT_MAGIC,
             version: U32::new(format::VERSION),
@@ -465,12 +465,8 @@ impl Log {
     fn sync_only(&self, state: &mut State) -> (Io, Group) {
         let sync = std::mem::take(&mut state.unsynced);
         state.next_cid += 1;
-        let segment = state
-            .tail
-            .as_ref()
-            .expect("something was written")
-            .segment
-            .clone();
+        // Someone waits for more than is durable and nothing is pending: so something is written and not synced.
+        let segment = sync.first().expect("an unsynced segment").clone();
         let last_lsn = state.batched;
         let group = Group {
             records: Vec::new(),

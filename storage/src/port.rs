@@ -19,6 +19,8 @@ struct Read {
     /// `None` while one part is the whole: its buffer becomes the result.
     buffer: Option<Buffer>,
     open: usize,
+    /// The newest record that is read from the log.
+    newest: u64,
     failed: bool,
 }
 
@@ -265,7 +267,7 @@ impl Port {
         let key = self.next_id;
         let whole = pieces.len() == 1;
         let mut buffer = None;
-        let mut open = 0;
+        let (mut open, mut newest) = (0, 0);
         for piece in pieces {
             let at = ((piece.sector - sector) * SECTOR_SIZE) as usize;
             let part = (piece.sectors * SECTOR_SIZE) as usize;
@@ -276,7 +278,10 @@ impl Port {
                     continue;
                 }
                 Some(Place::Zero { .. }) => continue,
-                Some(Place::Log { segment, offset }) => (Source::Segment(segment), offset),
+                Some(Place::Log { segment, offset }) => {
+                    newest = newest.max(piece.lsn);
+                    (Source::Segment(segment), offset)
+                }
                 None => (
                     Source::Base(self.disk.base.clone()),
                     piece.sector * SECTOR_SIZE,
@@ -307,6 +312,7 @@ impl Port {
                 token,
                 buffer,
                 open,
+                newest,
                 failed: false,
             },
         );
@@ -332,7 +338,11 @@ impl Port {
         if read.open == 0
             && let Some(read) = self.reads.remove(&key)
         {
-            let result = if read.failed {
+            // Once a sync has failed, what was written but not durable may read as anything older.
+            let log = &self.committer.log;
+            let lost = log.poisoned.load(Ordering::Acquire)
+                && read.newest > log.durable.load(Ordering::Acquire);
+            let result = if read.failed || lost {
                 Err(Failure::Io)
             } else {
                 Ok(read.buffer)

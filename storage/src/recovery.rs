@@ -71,7 +71,7 @@ impl<'a> Window<'a> {
             segment,
             size,
             start: 0,
-            buffer: Buffer::zeroed(1 << 20),
+            buffer: Buffer::zeroed(size.min(1 << 20) as usize),
             filled: 0,
         }
     }

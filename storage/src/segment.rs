@@ -20,6 +20,9 @@ pub(crate) trait Medium: Send + Sync {
     /// Opens the segment files there are, in the order of their numbers.
     fn segments(&self) -> Result<Vec<(u32, Segment)>>;
 
+    /// A number that no earlier segment had: random.
+    fn salt(&self) -> u64;
+
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>>;
 }
@@ -106,6 +109,10 @@ impl Medium for Directory {
         found
             .map(|(slot, path)| Ok((slot, Segment::open(path)?)))
             .collect()
+    }
+
+    fn salt(&self) -> u64 {
+        u64::from_le_bytes(file::random())
     }
 
     fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {

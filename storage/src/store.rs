@@ -27,7 +27,7 @@ use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 /// How a log is made and run.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
-    /// Bytes of a segment file of a new log: a multiple of 4096, 1 MiB to 1 GiB. Default 64 MiB. Requests longer
+    /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
     /// than a quarter of it are refused.
     pub segment_size: u64,
     /// Most segment files of a new log: 4 to 65536. Default 16.
@@ -316,8 +316,9 @@ pub(crate) fn assemble(
         let marked = state.base.write_mark(Some(&state.uuid));
         marked.map_err(|error| Error::io("mark", &state.path, error))?;
     }
+    let recovered = (scan.records > 0).then_some(scan.last_lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, scan));
-    let keeper = Keeper::new(log.clone(), states.clone(), control)?;
+    let keeper = Keeper::new(log.clone(), states.clone(), control, recovered)?;
     Ok((log, keeper))
 }
 
@@ -389,9 +390,12 @@ fn recover(
             states.push(Arc::new(open_absent(entry, log_dir)?));
         }
     }
+    // Frozen at once: the first checkpoint copies what was recovered, whatever is written meanwhile, and so needs
+    // no room in a ring that may be full.
     for state in states.iter() {
         if let Some((index, last_lsn)) = indexes.remove(&state.id) {
             *state.index_mut() = index;
+            state.index_mut().freeze();
             state.last_lsn.store(last_lsn, Ordering::Release);
         }
     }

@@ -1,0 +1,380 @@
+//! A medium with a volatile cache that can lose power at any operation.
+//!
+//! What was synced is durable. Of what was written since, a power cut keeps any subset of sectors: a write can
+//! tear at every sector boundary and writes can be reordered, as on a disk with a cache.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::Buffer;
+use crate::engine::{Chunk, Done, Engine, Io, Source};
+use crate::error::{Error, Result};
+use crate::file::DataFile;
+use crate::format::Uuid;
+use crate::segment::{Medium, Segment};
+
+const SECTOR: usize = 512;
+
+/// SplitMix64: small, and the same everywhere.
+#[derive(Clone, Debug)]
+pub(super) struct Random(pub u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e3779b97f4a7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58476d1ce4e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d049bb133111eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `limit`.
+    pub(super) fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    /// True once in `n` times.
+    pub(super) fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// One file: what is durable, and the sectors written since the last sync, in order.
+#[derive(Clone, Debug, Default)]
+struct FileState {
+    name: String,
+    durable: Vec<u8>,
+    /// What a reader sees.
+    current: Vec<u8>,
+    cached: Vec<(usize, [u8; SECTOR])>,
+}
+
+/// The whole medium.
+#[derive(Clone, Debug)]
+pub(super) struct World {
+    files: Vec<FileState>,
+    random: Random,
+    /// Operations until power is lost.
+    pub ticks: Option<u64>,
+    pub crashed: bool,
+    /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable.
+    pub fail_sync: Option<u64>,
+}
+
+impl World {
+    pub(super) fn new(seed: u64) -> Self {
+        Self {
+            files: Vec::new(),
+            random: Random(seed),
+            ticks: None,
+            crashed: false,
+            fail_sync: None,
+        }
+    }
+
+    pub(super) fn create(&mut self, name: &str, len: usize) -> usize {
+        self.files.push(FileState {
+            name: name.into(),
+            durable: vec![0; len],
+            current: vec![0; len],
+            cached: Vec::new(),
+        });
+        self.files.len() - 1
+    }
+
+    pub(super) fn contents(&self, name: &str) -> &[u8] {
+        &self
+            .files
+            .iter()
+            .find(|file| file.name == name)
+            .expect("a file of that name")
+            .current
+    }
+
+    /// One operation: an error once power is gone.
+    fn tick(&mut self) -> io::Result<()> {
+        match &mut self.ticks {
+            Some(0) => self.crashed = true,
+            Some(ticks) => *ticks -= 1,
+            None => {}
+        }
+        if self.crashed {
+            Err(io::Error::other("power lost"))
+        } else {
+            Ok(())
+        }
+    }
+
+    fn write(&mut self, file: usize, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if self.crashed {
+            return Err(io::Error::other("power lost"));
+        }
+        assert!(
+            bytes.len().is_multiple_of(SECTOR) && offset.is_multiple_of(SECTOR as u64),
+            "sector writes only"
+        );
+        let state = &mut self.files[file];
+        let offset = offset as usize;
+        state.current[offset..offset + bytes.len()].copy_from_slice(bytes);
+        for (i, sector) in bytes.chunks(SECTOR).enumerate() {
+            state
+                .cached
+                .push((offset + i * SECTOR, sector.try_into().expect("a sector")));
+        }
+        // The write at which power is lost is in the cache too: any part of it may have reached the medium.
+        self.tick()
+    }
+
+    fn sync(&mut self, file: usize) -> io::Result<()> {
+        self.tick()?;
+        if let Some(count) = &mut self.fail_sync {
+            if *count == 0 {
+                self.fail_sync = None;
+                self.settle(file);
+                return Err(io::Error::other("planted sync failure"));
+            }
+            *count -= 1;
+        }
+        let state = &mut self.files[file];
+        state.durable.copy_from_slice(&state.current);
+        state.cached.clear();
+        Ok(())
+    }
+
+    /// Keeps any subset of a file's cached sectors; the rest is gone, from the cache too.
+    fn settle(&mut self, file: usize) {
+        let state = &mut self.files[file];
+        // All, none, about half, or all but a few: the extremes are where mistakes hide.
+        let mode = self.random.below(4);
+        for (offset, sector) in std::mem::take(&mut state.cached) {
+            let keep = match mode {
+                0 => true,
+                1 => false,
+                2 => self.random.one_in(2),
+                _ => !self.random.one_in(8),
+            };
+            if keep {
+                state.durable[offset..offset + SECTOR].copy_from_slice(&sector);
+            }
+        }
+        state.current.copy_from_slice(&state.durable);
+    }
+
+    /// The medium after a power cut.
+    pub(super) fn after_crash(&self) -> Self {
+        let mut world = self.clone();
+        (0..world.files.len()).for_each(|file| world.settle(file));
+        world.crashed = false;
+        world.ticks = None;
+        world.fail_sync = None;
+        world
+    }
+}
+
+/// The medium as the store sees it; all clones are one.
+#[derive(Clone, Debug)]
+pub(super) struct Simulated {
+    pub world: Arc<Mutex<World>>,
+    pub segment_size: u64,
+}
+
+impl Simulated {
+    pub(super) fn lock(&self) -> std::sync::MutexGuard<'_, World> {
+        self.world.lock().expect("world lock")
+    }
+
+    pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
+        let index = self
+            .lock()
+            .files
+            .iter()
+            .position(|file| file.name == name)
+            .expect("a file of that name");
+        Box::new(SimulatedFile {
+            medium: self.clone(),
+            index,
+        })
+    }
+}
+
+#[derive(Debug)]
+struct SimulatedFile {
+    medium: Simulated,
+    index: usize,
+}
+
+impl DataFile for SimulatedFile {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let world = self.medium.lock();
+        if world.crashed {
+            return Err(io::Error::other("power lost"));
+        }
+        let offset = offset as usize;
+        let bytes = world.files[self.index]
+            .current
+            .get(offset..offset + buffer.len());
+        buffer.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.medium.lock().write(self.index, bytes, offset)
+    }
+
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        let bytes: Vec<u8> = slices
+            .iter()
+            .flat_map(|slice| slice.iter().copied())
+            .collect();
+        self.medium.lock().write(self.index, &bytes, offset)?;
+        Ok(bytes.len())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.medium.lock().sync(self.index)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.medium.lock().files[self.index].current.len() as u64)
+    }
+
+    fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.write_all_at(&vec![0; len as usize], offset)
+    }
+
+    fn write_mark(&self, _uuid: Option<&Uuid>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        -1
+    }
+}
+
+fn segment_name(slot: u32) -> String {
+    format!("segment-{slot}")
+}
+
+impl Medium for Simulated {
+    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment> {
+        let path = PathBuf::from(segment_name(slot));
+        let created = self.lock().tick();
+        created.map_err(|error| Error::io("create a log segment", &path, error))?;
+        self.lock().create(&segment_name(slot), size as usize);
+        Ok(Segment {
+            file: self.file(&segment_name(slot)),
+            path,
+        })
+    }
+
+    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
+        let count = self
+            .lock()
+            .files
+            .iter()
+            .filter(|file| file.name.starts_with("segment-"))
+            .count() as u32;
+        let open = |slot| Segment {
+            path: segment_name(slot).into(),
+            file: self.file(&segment_name(slot)),
+        };
+        Ok((0..count).map(|slot| (slot, open(slot))).collect())
+    }
+
+    fn salt(&self) -> u64 {
+        self.lock().random.next()
+    }
+
+    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+        Ok(Box::new(SimulatedEngine {
+            medium: self.clone(),
+            event: event.try_clone()?,
+            queued: Vec::new(),
+            failed: Vec::new(),
+        }))
+    }
+}
+
+/// Writes reach the cache when submitted, syncs happen at some later poll, operations end in any order.
+struct SimulatedEngine {
+    medium: Simulated,
+    event: EventFd,
+    queued: Vec<(u64, Io)>,
+    failed: Vec<Done>,
+}
+
+fn concat(chunks: &[Chunk]) -> Vec<u8> {
+    chunks
+        .iter()
+        .flat_map(|chunk| chunk.buffer[..chunk.len].iter().copied())
+        .collect()
+}
+
+impl Engine for SimulatedEngine {
+    fn submit(&mut self, id: u64, io: Io) {
+        let _ = self.event.write(1);
+        if let Io::Append {
+            segment,
+            offset,
+            chunks,
+            ..
+        } = &io
+            && !chunks.is_empty()
+            && let Err(error) = segment.file.write_all_at(&concat(chunks), *offset)
+        {
+            self.failed.push(Done {
+                id,
+                result: Err(error),
+            });
+            return;
+        }
+        self.queued.push((id, io));
+    }
+
+    fn enter(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Done>) {
+        done.append(&mut self.failed);
+        if self.queued.is_empty() {
+            return;
+        }
+        let end = {
+            let random = &mut self.medium.lock().random;
+            let count = random.below(self.queued.len() as u64 + 1) as usize;
+            (0..count)
+                .map(|i| random.below((self.queued.len() - i) as u64) as usize)
+                .collect::<Vec<_>>()
+        };
+        for index in end {
+            let (id, io) = self.queued.swap_remove(index);
+            let result = match io {
+                Io::Append { sync, .. } => sync
+                    .iter()
+                    .try_for_each(|segment| segment.file.sync_data())
+                    .map(|()| None),
+                Io::Read {
+                    source,
+                    offset,
+                    mut buffer,
+                } => {
+                    let read = match &source {
+                        Source::Base(file) => file.read_exact_at(&mut buffer, offset),
+                        Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
+                    };
+                    read.map(|()| -> Option<Buffer> { Some(buffer) })
+                }
+            };
+            done.push(Done { id, result });
+        }
+        if !self.queued.is_empty() {
+            let _ = self.event.write(1);
+        }
+    }
+}

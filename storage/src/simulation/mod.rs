@@ -1,0 +1,86 @@
+//! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
+//!
+//! A *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses: in the
+//! middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed decides,
+//! so one seed reproduces one run.
+//!
+//! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. After a
+//! crash the disks together have to be exactly the state after some prefix of the order that is not below the floor.
+
+mod history;
+mod medium;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use history::History;
+
+/// Runs the histories of `seeds` on all cores; panics with the seed of the first that broke a promise.
+fn run(first: u64, count: u64) {
+    let next = AtomicU64::new(first);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let totals: Vec<history::Totals> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut totals = history::Totals::default();
+                    loop {
+                        let seed = next.fetch_add(1, Ordering::Relaxed);
+                        if seed >= first + count {
+                            return totals;
+                        }
+                        let ran = std::panic::catch_unwind(|| History::new(seed).run());
+                        match ran {
+                            Ok(Ok(run)) => totals.add(&run),
+                            Ok(Err(broken)) => {
+                                panic!("{broken}\nreplay: WALVISOR_SEED={seed} cargo test -p walvisor-storage histories")
+                            }
+                            Err(_) => panic!(
+                                "the store panicked\nreplay: WALVISOR_SEED={seed} cargo test -p walvisor-storage histories"
+                            ),
+                        }
+                    }
+                })
+            })
+            .collect();
+        workers
+            .into_iter()
+            .map(|worker| {
+                worker
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect()
+    });
+    let mut total = history::Totals::default();
+    totals.iter().for_each(|part| total.add(part));
+    println!("{count} histories from seed {first}: {total:?}");
+    // A run that crashes nowhere, or never checkpoints, would prove little.
+    if count >= 1000 {
+        assert!(
+            total.crashes > count / 2 && total.recovery_crashes > count / 2,
+            "too few crashes"
+        );
+        assert!(
+            total.checkpoints > count && total.flushes > count,
+            "too little work"
+        );
+        assert!(
+            total.lost_records > 0 && total.poisoned > 0,
+            "nothing was ever lost"
+        );
+    }
+}
+
+/// `WALVISOR_SEED=N` replays one; `WALVISOR_HISTORIES=N` runs more or fewer.
+#[test]
+fn random_histories_keep_the_promises() {
+    let number = |name| {
+        std::env::var(name)
+            .ok()
+            .map(|text| text.parse::<u64>().expect("a number"))
+    };
+    match number("WALVISOR_SEED") {
+        Some(seed) => run(seed, 1),
+        None => run(1, number("WALVISOR_HISTORIES").unwrap_or(100_000)),
+    }
+}
