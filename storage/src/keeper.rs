@@ -281,8 +281,10 @@ impl Keeper {
             disk.index_mut().frozen = None;
         }
         self.frozen_at = None;
+        self.log.lock().applied = lsn;
         self.retiring.append(&mut self.released);
         self.retire();
+        self.log.wake_ports();
         self.log
             .counters
             .checkpoints

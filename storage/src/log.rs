@@ -195,9 +195,14 @@ pub(crate) struct Group {
 
 impl Log {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic while holding the lock is a bug that has been printed; what it guards may be half
-        // changed, so going on would risk the promises.
-        self.state.lock().expect("log state lock")
+        match self.state.lock() {
+            Ok(state) => state,
+            // A thread that panics already may clean up; it can't make things worse.
+            Err(poisoned) if std::thread::panicking() => poisoned.into_inner(),
+            // Somebody panicked while holding the lock: a bug that has been printed. What it guards may be half
+            // changed, so going on would risk the promises.
+            Err(_) => panic!("the log's state was left half changed"),
+        }
     }
 
     /// Gives a record its LSN, makes it visible to readers and queues it for the log.
