@@ -11,14 +11,14 @@ echo "outer: ready"
 for module in /modules/*.ko; do
     insmod "$module" || echo "outer: cannot load $module"
 done
-if mount -t ext4 -o ro,noload /dev/vda /images && mount -t ext4 -o noinit_itable /dev/vdb /work; then
+if mount -t ext4 -o ro,noload /dev/vda /images && mount -t ext4 -o noinit_itable /dev/vdb /base; then
     if [ -c /dev/kvm ]; then
-        IMAGES=/images BASE=/work sh /work/run.sh
-        echo $? >/work/status
+        IMAGES=/images BASE=/base sh /base/run.sh
+        echo $? >/base/status
     else
         echo "outer: kvm_amd gives no /dev/kvm: QEMU's processor model has no SVM"
     fi
     sync
-    umount /work
+    umount /base
 fi
 poweroff -f

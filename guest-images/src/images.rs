@@ -129,7 +129,7 @@ fn build_guest(
     reporter.progress("packing the outer initramfs");
     let outer = Tree::new(scratch.join("outer"))?;
     add_system(&outer, unpacked, "init", OUTER_INIT, &OUTER_MODULES)?;
-    outer.directories(&["images", "work"])?;
+    outer.directories(&["base", "images"])?;
     outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
 
     reporter.progress("making the guest's root file system");
