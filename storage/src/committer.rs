@@ -9,6 +9,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::engine::{Done, Engine, Io};
 use crate::log::{Group, Log, Mailbox, Waiter};
+use crate::mutant::{Mutant, planted};
 use crate::{Completion, Failure};
 
 /// Engine id of the group in flight; every other id belongs to a read.
@@ -49,7 +50,11 @@ impl Committer {
             return Err(Failure::Io);
         }
         // Looked at under the lock: a group that ends now either covers this waiter or sees it.
-        if self.log.durable.load(Ordering::Acquire) >= lsn {
+        let watermark = match planted(Mutant::AckOwnWrite) {
+            true => &self.log.written,
+            false => &self.log.durable,
+        };
+        if watermark.load(Ordering::Acquire) >= lsn {
             return Ok(true);
         }
         state.waiters.push(Waiter {

@@ -23,6 +23,7 @@ use crate::file::DataFile;
 use crate::format::{CONTROL_SLOT, Control};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::Log;
+use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -65,8 +66,6 @@ pub(crate) struct Keeper {
     committer: Committer,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
-    /// Segments that are free once the control file says so.
-    released: Vec<Arc<Segment>>,
     /// Recycled segments that a reader still pins.
     retiring: Vec<Arc<Segment>>,
 }
@@ -87,7 +86,6 @@ impl Keeper {
             control,
             committer,
             frozen_at,
-            released: Vec::new(),
             retiring: Vec::new(),
         })
     }
@@ -203,6 +201,15 @@ impl Keeper {
         }
     }
 
+    /// Gives the oldest `count` segments back to the ring.
+    fn recycle(&mut self, count: usize) {
+        let mut state = self.log.lock();
+        self.retiring
+            .extend(state.live.drain(..count).map(|live| live.segment));
+        drop(state);
+        self.retire();
+    }
+
     /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free.
     fn checkpoint(&mut self, closing: bool) -> Result<()> {
         // What an earlier attempt left frozen comes first; then, when closing, what was written since.
@@ -240,6 +247,9 @@ impl Keeper {
         state.keeper.draining = true;
         drop(state);
         let flushed = self.provide().and_then(|()| {
+            if planted(Mutant::CopyBeforeDurable) {
+                return Ok(());
+            }
             self.committer.flush(lsn).map_err(|_| {
                 Error::new(
                     ErrorKind::Io,
@@ -260,30 +270,33 @@ impl Keeper {
         if closing {
             state.tail = None;
         }
-        let keep = state.live.iter().position(|live| live.last_lsn > lsn);
         let tail = state.live.len() - usize::from(state.tail.is_some());
-        let released = state.live.drain(..keep.unwrap_or(tail));
-        self.released.extend(released.map(|live| live.segment));
+        let keep = state.live.iter().position(|live| live.last_lsn > lsn);
+        let freed = keep.unwrap_or(tail);
+        let first_sequence = state
+            .live
+            .get(freed)
+            .map_or(state.next_sequence, |live| live.sequence);
         let header = &mut self.control.control.header;
-        header.first_sequence = U64::new(
-            state
-                .live
-                .front()
-                .map_or(state.next_sequence, |live| live.sequence),
-        );
+        header.first_sequence = U64::new(first_sequence);
         header.checkpoint_lsn = U64::new(lsn);
         header.next_lsn = U64::new(state.next_lsn);
         header.next_cid = U64::new(state.next_cid);
         drop(state);
+        if planted(Mutant::RecycleEarly) {
+            self.recycle(freed);
+        }
         self.control.write()?;
-        // Only now may anything be reused: the control file no longer needs it.
+        // Only now may anything be reused or forgotten: the control file no longer needs it. (A new segment names
+        // the one before it: until the control file has let go of that, it must still be in `live`.)
         for disk in &self.disks {
             disk.index_mut().frozen = None;
         }
         self.frozen_at = None;
         self.log.lock().applied = lsn;
-        self.retiring.append(&mut self.released);
-        self.retire();
+        if !planted(Mutant::RecycleEarly) {
+            self.recycle(freed);
+        }
         self.log.wake_ports();
         self.log
             .counters
@@ -374,5 +387,8 @@ fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
         }
     }
     end_run(&run, &buffer)?;
+    if planted(Mutant::SkipBaseSync) {
+        return Ok(());
+    }
     base.sync_data()
 }

@@ -28,6 +28,7 @@ mod format;
 mod index;
 mod keeper;
 mod log;
+mod mutant;
 mod port;
 mod recovery;
 mod request;

@@ -21,6 +21,7 @@ use crate::disk::DiskState;
 use crate::engine::{Chunk, Io};
 use crate::format::{self, BatchHeader, Descriptor, Kind, SegmentHeader, Uuid};
 use crate::index::Place;
+use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
 use crate::{Buffer, Completion, Failure};
 
@@ -243,9 +244,11 @@ impl Log {
             },
         };
         // Under the log's lock, so that the index sees records in LSN order.
-        disk.index_mut()
-            .active
-            .insert(sector, u64::from(sectors), lsn, place);
+        if !(kind == Kind::Discard && planted(Mutant::IndexSkipsDiscard)) {
+            disk.index_mut()
+                .active
+                .insert(sector, u64::from(sectors), lsn, place);
+        }
         disk.last_lsn.store(lsn, Ordering::Release);
         let record = Record {
             disk: disk.clone(),
@@ -327,7 +330,10 @@ impl Log {
         };
         state.starved = false;
         let previous = state.live.back();
-        let salt = self.medium.salt();
+        let salt = match planted(Mutant::ReuseSalt) {
+            true => 7,
+            false => self.medium.salt(),
+        };
         let header = SegmentHeader {
             magic: format::SEGMENT_MAGIC,
             version: U32::new(format::VERSION),
@@ -372,7 +378,7 @@ impl Log {
         let records: Vec<Record> = state.pending.drain(..count).collect();
         let first_lsn = records[0].lsn;
         let last_lsn = first_lsn + count as u64 - 1;
-        let descriptors: Vec<Descriptor> = records
+        let mut descriptors: Vec<Descriptor> = records
             .iter()
             .map(|record| Descriptor {
                 disk_id: U32::new(record.disk.id),
@@ -392,7 +398,7 @@ impl Log {
         state.next_cid += u64::from(wanted);
         let tail = state.tail.as_mut().expect("make_room gave one");
         let payload_bytes: usize = records.iter().map(Record::payload_len).sum();
-        let header = BatchHeader {
+        let mut header = BatchHeader {
             magic: format::BATCH_MAGIC,
             version: U32::new(format::VERSION),
             crc: U32::new(0),
@@ -412,6 +418,13 @@ impl Log {
             payload_bytes: U64::new(payload_bytes as u64),
         };
         let mut head = Buffer::zeroed(header_len);
+        if planted(Mutant::DropLastDescriptor) && count > 1 {
+            let lost = descriptors
+                .pop()
+                .map_or(0, |descriptor| descriptor.payload_len());
+            header.descriptor_count = U32::new(count as u32 - 1);
+            header.payload_bytes = U64::new(payload_bytes as u64 - lost);
+        }
         tail.previous_crc = header.encode(&descriptors, &mut head);
         let offset = tail.offset;
         let mut chunks = Vec::with_capacity(count + 3);
@@ -442,17 +455,24 @@ impl Log {
         {
             state.unsynced.push(segment.clone());
         }
-        let sync = if wanted {
+        let mut sync = if wanted {
             std::mem::take(&mut state.unsynced)
         } else {
             Vec::new()
         };
+        let synced = sync.len();
+        if planted(Mutant::AckBeforeSync) {
+            sync.clear();
+        }
+        if planted(Mutant::SyncLastSegmentOnly) {
+            sync.drain(..synced.saturating_sub(1));
+        }
         let group = Group {
             records,
             payload_at: header_at + header_len as u64,
             segment: segment.clone(),
             last_lsn,
-            synced: sync.len(),
+            synced,
             bytes: bytes as u64,
         };
         (
@@ -500,7 +520,9 @@ impl Log {
         result: std::io::Result<()>,
         go_on: bool,
     ) -> Option<(Io, Group)> {
-        if let Err(error) = result {
+        if let Err(error) = result
+            && !planted(Mutant::FailedSyncRetried)
+        {
             self.poison(&error);
             return None;
         }
@@ -561,7 +583,11 @@ impl Log {
         let mut state = self.lock();
         self.poisoned.store(true, Ordering::Release);
         state.busy = false;
-        let waiters = std::mem::take(&mut state.waiters);
+        let mut waiters = std::mem::take(&mut state.waiters);
+        if planted(Mutant::WaiterLostOnError) {
+            // All but the keeper's own, which would wait for ever.
+            waiters.retain(|waiter| waiter.token == 0);
+        }
         // What was not written stays readable through the index, and will never be durable.
         state.pending.clear();
         let ports = live_ports(&mut state);

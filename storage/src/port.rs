@@ -11,6 +11,7 @@ use crate::disk::{Disk, DiskState};
 use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
 use crate::index::Place;
+use crate::mutant::{Mutant, planted};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// A read whose parts are on their way.
@@ -151,6 +152,7 @@ impl Port {
         self.check_range(sector, u64::from(sectors))?;
         // From the copy, never from memory that the guest can change.
         let crc = crc32c::crc32c(&data);
+        let data = crate::mutant::changed_after_checksum(data);
         let payload = Some((Arc::new(data), crc));
         self.modify(
             token,
@@ -341,7 +343,8 @@ impl Port {
             // Once a sync has failed, what was written but not durable may read as anything older.
             let log = &self.committer.log;
             let lost = log.poisoned.load(Ordering::Acquire)
-                && read.newest > log.durable.load(Ordering::Acquire);
+                && read.newest > log.durable.load(Ordering::Acquire)
+                && !planted(Mutant::StaleReadAfterError);
             let result = if read.failed || lost {
                 Err(Failure::Io)
             } else {

@@ -16,6 +16,7 @@ use crate::file;
 use crate::format::{
     BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
+use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
 
 /// A segment that holds part of the log.
@@ -290,18 +291,22 @@ fn classify(
                 ),
             ));
         }
-        let mut block = Buffer::zeroed(BLOCK);
-        let read = segment.file.read_exact_at(&mut block, 0);
+        // The header, and the block behind it: the first batch is written together with the header, and a torn
+        // write may have left only one of them.
+        let mut head = Buffer::zeroed(2 * BLOCK);
+        let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
-        match SegmentHeader::decode(&block) {
+        match SegmentHeader::decode(&head) {
             Decoded::Version(version) => return Err(unknown_version(&segment.path, version)),
             Decoded::Valid(header)
-                if header.log == root.log && header.sequence >= root.first_sequence =>
+                if header.log == root.log
+                    && (header.sequence >= root.first_sequence
+                        || planted(Mutant::RecoveryAcceptsStale)) =>
             {
                 scan.max_sequence = scan.max_sequence.max(header.sequence.get());
                 candidates.push(Candidate { segment, header });
             }
-            Decoded::Invalid if block.iter().any(|&byte| byte != 0) => suspects.push(segment),
+            Decoded::Invalid if head.iter().any(|&byte| byte != 0) => suspects.push(segment),
             _ => scan.free.push(segment),
         }
     }
@@ -346,9 +351,15 @@ fn read_segment(
         {
             break;
         }
+        if planted(Mutant::RecoveryStopsEarly) {
+            let next = payload_at + header.payload_bytes.get().next_multiple_of(BLOCK as u64);
+            if batch_at(&mut window, &candidate.header.log, next)?.is_none() {
+                break;
+            }
+        }
         let mut at = payload_at;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
-            if lsn > checkpoint_lsn {
+            if lsn > checkpoint_lsn || planted(Mutant::RecoveryAcceptsStale) {
                 scan.records += 1;
                 scan.payload_bytes += descriptor.payload_len();
                 visit(lsn, descriptor, &candidate.segment, at);
@@ -370,6 +381,7 @@ fn payloads_right(window: &mut Window<'_>, batch: &Batch, payload_at: u64) -> Re
     for descriptor in &batch.descriptors {
         let len = descriptor.payload_len();
         if len > 0
+            && !planted(Mutant::RecoverySkipsChecksum)
             && crc32c::crc32c(window.bytes(at, len as usize)?) != descriptor.payload_crc.get()
         {
             return Ok(false);

@@ -20,6 +20,7 @@ use crate::format::{Control, DiskEntry, Kind};
 use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{Counters, KeeperState, Live, Log, LogCounters, State};
+use crate::mutant::{Mutant, planted};
 use crate::recovery::{self, Scan};
 use crate::segment::{Directory, Medium};
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
@@ -400,7 +401,11 @@ fn recover(
         }
     }
     let header = &mut control.control.header;
-    let next_lsn = U64::new(scan.max_lsn.max(scan.last_lsn) + 1);
+    let seen = match planted(Mutant::LsnRestart) {
+        true => scan.last_lsn,
+        false => scan.max_lsn.max(scan.last_lsn),
+    };
+    let next_lsn = U64::new(seen + 1);
     if header.next_lsn != next_lsn || control.moved {
         // Before anything is wiped: numbers seen on the medium are never given out again.
         header.next_lsn = next_lsn;
@@ -409,7 +414,11 @@ fn recover(
     }
     // What was read may be in the page cache only. It must be as durable as it looks before anyone builds on
     // it, and what is behind the end must never be taken for part of the log again.
-    for live in &scan.live {
+    for live in scan
+        .live
+        .iter()
+        .filter(|_| !planted(Mutant::RecoverySkipsSync))
+    {
         live.segment
             .file
             .sync_data()
@@ -471,7 +480,7 @@ fn new_log(log_dir: &Path, control: &ControlFile, medium: Box<dyn Medium>, scan:
         })
         .collect();
     let state = State {
-        next_lsn: scan.max_lsn.max(scan.last_lsn) + 1,
+        next_lsn: header.next_lsn.get(),
         appended: scan.last_lsn,
         batched: scan.last_lsn,
         applied: header.checkpoint_lsn.get(),

@@ -11,8 +11,12 @@ use zerocopy::little_endian::{U32, U64};
 use super::medium::{Random, Simulated, World};
 use crate::catalog::read_control;
 use crate::disk::{Disk, DiskState};
-use crate::format::{CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, VERSION};
+use crate::format::{
+    BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry,
+    SegmentHeader, VERSION,
+};
 use crate::keeper::{ControlFile, Keeper};
+use crate::segment::Medium;
 use crate::store::assemble;
 use crate::{Buffer, Completion, Failure, Operation, Port};
 
@@ -99,6 +103,8 @@ pub(super) struct History {
     order: Vec<Change>,
     floor: usize,
     next_value: u32,
+    /// The sequence that each salt was seen with.
+    salts: HashMap<u64, u64>,
     totals: Totals,
 }
 
@@ -159,6 +165,7 @@ impl History {
             order: Vec::new(),
             floor: 0,
             next_value: 0,
+            salts: HashMap::new(),
             totals: Totals::default(),
         }
     }
@@ -212,8 +219,9 @@ impl History {
         if crash {
             let ticks = self.random.below(60);
             self.medium.lock().ticks = Some(ticks);
-        } else if self.random.one_in(3) {
-            let count = self.random.below(6);
+        }
+        if self.random.one_in(if crash { 8 } else { 3 }) {
+            let count = self.random.below(8);
             self.medium.lock().fail_sync = Some(count);
         }
         self.work(&mut running)?;
@@ -239,8 +247,13 @@ impl History {
             }
             Err(_) => self.totals.crashes += 1,
         }
-        let after = self.medium.lock().after_crash();
-        *self.medium.lock() = after;
+        if self.random.one_in(3) {
+            // The process was killed: the cache is still there, and unsynced.
+            self.medium.lock().restart();
+        } else {
+            let after = self.medium.lock().after_crash();
+            *self.medium.lock() = after;
+        }
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
             let ticks = self.random.below(6);
@@ -283,6 +296,7 @@ impl History {
         let running = self
             .open(false)
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
+        self.check_numbers(running.disks[0].log.lock().next_lsn)?;
         let mut found = Contents::new();
         for disk in &running.disks {
             let mut port = disk.open_port().expect("a port");
@@ -327,6 +341,42 @@ impl History {
         self.start = found;
         self.order.clear();
         self.floor = 0;
+        Ok(())
+    }
+
+    /// Numbers seen on the medium are never given out again: no LSN, no salt.
+    fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
+        for (slot, segment) in self.medium.segments().map_err(|error| error.to_string())? {
+            let mut bytes = vec![0; SEGMENT as usize];
+            segment
+                .file
+                .read_exact_at(&mut bytes, 0)
+                .map_err(|error| error.to_string())?;
+            // Without its header a segment's batches can't be taken for anything.
+            let Decoded::Valid(life) = SegmentHeader::decode(&bytes) else {
+                continue;
+            };
+            let (salt, sequence) = (life.salt.get(), life.sequence.get());
+            if *self.salts.entry(salt).or_insert(sequence) != sequence {
+                return Err(format!(
+                    "segment {slot} has the salt {salt} of another sequence"
+                ));
+            }
+            for block in bytes.chunks(BLOCK) {
+                let Some((header, len)) = BatchHeader::peek(block) else {
+                    continue;
+                };
+                let ours = header.salt == life.salt
+                    && len <= BLOCK
+                    && header.descriptors(&block[..len]).is_some();
+                let first = header.first_lsn.get();
+                if ours && first >= next_lsn {
+                    return Err(format!(
+                        "LSN {first} stands in segment {slot} and would be given out again"
+                    ));
+                }
+            }
+        }
         Ok(())
     }
 
@@ -586,9 +636,12 @@ fn difference(found: &Contents, wanted: &Contents) -> String {
 fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
     port.submit(0, operation);
     let mut done = Vec::new();
-    while done.is_empty() {
+    for _ in 0..100_000 {
         port.kick();
         port.completions(&mut done);
+        if let Some(end) = done.pop() {
+            return end.result;
+        }
     }
-    done.swap_remove(0).result
+    panic!("a request alone never ends");
 }

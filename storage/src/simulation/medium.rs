@@ -168,10 +168,15 @@ impl World {
     pub(super) fn after_crash(&self) -> Self {
         let mut world = self.clone();
         (0..world.files.len()).for_each(|file| world.settle(file));
-        world.crashed = false;
-        world.ticks = None;
-        world.fail_sync = None;
+        world.restart();
         world
+    }
+
+    /// Works again, with what is in the cache.
+    pub(super) fn restart(&mut self) {
+        self.crashed = false;
+        self.ticks = None;
+        self.fail_sync = None;
     }
 }
 

@@ -84,3 +84,50 @@ fn random_histories_keep_the_promises() {
         None => run(1, number("WALVISOR_HISTORIES").unwrap_or(100_000)),
     }
 }
+
+/// Each planted fault breaks a promise that the oracle sees, within a bounded number of histories.
+#[test]
+fn every_planted_fault_is_noticed() {
+    use crate::mutant::{Mutant, PLANTED};
+    let all = [
+        Mutant::AckBeforeSync,
+        Mutant::AckOwnWrite,
+        Mutant::SkipBaseSync,
+        Mutant::CopyBeforeDurable,
+        Mutant::RecycleEarly,
+        Mutant::ReuseSalt,
+        Mutant::LsnRestart,
+        Mutant::ChecksumBeforeCopy,
+        Mutant::DropLastDescriptor,
+        Mutant::IndexSkipsDiscard,
+        Mutant::SyncLastSegmentOnly,
+        Mutant::RecoveryStopsEarly,
+        Mutant::RecoveryAcceptsStale,
+        Mutant::RecoverySkipsChecksum,
+        Mutant::RecoverySkipsSync,
+        Mutant::FailedSyncRetried,
+        Mutant::WaiterLostOnError,
+        Mutant::StaleReadAfterError,
+    ];
+    let mut survivors = Vec::new();
+    for mutant in all {
+        PLANTED.set(Some(mutant));
+        let killer = (1..20_000).find_map(|seed| {
+            let ran = std::panic::catch_unwind(|| History::new(seed).run());
+            match ran {
+                Ok(Ok(_)) => None,
+                Ok(Err(broken)) => Some((seed, broken)),
+                Err(_) => Some((seed, "panic".into())),
+            }
+        });
+        PLANTED.set(None);
+        match killer {
+            Some((seed, broken)) => {
+                let short: String = broken.chars().take(100).collect();
+                println!("{mutant:?}: killed by seed {seed}: {short}");
+            }
+            None => survivors.push(mutant),
+        }
+    }
+    assert!(survivors.is_empty(), "survived: {survivors:?}");
+}
