@@ -96,10 +96,19 @@ impl OpenBase {
         }
     }
 
-    /// Finds the disk's entry in the log, and brings its path up to date there (in memory).
-    pub(crate) fn attach(self, control: &mut ControlFile, log_dir: &Path) -> Result<DiskState> {
+    /// Whether the file is as long as the log says, or longer because a resize was cut in the middle.
+    pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
+        let size = entry.size.get();
+        self.size == size || (entry.resizing.get() != 0 && self.size > size)
+    }
+
+    /// Finds the place of the disk's entry in the log's table.
+    ///
+    /// # Errors
+    /// If there is none, or the image's size is not what it says.
+    pub(crate) fn find(&self, control: &ControlFile, log_dir: &Path) -> Result<usize> {
         let path = canonical(&self.options.path)?;
-        let entries = &mut control.control.disks;
+        let entries = &control.control.disks;
         let found = match self.mark {
             Some(uuid) => entries.iter().position(|entry| entry.disk == uuid),
             // Unmarked: closed cleanly, or copied without its attributes. Its place or its name tells.
@@ -108,8 +117,7 @@ impl OpenBase {
                 .position(|entry| entry_path(entry) == path)
                 .or_else(|| {
                     let same = |entry: &DiskEntry| {
-                        entry_path(entry).file_name() == path.file_name()
-                            && entry.size.get() == self.size
+                        entry_path(entry).file_name() == path.file_name() && self.size_fits(entry)
                     };
                     entries.iter().position(same)
                 }),
@@ -133,8 +141,8 @@ impl OpenBase {
                 ),
             ));
         };
-        let entry = &mut entries[found];
-        if entry.size.get() != self.size {
+        let entry = &entries[found];
+        if !self.size_fits(entry) {
             return Err(Error::new(
                 ErrorKind::WrongLog,
                 format!(
@@ -146,15 +154,29 @@ impl OpenBase {
                 ),
             ));
         }
+        Ok(found)
+    }
+
+    /// Finds the disk's entry in the log, and brings it up to date there (in memory). What a resize that was cut
+    /// in the middle left behind the end of the disk is cut off.
+    pub(crate) fn attach(self, control: &mut ControlFile, log_dir: &Path) -> Result<DiskState> {
+        let path = canonical(&self.options.path)?;
+        let found = self.find(control, log_dir)?;
+        let entry = &mut control.control.disks[found];
         if entry_path(entry) != path {
             set_entry_path(entry, &path)?;
+            control.moved = true;
+        }
+        if entry.resizing.get() != 0 {
+            set_size(&self.file, &self.options.path, entry.size.get())?;
+            entry.resizing = U16::new(0);
             control.moved = true;
         }
         Ok(DiskState {
             id: entry.id.get(),
             uuid: entry.disk,
             path: self.options.path,
-            sectors: self.size / SECTOR_SIZE,
+            sectors: entry.size.get() / SECTOR_SIZE,
             base: Arc::new(self.file),
             read_only: self.options.read_only,
             no_flush: self.options.cache == CacheMode::Unsafe,
@@ -165,7 +187,14 @@ impl OpenBase {
     }
 }
 
-fn canonical(path: &Path) -> Result<PathBuf> {
+/// Gives a base image its length, durably.
+pub(crate) fn set_size(file: &File, path: &Path, size: u64) -> Result<()> {
+    file.set_len(size)
+        .and_then(|()| file.sync_all())
+        .map_err(|error| Error::io("size the disk", path, error))
+}
+
+pub(crate) fn canonical(path: &Path) -> Result<PathBuf> {
     path.canonicalize()
         .map_err(|error| Error::io("find", path, error))
 }
@@ -194,21 +223,30 @@ pub(crate) fn has_control(log_dir: &Path) -> bool {
     log_dir.join("control").exists()
 }
 
+/// Refuses a directory that is there, holds something, and is no log.
+pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
+    let mut entries = match std::fs::read_dir(log_dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(|error| Error::io("read the log directory", log_dir, error))?,
+    };
+    match entries.next() {
+        None => Ok(()),
+        Some(_) => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: not empty, and no log (it has no control file); restore it, or name another directory",
+                log_dir.display()
+            ),
+        )),
+    }
+}
+
 /// Makes the directory and a control file without disks; not yet written.
 pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<ControlFile> {
     match std::fs::create_dir(log_dir) {
         Ok(()) => {}
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            let read = |error| Error::io("read the log directory", log_dir, error);
-            if std::fs::read_dir(log_dir).map_err(read)?.next().is_some() {
-                return Err(Error::new(
-                    ErrorKind::Damaged,
-                    format!(
-                        "{}: not empty, and no log (it has no control file); restore it, or name another directory",
-                        log_dir.display()
-                    ),
-                ));
-            }
+            refuse_occupied(log_dir)?
         }
         Err(error) => return Err(Error::io("create the log directory", log_dir, error)),
     }
@@ -308,20 +346,24 @@ pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<Con
     }
 }
 
-/// Adds a disk to the log's table (in memory).
+/// Adds a disk to the log's table (in memory). It takes the place of a disk that was at the same path before.
 pub(crate) fn register(control: &mut ControlFile, path: &Path, size: u64) -> Result<()> {
+    let path = canonical(path)?;
     let disks = &mut control.control.disks;
-    if disks.len() >= MAX_DISKS {
+    let mut entry = DiskEntry::new_zeroed();
+    entry.disk = file::random();
+    entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
+    entry.size = U64::new(size);
+    set_entry_path(&mut entry, &path)?;
+    if let Some(old) = disks.iter_mut().find(|disk| entry_path(disk) == path) {
+        *old = entry;
+    } else if disks.len() < MAX_DISKS {
+        disks.push(entry);
+    } else {
         return Err(invalid(format!(
             "{}: the log holds {MAX_DISKS} disks, its most; use another log",
             control.path.display()
         )));
     }
-    let mut entry = DiskEntry::new_zeroed();
-    entry.disk = file::random();
-    entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
-    entry.size = U64::new(size);
-    set_entry_path(&mut entry, &canonical(path)?)?;
-    disks.push(entry);
     Ok(())
 }

@@ -72,7 +72,9 @@ pub(crate) struct DiskEntry {
     /// The number that descriptors name the disk by; never given to another.
     pub id: U32,
     pub path_len: U16,
-    pub reserved: U16,
+    /// 1 while the disk is being resized: the base image may be longer than `size`, and what is beyond is void.
+    /// Else 0.
+    pub resizing: U16,
     /// Bytes of the disk.
     pub size: U64,
     /// Where the base image was when the disk was last opened (absolute, not terminated).

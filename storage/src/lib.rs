@@ -21,6 +21,7 @@ mod buffer;
 mod catalog;
 mod committer;
 mod disk;
+mod dump;
 mod engine;
 mod error;
 mod file;
@@ -32,18 +33,24 @@ mod mutant;
 mod port;
 mod recovery;
 mod request;
+mod resize;
 mod segment;
 #[cfg(test)]
 mod simulation;
 mod store;
+mod transfer;
+mod view;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use disk::{CacheMode, Disk};
+pub use dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records};
 pub use engine::EngineKind;
 pub use error::{Error, ErrorKind, Result};
 pub use log::LogCounters;
 pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+pub use resize::{Resize, resize_disk};
 pub use store::{
     DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir, inspect,
 };
+pub use transfer::{Progress, Transfer, export_disk, import_disk};

@@ -49,8 +49,21 @@ pub(crate) struct Scan {
     pub torn_tail: bool,
 }
 
-/// A record found: its LSN, its descriptor, the segment and the byte offset of its payload.
-pub(crate) type Visitor<'a> = &'a mut dyn FnMut(u64, &Descriptor, &Arc<Segment>, u64);
+/// A record found.
+pub(crate) struct Found<'a> {
+    pub lsn: u64,
+    pub descriptor: &'a Descriptor,
+    /// The batch that it came in.
+    pub batch: &'a BatchHeader,
+    pub segment: &'a Arc<Segment>,
+    /// Byte offset of its payload in the segment.
+    pub offset: u64,
+    /// It is at or below the checkpoint LSN: the base image has it.
+    pub in_base: bool,
+}
+
+/// What is called for each record found.
+pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Found<'_>);
 
 struct Candidate {
     segment: Arc<Segment>,
@@ -151,7 +164,7 @@ pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
     )
 }
 
-/// Reads the whole log in `dir` and calls `visit` for each record above the checkpoint LSN, in LSN order.
+/// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order.
 /// Changes nothing.
 ///
 /// # Errors
@@ -359,11 +372,19 @@ fn read_segment(
         }
         let mut at = payload_at;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
-            if lsn > checkpoint_lsn || planted(Mutant::RecoveryAcceptsStale) {
+            let in_base = lsn <= checkpoint_lsn && !planted(Mutant::RecoveryAcceptsStale);
+            if !in_base {
                 scan.records += 1;
                 scan.payload_bytes += descriptor.payload_len();
-                visit(lsn, descriptor, &candidate.segment, at);
             }
+            visit(Found {
+                lsn,
+                descriptor,
+                batch: header,
+                segment: &candidate.segment,
+                offset: at,
+                in_base,
+            });
             at += descriptor.payload_len();
         }
         scan.batches += 1;

@@ -11,7 +11,8 @@ use std::thread::JoinHandle;
 use zerocopy::little_endian::U64;
 
 use crate::catalog::{
-    OpenBase, check_options, create_log, entry_path, has_control, invalid, open_control, register,
+    OpenBase, canonical, check_options, create_log, entry_path, has_control, invalid, open_control,
+    register, set_size,
 };
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
@@ -21,7 +22,7 @@ use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{Counters, KeeperState, Live, Log, LogCounters, State};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::{self, Scan};
+use crate::recovery::{self, Found, Scan};
 use crate::segment::{Directory, Medium};
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 
@@ -136,27 +137,61 @@ pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOption
     let create = OpenOptions::new().write(true).create_new(true).open(path);
     let file = create.map_err(|error| Error::io("create the disk", path, error))?;
     let fill = || {
-        file.set_len(size)
-            .and_then(|()| file.sync_all())
-            .map_err(|e| Error::io("size the disk", path, e))?;
-        let new_log = !has_control(log_dir);
-        let mut control = if new_log {
-            create_log(log_dir, options)?
-        } else {
-            open_control(log_dir)?
-        };
-        register(&mut control, path, size)?;
-        control.write()?;
-        if new_log {
-            directory(log_dir, EngineKind::Blocking)
-                .create_segment(0, control.control.header.segment_size.get())?;
-        }
-        Ok(())
+        set_size(&file, path, size)?;
+        let opened = has_control(log_dir).then(|| open_control(log_dir));
+        adopt(path, size, log_dir, options, opened.transpose()?)
     };
     fill().inspect_err(|_| {
         // Best effort: the error that is being reported matters more.
         let _ = std::fs::remove_file(path);
     })
+}
+
+/// Registers a new base image, complete and synced, in the `opened` log, or in one that is made for it.
+pub(crate) fn adopt(
+    path: &Path,
+    size: u64,
+    log_dir: &Path,
+    options: &StoreOptions,
+    opened: Option<ControlFile>,
+) -> Result<()> {
+    let new_log = opened.is_none();
+    let mut control = match opened {
+        Some(control) => {
+            refuse_unapplied(path, log_dir, &control.control)?;
+            control
+        }
+        None => create_log(log_dir, options)?,
+    };
+    register(&mut control, path, size)?;
+    control.write()?;
+    if new_log {
+        directory(log_dir, EngineKind::Blocking)
+            .create_segment(0, control.control.header.segment_size.get())?;
+    }
+    Ok(())
+}
+
+/// Refuses to put a disk in the place of another whose records wait in the log.
+fn refuse_unapplied(path: &Path, log_dir: &Path, control: &Control) -> Result<()> {
+    let real = canonical(path)?;
+    let Some(old) = control.disks.iter().find(|disk| entry_path(disk) == real) else {
+        return Ok(());
+    };
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (_, indexes) = read_log(&medium, log_dir, control)?;
+    match indexes.contains_key(&old.id.get()) {
+        false => Ok(()),
+        true => Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{}: the log in {} holds unapplied records of the disk that was here before; put that back, or \
+                 remove the log",
+                path.display(),
+                log_dir.display()
+            ),
+        )),
+    }
 }
 
 /// Looks at a disk, reads its whole log and verifies every checksum, changing nothing.
@@ -179,8 +214,9 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
             log: None,
         });
     }
-    let mut control = open_control(log_dir)?;
-    base.attach(&mut control, log_dir)?;
+    let control = open_control(log_dir)?;
+    let found = base.find(&control, log_dir)?;
+    let size = control.control.disks[found].size.get();
     let (scan, _) = read_log(
         &directory(log_dir, EngineKind::Blocking),
         log_dir,
@@ -298,7 +334,7 @@ impl Drop for Store {
     }
 }
 
-fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
+pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     Directory {
         path: log_dir.to_path_buf(),
         engine,
@@ -324,10 +360,14 @@ pub(crate) fn assemble(
 }
 
 /// The index of each disk by its id, with the LSN of its newest record.
-type Indexes = HashMap<u32, (Index, u64)>;
+pub(crate) type Indexes = HashMap<u32, (Index, u64)>;
 
 /// Reads the whole log: what it holds, and where the newest bytes of each disk are.
-fn read_log(medium: &dyn Medium, log_dir: &Path, control: &Control) -> Result<(Scan, Indexes)> {
+pub(crate) fn read_log(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &Control,
+) -> Result<(Scan, Indexes)> {
     let mut indexes = Indexes::new();
     let sizes: HashMap<u32, u64> = control
         .disks
@@ -339,7 +379,17 @@ fn read_log(medium: &dyn Medium, log_dir: &Path, control: &Control) -> Result<(S
         medium,
         log_dir,
         control,
-        &mut |lsn, descriptor, segment, offset| {
+        &mut |Found {
+                  lsn,
+                  descriptor,
+                  segment,
+                  offset,
+                  in_base,
+                  ..
+              }| {
+            if in_base {
+                return;
+            }
             let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
             let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
             if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
@@ -443,7 +493,7 @@ fn open_absent(entry: &DiskEntry, log_dir: &Path) -> Result<DiskState> {
             ),
         )
     })?;
-    if base.size != entry.size.get() || base.mark.is_some_and(|mark| mark != entry.disk) {
+    if !base.size_fits(entry) || base.mark.is_some_and(|mark| mark != entry.disk) {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
@@ -457,7 +507,7 @@ fn open_absent(entry: &DiskEntry, log_dir: &Path) -> Result<DiskState> {
         id: entry.id.get(),
         uuid: entry.disk,
         path,
-        sectors: base.size / SECTOR_SIZE,
+        sectors: entry.size.get() / SECTOR_SIZE,
         base: Arc::new(base.file),
         read_only: true,
         no_flush: false,
