@@ -30,6 +30,8 @@ pub enum Command {
     Demo(commands::demo::DemoArguments),
     /// Make disks and look at them.
     Disk(commands::disk::DiskArguments),
+    /// Look at logs.
+    Log(commands::log::LogArguments),
 }
 
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -43,6 +45,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Run(arguments) => commands::run::run(&arguments, started),
         Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
+        Command::Log(arguments) => commands::log::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

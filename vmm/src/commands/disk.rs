@@ -1,5 +1,8 @@
 //! `walvisor disk`: making disks and looking at them, with no guest.
 
+mod transfer;
+
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
@@ -50,6 +53,12 @@ enum Action {
         #[command(flatten)]
         disk: DiskPath,
     },
+    /// Make a disk with the contents of a raw image.
+    Import(transfer::Import),
+    /// Write the disk as it is now to a raw image; change nothing of the disk.
+    Export(transfer::Export),
+    /// Give the disk another size.
+    Resize(transfer::Resize),
 }
 
 /// Which disk.
@@ -83,7 +92,15 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         Action::Info { disk, json } => info(disk, *json),
         Action::Check { disk, json } => check(disk, *json),
         Action::Checkpoint { disk } => checkpoint(disk),
+        Action::Import(arguments) => transfer::import(arguments),
+        Action::Export(arguments) => transfer::export(arguments),
+        Action::Resize(arguments) => transfer::resize(arguments),
     }
+}
+
+/// Prints what was done. That a reader has gone does not undo it.
+fn print(text: std::fmt::Arguments<'_>) {
+    let _ = std::io::stdout().write_fmt(text);
 }
 
 fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {

@@ -2,6 +2,7 @@
 
 pub mod demo;
 pub mod disk;
+pub mod log;
 pub mod run;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Lists the records of a log: a second reader of the format, written from FORMAT.md alone.
+
+usage: format_reader.py DIR     a JSON object a record on stdout; exit status 1 and one line on stderr if it is damaged
+"""
+import json
+import os
+import re
+import struct
+import sys
+
+BLOCK, SLOT = 4096, 65536
+KINDS = {1: "write", 2: "write_zeroes", 3: "discard"}
+
+TABLE = []
+for byte in range(256):
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    TABLE.append(byte)
+
+
+def crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 255] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+assert crc32c(b"123456789") == 0xE3069283
+
+
+class Damaged(Exception):
+    pass
+
+
+def sealed(data, magic):
+    """Whether magic and CRC of a structure are right."""
+    return data[:8] == magic and struct.unpack_from("<I", data, 12)[0] == crc32c(data[:12] + bytes(4) + data[16:])
+
+
+def check_version(data, name):
+    (version,) = struct.unpack_from("<I", data, 8)
+    if version != 1:
+        raise Damaged(f"{name}: version {version}")
+
+
+class Control:
+    def __init__(self, path):
+        data = open(path, "rb").read()
+        newest = None
+        for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
+            if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
+                continue
+            check_version(slot, path)
+            if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
+                newest = slot
+        if newest is None:
+            raise Damaged(f"{path}: no valid slot")
+        self.log = newest[24:40]
+        self.segment_size, max_segments, disk_count = struct.unpack_from("<QII", newest, 40)
+        self.first_sequence, self.checkpoint_lsn = struct.unpack_from("<QQ", newest, 56)
+        size_right = SLOT <= self.segment_size <= 1 << 30 and self.segment_size % BLOCK == 0
+        if not size_right or not 4 <= max_segments <= 65536 or disk_count > 127:
+            raise Damaged(f"{path}: out of its limits")
+        self.disks = {}
+        for i in range(disk_count):
+            entry = newest[88 + 512 * i :][:512]
+            disk_id, path_len, _, size = struct.unpack_from("<IHHQ", entry, 16)
+            self.disks[disk_id] = (size, os.fsdecode(entry[32 : 32 + path_len]))
+
+
+class Segment:
+    def __init__(self, directory, name, control):
+        self.name = name
+        self.data = open(os.path.join(directory, name), "rb").read()
+        if len(self.data) != control.segment_size:
+            raise Damaged(f"{name}: {len(self.data)} bytes")
+        header = self.data[:64]
+        self.state = "suspect" if any(self.data[:BLOCK]) else "free"
+        if sealed(header, b"WALVSEGM"):
+            check_version(header, name)
+            (self.crc,) = struct.unpack_from("<I", header, 12)
+            self.sequence, self.previous_sequence, self.previous_lsn, self.salt = struct.unpack_from("<4Q", header, 32)
+            ours = header[16:32] == control.log and self.sequence >= control.first_sequence
+            self.state = "candidate" if ours else "free"
+
+
+class Batch:
+    def __init__(self, fields, crc, descriptors, payload_at):
+        self.crc, self.descriptors, self.payload_at = crc, descriptors, payload_at
+        (self.sequence, self.salt, self.cid, self.first_lsn, self.durable_lsn, self.unix_us, self.previous_crc, _, self.payload_bytes) = fields
+        self.last_lsn = self.first_lsn + len(descriptors) - 1
+
+
+def batch_at(segment, offset, log):
+    """The batch whose header and descriptors at `offset` are right in themselves, or None."""
+    data = segment.data
+    if offset + BLOCK > len(data) or data[offset : offset + 8] != b"WALVBATC" or data[offset + 16 : offset + 32] != log:
+        return None
+    fields = struct.unpack_from("<6QIIQ", data, offset + 32)
+    first_lsn, count, payload_bytes = fields[3], fields[7], fields[8]
+    end = offset + 96 + 24 * count
+    if first_lsn >= 1 << 62 or not 1 <= count <= 896 or end > len(data) or not sealed(data[offset:end], b"WALVBATC"):
+        return None
+    descriptors = [struct.unpack_from("<IIQII", data, offset + 96 + 24 * i) for i in range(count)]
+    if any(kind not in KINDS for _, kind, _, _, _ in descriptors):
+        return None
+    if payload_bytes != sum(sectors * 512 for _, kind, _, sectors, _ in descriptors if kind == 1):
+        return None
+    check_version(data[offset:end], segment.name)
+    return Batch(fields, struct.unpack_from("<I", data, offset + 12)[0], descriptors, -(-end // BLOCK) * BLOCK)
+
+
+def read(directory):
+    control = Control(os.path.join(directory, "control"))
+    names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
+    segments = [Segment(directory, name, control) for name in names]
+    candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
+    behind = [(s, BLOCK, None) for s in segments if s.state == "suspect"]
+    last, records = control.checkpoint_lsn, []
+    ended = len(candidates)
+    for i, segment in enumerate(candidates):
+        if i == 0:
+            if segment.previous_sequence >= control.first_sequence or segment.previous_lsn > last:
+                ended = 0
+                break
+            last = segment.previous_lsn
+        following = candidates[i + 1] if i + 1 < len(candidates) else None
+        limit = following.previous_lsn if following and following.previous_sequence == segment.sequence else None
+        offset, previous_crc = BLOCK, segment.crc
+        while limit is None or last < limit:
+            batch = batch_at(segment, offset, control.log)
+            if batch is None or (batch.sequence, batch.salt, batch.previous_crc) != (segment.sequence, segment.salt, previous_crc):
+                break
+            in_order = batch.first_lsn > last if offset == BLOCK else batch.first_lsn == last + 1
+            beyond = limit is not None and batch.last_lsn > limit
+            if not in_order or beyond or batch.payload_at + batch.payload_bytes > len(segment.data):
+                break
+            at, found = batch.payload_at, []
+            for lsn, (disk_id, kind, sector, sectors, crc) in enumerate(batch.descriptors, batch.first_lsn):
+                size = sectors * 512 if kind == 1 else 0
+                if size and crc32c(segment.data[at : at + size]) != crc:
+                    break
+                found.append(
+                    {
+                        "lsn": lsn,
+                        "cid": batch.cid,
+                        "unix_us": batch.unix_us,
+                        "disk_id": disk_id,
+                        "disk": control.disks.get(disk_id, (0, ""))[1],
+                        "kind": KINDS[kind],
+                        "sector": sector,
+                        "sectors": sectors,
+                        "payload_bytes": size,
+                        "payload_crc32c": crc,
+                        "segment": segment.name,
+                        "payload_offset": at,
+                        "in_base": lsn <= control.checkpoint_lsn,
+                    }
+                )
+                at += size
+            if len(found) < len(batch.descriptors):
+                break
+            records += found
+            last, previous_crc, offset = batch.last_lsn, batch.crc, -(-at // BLOCK) * BLOCK
+        if limit is None or last != limit:
+            ended = i + 1
+            behind.append((segment, offset, segment.salt))
+            break
+    behind += [(segment, BLOCK, None) for segment in candidates[ended:]]
+    last = max(last, control.checkpoint_lsn)
+    evidence = 0
+    for segment, start, salt in behind:
+        for offset in range(start, len(segment.data), BLOCK):
+            batch = batch_at(segment, offset, control.log)
+            if batch and batch.sequence >= control.first_sequence and salt in (None, batch.salt):
+                evidence = max(evidence, batch.durable_lsn)
+    if evidence > last:
+        raise Damaged(f"records {last + 1} to {evidence} were acknowledged and are missing")
+    for record in records:
+        size = control.disks.get(record["disk_id"], (0, ""))[0]
+        if not record["in_base"] and not record["sector"] < record["sector"] + record["sectors"] <= size // 512:
+            raise Damaged(f"record {record['lsn']} names no place on a disk of this log")
+    return records
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    try:
+        for line in read(sys.argv[1]):
+            print(json.dumps(line))
+    except Damaged as error:
+        sys.exit(f"damaged: {error}")

@@ -1,0 +1,141 @@
+//! `walvisor disk import`, `export` and `resize`: a disk made from a raw image, a raw image made from a disk, and a
+//! disk of another size.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+use walvisor_storage::{self as storage, StoreOptions};
+
+use super::DiskPath;
+use crate::commands::CommandError;
+use crate::size::parse_size;
+
+/// The arguments of `walvisor disk import`.
+#[derive(Debug, Args)]
+pub(super) struct Import {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The raw image, or block device, to copy.
+    raw: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk export`.
+#[derive(Debug, Args)]
+pub(super) struct Export {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The raw image to make.
+    raw: PathBuf,
+    /// Replace RAW if it exists.
+    #[arg(long)]
+    force: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk resize`.
+#[derive(Debug, Args)]
+pub(super) struct Resize {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// New bytes, a multiple of 512; K, M, G and T are powers of 1024.
+    #[arg(long, value_parser = parse_size)]
+    size: u64,
+    /// Shrink the disk even if data is lost.
+    #[arg(long)]
+    shrink: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A bar on a terminal; nothing elsewhere.
+fn bar(doing: &'static str) -> ProgressBar {
+    let style = ProgressStyle::with_template(
+        "{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left",
+    );
+    let bar = ProgressBar::new(0).with_message(doing);
+    bar.set_style(style.expect("a template that indicatif knows"));
+    bar
+}
+
+/// Runs `work` under a bar, which is gone when it is done.
+fn with_bar<T>(
+    doing: &'static str,
+    work: impl FnOnce(storage::Progress<'_>) -> storage::Result<T>,
+) -> Result<T, CommandError> {
+    let bar = bar(doing);
+    let done = work(&mut |passed, total| {
+        bar.set_length(total);
+        bar.set_position(passed);
+    });
+    bar.finish_and_clear();
+    done.map_err(CommandError::failed)
+}
+
+fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &str) {
+    let storage::Transfer { size, copied } = done;
+    match json {
+        true => super::print(format_args!(
+            "{}\n",
+            json!({ "disk": disk, "raw": raw, "size_bytes": size, "copied_bytes": copied })
+        )),
+        false => super::print(format_args!(
+            "{said}: {size} bytes, {copied} of them copied\n"
+        )),
+    }
+}
+
+/// Carries out `walvisor disk import`.
+pub(super) fn import(arguments: &Import) -> Result<(), CommandError> {
+    let Import { disk, raw, json } = arguments;
+    let done = with_bar("importing", |progress| {
+        let options = StoreOptions::default();
+        storage::import_disk(&disk.path, raw, &disk.log(), &options, progress)
+    })?;
+    let said = format!("{}: imported {}", disk.path.display(), raw.display());
+    report(*json, &disk.path, raw, done, &said);
+    Ok(())
+}
+
+/// Carries out `walvisor disk export`.
+pub(super) fn export(arguments: &Export) -> Result<(), CommandError> {
+    let Export {
+        disk,
+        raw,
+        force,
+        json,
+    } = arguments;
+    let done = with_bar("exporting", |progress| {
+        storage::export_disk(&disk.path, &disk.log(), raw, *force, progress)
+    })?;
+    let said = format!("{}: exported {}", raw.display(), disk.path.display());
+    report(*json, &disk.path, raw, done, &said);
+    Ok(())
+}
+
+/// Carries out `walvisor disk resize`.
+pub(super) fn resize(arguments: &Resize) -> Result<(), CommandError> {
+    let path = &arguments.disk.path;
+    let log = arguments.disk.log();
+    let storage::Resize { old_size, size } =
+        storage::resize_disk(path, arguments.size, &log, arguments.shrink)
+            .map_err(CommandError::failed)?;
+    match arguments.json {
+        true => super::print(format_args!(
+            "{}\n",
+            json!({ "disk": path, "size_bytes": size, "old_size_bytes": old_size })
+        )),
+        false => super::print(format_args!(
+            "{}: {size} bytes now, {old_size} before\n",
+            path.display()
+        )),
+    }
+    Ok(())
+}

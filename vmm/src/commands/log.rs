@@ -1,0 +1,199 @@
+//! `walvisor log`: what a log holds, a line a commit group or a record.
+
+use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+use walvisor_storage::{self as storage, LogGroup, LogRecord, RecordKind};
+
+use super::CommandError;
+
+/// Arguments of `walvisor log`.
+#[derive(Debug, Args)]
+pub struct LogArguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What to do with a log.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Print what a log holds, a line a commit group, and verify every checksum; change nothing.
+    Dump {
+        /// The log directory.
+        dir: PathBuf,
+        /// Print a line a record.
+        #[arg(long)]
+        records: bool,
+        /// Print JSON: an object a line.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Lines for stdout. A reader that closed the pipe early has what it wanted.
+struct Lines {
+    out: BufWriter<io::Stdout>,
+    failed: Option<io::Error>,
+}
+
+impl Lines {
+    fn print(&mut self, line: std::fmt::Arguments<'_>) {
+        if self.failed.is_none() {
+            self.failed = self.out.write_fmt(line).err();
+        }
+    }
+
+    fn end(mut self) -> Result<(), CommandError> {
+        match self.failed.or_else(|| self.out.flush().err()) {
+            Some(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CommandError::Failed(
+                format!("stdout: {error}: free some space"),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Carries out `walvisor log`.
+///
+/// # Errors
+/// One line: what, where, what to do. What could be read before damage is printed.
+pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
+    let Action::Dump { dir, records, json } = &arguments.action;
+    let mut lines = Lines {
+        out: BufWriter::new(io::stdout()),
+        failed: None,
+    };
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_micros() as u64);
+    // The column heads, once there is something below them.
+    let mut first = !json;
+    let dumped = match records {
+        true => storage::dump_records(dir, &mut |record| {
+            if std::mem::take(&mut first) {
+                lines.print(format_args!(
+                    "{:>10} {:>8} {:<12} {:>12} {:>8}  {:<26} disk\n",
+                    "LSN", "cid", "kind", "sector", "sectors", "payload"
+                ));
+            }
+            print_record(&mut lines, record, *json);
+        }),
+        false => storage::dump_groups(dir, &mut |group| {
+            if std::mem::take(&mut first) {
+                lines.print(format_args!(
+                    "{:>10} {:>21} {:>8} {:>12} {:>9}  disks\n",
+                    "cid", "LSNs", "records", "bytes", "age"
+                ));
+            }
+            print_group(&mut lines, group, now, *json);
+        }),
+    };
+    if first && dumped.is_ok() {
+        let dir = dir.display();
+        lines.print(format_args!(
+            "{dir}: no records: everything is in the base images\n"
+        ));
+    }
+    lines.end()?;
+    dumped.map_err(CommandError::failed)
+}
+
+fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
+    let LogGroup {
+        cid,
+        first_lsn,
+        last_lsn,
+        disks,
+        records,
+        payload_bytes,
+        unix_us,
+    } = group;
+    let age_us = now.saturating_sub(*unix_us);
+    if json {
+        return lines.print(format_args!(
+            "{}\n",
+            json!({
+                "cid": cid,
+                "first_lsn": first_lsn,
+                "last_lsn": last_lsn,
+                "disks": disks,
+                "records": records,
+                "payload_bytes": payload_bytes,
+                "unix_us": unix_us,
+                "age_us": age_us,
+            })
+        ));
+    }
+    let disks: Vec<_> = disks
+        .iter()
+        .map(|disk| disk.display().to_string())
+        .collect();
+    lines.print(format_args!(
+        "{cid:>10} {:>21} {records:>8} {payload_bytes:>12} {:>9}  {}\n",
+        format!("{first_lsn}-{last_lsn}"),
+        age(age_us),
+        disks.join(", "),
+    ));
+}
+
+fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
+    let kind = match record.kind {
+        RecordKind::Write => "write",
+        RecordKind::WriteZeroes => "write_zeroes",
+        RecordKind::Discard => "discard",
+    };
+    let segment = record.segment.file_name().unwrap_or_default();
+    let segment = segment.to_string_lossy();
+    if json {
+        return lines.print(format_args!(
+            "{}\n",
+            json!({
+                "lsn": record.lsn,
+                "cid": record.cid,
+                "unix_us": record.unix_us,
+                "disk_id": record.disk_id,
+                "disk": record.disk,
+                "kind": kind,
+                "sector": record.sector,
+                "sectors": record.sectors,
+                "payload_bytes": record.payload_bytes,
+                "payload_crc32c": record.payload_crc,
+                "segment": segment,
+                "payload_offset": record.offset,
+                "in_base": record.in_base,
+            })
+        ));
+    }
+    let payload = match record.payload_bytes {
+        0 => "-".to_owned(),
+        _ => format!("{segment}+{}", record.offset),
+    };
+    lines.print(format_args!(
+        "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {}{}\n",
+        record.lsn,
+        record.cid,
+        record.sector,
+        record.sectors,
+        record.disk.display(),
+        if record.in_base {
+            " (in the base image)"
+        } else {
+            ""
+        },
+    ));
+}
+
+/// An age for people: the largest unit of which there is at least one, or nearly.
+fn age(us: u64) -> String {
+    let seconds = us as f64 / 1e6;
+    match seconds {
+        ..1.0 => format!("{:.0} ms", seconds * 1e3),
+        ..120.0 => format!("{seconds:.1} s"),
+        ..7200.0 => format!("{:.0} min", seconds / 60.0),
+        ..172_800.0 => format!("{:.0} h", seconds / 3600.0),
+        _ => format!("{:.0} days", seconds / 86400.0),
+    }
+}
