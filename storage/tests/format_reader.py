@@ -76,7 +76,7 @@ class Segment:
         if len(self.data) != control.segment_size:
             raise Damaged(f"{name}: {len(self.data)} bytes")
         header = self.data[:64]
-        self.state = "suspect" if any(self.data[:BLOCK]) else "free"
+        self.state = "suspect" if any(self.data[: 2 * BLOCK]) else "free"
         if sealed(header, b"WALVSEGM"):
             check_version(header, name)
             (self.crc,) = struct.unpack_from("<I", header, 12)
