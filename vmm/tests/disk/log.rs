@@ -1,0 +1,295 @@
+//! `walvisor log dump`, and the reader in Python that was written from `storage/FORMAT.md` alone.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+use walvisor_storage::{DiskOptions, Operation, Port, Store, create_disk};
+
+use crate::{
+    MIB, SMALL, WALVISOR, crash, done, end, names, objects, refused, unclosed, walvisor, write,
+};
+
+const READER: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../storage/tests/format_reader.py"
+);
+/// Bits flipped in a log that both readers then read.
+const FLIPS: u64 = 12;
+
+/// What the second reader makes of a log: its records, or nothing if it says that it is damaged.
+fn second_reader(log: &Path) -> Option<Vec<Value>> {
+    let output = Command::new("python3")
+        .arg(READER)
+        .arg(log)
+        .output()
+        .unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        assert!(error.starts_with("damaged: "), "{error}");
+        return None;
+    }
+    Some(objects(&String::from_utf8(output.stdout).unwrap()))
+}
+
+/// Asserts that both readers find the same, and returns it.
+#[track_caller]
+fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
+    let second = second_reader(&dir.join(log));
+    let output = walvisor(dir, &format!("log dump {log} --records --json"));
+    match &second {
+        Some(records) => {
+            assert!(output.status.success());
+            let first = objects(&String::from_utf8(output.stdout).unwrap());
+            assert_eq!(&first, records);
+        }
+        None => {
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{error}");
+            assert!(error.contains("damaged"), "{error}");
+        }
+    }
+    second
+}
+
+fn has_python() -> bool {
+    let found = Command::new("python3").arg("--version").output();
+    let found = found.is_ok_and(|output| output.status.success());
+    if !found {
+        println!("skipped: no python3");
+    }
+    found
+}
+
+/// `count` random requests to the two disks of a log, from a seed, with a flush after every seventh.
+fn work(ports: &mut [Port], seed: u64, count: usize) {
+    let mut random = seed;
+    for i in 0..count {
+        random = random
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        let port = &mut ports[(random >> 40) as usize % 2];
+        let (sector, sectors) = ((random >> 20) % 2000, (random >> 58) as u32 % 24 + 1);
+        match (random >> 50) % 8 {
+            0 => end(port, Operation::Discard { sector, sectors }),
+            1 => end(
+                port,
+                Operation::WriteZeroes {
+                    sector,
+                    sectors,
+                    unmap: false,
+                },
+            ),
+            _ => write(port, sector, i as u8, sectors as usize),
+        }
+        if i % 7 == 6 {
+            end(port, Operation::Flush);
+        }
+    }
+    ports
+        .iter_mut()
+        .for_each(|port| end(port, Operation::Flush));
+}
+
+/// A ring that went round, two disks, a crash, more, a second crash, a torn tail, and damage.
+#[test]
+fn a_reader_written_from_the_format_page_finds_the_same_records() {
+    if !has_python() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let disks = [at("a.img"), at("b.img")];
+    for disk in &disks {
+        create_disk(disk, 2 * MIB, &at("log"), &SMALL).unwrap();
+    }
+    let open = |dir: &Path| {
+        let options = disks
+            .each_ref()
+            .map(|disk| DiskOptions::new(dir.join(disk.file_name().unwrap())));
+        Store::open(&dir.join("log"), &options, &SMALL).unwrap()
+    };
+    let ports = |store: &Store| -> Vec<Port> {
+        let disks = store.disks().iter();
+        disks.map(|disk| disk.open_port().unwrap()).collect()
+    };
+    let both = [disks[0].as_path(), disks[1].as_path()];
+    let store = open(dir.path());
+    let mut queues = ports(&store);
+    work(&mut queues, 1, 900);
+    assert!(store.log_counters().checkpoints > 0, "the ring went round");
+    drop(queues);
+    store.close().unwrap();
+    // Closed: nothing is left in the log.
+    assert_eq!(both_read(dir.path(), "log"), Some(Vec::new()));
+    let store = open(dir.path());
+    let mut queues = ports(&store);
+    work(&mut queues, 2, 150);
+    let (first, second) = (at("first"), at("second"));
+    crash(&at("log"), &both, &first);
+    drop(queues);
+    store.close().unwrap();
+    let records = both_read(&first, "log").unwrap();
+    assert_eq!(records.len(), 150);
+
+    // Opened after the crash and crashed again: a segment that follows another's end, and a gap in it perhaps.
+    let copied = [first.join("a.img"), first.join("b.img")];
+    let store = open(&first);
+    let mut queues = ports(&store);
+    work(&mut queues, 3, 60);
+    let copies = [copied[0].as_path(), copied[1].as_path()];
+    crash(&first.join("log"), &copies, &second);
+    drop(queues);
+    store.close().unwrap();
+    let records = both_read(&second, "log").unwrap();
+    assert!(records.len() >= 60, "{}", records.len());
+    let kinds = ["write", "write_zeroes", "discard"];
+    let has = |kind: &&str| records.iter().any(|record| record["kind"] == **kind);
+    assert!(kinds.iter().all(has));
+
+    // A flipped byte in the last payload is a torn tail: its batch is dropped by both. In an earlier one it is damage.
+    let flip = |record: &Value| {
+        let name = record["segment"].as_str().unwrap();
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(second.join("log").join(name))
+            .unwrap();
+        let offset = record["payload_offset"].as_u64().unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, offset).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
+    };
+    let is_write = |record: &&Value| record["kind"] == "write";
+    let last = records.last().unwrap();
+    let torn = records
+        .iter()
+        .rev()
+        .take_while(|record| record["cid"] == last["cid"])
+        .find(is_write)
+        .expect("the last group wrote something");
+    flip(torn);
+    let kept = both_read(&second, "log").unwrap();
+    assert!(!kept.is_empty() && kept[..] == records[..kept.len()]);
+    assert!(kept.len() < records.len());
+    assert!(kept.iter().all(|record| record["cid"] != last["cid"]));
+    flip(torn);
+    assert_eq!(both_read(&second, "log").unwrap(), records);
+    let written = records.iter().find(is_write).unwrap();
+    flip(written);
+    assert_eq!(both_read(&second, "log"), None);
+    flip(written);
+
+    // A flipped bit anywhere else: whatever that comes to, both agree.
+    let mut damaged = 0;
+    for i in 0..FLIPS {
+        let random = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let files = names(&second.join("log"));
+        let path = second
+            .join("log")
+            .join(&files[(random >> 32) as usize % files.len()]);
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        // Near the start, where most of it is, as often as anywhere.
+        let reach = if i % 2 == 0 { 128 << 10 } else { MIB };
+        let offset = (random >> 16) % reach.min(file.metadata().unwrap().len());
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, offset).unwrap();
+        let bit = 1 << (random >> 61);
+        file.write_all_at(&[byte[0] ^ bit], offset).unwrap();
+        damaged += u32::from(both_read(&second, "log").is_none());
+        file.write_all_at(&byte, offset).unwrap();
+    }
+    assert_eq!(both_read(&second, "log").unwrap(), records);
+    println!("{FLIPS} flipped bits, {damaged} of them damage");
+}
+
+#[test]
+fn a_dump_has_a_line_a_group_and_a_line_a_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let groups = objects(&done(&crashed, "log dump disk.img.wal --json"));
+    let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    assert_eq!((groups.len(), records.len()), (4, 5));
+    let number = |value: &Value, key: &str| value[key].as_u64().unwrap_or_else(|| panic!("{key}"));
+    for (group, (records, bytes)) in groups.iter().zip([(2, 8192), (1, 0), (1, 0), (1, 4096)]) {
+        assert_eq!(number(group, "records"), records, "{group}");
+        assert_eq!(number(group, "payload_bytes"), bytes, "{group}");
+        let lsns = number(group, "last_lsn") - number(group, "first_lsn") + 1;
+        assert_eq!(lsns, records, "{group}");
+        assert!(number(group, "age_us") < 600_000_000, "{group}");
+        assert!(number(group, "unix_us") > 1_600_000_000_000_000, "{group}");
+        let disks = group["disks"].as_array().unwrap();
+        assert!(disks.len() == 1 && disks[0].as_str().unwrap().ends_with("disk.img"));
+    }
+    assert!(
+        groups
+            .windows(2)
+            .all(|pair| number(&pair[0], "cid") < number(&pair[1], "cid"))
+    );
+    let kinds: Vec<_> = records
+        .iter()
+        .map(|r| r["kind"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        kinds,
+        ["write", "write", "discard", "write_zeroes", "write"]
+    );
+    // The payload is where the record says.
+    let log = crashed.join("disk.img.wal");
+    let segment = File::open(log.join(records[1]["segment"].as_str().unwrap())).unwrap();
+    let mut payload = [0; 4096];
+    segment
+        .read_exact_at(&mut payload, number(&records[1], "payload_offset"))
+        .unwrap();
+    assert_eq!(payload, [3; 4096]);
+    // For people: a head, then the same lines.
+    assert_eq!(done(&crashed, "log dump disk.img.wal").lines().count(), 5);
+    let text = done(&crashed, "log dump disk.img.wal --records");
+    assert_eq!(text.lines().count(), 6);
+    assert!(text.contains("write_zeroes") && text.contains("segment-0000"));
+    // A reader that goes away is no error.
+    let mut child = Command::new(WALVISOR)
+        .args(["log", "dump", "disk.img.wal"])
+        .current_dir(&crashed)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    assert!(child.wait().unwrap().success());
+    done(&crashed, "disk checkpoint disk.img");
+    let empty = done(&crashed, "log dump disk.img.wal");
+    assert!(empty.contains("no records"), "{empty}");
+    assert_eq!(done(&crashed, "log dump disk.img.wal --json"), "");
+}
+
+#[test]
+fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    let name = records[1]["segment"].as_str().unwrap();
+    let segment = File::options()
+        .write(true)
+        .open(crashed.join("disk.img.wal").join(name))
+        .unwrap();
+    // The second group's descriptor; the groups behind it say that it was acknowledged.
+    let behind = records[1]["payload_offset"].as_u64().unwrap() + 4096;
+    segment.write_all_at(&[0xff], behind + 97).unwrap();
+    let output = walvisor(&crashed, "log dump disk.img.wal --json");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        error.lines().count() == 1 && error.contains("damaged"),
+        "{error}"
+    );
+    assert_eq!(
+        objects(&String::from_utf8(output.stdout).unwrap()).len(),
+        1,
+        "the first group"
+    );
+    refused(&crashed, "disk export disk.img out", 1, &["damaged"]);
+    refused(&crashed, "disk resize disk.img --size 16M", 1, &["damaged"]);
+    assert!(!crashed.join("out").exists() && !crashed.join("out.part").exists());
+}

@@ -1,0 +1,397 @@
+//! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round trips, and a second
+//! reader of the format that finds the same records.
+
+mod log;
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use rustix::event::{PollFd, PollFlags};
+use serde_json::Value;
+use walvisor_storage::{
+    Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
+};
+
+const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
+const MIB: u64 = 1 << 20;
+const SMALL: StoreOptions = StoreOptions {
+    segment_size: MIB,
+    max_segments: 4,
+    engine: walvisor_storage::EngineKind::Auto,
+};
+
+/// Runs `walvisor` in `dir` with the words of `arguments`.
+fn walvisor(dir: &Path, arguments: &str) -> Output {
+    Command::new(WALVISOR)
+        .args(arguments.split_whitespace())
+        .current_dir(dir)
+        .output()
+        .expect("walvisor starts")
+}
+
+/// Runs it, asserts success and silence on stderr, and returns stdout.
+#[track_caller]
+fn done(dir: &Path, arguments: &str) -> String {
+    let output = walvisor(dir, arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && errors.is_empty(),
+        "{arguments}: {errors}"
+    );
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Runs it, and asserts exit `status`, silence on stdout, and one line on stderr with each of `parts` in it.
+#[track_caller]
+fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
+    let output = walvisor(dir, arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
+    assert!(output.stdout.is_empty(), "{arguments}: stdout is not empty");
+    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+    assert!(error.starts_with("walvisor: "), "{error}");
+    for part in parts {
+        assert!(
+            error.contains(part),
+            "{arguments}: {part:?} is missing: {error}"
+        );
+    }
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+fn objects(text: &str) -> Vec<Value> {
+    text.lines().map(json).collect()
+}
+
+/// The names in a directory, sorted.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+fn end(port: &mut Port, operation: Operation) {
+    port.submit(1, operation);
+    port.kick();
+    let mut done = Vec::new();
+    loop {
+        port.completions(&mut done);
+        if let Some(ended) = done.pop() {
+            ended.result.unwrap();
+            return;
+        }
+        let event = port.event();
+        let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
+        rustix::event::poll(&mut fds, None).unwrap();
+    }
+}
+
+fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
+    let data = Buffer::from(&vec![byte; sectors * 512][..]);
+    end(port, Operation::Write { sector, data });
+}
+
+/// The files of an open log and its disks, as a crash would leave them, in `to`. No checkpoint may run.
+fn crash(log: &Path, disks: &[&Path], to: &Path) {
+    let log_copy = to.join(log.file_name().unwrap());
+    std::fs::create_dir_all(&log_copy).unwrap();
+    for name in names(log).iter().filter(|name| !name.ends_with(".new")) {
+        std::fs::copy(log.join(name), log_copy.join(name)).unwrap();
+    }
+    for disk in disks {
+        std::fs::copy(disk, to.join(disk.file_name().unwrap())).unwrap();
+    }
+}
+
+/// A disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log, which overwrite,
+/// discard and zero parts of that, and write the last page.
+fn unclosed(dir: &Path) -> PathBuf {
+    let disk = dir.join("disk.img");
+    let log = default_log_dir(&disk);
+    create_disk(&disk, 8 * MIB, &log, &SMALL).unwrap();
+    let open = || Store::open(&log, &[DiskOptions::new(&disk)], &SMALL).unwrap();
+    let store = open();
+    write(&mut store.disks()[0].open_port().unwrap(), 0, 1, 128);
+    store.close().unwrap();
+    let store = open();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 8, 2, 8);
+    write(&mut port, 12, 3, 8);
+    end(&mut port, Operation::Flush);
+    let (sector, sectors) = (32, 16);
+    end(&mut port, Operation::Discard { sector, sectors });
+    end(&mut port, Operation::Flush);
+    let operation = Operation::WriteZeroes {
+        sector: 50,
+        sectors: 1,
+        unmap: false,
+    };
+    end(&mut port, operation);
+    end(&mut port, Operation::Flush);
+    write(&mut port, 8 * MIB / 512 - 8, 9, 8);
+    end(&mut port, Operation::Flush);
+    let crashed = dir.join("crashed");
+    crash(&log, &[&disk], &crashed);
+    crashed
+}
+
+/// What `unclosed` made, as its guest would read it.
+fn unclosed_bytes() -> Vec<u8> {
+    let mut bytes = vec![0; 8 << 20];
+    let mut fill = |sectors: std::ops::Range<usize>, byte| {
+        bytes[sectors.start * 512..sectors.end * 512].fill(byte);
+    };
+    fill(0..128, 1);
+    fill(8..12, 2);
+    fill(12..20, 3);
+    fill(32..48, 0);
+    fill(50..51, 0);
+    fill(16376..16384, 9);
+    bytes
+}
+
+#[test]
+fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let raw = File::create(dir.join("raw")).unwrap();
+    raw.set_len(256 * MIB + 512).unwrap();
+    // Data at the start, in the middle, and in the odd sector at the end.
+    for (at, len) in [(0, 5000), (100 * MIB, MIB as usize), (256 * MIB, 512)] {
+        raw.write_all_at(&vec![0xa5; len], at).unwrap();
+    }
+    raw.sync_all().unwrap();
+    let report = json(&done(dir, "disk import disk.img raw --json"));
+    assert_eq!(report["size_bytes"], 256 * MIB + 512);
+    let copied = report["copied_bytes"].as_u64().unwrap();
+    let allocated = raw.metadata().unwrap().blocks() * 512;
+    assert!((MIB..2 * MIB).contains(&copied), "{report}");
+    assert!(done(dir, "disk check disk.img").contains("clean"));
+    let text = done(dir, "disk export disk.img out");
+    assert!(
+        text.starts_with("out: exported disk.img: 268435968 bytes, "),
+        "{text}"
+    );
+    let want = std::fs::read(dir.join("raw")).unwrap();
+    for name in ["disk.img", "out"] {
+        assert!(std::fs::read(dir.join(name)).unwrap() == want, "{name}");
+        let blocks = std::fs::metadata(dir.join(name)).unwrap().blocks() * 512;
+        assert!(
+            blocks <= allocated + 64 * 1024,
+            "{name}: {blocks} > {allocated}"
+        );
+    }
+    // A raw image without a log is a disk too; a pipe sees no progress bar (`done` asserts that stderr is empty).
+    done(dir, "disk export raw out --force --json");
+    assert_eq!(names(dir), ["disk.img", "disk.img.wal", "out", "raw"]);
+}
+
+#[test]
+fn export_is_the_disk_as_it_is_and_checkpoint_makes_the_base_equal() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let files = |dir: &Path| -> Vec<Vec<u8>> {
+        let log = dir.join("disk.img.wal");
+        let mut paths: Vec<_> = names(&log).iter().map(|name| log.join(name)).collect();
+        paths.push(dir.join("disk.img"));
+        paths
+            .iter()
+            .map(|path| std::fs::read(path).unwrap())
+            .collect()
+    };
+    let before = files(&crashed);
+    assert!(before.last().unwrap() != &unclosed_bytes());
+    done(&crashed, "disk export disk.img out");
+    assert!(std::fs::read(crashed.join("out")).unwrap() == unclosed_bytes());
+    assert!(before == files(&crashed), "an export changes nothing");
+    done(&crashed, "disk checkpoint disk.img");
+    assert!(std::fs::read(crashed.join("disk.img")).unwrap() == unclosed_bytes());
+    let compared = Command::new("qemu-img")
+        .args(["compare", "-f", "raw", "-F", "raw", "disk.img", "out"])
+        .current_dir(&crashed)
+        .output();
+    match compared {
+        Err(error) => println!("skipped: qemu-img: {error}"),
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+    }
+    // In again, into the log that is there: a second disk.
+    done(
+        &crashed,
+        "disk import again.img out --log disk.img.wal --json",
+    );
+    let info = json(&done(
+        &crashed,
+        "disk info again.img --log disk.img.wal --json",
+    ));
+    assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 2);
+    assert!(std::fs::read(crashed.join("again.img")).unwrap() == unclosed_bytes());
+}
+
+#[test]
+fn resizes_keep_the_data_and_refuse_to_lose_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let crashed = crashed.as_path();
+    // With records in the log, and without.
+    let report = json(&done(crashed, "disk resize disk.img --size 16M --json"));
+    assert_eq!(
+        (&report["size_bytes"], &report["old_size_bytes"]),
+        (&(16 * MIB).into(), &(8 * MIB).into())
+    );
+    let mut want = unclosed_bytes();
+    want.resize(16 << 20, 0);
+    done(crashed, "disk export disk.img grown");
+    assert!(std::fs::read(crashed.join("grown")).unwrap() == want);
+    let lost = &["disk.img", "8388096", "lose", "--shrink"];
+    refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
+    let text = done(crashed, "disk resize disk.img --size 8M");
+    assert_eq!(text, "disk.img: 8388608 bytes now, 16777216 before\n");
+    refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
+    done(crashed, "disk resize disk.img --size 4M --shrink");
+    done(crashed, "disk resize disk.img --size 8M");
+    want.truncate(8 << 20);
+    want[4 << 20..].fill(0);
+    assert!(std::fs::read(crashed.join("disk.img")).unwrap() == want);
+    assert!(done(crashed, "disk check disk.img").contains("clean"));
+}
+
+#[test]
+fn bad_input_is_one_line_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    std::fs::write(dir.join("odd"), [0; 1000]).unwrap();
+    std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
+    std::fs::write(dir.join("empty"), []).unwrap();
+    std::fs::create_dir(dir.join("full.wal")).unwrap();
+    std::fs::write(dir.join("full.wal/file"), []).unwrap();
+    done(dir, "disk create disk.img --size 1M");
+    let before = names(dir);
+    let store = {
+        let options = [DiskOptions::new(dir.join("open.img"))];
+        create_disk(
+            &dir.join("open.img"),
+            MIB,
+            &dir.join("open.img.wal"),
+            &SMALL,
+        )
+        .unwrap();
+        Store::open(&dir.join("open.img.wal"), &options, &SMALL).unwrap()
+    };
+    let cases: [(&str, i32, &[&str]); 24] = [
+        ("disk import a.img", 2, &["RAW"]),
+        (
+            "disk import a.img odd",
+            1,
+            &["odd", "1000", "512", "truncate"],
+        ),
+        ("disk import a.img empty", 1, &["empty", "512"]),
+        ("disk import a.img missing", 1, &["missing", "No such file"]),
+        ("disk import a.img full.wal", 1, &["full.wal", "regular"]),
+        ("disk import disk.img raw", 1, &["disk.img", "exists"]),
+        (
+            "disk import a.img raw --log full.wal",
+            1,
+            &["full.wal", "no log"],
+        ),
+        (
+            "disk import a.img raw --log open.img.wal",
+            1,
+            &["open.img.wal", "already open"],
+        ),
+        (
+            "disk import a.img open.img",
+            1,
+            &["open.img", "already open"],
+        ),
+        ("disk import no/a.img raw", 1, &["no/a.img", "No such file"]),
+        ("disk export disk.img raw", 1, &["raw", "--force"]),
+        (
+            "disk export disk.img disk.img --force",
+            1,
+            &["disk.img", "already open"],
+        ),
+        (
+            "disk export disk.img open.img --force",
+            1,
+            &["open.img", "already open"],
+        ),
+        (
+            "disk export disk.img full.wal --force",
+            1,
+            &["full.wal", "regular"],
+        ),
+        ("disk export open.img new", 1, &["open.img", "already open"]),
+        ("disk export missing new", 1, &["missing", "No such file"]),
+        (
+            "disk export disk.img no/new",
+            1,
+            &["no/new", "No such file"],
+        ),
+        ("disk resize disk.img", 2, &["--size"]),
+        ("disk resize disk.img --size 1000", 1, &["1000", "512"]),
+        ("disk resize disk.img --size 0", 1, &["512"]),
+        (
+            "disk resize open.img --size 2M",
+            1,
+            &["open.img", "already open"],
+        ),
+        ("log dump missing", 1, &["missing", "no log"]),
+        (
+            "log dump open.img.wal",
+            1,
+            &["open.img.wal", "already open"],
+        ),
+        ("log", 2, &["--help"]),
+    ];
+    for (arguments, status, parts) in cases {
+        refused(dir, arguments, status, parts);
+    }
+    store.close().unwrap();
+    std::fs::remove_file(dir.join("open.img")).unwrap();
+    std::fs::remove_dir_all(dir.join("open.img.wal")).unwrap();
+    assert_eq!(names(dir), before, "nothing is left behind");
+    assert!(std::fs::read(dir.join("raw")).unwrap() == [7; 1024]);
+    assert_eq!(std::fs::metadata(dir.join("disk.img")).unwrap().len(), MIB);
+}
+
+/// An image is removed, its log is forgotten, and a new disk is made in its place.
+#[test]
+fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();
+    // Everything is in the base image: the log can forget the disk.
+    done(&crashed, "disk checkpoint disk.img");
+    std::fs::remove_file(crashed.join("disk.img")).unwrap();
+    done(&crashed, "disk import disk.img raw");
+    assert!(done(&crashed, "disk check disk.img").contains("clean"));
+    let info = json(&done(&crashed, "disk info disk.img --json"));
+    assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 1);
+
+    // And with records in the log.
+    let log = crashed.join("disk.img.wal");
+    let disk = crashed.join("disk.img");
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], &SMALL).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 0, 6, 8);
+    end(&mut port, Operation::Flush);
+    let kept = crashed.join("kept");
+    crash(&log, &[], &kept);
+    drop(port);
+    store.close().unwrap();
+    std::fs::remove_dir_all(&log).unwrap();
+    std::fs::rename(kept.join("disk.img.wal"), &log).unwrap();
+    std::fs::remove_file(&disk).unwrap();
+    let parts = &["disk.img", "unapplied", "remove"];
+    refused(&crashed, "disk import disk.img raw", 1, parts);
+    refused(&crashed, "disk create disk.img --size 8M", 1, parts);
+    assert!(!disk.exists());
+}
