@@ -62,6 +62,9 @@ pub(crate) struct ControlHeader {
     pub next_lsn: U64,
     /// No commit id below this is given out again.
     pub next_cid: U64,
+    /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
+    /// before it is damaged, for its older records would be replayed over newer ones.
+    pub copying_lsn: U64,
 }
 
 /// A disk of the log.
@@ -312,7 +315,7 @@ mod tests {
 
     #[test]
     fn structures_have_no_hidden_padding_and_the_documented_sizes() {
-        assert_eq!(size_of::<ControlHeader>(), 88);
+        assert_eq!(size_of::<ControlHeader>(), 96);
         assert_eq!(size_of::<DiskEntry>(), 512);
         assert_eq!(size_of::<SegmentHeader>(), 64);
         assert_eq!(size_of::<BatchHeader>(), 96);

@@ -2,7 +2,8 @@
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
-//! 2. copy the frozen extents to the base images, in order of their sectors, and sync those;
+//! 2. note *C* in the control file, copy the frozen extents to the base images, in order of their sectors, and sync
+//!    those;
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
 //!
@@ -259,6 +260,10 @@ impl Keeper {
         });
         self.log.lock().keeper.draining = false;
         flushed?;
+        if self.control.control.header.copying_lsn.get() != lsn {
+            self.control.control.header.copying_lsn = U64::new(lsn);
+            self.control.write()?;
+        }
         for disk in &self.disks {
             let frozen = disk.index().frozen.clone();
             if let Some(frozen) = frozen.filter(|frozen| !frozen.is_empty()) {

@@ -82,16 +82,13 @@ impl Port {
             }
             Operation::Flush => self.flush(token),
         };
-        match ended {
-            Ok(None) => {}
-            Ok(Some(data)) => self.done.push(Completion {
-                token,
-                result: Ok(data),
-            }),
-            Err(failure) => self.done.push(Completion {
-                token,
-                result: Err(failure),
-            }),
+        self.finish(token, ended);
+    }
+
+    /// Completes what has ended already.
+    fn finish(&mut self, token: u64, ended: Ended) {
+        if let Some(result) = ended.transpose() {
+            self.done.push(Completion { token, result });
         }
     }
 
@@ -228,17 +225,7 @@ impl Port {
                 },
                 Err(failure) => Err(failure),
             };
-            match ended {
-                Ok(None) => {}
-                Ok(Some(data)) => self.done.push(Completion {
-                    token,
-                    result: Ok(data),
-                }),
-                Err(failure) => self.done.push(Completion {
-                    token,
-                    result: Err(failure),
-                }),
-            }
+            self.finish(token, ended);
         }
     }
 

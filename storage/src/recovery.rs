@@ -234,7 +234,7 @@ pub(crate) fn scan(
     scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
 
     // Behind the end: stale bytes, a torn tail, or evidence that acknowledged records are gone.
-    let mut evidence = 0;
+    let mut evidence = root.copying_lsn.get();
     if let Some((i, offset)) = end_offset {
         let candidate = &candidates[i];
         let salt = Some(candidate.header.salt);

@@ -11,6 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 use super::medium::{Random, Simulated, World};
 use crate::catalog::read_control;
 use crate::disk::{Disk, DiskState};
+use crate::error::ErrorKind;
 use crate::format::{
     BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry,
     SegmentHeader, VERSION,
@@ -221,8 +222,10 @@ impl History {
             self.medium.lock().ticks = Some(ticks);
         }
         if self.random.one_in(if crash { 8 } else { 3 }) {
-            let count = self.random.below(8);
-            self.medium.lock().fail_sync = Some(count);
+            let (count, control) = (self.random.below(8), self.random.one_in(2));
+            let mut world = self.medium.lock();
+            (world.fail_sync, world.fail_control) =
+                (Some(if control { count / 3 } else { count }), control);
         }
         self.work(&mut running)?;
         let closed = if self.medium.lock().crashed {
@@ -291,12 +294,52 @@ impl History {
         running.keeper.close().map_err(|error| error.to_string())
     }
 
+    /// Works, is killed, and finds some bytes of its log changed: that is reported, or it was beyond what had been
+    /// acknowledged or reused, but it never shows as data that is no prefix of what was written.
+    pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
+        let mut running = self.open(false).map_err(|error| error.to_string())?;
+        self.work(&mut running)?;
+        drop(running);
+        for _ in 0..1 + self.random.below(3) {
+            self.medium.lock().damage();
+        }
+        match self.open(false) {
+            Ok(running) => {
+                self.floor = 0;
+                self.find_prefix(&running).map(|_| false)
+            }
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::Damaged | ErrorKind::UnsupportedVersion
+                ) =>
+            {
+                Ok(true)
+            }
+            Err(error) => Err(format!("damage was reported as something else: {error}")),
+        }
+    }
+
     /// Opens what is left and finds the prefix that it is.
     fn judge(&mut self) -> Result<(), Broken> {
         let running = self
             .open(false)
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
         self.check_numbers(running.disks[0].log.lock().next_lsn)?;
+        let (found, prefix) = self.find_prefix(&running)?;
+        self.totals.lost_records += (self.order.len() - prefix) as u64;
+        drop(running);
+        // What was recovered must be durable from now on, and is where the next incarnation begins.
+        let after = self.medium.lock().after_crash();
+        *self.medium.lock() = after;
+        self.start = found;
+        self.order.clear();
+        self.floor = 0;
+        Ok(())
+    }
+
+    /// Reads the disks and finds the longest prefix of the order, not below the floor, that they are.
+    fn find_prefix(&self, running: &Running) -> Result<(Contents, usize), Broken> {
         let mut found = Contents::new();
         for disk in &running.disks {
             let mut port = disk.open_port().expect("a port");
@@ -333,15 +376,7 @@ impl History {
                 difference(&found, &at_floor)
             ));
         };
-        self.totals.lost_records += (self.order.len() - prefix) as u64;
-        drop(running);
-        // What was recovered must be durable from now on, and is where the next incarnation begins.
-        let after = self.medium.lock().after_crash();
-        *self.medium.lock() = after;
-        self.start = found;
-        self.order.clear();
-        self.floor = 0;
-        Ok(())
+        Ok((found, prefix))
     }
 
     /// Numbers seen on the medium are never given out again: no LSN, no salt.
@@ -402,10 +437,12 @@ impl History {
             3 + self.random.below(25)
         };
         let mut submitted = 0;
+        let mut pause = 0u64;
         for _ in 0..20_000 {
             if self.medium.lock().crashed {
                 break;
             }
+            pause = pause.saturating_sub(1);
             let idle = clients.iter().all(|client| client.open.is_empty());
             if submitted == requests && idle {
                 break;
@@ -420,9 +457,12 @@ impl History {
                 }
                 // The keeper's turn: segments, and a checkpoint when one is due or by chance. It blocks until what
                 // it waits for is durable: with one thread it has to lead that group itself.
-                7 if !running.disks[0].log.lock().busy => {
+                7 if pause == 0 && !running.disks[0].log.lock().busy => {
                     let forced = self.random.one_in(4);
-                    let _ = running.keeper.step(forced);
+                    if running.keeper.step(forced).is_err() {
+                        // It tries again a second later: much may be written until then.
+                        pause = self.random.below(300);
+                    }
                 }
                 _ => {
                     clients[which].port.kick();

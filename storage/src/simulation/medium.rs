@@ -63,6 +63,8 @@ pub(super) struct World {
     pub crashed: bool,
     /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable.
     pub fail_sync: Option<u64>,
+    /// Only syncs of the control file count for that.
+    pub fail_control: bool,
 }
 
 impl World {
@@ -73,6 +75,7 @@ impl World {
             ticks: None,
             crashed: false,
             fail_sync: None,
+            fail_control: false,
         }
     }
 
@@ -131,7 +134,8 @@ impl World {
 
     fn sync(&mut self, file: usize) -> io::Result<()> {
         self.tick()?;
-        if let Some(count) = &mut self.fail_sync {
+        let counts = !self.fail_control || self.files[file].name == "control";
+        if let Some(count) = self.fail_sync.as_mut().filter(|_| counts) {
             if *count == 0 {
                 self.fail_sync = None;
                 self.settle(file);
@@ -170,6 +174,33 @@ impl World {
         (0..world.files.len()).for_each(|file| world.settle(file));
         world.restart();
         world
+    }
+
+    /// Changes bytes of a log file: a flipped bit, a lost or garbled sector, a sector written to the wrong place.
+    pub(super) fn damage(&mut self) {
+        let logs: Vec<usize> = (0..self.files.len())
+            .filter(|&i| !self.files[i].name.starts_with("base"))
+            .collect();
+        let file = logs[self.random.below(logs.len() as u64) as usize];
+        let sectors = (self.files[file].current.len() / SECTOR) as u64;
+        // Mostly near the start, where there is something.
+        let near = if self.random.one_in(4) {
+            sectors
+        } else {
+            sectors.min(64)
+        };
+        let at = self.random.below(near) as usize * SECTOR;
+        let from = self.random.below(sectors) as usize * SECTOR;
+        let bit = self.random.below(SECTOR as u64 * 8) as usize;
+        let noise: Vec<u8> = (0..SECTOR).map(|_| self.random.next() as u8).collect();
+        let kind = self.random.below(4);
+        let bytes = &mut self.files[file].current;
+        match kind {
+            0 => bytes[at + bit / 8] ^= 1 << (bit % 8),
+            1 => bytes[at..at + SECTOR].fill(0),
+            2 => bytes[at..at + SECTOR].copy_from_slice(&noise),
+            _ => bytes.copy_within(from..from + SECTOR, at),
+        }
     }
 
     /// Works again, with what is in the cache.

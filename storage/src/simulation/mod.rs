@@ -85,6 +85,22 @@ fn random_histories_keep_the_promises() {
     }
 }
 
+/// Promise 4 on bytes that rot, vanish or land in the wrong place; nothing panics, nothing is read past its end.
+#[test]
+fn damage_is_reported_or_harmless() {
+    let reported = (1..=5000u64)
+        .filter(|&seed| {
+            let outcome = History::new(seed).run_damaged();
+            outcome.unwrap_or_else(|broken| panic!("seed {seed}: {broken}"))
+        })
+        .count();
+    println!("5000 damaged logs: {reported} reported, the others harmless");
+    assert!(
+        (300..4500).contains(&reported),
+        "{reported} of 5000 reported: too few damaged, or all refused"
+    );
+}
+
 /// Each planted fault breaks a promise that the oracle sees, within a bounded number of histories.
 #[test]
 fn every_planted_fault_is_noticed() {
