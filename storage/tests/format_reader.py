@@ -59,12 +59,13 @@ class Control:
         self.log = newest[24:40]
         self.segment_size, max_segments, disk_count = struct.unpack_from("<QII", newest, 40)
         self.first_sequence, self.checkpoint_lsn = struct.unpack_from("<QQ", newest, 56)
+        (self.copying_lsn,) = struct.unpack_from("<Q", newest, 88)
         size_right = SLOT <= self.segment_size <= 1 << 30 and self.segment_size % BLOCK == 0
         if not size_right or not 4 <= max_segments <= 65536 or disk_count > 127:
             raise Damaged(f"{path}: out of its limits")
         self.disks = {}
         for i in range(disk_count):
-            entry = newest[88 + 512 * i :][:512]
+            entry = newest[96 + 512 * i :][:512]
             disk_id, path_len, _, size = struct.unpack_from("<IHHQ", entry, 16)
             self.disks[disk_id] = (size, os.fsdecode(entry[32 : 32 + path_len]))
 
@@ -169,7 +170,7 @@ def read(directory):
             break
     behind += [(segment, BLOCK, None) for segment in candidates[ended:]]
     last = max(last, control.checkpoint_lsn)
-    evidence = 0
+    evidence = control.copying_lsn
     for segment, start, salt in behind:
         for offset in range(start, len(segment.data), BLOCK):
             batch = batch_at(segment, offset, control.log)
