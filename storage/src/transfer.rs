@@ -1,7 +1,7 @@
 //! Raw images in and out: a disk made from an image, an image made from a disk as it is now.
 //!
 //! Both keep holes, let the file system share or copy the bytes itself where it can, and work on a file beside the
-//! target (`TARGET.part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
+//! target (`TARGET.walvisor-part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
 //! half image under a name that anyone uses.
 
 use std::fs::{File, OpenOptions};
@@ -241,7 +241,7 @@ impl Part {
         // A link's name stays a link: what it points to is replaced.
         let target = target.canonicalize().unwrap_or(target.to_path_buf());
         let mut path = target.clone().into_os_string();
-        path.push(".part");
+        path.push(".walvisor-part");
         let path = PathBuf::from(path);
         let doing = |error| Error::io("write", &path, error);
         // Whatever an interrupted run left is used up; whatever a running one writes is locked.

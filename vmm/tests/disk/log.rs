@@ -291,5 +291,5 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
     );
     refused(&crashed, "disk export disk.img out", 1, &["damaged"]);
     refused(&crashed, "disk resize disk.img --size 16M", 1, &["damaged"]);
-    assert!(!crashed.join("out").exists() && !crashed.join("out.part").exists());
+    assert!(names(&crashed).iter().all(|name| !name.starts_with("out")));
 }
