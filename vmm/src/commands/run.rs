@@ -80,7 +80,15 @@ pub struct RunArguments {
 /// If the guest cannot be started, or cannot run on this machine.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
     check(arguments)?;
-    // Opened first: it is a pity to run a guest for hours and then have nowhere to write.
+    let image = LinuxImage {
+        kernel: arguments.kernel.clone(),
+        initrd: arguments.initrd.clone(),
+        command_line: arguments.cmdline.clone(),
+    };
+    // Before any disk is opened, which may give it a log: bad input changes nothing.
+    linux::check(&image).map_err(CommandError::failed)?;
+    let console = console(&arguments.console)?;
+    // Opened now: it is a pity to run a guest for hours and then have nowhere to write.
     let metrics = arguments
         .metrics
         .as_deref()
@@ -90,7 +98,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
-    let ran = run_on(arguments, started, disks, metrics);
+    let ran = run_on(arguments, started, &image, disks, console, metrics);
     // The logs are closed however the run ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
@@ -113,24 +121,21 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
 fn run_on(
     arguments: &RunArguments,
     started: Instant,
+    image: &LinuxImage,
     disks: Vec<DiskConfig>,
+    console: Console,
     metrics: Option<Box<dyn Write>>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
         .memory(arguments.memory)
-        .console(console(&arguments.console)?)
+        .console(console)
         .measure_memory(metrics.is_some());
     for disk in disks {
         builder = builder.disk(disk);
     }
     let vm = builder.build().map_err(CommandError::failed)?;
-    let image = LinuxImage {
-        kernel: arguments.kernel.clone(),
-        initrd: arguments.initrd.clone(),
-        command_line: arguments.cmdline.clone(),
-    };
-    let entry = linux::load(vm.memory(), &image).map_err(CommandError::failed)?;
+    let entry = linux::load(vm.memory(), image).map_err(CommandError::failed)?;
     let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
     start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
 

@@ -212,3 +212,37 @@ fn bad_disks_are_told_and_stay_as_they_were() {
     refused(&run(&[twice.clone(), twice]), 1, &["a.img", "already open"]);
     assert_eq!(fs::read(at("a.img")).unwrap(), [7; 4096]);
 }
+
+#[test]
+fn a_bad_kernel_or_initrd_leaves_no_log_beside_a_raw_image() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let bzimage = kernel::bzimage(Then::PowerOff);
+    fs::write(at("raw.img"), [7; 4096]).unwrap();
+    fs::write(at("whole"), &bzimage).unwrap();
+    fs::write(at("cut"), &bzimage[..1200]).unwrap();
+    fs::write(at("text"), [b'x'; 4096]).unwrap();
+    fs::write(at("old-metrics"), "old").unwrap();
+    let cases: [(&str, &[&str], &str); 6] = [
+        ("none", &[], "kernel '"),
+        ("cut", &[], "truncated"),
+        ("text", &[], "neither a bzImage nor an ELF"),
+        ("whole", &["--initrd", "/nowhere"], "initrd '/nowhere'"),
+        ("whole", &["--initrd", "/"], "initrd '/'"),
+        ("whole", &["--console", "file:/nowhere/c"], "console '"),
+    ];
+    for (name, rest, part) in cases {
+        let (kernel, metrics) = (at(name), at("old-metrics"));
+        let disk = format!("path={}", at("raw.img"));
+        let mut all = vec![kernel.as_str(), "--disk", &disk, "--metrics", &metrics];
+        all.extend(rest);
+        let all: Vec<&OsStr> = all.into_iter().map(OsStr::new).collect();
+        refused(&walvisor("run --memory 4M --kernel", &all), 1, &[part]);
+        assert!(
+            !fs::exists(at("raw.img.wal")).unwrap(),
+            "{part}: a log was made"
+        );
+        assert_eq!(fs::read(at("raw.img")).unwrap(), [7; 4096], "{part}");
+        assert_eq!(fs::read(at("old-metrics")).unwrap(), b"old", "{part}");
+    }
+}

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use linux_loader::loader::bootparam::boot_params;
+use linux_loader::loader::bootparam::{boot_params, setup_header};
 use linux_loader::loader::elf::start_info::{
     hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
 };
@@ -118,15 +118,60 @@ struct Initrd {
     size: u64,
 }
 
+/// A kernel file that is whole.
+struct Kernel {
+    file: File,
+    size: u64,
+    format: Format,
+}
+
+/// Its format.
+enum Format {
+    BzImage(Box<setup_header>),
+    Vmlinux,
+}
+
+/// Checks what can be told of `image` without a VM: that its files can be read and that the kernel is one, and whole.
+///
+/// # Errors
+/// If a file is missing, truncated or no kernel, or the command line is too long.
+pub fn check(image: &LinuxImage) -> Result<(), LoadError> {
+    if image.command_line.len() >= layout::COMMAND_LINE_BYTES {
+        return Err(LoadError::CommandLine(image.command_line.len()));
+    }
+    open_kernel(&image.kernel)?;
+    if let Some(path) = &image.initrd {
+        open_initrd(path)?;
+    }
+    Ok(())
+}
+
 /// Loads `image` into `memory` and says how to enter it.
 ///
 /// # Errors
 /// If a file is missing, truncated, damaged, no kernel, or too large for the memory.
 pub fn load(memory: &GuestMemoryMmap, image: &LinuxImage) -> Result<LinuxEntry, LoadError> {
-    let path = &image.kernel;
+    // Once more: the files may have changed since.
+    check(image)?;
+    let mut command_line = image.command_line.clone().into_bytes();
+    command_line.push(0);
+    memory.write_slice(&command_line, GuestAddress(layout::COMMAND_LINE))?;
+    let Kernel {
+        mut file,
+        size,
+        format,
+    } = open_kernel(&image.kernel)?;
+    match format {
+        Format::BzImage(header) => load_bzimage(memory, image, &mut file, size, &header),
+        Format::Vmlinux => load_vmlinux(memory, image, &mut file),
+    }
+}
+
+/// Opens the kernel at `path`.
+fn open_kernel(path: &Path) -> Result<Kernel, LoadError> {
     let open_error = |error| LoadError::Open {
         what: "kernel",
-        path: path.clone(),
+        path: path.to_owned(),
         error,
     };
     let mut file = File::open(path).map_err(open_error)?;
@@ -136,29 +181,66 @@ pub fn load(memory: &GuestMemoryMmap, image: &LinuxImage) -> Result<LinuxEntry, 
         .read_to_end(&mut head)
         .map_err(open_error)?;
     let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
-
-    if image.command_line.len() >= layout::COMMAND_LINE_BYTES {
-        return Err(LoadError::CommandLine(image.command_line.len()));
-    }
-    let mut command_line = image.command_line.clone().into_bytes();
-    command_line.push(0);
-    memory.write_slice(&command_line, GuestAddress(layout::COMMAND_LINE))?;
-
+    let truncated = |need| LoadError::Truncated {
+        path: path.to_owned(),
+        have: size,
+        need,
+    };
     let magic = SETUP_MAGIC_OFFSET..SETUP_MAGIC_OFFSET + SETUP_MAGIC.len();
-    if head.get(magic) == Some(SETUP_MAGIC) {
+    let format = if head.get(magic) == Some(SETUP_MAGIC) {
         if head.len() < HEAD {
-            return Err(LoadError::Truncated {
-                path: path.clone(),
-                have: size,
-                need: HEAD as u64,
+            return Err(truncated(HEAD as u64));
+        }
+        let mut header = Box::new(setup_header::default());
+        file.seek(SeekFrom::Start(0x1f1))
+            .and_then(|_| file.read_exact(header.as_mut_slice()))
+            .map_err(open_error)?;
+        let (version, flags) = (header.version, header.xloadflags);
+        if version < LEAST_PROTOCOL || flags & XLF_KERNEL_64 == 0 {
+            return Err(LoadError::NoEntry {
+                path: path.to_owned(),
+                missing: "is no 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
             });
         }
-        load_bzimage(memory, image, &mut file, size)
+        let need = setup_size(&header) + u64::from(header.syssize) * 16;
+        // The payload's length is rounded up to 16 bytes in the header.
+        if size + 15 < need {
+            return Err(truncated(need));
+        }
+        Format::BzImage(header)
     } else if head.starts_with(ELF_MAGIC) {
-        load_vmlinux(memory, image, &mut file, &head, size)
+        if let Some(need) = elf_size(&head).filter(|need| *need > size) {
+            return Err(truncated(need));
+        }
+        Format::Vmlinux
     } else {
-        Err(LoadError::NotAKernel(path.clone()))
-    }
+        return Err(LoadError::NotAKernel(path.to_owned()));
+    };
+    Ok(Kernel { file, size, format })
+}
+
+/// Bytes of a bzImage before its payload.
+fn setup_size(header: &setup_header) -> u64 {
+    let sectors = match header.setup_sects {
+        0 => 4,
+        sectors => u64::from(sectors),
+    };
+    (sectors + 1) * 512
+}
+
+/// Opens the initrd at `path`, and tells its size.
+fn open_initrd(path: &Path) -> Result<(File, u64), LoadError> {
+    let open_error = |error| LoadError::Open {
+        what: "initrd",
+        path: path.to_owned(),
+        error,
+    };
+    let mut file = File::open(path).map_err(open_error)?;
+    // A directory can be opened, but not read.
+    let _ = file.read(&mut [0]).map_err(open_error)?;
+    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
+    file.rewind().map_err(open_error)?;
+    Ok((file, size))
 }
 
 /// End of the memory below the hole.
@@ -187,45 +269,16 @@ fn load_bzimage(
     image: &LinuxImage,
     file: &mut File,
     size: u64,
+    header: &setup_header,
 ) -> Result<LinuxEntry, LoadError> {
     let path = &image.kernel;
     let damaged = |reason: String| LoadError::Damaged {
         path: path.clone(),
         reason,
     };
-    let mut header = linux_loader::loader::bootparam::setup_header::default();
-    file.seek(SeekFrom::Start(0x1f1))
-        .and_then(|_| file.read_exact(header.as_mut_slice()))
-        .map_err(|error| LoadError::Open {
-            what: "kernel",
-            path: path.clone(),
-            error,
-        })?;
-    let (version, flags) = (header.version, header.xloadflags);
-    if version < LEAST_PROTOCOL || flags & XLF_KERNEL_64 == 0 {
-        return Err(LoadError::NoEntry {
-            path: path.clone(),
-            missing: "is no 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
-        });
-    }
-    let setup = (u64::from(if header.setup_sects == 0 {
-        4
-    } else {
-        header.setup_sects
-    }) + 1)
-        * 512;
-    let need = setup + u64::from(header.syssize) * 16;
-    // The payload's length is rounded up to 16 bytes in the header.
-    if size + 15 < need {
-        return Err(LoadError::Truncated {
-            path: path.clone(),
-            have: size,
-            need,
-        });
-    }
     let (start, run) = (
         header.pref_address,
-        u64::from(header.init_size).max(size - setup),
+        u64::from(header.init_size).max(size.saturating_sub(setup_size(header))),
     );
     let end = start
         .checked_add(run)
@@ -248,7 +301,7 @@ fn load_bzimage(
     let initrd = load_initrd(memory, image, end, u64::from(limit) + 1)?;
 
     let mut params = boot_params {
-        hdr: loaded.setup_header.unwrap_or(header),
+        hdr: loaded.setup_header.unwrap_or(*header),
         ..Default::default()
     };
     params.hdr.type_of_loader = LOADER_UNDEFINED;
@@ -275,17 +328,8 @@ fn load_vmlinux(
     memory: &GuestMemoryMmap,
     image: &LinuxImage,
     file: &mut File,
-    head: &[u8],
-    size: u64,
 ) -> Result<LinuxEntry, LoadError> {
     let path = &image.kernel;
-    if let Some(need) = elf_size(head).filter(|need| *need > size) {
-        return Err(LoadError::Truncated {
-            path: path.clone(),
-            have: size,
-            need,
-        });
-    }
     let loaded = Elf::load(memory, None, file, Some(GuestAddress(layout::HIGH_MEMORY))).map_err(
         |error| {
             let reason = format!("{error} (or it needs more than --memory)");
@@ -364,14 +408,7 @@ fn load_initrd(
     let Some(path) = &image.initrd else {
         return Ok(Initrd::default());
     };
-    let open_error = |error| LoadError::Open {
-        what: "initrd",
-        path: path.clone(),
-        error,
-    };
-    let mut file = File::open(path).map_err(open_error)?;
-    let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
-    file.rewind().map_err(open_error)?;
+    let (mut file, size) = open_initrd(path)?;
     let address = place_initrd(size, kernel_end, low_end(memory).min(limit)).ok_or_else(|| {
         too_small(
             memory,
@@ -382,7 +419,11 @@ fn load_initrd(
     })?;
     memory
         .read_exact_volatile_from(GuestAddress(address), &mut file, size as usize)
-        .map_err(|error| open_error(std::io::Error::other(error)))?;
+        .map_err(|error| LoadError::Open {
+            what: "initrd",
+            path: path.clone(),
+            error: std::io::Error::other(error),
+        })?;
     Ok(Initrd { address, size })
 }
 
