@@ -9,7 +9,7 @@ export DEBIAN_FRONTEND = noninteractive
 
 .PHONY: demo test setup format lint doc check
 
-## demo: the embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
+## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup
 	$(CARGO) build --release --package walvisor --package walvisor-guest-images
 	WALVISOR=target/release/walvisor target/release/walvisor-guest-images demo

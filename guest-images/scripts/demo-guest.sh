@@ -1,4 +1,4 @@
-# The demonstration's guest: ext4 and fio on every disk. SIZE is set before.
+# The demonstration's first guest: ext4 and fio on every disk, one after the other. SIZE is set before.
 run=0 runs=8
 for disk in /sys/block/vd*; do
     name=${disk##*/}

@@ -1,5 +1,5 @@
-//! The demonstration: the embedded guest, then a Debian guest that runs fio on a write-ahead-logged disk over either
-//! transport, and a table of what came out.
+//! The demonstration: the embedded guest, then Debian guests that run fio on two write-ahead-logged disks, one over either
+//! transport, that share one log, and a table of what came out.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -18,7 +18,10 @@ use crate::reporter::Reporter;
 
 const JOB: &str = include_str!("../scripts/demo-job.sh");
 const GUEST: &str = include_str!("../scripts/demo-guest.sh");
+const TOGETHER: &str = include_str!("../scripts/demo-guest-together.sh");
 const TRANSPORTS: [&str; 2] = ["mmio", "pci"];
+/// Writers on each disk when both are written at once.
+const WRITERS: u32 = 4;
 
 /// Runs the demonstration with the binary `walvisor`. The fio results, metrics, checks and the console stay in `output`.
 ///
@@ -43,17 +46,20 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     };
     script.push_str(JOB);
 
-    println!("\nA Debian guest runs fio on two write-ahead-logged disks");
+    println!("\nA Debian guest runs fio on two write-ahead-logged disks that share one log");
     let (machine, reason) = Machine::choose();
     println!("{reason}");
     let console = output.join("console.log");
     let reporter = Reporter::quiet(Some(File::create(&console).at("create", &console)?));
     // Emulated, a guest does some hundred writes a second; on the processor, some ten thousand.
-    let size = match machine {
-        Machine::Direct => "16M",
-        Machine::Nested => "2M",
+    let (size, writer_size) = match machine {
+        Machine::Direct => ("16M", "4M"),
+        Machine::Nested => ("2M", "512K"),
     };
-    let job = Job::new(script, walvisor).file("guest.sh", format!("SIZE={size}\n{GUEST}"));
+    let together = format!("SIZE={writer_size} WRITERS={WRITERS}\n{TOGETHER}");
+    let job = Job::new(script, walvisor)
+        .file("guest.sh", format!("SIZE={size}\n{GUEST}"))
+        .file("guest-together.sh", together);
     let outcome = job.run_on(machine, cache, &reporter)?;
     outcome.keep_results(output)?;
     drop(reporter);
@@ -91,64 +97,74 @@ fn embedded(walvisor: &Path) -> Result<()> {
 
 /// The table at the end.
 fn summary(outcome: &Outcome) -> Result<String> {
+    let metrics = |name: &str| Ok(Metrics::parse(&outcome.result(name)?));
+    let (alone, together) = (metrics("demo.prom")?, metrics("together.prom")?);
+    let tables = [
+        fio_table(outcome)?,
+        disk_table(outcome, &[&alone, &together])?,
+        log_table(&alone, &together)?,
+    ];
+    Ok(format!("\n{}", tables.join("\n")))
+}
+
+/// What fio measured: one disk after the other, then both at once.
+fn fio_table(outcome: &Outcome) -> Result<String> {
     let mut table = format!(
-        "\n{:<11} {:<8} {:>7} {:>9} {:>13} {:>13}\n",
-        "transport", "fio job", "iodepth", "IOPS", "p99 write", "p99 fsync"
+        "{:<11} {:<8} {:>7} {:>7} {:>9} {:>13} {:>13}\n",
+        "transport", "fio job", "writers", "iodepth", "IOPS", "p99 write", "p99 fsync"
     );
+    let mut row = |transport: &str, job: &str, writers: u32, depth: &str, name: &str| {
+        let report = json(&outcome.result(name)?, name)?;
+        let job_report = &report["jobs"][0];
+        let error = &job_report["error"];
+        if error != 0 {
+            return Err(Error::Unusable(format!(
+                "{name}: fio reports error {error}"
+            )));
+        }
+        let _ = writeln!(
+            table,
+            "virtio-{transport:<4} {job:<8} {writers:>7} {depth:>7} {:>9.0} {:>13} {:>13}",
+            job_report["write"]["iops"].as_f64().unwrap_or_default(),
+            milliseconds(&job_report["write"]["clat_ns"]),
+            milliseconds(&job_report["sync"]["lat_ns"]),
+        );
+        Ok(())
+    };
     for transport in TRANSPORTS {
         for job in ["fsync", "verify"] {
             for depth in ["1", "32"] {
                 let name = format!("{transport}-{job}-{depth}.json");
-                let report = json(&outcome.result(&name)?, &name)?;
-                let job_report = &report["jobs"][0];
-                let error = &job_report["error"];
-                if error != 0 {
-                    return Err(Error::Unusable(format!(
-                        "{name}: fio reports error {error}"
-                    )));
-                }
-                let _ = writeln!(
-                    table,
-                    "virtio-{transport:<4} {job:<8} {depth:>7} {:>9.0} {:>13} {:>13}",
-                    job_report["write"]["iops"].as_f64().unwrap_or_default(),
-                    milliseconds(&job_report["write"]["clat_ns"]),
-                    milliseconds(&job_report["sync"]["lat_ns"]),
-                );
+                row(transport, job, 1, depth, &name)?;
             }
         }
     }
-    table.push_str(&disk_table(outcome)?);
+    for transport in TRANSPORTS {
+        let name = format!("{transport}-together.json");
+        row(transport, "together", WRITERS, "1", &name)?;
+    }
+    table.push_str("together: fsync after each write, on both disks at once\n");
     Ok(table)
 }
 
-/// What the devices and their logs counted, and whether the disks are clean.
-fn disk_table(outcome: &Outcome) -> Result<String> {
-    const COUNTERS: [(&str, &str); 6] = [
-        ("requests", "walvisor_block_requests_total"),
-        ("doorbells", "walvisor_block_doorbells_total"),
-        ("interrupts", "walvisor_block_interrupts_total"),
-        ("flushes", "walvisor_block_flushes_total"),
-        ("syncs", "walvisor_log_syncs_total"),
-        ("groups", "walvisor_log_groups_total"),
-    ];
-    let metrics = Metrics::parse(&outcome.result("metrics.prom")?);
-    let mut table = format!("\n{:<11}", "disk");
-    for (title, _) in COUNTERS {
+/// What the devices counted in all `runs`, and whether the disks are clean.
+fn disk_table(outcome: &Outcome, runs: &[&Metrics]) -> Result<String> {
+    const COUNTERS: [&str; 4] = ["requests", "doorbells", "interrupts", "flushes"];
+    let mut table = format!("{:<11}", "disk");
+    for title in COUNTERS {
         let _ = write!(table, " {title:>10}");
     }
-    table.push_str("  flushes/group  disk check\n");
+    table.push_str("  disk check\n");
     for transport in TRANSPORTS {
-        let of = |metric: &str| {
-            metrics.sum(metric, "transport", transport).ok_or_else(|| {
-                Error::Unusable(format!("the metrics hold no {metric} of {transport}"))
-            })
-        };
         let _ = write!(table, "virtio-{transport:<4}");
-        for (_, metric) in COUNTERS {
-            let _ = write!(table, " {:>10.0}", of(metric)?);
+        for title in COUNTERS {
+            let metric = format!("walvisor_block_{title}_total");
+            let mut sum = 0.0;
+            for metrics in runs {
+                sum += counter(metrics, &metric, transport)?;
+            }
+            let _ = write!(table, " {sum:>10.0}");
         }
-        let groups = of("walvisor_log_groups_total")?;
-        let grouped = of("walvisor_log_flushes_grouped_total")? / groups.max(1.0);
         let name = format!("check-{transport}.json");
         let check = json(&outcome.result(&name)?, &name)?;
         let verdict = if check["clean"] == true {
@@ -156,9 +172,48 @@ fn disk_table(outcome: &Outcome) -> Result<String> {
         } else {
             "damaged"
         };
-        let _ = writeln!(table, "  {grouped:>13.2}  {verdict}");
+        let _ = writeln!(table, "  {verdict}");
     }
     Ok(table)
+}
+
+/// What the log of both disks counted when fio ran on one disk `alone`, on both `together`, and in all.
+fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
+    const COUNTERS: [&str; 4] = ["flushes", "flushes_grouped", "syncs", "groups"];
+    let mut table = format!("{:<19}", "shared log");
+    for title in COUNTERS {
+        let _ = write!(table, " {:>15}", title.replace('_', " "));
+    }
+    table.push_str("  flushes/group\n");
+    let runs: [(&str, &[&Metrics]); 3] = [
+        ("one disk at a time", &[alone]),
+        ("both at once", &[together]),
+        ("whole run", &[alone, together]),
+    ];
+    for (name, runs) in runs {
+        let mut counts = [0.0; COUNTERS.len()];
+        for (count, title) in counts.iter_mut().zip(COUNTERS) {
+            let metric = format!("walvisor_log_{title}_total");
+            for metrics in runs {
+                // Disks on one log report the same counts.
+                *count += counter(metrics, &metric, TRANSPORTS[0])?;
+            }
+        }
+        let _ = write!(table, "{name:<19}");
+        for count in counts {
+            let _ = write!(table, " {count:>15.0}");
+        }
+        let [_, grouped, _, groups] = counts;
+        let _ = writeln!(table, "  {:>13.2}", grouped / groups.max(1.0));
+    }
+    Ok(table)
+}
+
+/// One of the counters of the disk over `transport`.
+fn counter(metrics: &Metrics, metric: &str, transport: &str) -> Result<f64> {
+    metrics
+        .sum(metric, "transport", transport)
+        .ok_or_else(|| Error::Unusable(format!("the metrics hold no {metric} of {transport}")))
 }
 
 fn json(text: &str, name: &str) -> Result<Value> {
