@@ -10,7 +10,6 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::SECTOR_SIZE;
 use crate::disk::{CacheMode, DiskState};
-use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::{self, DataFile};
 use crate::format::{
@@ -325,7 +324,7 @@ pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<Con
         let options = StoreOptions {
             segment_size: header.segment_size.get(),
             max_segments: header.max_segments.get(),
-            engine: EngineKind::Auto,
+            ..StoreOptions::default()
         };
         check_options(&options).is_ok()
     };

@@ -54,7 +54,9 @@ impl Committer {
             true => &self.log.written,
             false => &self.log.durable,
         };
-        if watermark.load(Ordering::Acquire) >= lsn {
+        let covered = watermark.load(Ordering::Acquire) >= lsn;
+        // Without group commit not even a sync that happened to come after the write serves a second FLUSH.
+        if covered && (self.log.most_served > 1 || state.tail.is_none()) {
             return Ok(true);
         }
         state.waiters.push(Waiter {

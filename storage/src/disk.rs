@@ -4,11 +4,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::counters::LogCounters;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::index::Index;
-use crate::log::{Log, LogCounters};
+use crate::log::Log;
 use crate::port::Port;
 
 /// What FLUSH and a completed WRITE mean.
@@ -88,6 +89,6 @@ impl Disk {
 
     /// What the disk's log has done since it was opened.
     pub fn log_counters(&self) -> LogCounters {
-        self.log.counters()
+        self.log.counters.snapshot()
     }
 }

@@ -20,6 +20,7 @@
 mod buffer;
 mod catalog;
 mod committer;
+mod counters;
 mod disk;
 mod dump;
 mod engine;
@@ -42,11 +43,11 @@ mod transfer;
 mod view;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
+pub use counters::{GROUP_SIZE_CLASSES, LogCounters};
 pub use disk::{CacheMode, Disk};
 pub use dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records};
 pub use engine::EngineKind;
 pub use error::{Error, ErrorKind, Result};
-pub use log::LogCounters;
 pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 pub use resize::{Resize, resize_disk};

@@ -17,6 +17,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::little_endian::{U32, U64};
 
+use crate::counters::Counters;
 use crate::disk::DiskState;
 use crate::engine::{Chunk, Io};
 use crate::format::{self, BatchHeader, Descriptor, Kind, SegmentHeader, Uuid};
@@ -36,33 +37,6 @@ const WRITE_BEHIND: usize = 1 << 20;
 const MOST_UNSYNCED: usize = 8;
 /// Most payload bytes of one batch, unless a single record is longer.
 const BATCH_BYTES: usize = 8 << 20;
-
-/// What the log has done since it was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LogCounters {
-    /// FLUSH requests received, and writes in writethrough mode.
-    pub flushes: u64,
-    /// Those that waited for a commit group; the others found nothing new and cost no sync.
-    pub flushes_grouped: u64,
-    /// Commit groups made durable.
-    pub groups: u64,
-    /// Device syncs (fdatasync) of log segments.
-    pub syncs: u64,
-    /// Bytes written to segments, headers and padding included.
-    pub log_bytes: u64,
-    /// Checkpoints finished.
-    pub checkpoints: u64,
-}
-
-#[derive(Default)]
-pub(crate) struct Counters {
-    pub flushes: AtomicU64,
-    pub flushes_grouped: AtomicU64,
-    pub groups: AtomicU64,
-    pub syncs: AtomicU64,
-    pub log_bytes: AtomicU64,
-    pub checkpoints: AtomicU64,
-}
 
 /// Where completions of other threads' groups reach a port.
 pub(crate) struct Mailbox {
@@ -173,6 +147,8 @@ pub(crate) struct Log {
     pub segment_size: u64,
     pub max_segments: u32,
     pub medium: Box<dyn Medium>,
+    /// Most waiters that one group serves: no limit, or 1 without group commit.
+    pub most_served: usize,
     pub durable: AtomicU64,
     pub written: AtomicU64,
     pub poisoned: AtomicBool,
@@ -294,7 +270,13 @@ impl Log {
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let mut count = 0;
         let mut payload = 0;
-        for record in state.pending.iter().take(format::MAX_DESCRIPTORS) {
+        // Without group commit nobody's record rides along either: a write and a sync for each FLUSH.
+        let last = match state.waiters.first() {
+            Some(first) if self.most_served == 1 => first.lsn,
+            _ => u64::MAX,
+        };
+        let records = state.pending.iter().take_while(|record| record.lsn <= last);
+        for record in records.take(format::MAX_DESCRIPTORS) {
             let more = payload + record.payload_len();
             if count > 0 && more > BATCH_BYTES.min(self.segment_size as usize / 4) {
                 break;
@@ -390,7 +372,7 @@ impl Log {
             .collect();
         // Segments filled without anyone waiting are synced too before they are many.
         let wanted = state.unsynced.len() >= MOST_UNSYNCED
-            || state.waiters.iter().any(|waiter| waiter.lsn <= last_lsn);
+            || self.next_served(state).any(|waiter| waiter.lsn <= last_lsn);
         let (sequence, cid) = (
             state.live.back().map_or(0, |live| live.sequence),
             state.next_cid,
@@ -488,10 +470,15 @@ impl Log {
 
     /// Everything is written already, by write-behind: the waiters need only the sync.
     fn sync_only(&self, state: &mut State) -> (Io, Group) {
-        let sync = std::mem::take(&mut state.unsynced);
+        let mut sync = std::mem::take(&mut state.unsynced);
         state.next_cid += 1;
         // Someone waits for more than is durable and nothing is pending: so something is written and not synced.
-        let segment = sync.first().expect("an unsynced segment").clone();
+        // Only without group commit may it be synced already.
+        if sync.is_empty() {
+            let tail = state.tail.as_ref().expect("something was written");
+            sync.push(tail.segment.clone());
+        }
+        let segment = sync[0].clone();
         let last_lsn = state.batched;
         let group = Group {
             records: Vec::new(),
@@ -510,6 +497,11 @@ impl Log {
             },
             group,
         )
+    }
+
+    /// Those whom one group may serve.
+    fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = &'a Waiter> + use<'a> {
+        state.waiters.iter().take(self.most_served)
     }
 
     /// Ends a group: publishes the watermarks, and gives everyone it served their completion. Returns the
@@ -557,10 +549,16 @@ impl Log {
         state.busy = false;
         state.pending_bytes -= freed;
         let durable = self.durable.load(Ordering::Acquire);
+        let most = state.waiters.len().min(self.most_served);
         let served: Vec<Waiter> = state
             .waiters
-            .extract_if(.., |waiter| waiter.lsn <= durable)
+            .extract_if(..most, |waiter| {
+                waiter.lsn <= durable && (group.synced > 0 || self.most_served > 1)
+            })
             .collect();
+        if !served.is_empty() {
+            self.counters.count_group(served.len());
+        }
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let woken = if held_back {
             live_ports(&mut state)
@@ -600,19 +598,6 @@ impl Log {
     pub(crate) fn wake_ports(&self) {
         let ports = live_ports(&mut self.lock());
         ports.iter().for_each(|port| port.wake());
-    }
-
-    /// The counters now.
-    pub(crate) fn counters(&self) -> LogCounters {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        LogCounters {
-            flushes: get(&self.counters.flushes),
-            flushes_grouped: get(&self.counters.flushes_grouped),
-            groups: get(&self.counters.groups),
-            syncs: get(&self.counters.syncs),
-            log_bytes: get(&self.counters.log_bytes),
-            checkpoints: get(&self.counters.checkpoints),
-        }
     }
 }
 

@@ -4,6 +4,7 @@
 use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -31,6 +32,8 @@ pub(crate) trait Medium: Send + Sync {
 pub(crate) struct Directory {
     pub path: PathBuf,
     pub engine: EngineKind,
+    /// See [`StoreOptions::sync_latency`](crate::StoreOptions::sync_latency).
+    pub sync_latency: Duration,
 }
 
 /// One segment file. Whoever holds it in an `Arc` pins it: it is recycled only when nobody does.
@@ -116,6 +119,9 @@ impl Medium for Directory {
     }
 
     fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {
-        engine::create(self.engine, event)
+        match self.sync_latency.is_zero() {
+            true => engine::create(self.engine, event),
+            false => engine::create_slow(self.sync_latency, event),
+        }
     }
 }

@@ -4,11 +4,12 @@ mod support;
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use support::{Place, SIZE, fill, flush, read, run, small, wait_all, write};
 use walvisor_storage::{
     Buffer, CacheMode, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Port, Store,
-    create_disk, default_log_dir, inspect,
+    StoreOptions, create_disk, default_log_dir, inspect,
 };
 
 fn engines() -> Vec<EngineKind> {
@@ -142,6 +143,54 @@ fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
     );
     flush(&mut ports[3]);
     assert_eq!(store.log_counters().syncs, 1);
+}
+
+#[test]
+fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
+    for engine in engines() {
+        let place = Place::new();
+        let options = StoreOptions {
+            group_commit: false,
+            ..small(engine)
+        };
+        let disks = [DiskOptions::new(&place.disk)];
+        let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+        let mut ports: Vec<Port> = (0..4)
+            .map(|_| store.disks()[0].open_port().unwrap())
+            .collect();
+        for (i, port) in ports.iter_mut().enumerate() {
+            let sector = i as u64 * 8;
+            let data = fill(i as u8 + 1, 8);
+            port.submit(1, Operation::Write { sector, data });
+            port.submit(2, Operation::Flush);
+        }
+        wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 8);
+        let counters = store.log_counters();
+        assert_eq!((counters.groups, counters.syncs), (4, 4));
+        assert_eq!(counters.group_sizes[..2], [4, 0]);
+        // Nor is a FLUSH free that finds everything durable already.
+        flush(&mut ports[0]);
+        assert_eq!(store.log_counters().syncs, 5);
+        let batches = place.crash().report().batches;
+        assert_eq!(batches, 4);
+    }
+}
+
+#[test]
+fn an_injected_latency_is_added_to_each_sync() {
+    let place = Place::new();
+    let sync_latency = Duration::from_millis(30);
+    let options = StoreOptions {
+        sync_latency,
+        ..small(EngineKind::Auto)
+    };
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 0, 1, 8);
+    let began = Instant::now();
+    flush(&mut port);
+    assert!(began.elapsed() >= sync_latency);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -18,7 +19,8 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    pub(super) fn new(event: EventFd) -> io::Result<Self> {
+    /// Each sync takes `sync_latency` longer than the medium needs.
+    pub(super) fn new(event: EventFd, sync_latency: Duration) -> io::Result<Self> {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
         let thread = std::thread::Builder::new()
@@ -27,7 +29,7 @@ impl Blocking {
                 for (id, io) in todo {
                     let done = Done {
                         id,
-                        result: run(io),
+                        result: run(io, sync_latency),
                     };
                     // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
                     let _ = report.send(done);
@@ -43,7 +45,7 @@ impl Blocking {
     }
 }
 
-fn run(io: Io) -> io::Result<Option<crate::Buffer>> {
+fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
     match io {
         Io::Append {
             segment,
@@ -52,8 +54,12 @@ fn run(io: Io) -> io::Result<Option<crate::Buffer>> {
             sync,
         } => {
             write_chunks(segment.file.as_ref(), offset, &chunks, 0)?;
-            sync.iter()
-                .try_for_each(|segment| segment.file.sync_data())?;
+            for segment in sync {
+                segment.file.sync_data()?;
+                if !sync_latency.is_zero() {
+                    std::thread::sleep(sync_latency);
+                }
+            }
             Ok(None)
         }
         Io::Read {
@@ -69,7 +75,7 @@ impl Engine for Blocking {
         if matches!(io, Io::Read { .. }) {
             self.reads.push(Done {
                 id,
-                result: run(io),
+                result: run(io, Duration::ZERO),
             });
             return;
         }

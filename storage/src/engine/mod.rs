@@ -12,6 +12,7 @@ mod uring;
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -109,9 +110,15 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 /// Makes an engine of a probed kind that signals `event`.
 pub(crate) fn create(kind: EngineKind, event: &EventFd) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)?),
+        EngineKind::Blocking => create_slow(Duration::ZERO, event)?,
         EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
     })
+}
+
+/// Makes a blocking engine whose syncs take `sync_latency` longer.
+pub(crate) fn create_slow(sync_latency: Duration, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+    let engine = blocking::Blocking::new(event.try_clone()?, sync_latency)?;
+    Ok(Box::new(engine))
 }
 
 /// Reads exactly `buffer.len()` bytes.
@@ -175,6 +182,7 @@ mod tests {
             let medium = Directory {
                 path: dir.path().to_path_buf(),
                 engine: kind,
+                sync_latency: Duration::ZERO,
             };
             let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
             let event = EventFd::new(0).unwrap();

@@ -199,7 +199,7 @@ impl History {
             })
             .collect();
         let medium = Box::new(self.medium.clone());
-        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states)?;
+        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states, true)?;
         let disks = states
             .into_iter()
             .map(|state| Disk {

@@ -18,6 +18,7 @@ pub fn small(engine: EngineKind) -> StoreOptions {
         segment_size: 1 << 20,
         max_segments: 4,
         engine,
+        ..StoreOptions::default()
     }
 }
 
