@@ -32,6 +32,8 @@ pub enum Command {
     Disk(commands::disk::DiskArguments),
     /// Look at logs.
     Log(commands::log::LogArguments),
+    /// Measure the store, with no guest, beside a raw file.
+    Bench(commands::bench::BenchArguments),
 }
 
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -46,6 +48,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
         Command::Log(arguments) => commands::log::run(&arguments),
+        Command::Bench(arguments) => commands::bench::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

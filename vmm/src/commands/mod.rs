@@ -1,5 +1,6 @@
 //! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
 
+pub mod bench;
 pub mod demo;
 pub mod disk;
 pub mod log;

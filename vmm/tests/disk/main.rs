@@ -20,6 +20,8 @@ const SMALL: StoreOptions = StoreOptions {
     segment_size: MIB,
     max_segments: 4,
     engine: walvisor_storage::EngineKind::Auto,
+    group_commit: true,
+    sync_latency: std::time::Duration::ZERO,
 };
 
 /// Runs `walvisor` in `dir` with the words of `arguments`.

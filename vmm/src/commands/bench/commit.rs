@@ -1,0 +1,355 @@
+//! `walvisor bench commit`: what a FLUSH costs when several clients flush at once.
+
+use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use walvisor_storage::{
+    Buffer, CacheMode, GROUP_SIZE_CLASSES, Operation, SECTOR_SIZE, StoreOptions,
+};
+
+use super::client::{Client, damaged, is_stamped, stamp, stamped};
+use super::raw;
+use super::site::{Site, ring};
+use super::timing::{Timing, closed_loops, shares};
+use super::{BLOCK, CommandError, Output, tenths, thousandths};
+
+/// Blocks that one client writes over and over, in turn.
+const CLIENT_BLOCKS: u64 = 256;
+/// How often store and baseline take turns.
+const ROUNDS: u64 = 4;
+
+/// Arguments of `walvisor bench commit`.
+#[derive(Debug, Args)]
+pub struct CommitArguments {
+    /// Clients, a thread each
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    clients: u16,
+    /// Added to the time of each sync, in microseconds; 0 for the medium as it is
+    #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    sync_latency_us: u32,
+    /// Commits of all clients together [default: 100 for each client, at least 1000]
+    #[arg(long, value_name = "M")]
+    commits: Option<u64>,
+    /// off: one sync for each FLUSH, nobody joins
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    group: Switch,
+    /// writethrough: each write is durable when it completes, and a commit has no FLUSH
+    #[arg(long, value_enum, default_value_t = Mode::Writeback)]
+    mode: Mode,
+    /// Disks of one log that the clients are spread over
+    #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    disks: u16,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Off or on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Switch {
+    /// Off.
+    Off,
+    /// On.
+    On,
+}
+
+/// What a commit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// A WRITE and a FLUSH.
+    Writeback,
+    /// A WRITE.
+    Writethrough,
+}
+
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Clients.
+    pub clients: u16,
+    /// Added to each sync.
+    pub sync_latency: Duration,
+    /// Commits of all clients.
+    pub commits: u64,
+    /// Group commit.
+    pub group: Switch,
+    /// What a commit is.
+    pub mode: Mode,
+    /// Disks of the log.
+    pub disks: u16,
+}
+
+/// What was measured. Times in microseconds; `raw_` is the baseline.
+#[derive(Debug, Serialize)]
+pub struct CommitReport {
+    /// Clients.
+    pub clients: u16,
+    /// Disks of the log.
+    pub disks: u16,
+    /// What a commit is.
+    pub mode: Mode,
+    /// Group commit.
+    pub group: Switch,
+    /// Added to each sync.
+    pub sync_latency_us: u64,
+    /// Commits measured.
+    pub commits: u64,
+    /// Syncs of the log.
+    pub syncs: u64,
+    /// Their ratio.
+    pub syncs_per_commit: f64,
+    /// Commits a second.
+    pub commits_per_s: f64,
+    /// Half the commits took no longer.
+    pub p50_us: f64,
+    /// 99 % of the commits took no longer.
+    pub p99_us: f64,
+    /// Groups that served 1, 2, 3-4, 5-8 ... waiters.
+    pub group_sizes: [u64; GROUP_SIZE_CLASSES],
+    /// Of the baseline, which syncs once a commit.
+    pub raw_commits_per_s: f64,
+    /// Of the baseline.
+    pub raw_p50_us: f64,
+    /// Of the baseline.
+    pub raw_p99_us: f64,
+    /// `commits_per_s` over `raw_commits_per_s`.
+    pub ratio: f64,
+}
+
+/// Carries out `walvisor bench commit`.
+///
+/// # Errors
+/// See [`super::run`].
+pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
+    let clients = u64::from(arguments.clients);
+    let commits = arguments.commits.unwrap_or((100 * clients).max(1000));
+    if !(clients..=100_000_000).contains(&commits) {
+        return Err(CommandError::Usage(format!(
+            "--commits {commits}: give at least one for each of the {clients} clients, at most 100000000"
+        )));
+    }
+    if arguments.disks > arguments.clients {
+        return Err(CommandError::Usage(format!(
+            "--disks {}: {clients} clients can't use more disks than they are; give more --clients",
+            arguments.disks
+        )));
+    }
+    let plan = Plan {
+        clients: arguments.clients,
+        sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
+        commits,
+        group: arguments.group,
+        mode: arguments.mode,
+        disks: arguments.disks,
+    };
+    let report = measure(&plan, &arguments.output.dir)?;
+    arguments.output.print(&report)
+}
+
+/// A client of the store, with blocks of its own on one of the disks.
+struct Committer {
+    /// There while a round lasts: a port can be the one that leads the groups of all others, so whoever stops
+    /// looking at its port has to drop it, which passes the lead on.
+    client: Option<Client>,
+    writer: u64,
+    disk: usize,
+    first_block: u64,
+    flushes: bool,
+    committed: u64,
+}
+
+impl Committer {
+    fn commit(&mut self) -> Result<Duration, CommandError> {
+        let block = self.first_block + self.committed % CLIENT_BLOCKS;
+        let sector = block * BLOCK as u64 / SECTOR_SIZE;
+        let data = stamped(BLOCK, self.writer, self.committed);
+        let began = Instant::now();
+        let client = self.client.as_mut().expect("opened for the round");
+        client.run(Operation::Write { sector, data })?;
+        if self.flushes {
+            client.run(Operation::Flush)?;
+        }
+        self.committed += 1;
+        Ok(began.elapsed())
+    }
+}
+
+/// A thread of the baseline, with blocks of its own in the file.
+struct RawCommitter<'a> {
+    file: &'a File,
+    path: &'a Path,
+    block: Buffer,
+    writer: u64,
+    sync_latency: Duration,
+    committed: u64,
+}
+
+impl RawCommitter<'_> {
+    fn commit(&mut self) -> Result<Duration, CommandError> {
+        let at = self.writer * CLIENT_BLOCKS + self.committed % CLIENT_BLOCKS;
+        stamp(&mut self.block, self.writer, self.committed);
+        let began = Instant::now();
+        let written = self.file.write_all_at(&self.block, at * BLOCK as u64);
+        written
+            .and_then(|()| self.file.sync_data())
+            .map_err(raw::failed("write", self.path))?;
+        if !self.sync_latency.is_zero() {
+            std::thread::sleep(self.sync_latency);
+        }
+        self.committed += 1;
+        Ok(began.elapsed())
+    }
+}
+
+/// Measures store and baseline in turns, in a directory of their own under `dir`.
+///
+/// # Errors
+/// If the medium fails, or what was acknowledged does not read back.
+pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
+    let site = Site::new(dir)?;
+    let (clients, disks) = (u64::from(plan.clients), usize::from(plan.disks));
+    let options = StoreOptions {
+        group_commit: plan.group == Switch::On,
+        sync_latency: plan.sync_latency,
+        ..ring(0)
+    };
+    let disk_blocks = clients.div_ceil(disks as u64) * CLIENT_BLOCKS;
+    site.create(disks, disk_blocks * BLOCK as u64, &options)?;
+    let raw_path = site.path().join("raw");
+    let raw_file = raw::create(&raw_path, clients * CLIENT_BLOCKS * BLOCK as u64, BLOCK)?;
+    let cache = match plan.mode {
+        Mode::Writeback => CacheMode::Writeback,
+        Mode::Writethrough => CacheMode::Writethrough,
+    };
+    let store = site.open(disks, cache, &options)?;
+    let mut committers = (0..clients)
+        .map(|writer| Committer {
+            client: None,
+            writer,
+            disk: writer as usize % disks,
+            first_block: writer / disks as u64 * CLIENT_BLOCKS,
+            flushes: plan.mode == Mode::Writeback,
+            committed: 0,
+        })
+        .collect::<Vec<_>>();
+    let mut raw_committers: Vec<_> = (0..clients)
+        .map(|writer| RawCommitter {
+            file: &raw_file,
+            path: &raw_path,
+            block: Buffer::zeroed(BLOCK),
+            writer,
+            sync_latency: plan.sync_latency,
+            committed: 0,
+        })
+        .collect();
+    let before = store.log_counters();
+    let (mut logged, mut raw) = (Timing::default(), Timing::default());
+    for share in shares(plan.commits, ROUNDS.min(plan.commits / clients)) {
+        let ended = closed_loops(&mut raw_committers, share, RawCommitter::commit, |_| ())?;
+        raw.add(ended);
+        for committer in &mut committers {
+            committer.client = Some(Client::open(&store.disks()[committer.disk])?);
+        }
+        let leave = |committer: &mut Committer| committer.client = None;
+        let ended = closed_loops(&mut committers, share, Committer::commit, leave)?;
+        logged.add(ended);
+    }
+    let counters = store.log_counters();
+    let acknowledged: Vec<_> = committers
+        .into_iter()
+        .map(|c| (c.writer, c.disk, c.first_block, c.committed))
+        .collect();
+    store.close().map_err(CommandError::failed)?;
+    verify(&site, &acknowledged)?;
+    let syncs = counters.syncs - before.syncs;
+    Ok(CommitReport {
+        clients: plan.clients,
+        disks: plan.disks,
+        mode: plan.mode,
+        group: plan.group,
+        sync_latency_us: plan.sync_latency.as_micros() as u64,
+        commits: plan.commits,
+        syncs,
+        syncs_per_commit: thousandths(syncs as f64 / plan.commits as f64),
+        commits_per_s: tenths(logged.rate()),
+        p50_us: tenths(logged.percentile_us(0.5)),
+        p99_us: tenths(logged.percentile_us(0.99)),
+        group_sizes: std::array::from_fn(|i| counters.group_sizes[i] - before.group_sizes[i]),
+        raw_commits_per_s: tenths(raw.rate()),
+        raw_p50_us: tenths(raw.percentile_us(0.5)),
+        raw_p99_us: tenths(raw.percentile_us(0.99)),
+        ratio: thousandths(logged.rate() / raw.rate()),
+    })
+}
+
+/// Reads from the images, which are plain files now, what each client wrote last to each of its blocks.
+fn verify(site: &Site, acknowledged: &[(u64, usize, u64, u64)]) -> Result<(), CommandError> {
+    let mut block = Buffer::zeroed(BLOCK);
+    for &(writer, disk, first_block, committed) in acknowledged {
+        let path = site.image(disk);
+        let file = File::open(&path).map_err(raw::failed("open", &path))?;
+        for number in committed.saturating_sub(CLIENT_BLOCKS)..committed {
+            let at = first_block + number % CLIENT_BLOCKS;
+            file.read_exact_at(&mut block, at * BLOCK as u64)
+                .map_err(raw::failed("read", &path))?;
+            if !is_stamped(&block, writer, number) {
+                return Err(damaged(&path.display().to_string(), at));
+            }
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for CommitReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mode = match self.mode {
+            Mode::Writeback => "write and FLUSH",
+            Mode::Writethrough => "writethrough write",
+        };
+        let group = match self.group {
+            Switch::Off => "off",
+            Switch::On => "on",
+        };
+        writeln!(
+            f,
+            "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}; {} us added to each sync\n",
+            self.clients,
+            self.disks,
+            if self.disks == 1 { "" } else { "s" },
+            self.sync_latency_us
+        )?;
+        writeln!(
+            f,
+            "            commits/s    p50 us    p99 us     syncs  syncs/commit"
+        )?;
+        writeln!(
+            f,
+            "log      {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3}",
+            self.commits_per_s, self.p50_us, self.p99_us, self.syncs, self.syncs_per_commit
+        )?;
+        writeln!(
+            f,
+            "raw file {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3}",
+            self.raw_commits_per_s, self.raw_p50_us, self.raw_p99_us, self.commits, 1.0
+        )?;
+        writeln!(f, "ratio    {:>12.3}", self.ratio)?;
+        write!(f, "\ngroups that served")?;
+        for (class, count) in self.group_sizes.iter().enumerate() {
+            let to = 1u64 << class;
+            let from = to / 2 + 1;
+            match (count, class + 1 == GROUP_SIZE_CLASSES) {
+                (0, _) => {}
+                (_, true) => write!(f, "  {from} and more: {count}")?,
+                _ if from == to => write!(f, "  {to}: {count}")?,
+                _ => write!(f, "  {from}-{to}: {count}")?,
+            }
+        }
+        writeln!(f)
+    }
+}

@@ -1,0 +1,110 @@
+//! `walvisor bench`: the store alone, each figure beside a raw baseline that was measured in the same run.
+//!
+//! ```text
+//!   commit   closed-loop clients: write 4 KiB, FLUSH     beside  write + fdatasync by as many threads
+//!   append   sequential writes                           beside  sequential O_DIRECT writes of a file
+//!   read     random reads, of the image and of the log   beside  random reads of a file
+//!   recover  opening a log that a crash left             beside  reading as many bytes of it
+//! ```
+//! Store and baseline take turns, so that both see the machine in the same moods.
+
+mod append;
+mod client;
+mod commit;
+mod matrix;
+mod raw;
+mod read;
+mod recover;
+mod site;
+mod timing;
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use super::CommandError;
+
+/// Bytes of a commit's write and of a random read.
+const BLOCK: usize = 4096;
+
+/// Arguments of `walvisor bench`.
+#[derive(Debug, Args)]
+pub struct BenchArguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Clients that write 4 KiB and FLUSH, over and over
+    Commit(commit::CommitArguments),
+    /// Sequential writes through the log
+    Append(append::AppendArguments),
+    /// Random 4 KiB reads, of checkpointed and of logged data
+    Read(read::ReadArguments),
+    /// Opening a log that a crash left full
+    Recover(recover::RecoverArguments),
+    /// `commit` for each number of clients and each sync latency, group commit off and on
+    Matrix(matrix::MatrixArguments),
+    /// For `recover`: fills a log and dies
+    #[command(hide = true)]
+    Fill(recover::FillArguments),
+    /// For `recover`: opens a log, says how long that took, and dies
+    #[command(hide = true)]
+    Open(recover::OpenArguments),
+}
+
+/// Where to work and how to report.
+#[derive(Debug, Args)]
+struct Output {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Where to make the log and the files, for as long as it takes
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    dir: PathBuf,
+}
+
+impl Output {
+    /// Prints a report as it was asked for.
+    fn print(
+        &self,
+        report: &(impl serde::Serialize + std::fmt::Display),
+    ) -> Result<(), CommandError> {
+        use std::io::Write;
+        let text = match self.json {
+            true => serde_json::to_string(report).map_err(CommandError::failed)? + "\n",
+            false => report.to_string(),
+        };
+        // A reader that closed the pipe early has what it wanted.
+        let _ = std::io::stdout().write_all(text.as_bytes());
+        Ok(())
+    }
+}
+
+/// Carries out `walvisor bench`.
+///
+/// # Errors
+/// If the arguments make no sense, the medium fails, or what was acknowledged does not read back.
+pub fn run(arguments: &BenchArguments) -> Result<(), CommandError> {
+    match &arguments.action {
+        Action::Commit(arguments) => commit::run(arguments),
+        Action::Append(arguments) => append::run(arguments),
+        Action::Read(arguments) => read::run(arguments),
+        Action::Recover(arguments) => recover::run(arguments),
+        Action::Matrix(arguments) => matrix::run(arguments),
+        Action::Fill(arguments) => recover::fill(arguments),
+        Action::Open(arguments) => recover::open(arguments),
+    }
+}
+
+/// A number with one decimal.
+fn tenths(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}
+
+/// A number with three decimals.
+fn thousandths(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}

@@ -1,0 +1,201 @@
+//! `walvisor bench`, as its users run it, with small numbers.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
+
+/// Runs a benchmark in `directory`, which must be as empty afterwards as before.
+fn bench(arguments: &[&str], directory: &Path) -> Output {
+    let output = Command::new(WALVISOR)
+        .arg("bench")
+        .args(arguments)
+        .arg("--dir")
+        .arg(directory)
+        .output()
+        .expect("walvisor starts");
+    let left = std::fs::read_dir(directory).map_or(0, Iterator::count);
+    assert_eq!(left, 0, "the files are removed");
+    output
+}
+
+/// A directory on the file system of the build, which is seldom in memory.
+fn directory() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
+}
+
+/// The JSON report of a benchmark.
+fn report(arguments: &[&str]) -> Value {
+    let directory = directory();
+    let output = bench(&[arguments, &["--json"]].concat(), directory.path());
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    serde_json::from_slice(&output.stdout).expect("JSON, and nothing else")
+}
+
+fn number(report: &Value, key: &str) -> f64 {
+    report[key]
+        .as_f64()
+        .unwrap_or_else(|| panic!("{key}: {report}"))
+}
+
+/// The class of a group size, and how many groups of it there were.
+fn groups(report: &Value) -> Vec<u64> {
+    let sizes = report["group_sizes"].as_array().expect("a list");
+    sizes.iter().map(|count| count.as_u64().unwrap()).collect()
+}
+
+const EIGHT: [&str; 7] = [
+    "commit",
+    "--clients",
+    "8",
+    "--sync-latency-us",
+    "2000",
+    "--commits",
+    "800",
+];
+
+#[test]
+fn eight_clients_share_syncs_and_two_groups_alternate() {
+    let report = report(&EIGHT);
+    for key in ["p50_us", "p99_us", "raw_p50_us", "raw_p99_us", "ratio"] {
+        assert!(number(&report, key) > 0.0, "{report}");
+    }
+    assert_eq!(number(&report, "commits"), 800.0);
+    assert!(
+        number(&report, "syncs_per_commit") <= 1.1 * 2.0 / 8.0,
+        "{report}"
+    );
+    let groups = groups(&report);
+    assert_eq!(groups.len(), 10, "{report}");
+    // Every sync made a group durable that somebody waited for, and no group is larger than the clients are many.
+    assert_eq!(groups.iter().sum::<u64>() as f64, number(&report, "syncs"));
+    assert_eq!(groups[4..].iter().sum::<u64>(), 0, "{report}");
+    // A commit waits for at least its own sync, and so do the threads of the baseline.
+    assert!(number(&report, "p50_us") >= 2000.0 && number(&report, "raw_p50_us") >= 2000.0);
+    assert!(number(&report, "p99_us") >= number(&report, "p50_us"));
+}
+
+#[test]
+fn without_groups_each_commit_costs_a_sync() {
+    let report = report(&[&EIGHT[..5], &["--commits", "80", "--group", "off"]].concat());
+    assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");
+    let groups = groups(&report);
+    assert_eq!((groups[0], groups.iter().sum()), (80, 80));
+    // One sync at a time: never faster than the injected latency allows.
+    assert!(number(&report, "commits_per_s") <= 500.0, "{report}");
+}
+
+#[test]
+fn disks_of_one_log_share_syncs_and_so_do_writethrough_writes() {
+    let more: [&[&str]; 2] = [&["--disks", "4"], &["--mode", "writethrough"]];
+    for more in more {
+        let report = report(&[&EIGHT[..], more].concat());
+        assert!(
+            number(&report, "syncs_per_commit") <= 1.1 * 2.0 / 8.0,
+            "{report}"
+        );
+    }
+}
+
+#[test]
+fn a_lone_client_gains_nothing_from_groups_and_pays_one_sync() {
+    let report = report(&["commit", "--clients", "1", "--commits", "50"]);
+    assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");
+    assert_eq!(groups(&report)[0], 50);
+}
+
+#[test]
+fn append_read_and_recover_stand_beside_their_baselines() {
+    let append = report(&["append", "--bytes", "8M", "--depth", "4"]);
+    assert_eq!(number(&append, "bytes"), (8 << 20) as f64);
+    // Headers cost a little; a payload is written once.
+    assert!(
+        (1.0..1.2).contains(&number(&append, "log_bytes_per_byte")),
+        "{append}"
+    );
+    assert!(number(&append, "mib_per_s") > 0.0 && number(&append, "raw_mib_per_s") > 0.0);
+
+    let read = report(&["read", "--bytes", "4M", "--reads", "2000", "--depth", "8"]);
+    for kind in ["checkpointed", "logged", "raw"] {
+        assert!(number(&read[kind], "reads_per_s") > 0.0, "{read}");
+        assert!(number(&read[kind], "p99_us") >= number(&read[kind], "p50_us"));
+    }
+    assert!(number(&read, "checkpointed_ratio") > 0.0 && number(&read, "logged_ratio") > 0.0);
+
+    let recover = report(&["recover", "--bytes", "8M"]);
+    assert_eq!(number(&recover, "records"), 2048.0);
+    assert!(number(&recover, "log_bytes") > (8 << 20) as f64);
+    assert!(number(&recover, "recover_us") > 0.0 && number(&recover, "raw_read_us") > 0.0);
+}
+
+#[test]
+fn tables_are_for_people() {
+    let directory = directory();
+    let table = |arguments: &[&str]| {
+        let output = bench(arguments, directory.path());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let commit = table(&["commit", "--clients", "2", "--commits", "40"]);
+    for row in ["log ", "raw file ", "ratio ", "groups that served"] {
+        assert!(commit.lines().any(|line| line.starts_with(row)), "{commit}");
+    }
+    let matrix = table(&[
+        "matrix",
+        "--clients",
+        "1,4",
+        "--sync-latency-us",
+        "500",
+        "--commits",
+        "40",
+    ]);
+    let row = matrix
+        .lines()
+        .find(|line| line.starts_with("| 500 | 4 | 1.00 |"));
+    assert!(row.is_some() && matrix.lines().count() == 4, "{matrix}");
+}
+
+#[test]
+fn arguments_that_make_no_sense_are_refused_in_one_line() {
+    let directory = directory();
+    let cases: [(&[&str], &str); 10] = [
+        (&["commit", "--clients", "0"], "--clients"),
+        (
+            &["commit", "--clients", "8", "--commits", "7"],
+            "--commits 7",
+        ),
+        (&["commit", "--clients", "2", "--disks", "3"], "--disks 3"),
+        (
+            &["commit", "--sync-latency-us", "2000000"],
+            "--sync-latency-us",
+        ),
+        (&["commit", "--group", "maybe"], "--group"),
+        (&["append", "--block", "100"], "--block 100"),
+        (&["append", "--bytes", "1K"], "--bytes 1024"),
+        (&["read", "--bytes", "10"], "--bytes 10"),
+        (&["recover", "--bytes", "1000001"], "--bytes 1000001"),
+        (&["matrix", "--clients", "1,x"], "--clients"),
+    ];
+    for (arguments, named) in cases {
+        let output = bench(arguments, directory.path());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {errors}");
+        assert_eq!(errors.lines().count(), 1, "{errors}");
+        assert!(errors.contains(named), "{errors}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_named() {
+    let output = bench(&["commit"], Path::new("/nonexistent/place"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(
+        errors.contains("/nonexistent/place") && errors.contains("--dir"),
+        "{errors}"
+    );
+}
