@@ -224,11 +224,16 @@ pub(crate) fn has_control(log_dir: &Path) -> bool {
 
 /// Refuses a directory that is there, holds something, and is no log.
 pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
-    let mut entries = match std::fs::read_dir(log_dir) {
+    let entries = match std::fs::read_dir(log_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         entries => entries.map_err(|error| Error::io("read the log directory", log_dir, error))?,
     };
-    match entries.next() {
+    // A control file that never got its name is what a crash in `create_log` left.
+    let unfinished = |name: &std::ffi::OsStr| name == UNFINISHED_CONTROL;
+    match entries
+        .flatten()
+        .find(|entry| !unfinished(&entry.file_name()))
+    {
         None => Ok(()),
         Some(_) => Err(Error::new(
             ErrorKind::Damaged,
@@ -240,8 +245,16 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     }
 }
 
-/// Makes the directory and a control file without disks; not yet written.
-pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<ControlFile> {
+/// The control file's name while it is being made.
+const UNFINISHED_CONTROL: &str = "control.new";
+
+/// Makes the directory and a control file with these disks. The file gets its name when it is whole: a crash before
+/// leaves nothing that is taken for a log.
+pub(crate) fn create_log(
+    log_dir: &Path,
+    options: &StoreOptions,
+    disks: &[(&Path, u64)],
+) -> Result<ControlFile> {
     match std::fs::create_dir(log_dir) {
         Ok(()) => {}
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
@@ -249,25 +262,13 @@ pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<Contr
         }
         Err(error) => return Err(Error::io("create the log directory", log_dir, error)),
     }
-    let path = log_dir.join("control");
-    let make = || -> std::io::Result<File> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)?;
-        file.set_len(2 * CONTROL_SLOT as u64)?;
-        Ok(file)
-    };
-    let file = make().map_err(|error| Error::io("create the log's control file", &path, error))?;
+    let (path, unfinished) = (log_dir.join("control"), log_dir.join(UNFINISHED_CONTROL));
+    let create = |error| Error::io("create the log's control file", &path, error);
+    let mut open = OpenOptions::new();
+    open.read(true).write(true).create(true).truncate(true);
+    let file = open.open(&unfinished).map_err(create)?;
     file::lock(&file, log_dir)?;
-    file::sync_dir(log_dir)?;
-    file::sync_dir(
-        log_dir
-            .parent()
-            .filter(|p| !p.as_os_str().is_empty())
-            .unwrap_or(Path::new(".")),
-    )?;
+    file.set_len(2 * CONTROL_SLOT as u64).map_err(create)?;
     let mut header = ControlHeader::new_zeroed();
     header.magic = CONTROL_MAGIC;
     header.version = U32::new(VERSION);
@@ -277,15 +278,28 @@ pub(crate) fn create_log(log_dir: &Path, options: &StoreOptions) -> Result<Contr
     header.first_sequence = U64::new(1);
     header.next_lsn = U64::new(1);
     header.next_cid = U64::new(1);
-    Ok(ControlFile {
+    let control = Control {
+        header,
+        disks: Vec::new(),
+    };
+    let mut control = ControlFile {
         path,
         file: Box::new(file),
-        control: Control {
-            header,
-            disks: Vec::new(),
-        },
+        control,
         moved: false,
-    })
+    };
+    disks
+        .iter()
+        .try_for_each(|(disk, size)| register(&mut control, disk, *size))?;
+    control.write()?;
+    std::fs::rename(&unfinished, &control.path)
+        .map_err(|error| Error::io("name the log's control file", &control.path, error))?;
+    file::sync_dir(log_dir)?;
+    let parent = log_dir
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    file::sync_dir(parent.unwrap_or(Path::new(".")))?;
+    Ok(control)
 }
 
 /// Opens, locks and reads the control file.

@@ -165,19 +165,17 @@ pub(crate) fn adopt(
     options: &StoreOptions,
     opened: Option<ControlFile>,
 ) -> Result<()> {
-    let new_log = opened.is_none();
-    let mut control = match opened {
-        Some(control) => {
+    match opened {
+        Some(mut control) => {
             refuse_unapplied(path, log_dir, &control.control)?;
-            control
+            register(&mut control, path, size)?;
+            control.write()?;
         }
-        None => create_log(log_dir, options)?,
-    };
-    register(&mut control, path, size)?;
-    control.write()?;
-    if new_log {
-        directory(log_dir, EngineKind::Blocking)
-            .create_segment(0, control.control.header.segment_size.get())?;
+        None => {
+            let control = create_log(log_dir, options, &[(path, size)])?;
+            directory(log_dir, EngineKind::Blocking)
+                .create_segment(0, control.control.header.segment_size.get())?;
+        }
     }
     Ok(())
 }
@@ -276,12 +274,11 @@ impl Store {
                 opened
                     .iter()
                     .try_for_each(|base| base.refuse_mark(log_dir))?;
-                let mut control = create_log(log_dir, options)?;
-                opened
+                let disks: Vec<_> = opened
                     .iter()
-                    .try_for_each(|base| register(&mut control, &base.options.path, base.size))?;
-                control.write()?;
-                control
+                    .map(|base| (base.options.path.as_path(), base.size))
+                    .collect();
+                create_log(log_dir, options, &disks)?
             }
         };
         let mut states = Vec::new();

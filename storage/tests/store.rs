@@ -603,3 +603,19 @@ fn records_without_payload_are_checkpointed_before_they_are_too_many() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
 }
+
+/// A crash while a log is made leaves a control file without its name: the next attempt makes the log.
+#[test]
+fn a_log_whose_making_was_cut_is_made_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk.img");
+    let log = default_log_dir(&disk);
+    std::fs::create_dir(&log).unwrap();
+    std::fs::write(log.join("control.new"), [1; 5000]).unwrap();
+    create_disk(&disk, SIZE, &log, &small(EngineKind::Auto)).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], &small(EngineKind::Auto)).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 0, 1, 8);
+    flush(&mut port);
+    assert!(!log.join("control.new").exists());
+}
