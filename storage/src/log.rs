@@ -270,7 +270,7 @@ impl Log {
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let mut count = 0;
         let mut payload = 0;
-        // Without group commit nobody's record rides along either: a write and a sync for each FLUSH.
+        // Without group commit only what this FLUSH has to wait for is written with it.
         let last = match state.waiters.first() {
             Some(first) if self.most_served == 1 => first.lsn,
             _ => u64::MAX,
