@@ -77,7 +77,10 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
         );
     }
     print!("{}", summary(&outcome)?);
-    println!("hung boots that were tried again: {}", outcome.hung_boots);
+    println!(
+        "attempts given up because a guest hung or fell over: {}",
+        outcome.hung_boots
+    );
     println!("fio's JSON, metrics and console: {}", output.display());
     Ok(())
 }

@@ -20,7 +20,7 @@ use crate::userland::{make_ext4, needed_libraries, search_path};
 
 const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
-/// What a job ends with when a guest hung at boot (`EX_TEMPFAIL` of sysexits.h).
+/// What a job ends with when a guest hung at boot, or ended without a word (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
 const ATTEMPTS: u32 = 2;
 /// Where in its area a job lives: `$BASE`.
@@ -122,7 +122,9 @@ impl Job {
                     area,
                 });
             }
-            reporter.note(&format!("a boot hung: attempt {attempt} of {ATTEMPTS}"));
+            reporter.note(&format!(
+                "a guest hung or fell over: attempt {attempt} of {ATTEMPTS}"
+            ));
         }
         Err(Error::Hung {
             what: "the machine or a guest on it",
@@ -271,7 +273,7 @@ pub struct Outcome {
     pub status: i32,
     /// Everything that it printed, the guests' consoles included.
     pub console: String,
-    /// Boots that hung and were tried again.
+    /// Attempts given up because a guest hung or fell over.
     pub hung_boots: u32,
     /// Where it ran.
     pub machine: Machine,

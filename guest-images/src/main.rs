@@ -93,7 +93,7 @@ fn act(arguments: Arguments) -> Result<u8> {
             }
             if outcome.hung_boots > 0 {
                 reporter.note(&format!(
-                    "boots that hung and were tried again: {}",
+                    "attempts given up because a guest hung or fell over: {}",
                     outcome.hung_boots
                 ));
             }

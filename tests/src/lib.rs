@@ -32,7 +32,10 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
     match job.run(&cache, &reporter) {
         Ok(outcome) => {
             println!("{}", outcome.console);
-            println!("hung boots that were tried again: {}", outcome.hung_boots);
+            println!(
+                "attempts given up because a guest hung or fell over: {}",
+                outcome.hung_boots
+            );
             Some(outcome)
         }
         Err(error) => panic!("{error}; console: {}", log.display()),

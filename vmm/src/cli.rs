@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
 
 use crate::commands::{self, CommandError};
 
@@ -39,6 +40,7 @@ pub enum Command {
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
 /// `started` is when the process began.
 pub fn main(started: Instant) -> ExitCode {
+    show_warnings();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return report_usage(&error),
@@ -60,6 +62,19 @@ pub fn main(started: Instant) -> ExitCode {
             })
         }
     }
+}
+
+/// What goes wrong without ending the command (a failed log, a checkpoint to be tried again, a device that a guest
+/// broke) is told on stderr, a line each. `RUST_LOG` asks for more or less.
+fn show_warnings() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_target(false)
+        .without_time()
+        .init();
 }
 
 /// Prints help and version as clap does, and every error as one line.

@@ -140,6 +140,10 @@ impl VcpuThread {
     /// Linux may reset by a triple fault; a kernel that cannot run here faults before it touched any device.
     fn triple_fault(&mut self) -> Ended {
         if self.exits.accesses() > 0 {
+            tracing::warn!(
+                "vCPU {}: triple fault: the guest is reset, as a PC would be",
+                self.id
+            );
             return Ended::Reset;
         }
         let crash = Crash::capture(

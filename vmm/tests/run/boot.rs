@@ -91,6 +91,12 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
     }
     for output in boot_both(Then::Fault, &["--cmdline", "x"]) {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        // An early end that nobody asked for is told.
+        assert!(
+            stderr(&output).contains("triple fault"),
+            "{}",
+            stderr(&output)
+        );
     }
 }
 
