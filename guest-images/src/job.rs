@@ -202,7 +202,7 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung at boot.
+    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung.
     fn run_nested(
         &self,
         base: &Path,
@@ -221,7 +221,7 @@ impl Job {
             limit: self.limit,
         };
         match boot.run(line)? {
-            End::NotBooted => return Ok(None),
+            End::Hung => return Ok(None),
             End::TimedOut => return Err(self.timed_out()),
             End::PoweredOff => {}
         }

@@ -16,6 +16,9 @@ use crate::error::{Error, FileContext, Result};
 use crate::process::{Leashed, failed, run};
 use crate::userland::search_path;
 
+/// What the kernels of either machine say when a processor no longer gets anywhere. Emulated virtualisation at times
+/// mixes the state of a guest with its host's; nothing that runs there can mend that.
+const STUCK: [&str; 2] = ["detected stall", "soft lockup"];
 /// The outer kernel shows its first line after 3 to 6 s on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
@@ -23,8 +26,8 @@ const BOOT_LIMIT: Duration = Duration::from_secs(90);
 pub(crate) enum End {
     /// The machine powered off.
     PoweredOff,
-    /// It did not get as far as starting the job.
-    NotBooted,
+    /// It did not get as far as starting the job, or it hung: a kernel's watchdog says that a processor is stuck.
+    Hung,
     /// The job ran longer than its limit.
     TimedOut,
 }
@@ -87,13 +90,14 @@ impl Boot<'_> {
         let mut command = self.command();
         let mut qemu = Leashed::spawn(&mut command, false)?;
         let start = Instant::now();
-        let mut booted = false;
+        let (mut booted, mut stuck) = (false, false);
         let status = qemu.watch(|text| {
             if let Some(text) = text {
                 booted |= text.contains("outer: ready");
+                stuck |= STUCK.iter().any(|words| text.contains(words));
                 line(text);
             }
-            if start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
+            if stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
@@ -102,8 +106,8 @@ impl Boot<'_> {
         match status.at("wait for", "qemu-system-x86_64")? {
             Some(status) if !status.success() => Err(failed(&command, status, &qemu.stderr())),
             Some(_) if booted => Ok(End::PoweredOff),
-            None if booted => Ok(End::TimedOut),
-            _ => Ok(End::NotBooted),
+            None if booted && !stuck => Ok(End::TimedOut),
+            _ => Ok(End::Hung),
         }
     }
 }
