@@ -13,7 +13,9 @@
 #   kill_guest NAME                       kills it with SIGKILL, and waits for its end
 #   run_guest NAME SECONDS ARGUMENT...    start_guest and wait_guest
 #   guest_files NAME                      puts the files that the guest sent with send_file into $RESULTS
-# A guest that does not show its first line within BOOT_SECONDS ends the job with status 75: the caller tries once more.
+# A guest that does not show its first line within BOOT_SECONDS, or that ends without saying how its script did, ends the
+# job with status 75: emulated virtualisation does that to guests at times. The caller tries once more, and counts it.
+#   spoken NAME                           sees to the latter; wait_guest does it by itself
 JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results
 PATH=$BASE/bin:$PATH
 BOOT_SECONDS=${BOOT_SECONDS:-90}
@@ -62,7 +64,14 @@ wait_guest() {
     done
     # tee may still hold the last lines.
     wait "$(cat "$WORK/$1.tee")"
+    [ "$(cat "$WORK/$1.status")" = 0 ] && spoken "$1"
     return "$(cat "$WORK/$1.status")"
+}
+
+spoken() {
+    grep -q 'guest: job exit' "$RESULTS/$1.log" && return
+    echo "job: guest $1 ended without a word"
+    exit 75
 }
 
 wait_line() {

@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use support::{Place, flush, read, run, small};
@@ -10,7 +11,7 @@ use walvisor_storage::{Buffer, DiskOptions, EngineKind, Operation, Store, defaul
 
 /// Writes until killed, as the child process of the test below: four threads, each on sectors of its own, each
 /// telling the parent the number of a write only after its FLUSH completed.
-fn write_until_killed(disk: &Path) {
+fn write_until_killed(disk: &Path, first: u64) {
     use std::io::Write;
     let store = Store::open(
         &default_log_dir(disk),
@@ -22,7 +23,7 @@ fn write_until_killed(disk: &Path) {
         for thread in 0..4u64 {
             let mut port = store.disks()[0].open_port().unwrap();
             scope.spawn(move || {
-                for number in 1..u64::MAX {
+                for number in first..u64::MAX {
                     // Every sector of a 16 KiB write carries its number: a torn one shows.
                     let data = Buffer::from(&number.to_le_bytes().repeat(2048)[..]);
                     let sector = thread * 32;
@@ -39,10 +40,13 @@ fn write_until_killed(disk: &Path) {
 #[test]
 fn killed_processes_lose_nothing_acknowledged_and_tear_nothing() {
     if let Some(disk) = std::env::var_os("WALVISOR_TEST_DISK") {
-        return write_until_killed(Path::new(&disk));
+        let first = std::env::var("WALVISOR_TEST_FIRST").unwrap();
+        return write_until_killed(Path::new(&disk), first.parse().unwrap());
     }
     let place = Place::new();
     for round in 0..5u64 {
+        // Numbers only grow, so that what an earlier round wrote is never taken for this one's.
+        let first = round * 1_000_000_000 + 1;
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
@@ -50,23 +54,29 @@ fn killed_processes_lose_nothing_acknowledged_and_tear_nothing() {
                 "--nocapture",
             ])
             .env("WALVISOR_TEST_DISK", &place.disk)
+            .env("WALVISOR_TEST_FIRST", first.to_string())
             .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(200 + round * 37));
-        child.kill().unwrap();
-        let output = child.wait_with_output().unwrap();
         let mut acknowledged = [0u64; 4];
-        for line in String::from_utf8(output.stdout).unwrap().lines() {
+        let (mut lines, mut killed) = (0, false);
+        for line in BufReader::new(child.stdout.take().unwrap()).lines() {
+            let line = line.unwrap();
             let mut words = line.split(' ').map(str::parse::<u64>);
             if let (Some(Ok(thread)), Some(Ok(number))) = (words.next(), words.next()) {
                 acknowledged[thread as usize] = number;
+                lines += 1;
+            }
+            // Another number of lines in each round: the kill meets the log in another state.
+            let enough =
+                lines >= 100 + round * 333 && acknowledged.iter().all(|&number| number > 0);
+            if enough && !killed {
+                child.kill().unwrap();
+                killed = true;
             }
         }
-        assert!(
-            acknowledged.iter().all(|&number| number > 0),
-            "round {round} was too short: {acknowledged:?}"
-        );
+        child.wait().unwrap();
+        assert!(killed, "the child ended by itself");
         let store = place.open();
         let mut port = store.disks()[0].open_port().unwrap();
         for (thread, &number) in acknowledged.iter().enumerate() {

@@ -18,7 +18,7 @@ for round in 1 2 3; do
     progress "kill $round of 3: booting, then fio and fsyncs"
     boot round$round no
     # Another number of files in each round: the kill meets the log in another state.
-    wait_line round$round "guest: kept .* $((round * 11)) " 240 || exit 1
+    wait_line round$round "guest: kept .* $((round * 11)) " 240 || { spoken round$round; exit 1; }
     kill_guest round$round
     echo "job: round $round ended with status $(cat "$WORK/round$round.status")"
     # A line that the kill cut off lacks its end: such a file was not reported.

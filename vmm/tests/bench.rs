@@ -57,6 +57,10 @@ const EIGHT: [&str; 7] = [
     "800",
 ];
 
+/// Syncs per commit of eight clients that share them. Two groups that alternate make 2/8; a busy machine wakes clients late,
+/// and they miss a group: twice that is still far from the 1.0 without groups.
+const SHARED: f64 = 2.0 * 2.0 / 8.0;
+
 #[test]
 fn eight_clients_share_syncs_and_two_groups_alternate() {
     let report = report(&EIGHT);
@@ -64,10 +68,7 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
         assert!(number(&report, key) > 0.0, "{report}");
     }
     assert_eq!(number(&report, "commits"), 800.0);
-    assert!(
-        number(&report, "syncs_per_commit") <= 1.1 * 2.0 / 8.0,
-        "{report}"
-    );
+    assert!(number(&report, "syncs_per_commit") <= SHARED, "{report}");
     let groups = groups(&report);
     assert_eq!(groups.len(), 10, "{report}");
     // Every sync made a group durable that somebody waited for, and no group is larger than the clients are many.
@@ -93,10 +94,7 @@ fn disks_of_one_log_share_syncs_and_so_do_writethrough_writes() {
     let more: [&[&str]; 2] = [&["--disks", "4"], &["--mode", "writethrough"]];
     for more in more {
         let report = report(&[&EIGHT[..], more].concat());
-        assert!(
-            number(&report, "syncs_per_commit") <= 1.1 * 2.0 / 8.0,
-            "{report}"
-        );
+        assert!(number(&report, "syncs_per_commit") <= SHARED, "{report}");
     }
 }
 
