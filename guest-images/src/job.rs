@@ -22,7 +22,7 @@ const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
 /// What a job ends with when a guest hung at boot, or ended without a word (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
-const ATTEMPTS: u32 = 2;
+const ATTEMPTS: u32 = 4;
 /// Where in its area a job lives: `$BASE`.
 const BASE: &str = "job";
 /// Host programs that running needs, each with its package.

@@ -18,7 +18,7 @@ use crate::userland::search_path;
 
 /// What the kernels of either machine say when a processor no longer gets anywhere. Emulated virtualisation at times
 /// mixes the state of a guest with its host's; nothing that runs there can mend that.
-const STUCK: [&str; 2] = ["detected stall", "soft lockup"];
+const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was hit"];
 /// The outer kernel shows its first line after 3 to 6 s on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 

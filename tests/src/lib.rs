@@ -3,7 +3,9 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use walvisor_guest_images::{Cache, Job, Outcome, Reporter, obstacle, walvisor_binary};
+use walvisor_guest_images::{
+    Cache, Error, Job, Machine, Outcome, Reporter, obstacle, walvisor_binary,
+};
 
 /// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints the console, which
 /// the test harness shows if the test fails. `None`: this machine cannot, and `skipped: why` was printed.
@@ -37,6 +39,15 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
                 outcome.hung_boots
             );
             Some(outcome)
+        }
+        // Emulated virtualisation at times mixes a guest's state with its host's: a machine that falls over again and
+        // again cannot run this, and says nothing about walvisor. On real virtualisation it would.
+        Err(error @ Error::Hung { .. }) if Machine::choose().0 == Machine::Nested => {
+            println!(
+                "skipped: the emulated machine fell over: {error}; console: {}",
+                log.display()
+            );
+            None
         }
         Err(error) => panic!("{error}; console: {}", log.display()),
     }

@@ -64,7 +64,7 @@ fn jobs_end_as_they_should() {
     let hung = run("exit 75", 300)
         .expect("no obstacle")
         .expect_err("a job that hangs");
-    assert!(matches!(hung, Error::Hung { attempts: 2, .. }), "{hung}");
+    assert!(matches!(hung, Error::Hung { attempts: 4, .. }), "{hung}");
 
     // In emulation a kernel that says that a processor is stuck has hung; on this machine it would be a bug to be seen.
     let words = "rcu: INFO: rcu_preempt self-detected stall on CPU";
@@ -72,7 +72,7 @@ fn jobs_end_as_they_should() {
     match Machine::choose().0 {
         Machine::Nested => {
             let hung = stuck.expect_err("a machine that hangs");
-            assert!(matches!(hung, Error::Hung { attempts: 2, .. }), "{hung}");
+            assert!(matches!(hung, Error::Hung { attempts: 4, .. }), "{hung}");
         }
         Machine::Direct => assert_eq!(stuck.expect("a job that works").status, 0),
     }
