@@ -21,7 +21,7 @@ use crate::committer::Committer;
 use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::DataFile;
-use crate::format::{CONTROL_SLOT, Control};
+use crate::format::{CONTROL_SLOT, Control, ControlHeader};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::Log;
 use crate::mutant::{Mutant, planted};
@@ -45,9 +45,16 @@ pub(crate) struct ControlFile {
 impl ControlFile {
     /// Writes the other slot and syncs it.
     pub(crate) fn write(&mut self) -> Result<()> {
+        self.update(|_| {})
+    }
+
+    /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
+    /// asks later whether it still has to be written gets the medium's answer.
+    pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
         // A failed attempt is repeated on the same slot: the other one is the good one.
         let generation = self.control.header.generation.get() + 1;
         let mut next = self.control.clone();
+        change(&mut next.header);
         next.header.generation = U64::new(generation);
         let offset = (generation % 2) * CONTROL_SLOT as u64;
         let written = self.file.write_all_at(&next.encode(), offset);
@@ -261,8 +268,8 @@ impl Keeper {
         self.log.lock().keeper.draining = false;
         flushed?;
         if self.control.control.header.copying_lsn.get() != lsn {
-            self.control.control.header.copying_lsn = U64::new(lsn);
-            self.control.write()?;
+            self.control
+                .update(|header| header.copying_lsn = U64::new(lsn))?;
         }
         for disk in &self.disks {
             let frozen = disk.index().frozen.clone();
@@ -282,16 +289,17 @@ impl Keeper {
             .live
             .get(freed)
             .map_or(state.next_sequence, |live| live.sequence);
-        let header = &mut self.control.control.header;
-        header.first_sequence = U64::new(first_sequence);
-        header.checkpoint_lsn = U64::new(lsn);
-        header.next_lsn = U64::new(state.next_lsn);
-        header.next_cid = U64::new(state.next_cid);
+        let (next_lsn, next_cid) = (state.next_lsn, state.next_cid);
         drop(state);
         if planted(Mutant::RecycleEarly) {
             self.recycle(freed);
         }
-        self.control.write()?;
+        self.control.update(|header| {
+            header.first_sequence = U64::new(first_sequence);
+            header.checkpoint_lsn = U64::new(lsn);
+            header.next_lsn = U64::new(next_lsn);
+            header.next_cid = U64::new(next_cid);
+        })?;
         // Only now may anything be reused or forgotten: the control file no longer needs it. (A new segment names
         // the one before it: until the control file has let go of that, it must still be in `live`.)
         for disk in &self.disks {

@@ -180,7 +180,7 @@ impl Engine for Uring {
         self.next += 1;
         let mut slices = Vec::new();
         let mut entries = Vec::new();
-        let mut operation = match io {
+        let io = match io {
             Io::Read {
                 source,
                 offset,
@@ -190,18 +190,10 @@ impl Engine for Uring {
                 let read =
                     opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32).offset(offset);
                 entries.push(read.build().user_data(key << 1 | MOVE));
-                let io = Io::Read {
+                Io::Read {
                     source,
                     offset,
                     buffer,
-                };
-                InFlight {
-                    id,
-                    io,
-                    _slices: slices,
-                    open: 0,
-                    failed: None,
-                    moved: 0,
                 }
             }
             Io::Append {
@@ -231,23 +223,22 @@ impl Engine for Uring {
                 for entry in &mut entries[..last] {
                     *entry = entry.clone().flags(squeue::Flags::IO_LINK);
                 }
-                let io = Io::Append {
+                Io::Append {
                     segment,
                     offset,
                     chunks,
                     sync,
-                };
-                InFlight {
-                    id,
-                    io,
-                    _slices: slices,
-                    open: 0,
-                    failed: None,
-                    moved: 0,
                 }
             }
         };
-        operation.open = entries.len();
+        let operation = InFlight {
+            id,
+            io,
+            _slices: slices,
+            open: entries.len(),
+            failed: None,
+            moved: 0,
+        };
         let empty = entries.is_empty();
         self.in_flight.insert(key, operation);
         match empty {

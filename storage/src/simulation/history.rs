@@ -685,3 +685,23 @@ fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure>
     }
     panic!("a request alone never ends");
 }
+
+/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again has to note
+/// again how far it copies.
+#[test]
+fn a_control_write_that_fails_changes_nothing() {
+    let history = History::new(1);
+    let mut control = read_control(history.medium.file("control"), "control".into()).unwrap();
+    let before = control.control.header;
+    {
+        let mut world = history.medium.lock();
+        (world.fail_sync, world.fail_control) = (Some(0), true);
+    }
+    let copying = |header: &mut ControlHeader| header.copying_lsn = U64::new(9);
+    assert!(control.update(copying).is_err());
+    assert_eq!(control.control.header.copying_lsn, before.copying_lsn);
+    assert_eq!(control.control.header.generation, before.generation);
+    control.update(copying).unwrap();
+    let read = read_control(history.medium.file("control"), "control".into()).unwrap();
+    assert_eq!(read.control.header.copying_lsn.get(), 9);
+}
