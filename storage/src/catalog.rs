@@ -2,8 +2,6 @@
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, RwLock};
 
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
@@ -19,6 +17,8 @@ use crate::format::{
 use crate::keeper::ControlFile;
 use crate::recovery;
 use crate::store::{DiskOptions, StoreOptions};
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Arc, RwLock};
 
 pub(crate) fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidInput, message)

@@ -1,15 +1,12 @@
 //! A thread's part in group commit: waiting for an LSN, leading a group when nobody does.
 
 use std::io;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
-
-use rustix::event::{PollFd, PollFlags};
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::engine::{Done, Engine, Io};
 use crate::log::{Group, Log, Mailbox, Waiter};
 use crate::mutant::{Mutant, planted};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Event, Mutex};
 use crate::{Completion, Failure};
 
 /// Engine id of the group in flight; every other id belongs to a read.
@@ -27,7 +24,7 @@ pub(crate) struct Committer {
 
 impl Committer {
     pub(crate) fn new(log: Arc<Log>) -> io::Result<Self> {
-        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
         let mailbox = Arc::new(Mailbox {
             completions: Mutex::default(),
@@ -91,7 +88,7 @@ impl Committer {
     /// Ends what has ended: groups here, reads are left in `reads`, completions in `done`.
     pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
         // Cleared first: what is signalled from here on is seen by the next call.
-        let _ = self.mailbox.event.read();
+        self.mailbox.event.clear();
         let mut ended = Vec::new();
         self.engine.poll(&mut ended);
         for end in ended {
@@ -108,11 +105,9 @@ impl Committer {
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
     }
 
-    /// Sleeps until the event is readable.
+    /// Sleeps until the event is signalled.
     pub(crate) fn sleep(&self) {
-        let mut fds = [PollFd::from_borrowed_fd(self.mailbox.fd(), PollFlags::IN)];
-        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
-        let _ = rustix::event::poll(&mut fds, None);
+        self.mailbox.event.sleep();
     }
 
     /// Makes everything up to `lsn` durable, blocking. For the keeper, which leads nobody afterwards.

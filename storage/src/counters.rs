@@ -1,6 +1,6 @@
 //! What a log counts.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Length of [`LogCounters::group_sizes`].
 pub const GROUP_SIZE_CLASSES: usize = 10;

@@ -1,8 +1,6 @@
 //! An open disk: what its ports share.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::counters::LogCounters;
 use crate::error::{Error, Result};
@@ -11,6 +9,8 @@ use crate::format::Uuid;
 use crate::index::Index;
 use crate::log::Log;
 use crate::port::Port;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What FLUSH and a completed WRITE mean.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

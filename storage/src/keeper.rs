@@ -11,8 +11,6 @@
 //! the previous checkpoint LSN, brings to the same state.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use zerocopy::little_endian::U64;
@@ -26,6 +24,8 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::Log;
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
+use crate::sync::atomic::Ordering;
+use crate::sync::{self, Arc, thread};
 use crate::{Buffer, SECTOR_SIZE};
 
 /// Longest single write to a base image, in bytes.
@@ -113,11 +113,7 @@ impl Keeper {
                 state = match retry.take() {
                     None => self.log.keeper_wanted.wait(state).expect("log state lock"),
                     Some(pause) => {
-                        self.log
-                            .keeper_wanted
-                            .wait_timeout(state, pause)
-                            .expect("log state lock")
-                            .0
+                        sync::wait_timeout(&self.log.keeper_wanted, &self.log.state, state, pause)
                     }
                 };
             }
@@ -132,7 +128,7 @@ impl Keeper {
             }
             if !self.retiring.is_empty() {
                 // A reader holds a segment for the time of one read: look again soon.
-                std::thread::sleep(Duration::from_millis(1));
+                thread::sleep(Duration::from_millis(1));
             }
         }
     }

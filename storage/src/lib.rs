@@ -39,6 +39,7 @@ mod segment;
 #[cfg(test)]
 mod simulation;
 mod store;
+mod sync;
 mod transfer;
 mod view;
 

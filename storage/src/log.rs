@@ -8,13 +8,9 @@
 //! Whoever finds work and no leader leads: it takes all pending records as one batch, writes it, and syncs
 //! if anyone waits. While its I/O is in flight others append and queue up for the next group.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use vmm_sys_util::eventfd::EventFd;
 use zerocopy::little_endian::{U32, U64};
 
 use crate::counters::Counters;
@@ -24,6 +20,8 @@ use crate::format::{self, BatchHeader, Descriptor, Kind, SegmentHeader, Uuid};
 use crate::index::Place;
 use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
 use crate::{Buffer, Completion, Failure};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
@@ -41,20 +39,13 @@ const BATCH_BYTES: usize = 8 << 20;
 /// Where completions of other threads' groups reach a port.
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
-    pub event: EventFd,
+    pub event: Event,
 }
 
 impl Mailbox {
-    /// The event, to be polled.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as `self.event`, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
-    }
-
     /// Makes the port look at the log again.
     pub(crate) fn wake(&self) {
-        // Fails only if the counter is at its limit: then the event is readable already.
-        let _ = self.event.write(1);
+        self.event.signal();
     }
 }
 

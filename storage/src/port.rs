@@ -3,8 +3,6 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::committer::Committer;
 use crate::disk::{Disk, DiskState};
@@ -12,6 +10,8 @@ use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
 use crate::index::Place;
 use crate::mutant::{Mutant, planted};
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// A read whose parts are on their way.
@@ -103,7 +103,7 @@ impl Port {
 
     /// Readable when [`completions`](Self::completions) may have something to give.
     pub fn event(&self) -> BorrowedFd<'_> {
-        self.committer.mailbox.fd()
+        self.committer.mailbox.event.fd()
     }
 
     /// Appends what has ended to `done`. Call it after [`kick`](Self::kick) and when the event is readable.

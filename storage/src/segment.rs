@@ -6,11 +6,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, Result};
 use crate::file::{self, DataFile};
+use crate::sync::Event;
 
 /// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
@@ -25,7 +24,7 @@ pub(crate) trait Medium: Send + Sync {
     fn salt(&self) -> u64;
 
     /// Makes an engine that signals `event` when an operation ends.
-    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>>;
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 }
 
 /// A log directory of a file system, and the kind of engine that was found to work.
@@ -118,7 +117,7 @@ impl Medium for Directory {
         u64::from_le_bytes(file::random())
     }
 
-    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         match self.sync_latency.is_zero() {
             true => engine::create(self.engine, event),
             false => engine::create_slow(self.sync_latency, event),

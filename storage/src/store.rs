@@ -4,9 +4,6 @@ use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use zerocopy::little_endian::U64;
@@ -26,6 +23,9 @@ use crate::log::{KeeperState, Live, Log, State};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::{self, Found, Scan};
 use crate::segment::{Directory, Medium};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Condvar, Mutex, RwLock};
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// How a log is made and run.
@@ -300,7 +300,7 @@ impl Store {
                 state: state.clone(),
             })
             .collect();
-        let keeper = std::thread::Builder::new()
+        let keeper = thread::Builder::new()
             .name("log-keeper".into())
             .spawn(move || keeper.run());
         let keeper =

@@ -1,13 +1,12 @@
 //! The engine for kernels without io_uring: appends on one thread, reads in the caller's.
 
 use std::io;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use super::{Done, Engine, Io, read_exact, write_chunks};
+use crate::sync::Event;
+use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::thread::{self, JoinHandle};
 
 /// See the module's documentation.
 pub(super) struct Blocking {
@@ -20,10 +19,10 @@ pub(super) struct Blocking {
 
 impl Blocking {
     /// Each sync takes `sync_latency` longer than the medium needs.
-    pub(super) fn new(event: EventFd, sync_latency: Duration) -> io::Result<Self> {
+    pub(super) fn new(event: Event, sync_latency: Duration) -> io::Result<Self> {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
-        let thread = std::thread::Builder::new()
+        let thread = thread::Builder::new()
             .name("log-sync".into())
             .spawn(move || {
                 for (id, io) in todo {
@@ -33,7 +32,7 @@ impl Blocking {
                     };
                     // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
                     let _ = report.send(done);
-                    let _ = event.write(1);
+                    event.signal();
                 }
             })?;
         Ok(Self {
@@ -57,7 +56,7 @@ fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
             for segment in sync {
                 segment.file.sync_data()?;
                 if !sync_latency.is_zero() {
-                    std::thread::sleep(sync_latency);
+                    thread::sleep(sync_latency);
                 }
             }
             Ok(None)

@@ -14,11 +14,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmm_sys_util::eventfd::EventFd;
-
 use crate::Buffer;
 use crate::file::DataFile;
 use crate::segment::Segment;
+use crate::sync::Event;
 
 /// Which engine moves the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -108,7 +107,7 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 }
 
 /// Makes an engine of a probed kind that signals `event`.
-pub(crate) fn create(kind: EngineKind, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
         EngineKind::Blocking => create_slow(Duration::ZERO, event)?,
         EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
@@ -116,7 +115,7 @@ pub(crate) fn create(kind: EngineKind, event: &EventFd) -> io::Result<Box<dyn En
 }
 
 /// Makes a blocking engine whose syncs take `sync_latency` longer.
-pub(crate) fn create_slow(sync_latency: Duration, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+pub(crate) fn create_slow(sync_latency: Duration, event: &Event) -> io::Result<Box<dyn Engine>> {
     let engine = blocking::Blocking::new(event.try_clone()?, sync_latency)?;
     Ok(Box::new(engine))
 }
@@ -156,13 +155,14 @@ mod tests {
     use super::*;
     use crate::segment::{Directory, Medium};
 
-    fn finish(engine: &mut dyn Engine, event: &EventFd, count: usize) -> Vec<Done> {
+    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
         let mut done = Vec::new();
         engine.enter();
         while done.len() < count {
             engine.poll(&mut done);
             if done.len() < count {
-                event.read().unwrap();
+                event.sleep();
+                event.clear();
             }
         }
         done
@@ -185,7 +185,7 @@ mod tests {
                 sync_latency: Duration::ZERO,
             };
             let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
-            let event = EventFd::new(0).unwrap();
+            let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {
                 buffer: Arc::new(Buffer::from(&vec![byte; len][..])),

@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 
 use io_uring::{IoUring, opcode, squeue, types};
-use vmm_sys_util::eventfd::EventFd;
 
 use super::{Done, Engine, Io, write_chunks};
+use crate::sync::Event;
 
 /// Submission entries; the kernel gives twice as many completion entries.
 const ENTRIES: u32 = 256;
@@ -66,9 +66,9 @@ const MOVE: u64 = 0;
 const SYNC: u64 = 1;
 
 impl Uring {
-    pub(super) fn new(event: &EventFd) -> io::Result<Self> {
+    pub(super) fn new(event: &Event) -> io::Result<Self> {
         let ring = IoUring::new(ENTRIES)?;
-        ring.submitter().register_eventfd(event.as_raw_fd())?;
+        ring.submitter().register_eventfd(event.fd().as_raw_fd())?;
         Ok(Self {
             ring,
             in_flight: HashMap::new(),

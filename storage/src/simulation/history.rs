@@ -2,8 +2,6 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
 
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U32, U64};
@@ -19,6 +17,8 @@ use crate::format::{
 use crate::keeper::{ControlFile, Keeper};
 use crate::segment::Medium;
 use crate::store::assemble;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex, RwLock};
 use crate::{Buffer, Completion, Failure, Operation, Port};
 
 /// Sectors of each disk.

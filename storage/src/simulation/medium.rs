@@ -6,9 +6,6 @@
 use std::io;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
-
-use vmm_sys_util::eventfd::EventFd;
 
 use crate::Buffer;
 use crate::engine::{Chunk, Done, Engine, Io, Source};
@@ -16,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::segment::{Medium, Segment};
+use crate::sync::{Arc, Event, Mutex, MutexGuard};
 
 const SECTOR: usize = 512;
 
@@ -219,7 +217,7 @@ pub(super) struct Simulated {
 }
 
 impl Simulated {
-    pub(super) fn lock(&self) -> std::sync::MutexGuard<'_, World> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, World> {
         self.world.lock().expect("world lock")
     }
 
@@ -328,7 +326,7 @@ impl Medium for Simulated {
         self.lock().random.next()
     }
 
-    fn engine(&self, event: &EventFd) -> io::Result<Box<dyn Engine>> {
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(SimulatedEngine {
             medium: self.clone(),
             event: event.try_clone()?,
@@ -341,7 +339,7 @@ impl Medium for Simulated {
 /// Writes reach the cache when submitted, syncs happen at some later poll, operations end in any order.
 struct SimulatedEngine {
     medium: Simulated,
-    event: EventFd,
+    event: Event,
     queued: Vec<(u64, Io)>,
     failed: Vec<Done>,
 }
@@ -355,7 +353,7 @@ fn concat(chunks: &[Chunk]) -> Vec<u8> {
 
 impl Engine for SimulatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
-        let _ = self.event.write(1);
+        self.event.signal();
         if let Io::Append {
             segment,
             offset,
@@ -410,7 +408,7 @@ impl Engine for SimulatedEngine {
             done.push(Done { id, result });
         }
         if !self.queued.is_empty() {
-            let _ = self.event.write(1);
+            self.event.signal();
         }
     }
 }

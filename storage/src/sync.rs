@@ -1,0 +1,123 @@
+//! Threads, locks and events: the standard library's, or in the interleaving tests those of `shuttle`, which decides
+//! at each of them who runs next.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+#[cfg(not(all(test, feature = "shuttle")))]
+use std::time::Duration;
+
+#[cfg(all(test, feature = "shuttle"))]
+pub(crate) use shuttle::{sync::*, thread};
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) use std::{sync::*, thread};
+
+#[cfg(not(all(test, feature = "shuttle")))]
+use rustix::event::{PollFd, PollFlags};
+#[cfg(all(test, feature = "shuttle"))]
+pub(crate) use scheduled::wait_timeout;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
+pub(crate) struct Event {
+    fd: EventFd,
+    /// Stands in for the descriptor, whose reader `shuttle` could not schedule.
+    #[cfg(all(test, feature = "shuttle"))]
+    signalled: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl Event {
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self {
+            fd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            #[cfg(all(test, feature = "shuttle"))]
+            signalled: Arc::default(),
+        })
+    }
+
+    /// Another handle on the same event.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            fd: self.fd.try_clone()?,
+            #[cfg(all(test, feature = "shuttle"))]
+            signalled: self.signalled.clone(),
+        })
+    }
+
+    /// Readable while signalled, for whoever polls it among other things.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open as long as `self.fd`, which the borrow keeps alive.
+        unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
+    }
+}
+
+#[cfg(not(all(test, feature = "shuttle")))]
+impl Event {
+    /// Wakes who sleeps, now or next.
+    pub(crate) fn signal(&self) {
+        // Fails only if the counter is at its limit: then the event is signalled already.
+        let _ = self.fd.write(1);
+    }
+
+    /// Takes the signal back.
+    pub(crate) fn clear(&self) {
+        let _ = self.fd.read();
+    }
+
+    /// Sleeps until signalled, or shorter.
+    pub(crate) fn sleep(&self) {
+        let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
+        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
+        let _ = rustix::event::poll(&mut fds, None);
+    }
+}
+
+/// Waits on `condvar` for at most `timeout`, or shorter. `guard` is a lock of `_mutex`.
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) fn wait_timeout<'a, T>(
+    condvar: &Condvar,
+    _mutex: &'a Mutex<T>,
+    guard: MutexGuard<'a, T>,
+    timeout: Duration,
+) -> MutexGuard<'a, T> {
+    condvar.wait_timeout(guard, timeout).expect("lock").0
+}
+
+#[cfg(all(test, feature = "shuttle"))]
+mod scheduled {
+    use std::time::Duration;
+
+    use super::{Condvar, Event, Mutex, MutexGuard, thread};
+
+    impl Event {
+        pub(crate) fn signal(&self) {
+            *self.signalled.0.lock().expect("event") = true;
+            self.signalled.1.notify_all();
+        }
+
+        pub(crate) fn clear(&self) {
+            *self.signalled.0.lock().expect("event") = false;
+        }
+
+        pub(crate) fn sleep(&self) {
+            let signalled = self.signalled.0.lock().expect("event");
+            drop(self.signalled.1.wait_while(signalled, |set| !*set));
+        }
+    }
+
+    /// Time does not pass here: every wait is over as soon as all others had a chance to run.
+    pub(crate) fn wait_timeout<'a, T>(
+        _condvar: &Condvar,
+        mutex: &'a Mutex<T>,
+        guard: MutexGuard<'a, T>,
+        _timeout: Duration,
+    ) -> MutexGuard<'a, T> {
+        drop(guard);
+        thread::yield_now();
+        mutex.lock().expect("lock")
+    }
+}
