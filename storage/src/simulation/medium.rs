@@ -213,7 +213,6 @@ impl World {
 #[derive(Clone, Debug)]
 pub(super) struct Simulated {
     pub world: Arc<Mutex<World>>,
-    pub segment_size: u64,
 }
 
 impl Simulated {

@@ -7,8 +7,10 @@
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. After a
 //! crash the disks together have to be exactly the state after some prefix of the order that is not below the floor.
 
+mod fixture;
 mod history;
 mod medium;
+mod oracle;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

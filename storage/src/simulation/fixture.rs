@@ -1,0 +1,197 @@
+//! A log and its disks on a simulated medium: made, opened, read.
+
+use std::path::Path;
+
+use zerocopy::FromZeros;
+use zerocopy::little_endian::{U32, U64};
+
+use super::medium::{Simulated, World};
+use super::oracle::{Contents, value_of};
+use crate::catalog::read_control;
+use crate::disk::{Disk, DiskState};
+use crate::format::{CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, VERSION};
+use crate::keeper::{ControlFile, Keeper};
+use crate::store::assemble;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex, RwLock};
+use crate::{Buffer, Failure, Operation, Port};
+
+/// Bytes of a segment.
+pub(super) const SEGMENT: u64 = 64 << 10;
+
+/// What a log is made of, and what the medium holds of it.
+pub(super) struct Fixture {
+    pub medium: Simulated,
+    pub disks: usize,
+    /// Sectors of each disk.
+    pub sectors: u64,
+}
+
+/// An open store without threads.
+pub(super) struct Running {
+    pub disks: Vec<Disk>,
+    pub keeper: Keeper,
+}
+
+impl Fixture {
+    /// Makes a new log with empty disks.
+    pub(super) fn new(mut world: World, disks: usize, sectors: u64, max_segments: u32) -> Self {
+        world.create("control", 2 * CONTROL_SLOT);
+        for disk in 0..disks {
+            world.create(&format!("base-{disk}"), sectors as usize * 512);
+        }
+        let medium = Simulated {
+            world: Arc::new(Mutex::new(world)),
+        };
+        let mut header = ControlHeader::new_zeroed();
+        header.magic = CONTROL_MAGIC;
+        header.version = U32::new(VERSION);
+        header.log = [7; 16];
+        header.segment_size = U64::new(SEGMENT);
+        header.max_segments = U32::new(max_segments);
+        header.first_sequence = U64::new(1);
+        header.next_lsn = U64::new(1);
+        header.next_cid = U64::new(1);
+        let entries = (0..disks).map(|disk| {
+            let mut entry = DiskEntry::new_zeroed();
+            entry.disk = [disk as u8 + 1; 16];
+            entry.id = U32::new(disk as u32 + 1);
+            entry.size = U64::new(sectors * 512);
+            entry
+        });
+        let control = Control {
+            header,
+            disks: entries.collect(),
+        };
+        let file = medium.file("control");
+        ControlFile {
+            path: "control".into(),
+            file,
+            control,
+            moved: false,
+        }
+        .write()
+        .expect("a new medium works");
+        Self {
+            medium,
+            disks,
+            sectors,
+        }
+    }
+
+    /// Recovers the log; `through`: in writethrough mode.
+    pub(super) fn open(&self, through: bool) -> crate::Result<Running> {
+        let control = read_control(self.medium.file("control"), "control".into())?;
+        let mut states: Vec<_> = (0..self.disks)
+            .map(|disk| {
+                Arc::new(DiskState {
+                    id: disk as u32 + 1,
+                    uuid: [disk as u8 + 1; 16],
+                    path: format!("base-{disk}").into(),
+                    sectors: self.sectors,
+                    base: self.medium.file(&format!("base-{disk}")).into(),
+                    read_only: false,
+                    no_flush: false,
+                    write_cache: AtomicBool::new(!through),
+                    last_lsn: AtomicU64::new(0),
+                    index: RwLock::default(),
+                })
+            })
+            .collect();
+        let medium = Box::new(self.medium.clone());
+        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states, true)?;
+        let disks = states
+            .into_iter()
+            .map(|state| Disk {
+                log: log.clone(),
+                state,
+            })
+            .collect();
+        Ok(Running { disks, keeper })
+    }
+
+    /// What the base images hold, without the log.
+    pub(super) fn bases(&self) -> Contents {
+        let world = self.medium.lock();
+        let values = |disk: usize| {
+            world
+                .contents(&format!("base-{disk}"))
+                .chunks(512)
+                .map(value_of)
+                .collect()
+        };
+        (0..self.disks).map(values).collect()
+    }
+
+    /// Loses power: of what was not synced any part is left.
+    pub(super) fn lose_power(&self) {
+        let after = self.medium.lock().after_crash();
+        *self.medium.lock() = after;
+    }
+}
+
+impl Running {
+    /// The LSN of the newest record.
+    pub(super) fn appended(&self) -> u64 {
+        self.disks[0].log.lock().appended
+    }
+
+    /// Whether the log has failed.
+    pub(super) fn poisoned(&self) -> bool {
+        self.disks[0].log.poisoned.load(Ordering::Relaxed)
+    }
+
+    /// Reads all disks whole.
+    pub(super) fn read(&self) -> Result<Contents, Failure> {
+        let read_disk = |disk: &Disk| {
+            let mut port = disk.open_port().expect("a port");
+            let whole = Operation::Read {
+                sector: 0,
+                sectors: disk.sectors() as u32,
+            };
+            let data = end(&mut port, whole)?.expect("data of a read");
+            Ok(data.chunks(512).map(value_of).collect())
+        };
+        self.disks.iter().map(read_disk).collect()
+    }
+}
+
+/// Runs one request alone to its end.
+fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
+    port.submit(0, operation);
+    let mut done = Vec::new();
+    for _ in 0..100_000 {
+        port.kick();
+        port.completions(&mut done);
+        if let Some(end) = done.pop() {
+            return end.result;
+        }
+    }
+    panic!("a request alone never ends");
+}
+
+/// So many sectors filled with a value.
+pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
+    Buffer::from(&value.to_le_bytes().repeat(sectors as usize * 128)[..])
+}
+
+/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again has to note
+/// again how far it copies.
+#[cfg(not(feature = "shuttle"))]
+#[test]
+fn a_control_write_that_fails_changes_nothing() {
+    let fixture = Fixture::new(World::new(1), 1, 8, 4);
+    let mut control = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    let before = control.control.header;
+    {
+        let mut world = fixture.medium.lock();
+        (world.fail_sync, world.fail_control) = (Some(0), true);
+    }
+    let copying = |header: &mut ControlHeader| header.copying_lsn = U64::new(9);
+    assert!(control.update(copying).is_err());
+    assert_eq!(control.control.header.copying_lsn, before.copying_lsn);
+    assert_eq!(control.control.header.generation, before.generation);
+    control.update(copying).unwrap();
+    let read = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    assert_eq!(read.control.header.copying_lsn.get(), 9);
+}

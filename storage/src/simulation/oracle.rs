@@ -1,0 +1,269 @@
+//! What the store promised so far, and whether what is left keeps it.
+//!
+//! Knows requests, their ends and the order in which modifications got their LSNs; nothing of how the store works.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::{Completion, Operation};
+
+/// Why a history failed.
+pub(super) type Broken = String;
+
+/// The value of each sector of each disk.
+pub(super) type Contents = Vec<Vec<u32>>;
+
+/// One modification: every sector of a range becomes `value` (0: zeroes).
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    disk: usize,
+    sector: u64,
+    sectors: u64,
+    value: u32,
+    completed: bool,
+}
+
+impl Change {
+    fn apply(&self, contents: &mut Contents) {
+        let range = self.sector as usize..(self.sector + self.sectors) as usize;
+        contents[self.disk][range].fill(self.value);
+    }
+}
+
+/// A request that has not ended.
+enum Open {
+    /// Its place in the order once it has an LSN; whether it must be durable when it ends.
+    Change { index: Option<usize>, through: bool },
+    /// How much of the order must survive if it succeeds.
+    Flush { floor: usize },
+    /// The range, and its contents when it was submitted at this length of the order.
+    Read {
+        disk: usize,
+        sector: u64,
+        then: Vec<u32>,
+        order: usize,
+    },
+}
+
+/// See the module's documentation.
+pub(super) struct Oracle {
+    /// The disks before the first change of `order`.
+    start: Contents,
+    /// All modifications, in the order of their LSNs.
+    order: Vec<Change>,
+    /// How much of the order must survive.
+    floor: usize,
+    open: HashMap<u64, Open>,
+    /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
+    unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
+}
+
+impl Oracle {
+    /// Begins with the disks as they are.
+    pub(super) fn new(start: Contents) -> Self {
+        Self {
+            start,
+            order: Vec::new(),
+            floor: 0,
+            open: HashMap::new(),
+            unplaced: HashMap::new(),
+        }
+    }
+
+    /// `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
+    pub(super) fn submit(
+        &mut self,
+        client: usize,
+        token: u64,
+        disk: usize,
+        operation: &Operation,
+        through: bool,
+    ) {
+        let change = |sector, sectors, value| Change {
+            disk,
+            sector,
+            sectors,
+            value,
+            completed: false,
+        };
+        let change = match operation {
+            Operation::Write { sector, data } => {
+                change(*sector, data.len() as u64 / 512, value_of(&data[..512]))
+            }
+            Operation::Discard { sector, sectors }
+            | Operation::WriteZeroes {
+                sector, sectors, ..
+            } => change(*sector, u64::from(*sectors), 0),
+            Operation::Flush => {
+                let completed = |change: &Change| change.completed && change.disk == disk;
+                let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
+                self.open.insert(token, Open::Flush { floor });
+                return;
+            }
+            Operation::Read { sector, sectors } => {
+                let range = *sector as usize..*sector as usize + *sectors as usize;
+                let open = Open::Read {
+                    disk,
+                    sector: *sector,
+                    then: self.newest()[disk][range].to_vec(),
+                    order: self.order.len(),
+                };
+                self.open.insert(token, open);
+                return;
+            }
+        };
+        let unplaced = self.unplaced.entry(client).or_default();
+        unplaced.push_back((token, change));
+        let index = None;
+        self.open.insert(token, Open::Change { index, through });
+    }
+
+    /// The oldest `count` changes of `client` that had no LSN got theirs.
+    pub(super) fn place(&mut self, client: usize, count: u64) {
+        for _ in 0..count {
+            let unplaced = self.unplaced.get_mut(&client);
+            let Some((token, change)) = unplaced.and_then(VecDeque::pop_front) else {
+                return;
+            };
+            if let Some(Open::Change { index, .. }) = self.open.get_mut(&token) {
+                *index = Some(self.order.len());
+            }
+            self.order.push(change);
+        }
+    }
+
+    /// Whether every request was answered.
+    pub(super) fn idle(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// A request has ended. `good`: nothing has happened that excuses a failure.
+    pub(super) fn complete(
+        &mut self,
+        client: usize,
+        completion: Completion,
+        good: bool,
+    ) -> Result<(), Broken> {
+        let Completion { token, result } = completion;
+        let open = self.open.remove(&token);
+        let open = open.ok_or("a request was answered twice")?;
+        let failed = result.is_err();
+        if failed && good {
+            return Err(format!("a good request failed: {result:?}"));
+        }
+        match open {
+            Open::Change { index, through } => {
+                if let Some(unplaced) = self.unplaced.get_mut(&client) {
+                    unplaced.retain(|(other, _)| *other != token);
+                }
+                match index {
+                    Some(index) if !failed => {
+                        self.order[index].completed = true;
+                        if through {
+                            self.floor = self.floor.max(index + 1);
+                        }
+                    }
+                    None if !failed => {
+                        return Err("a change was acknowledged without an LSN".into());
+                    }
+                    _ => {}
+                }
+            }
+            Open::Flush { floor } if !failed => self.floor = self.floor.max(floor),
+            Open::Flush { .. } => {}
+            Open::Read {
+                disk,
+                sector,
+                then,
+                order,
+            } => {
+                let Ok(Some(data)) = result else {
+                    return Ok(());
+                };
+                for (i, (found, &then)) in data.chunks(512).map(value_of).zip(&then).enumerate() {
+                    let at = sector + i as u64;
+                    // What it was when the read came, or what anyone wrote since.
+                    let since = self.order[order..].iter().any(|change| {
+                        change.disk == disk
+                            && (change.sector..change.sector + change.sectors).contains(&at)
+                            && change.value == found
+                    });
+                    if found != then && !since {
+                        return Err(format!(
+                            "read of disk {disk} sector {at} gave {found} instead of {then}"
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The disks with all changes.
+    fn newest(&self) -> Contents {
+        let mut all = self.start.clone();
+        self.order.iter().for_each(|change| change.apply(&mut all));
+        all
+    }
+
+    /// The log was closed in good order: everything is in the base images.
+    pub(super) fn closed(&mut self, bases: &Contents) -> Result<(), Broken> {
+        let all = self.newest();
+        if *bases != all {
+            return Err(format!(
+                "after a clean close the base images differ: {}",
+                difference(bases, &all)
+            ));
+        }
+        self.floor = self.order.len();
+        Ok(())
+    }
+
+    /// Damage that was not reported may have taken acknowledged records with it, if only from the end.
+    pub(super) fn forgive(&mut self) {
+        self.floor = 0;
+    }
+
+    /// After a crash: the disks are exactly what some prefix of the order made, and not one below the floor. Returns
+    /// how many changes were lost.
+    pub(super) fn judge(&self, found: &Contents) -> Result<usize, Broken> {
+        let mut contents = self.start.clone();
+        let (must, may) = self.order.split_at(self.floor);
+        must.iter().for_each(|change| change.apply(&mut contents));
+        let at_floor = contents.clone();
+        let mut lost = (contents == *found).then_some(may.len());
+        for (i, change) in may.iter().enumerate() {
+            change.apply(&mut contents);
+            if contents == *found {
+                // The longest: all that are equal are one state.
+                lost = Some(may.len() - i - 1);
+            }
+        }
+        lost.ok_or_else(|| {
+            format!(
+                "what is left is no prefix of {} changes from {} on; against the shortest legal one: {}",
+                self.order.len(),
+                self.floor,
+                difference(found, &at_floor)
+            )
+        })
+    }
+}
+
+/// The value that fills a sector; a number no value reaches if the sector is mixed.
+pub(super) fn value_of(sector: &[u8]) -> u32 {
+    let value = u32::from_le_bytes(sector[..4].try_into().expect("a sector"));
+    let pure = sector.chunks(4).all(|word| word == &sector[..4]);
+    if pure { value } else { u32::MAX }
+}
+
+fn difference(found: &Contents, wanted: &Contents) -> String {
+    let mut text = String::new();
+    for (disk, (found, wanted)) in found.iter().zip(wanted).enumerate() {
+        for (sector, (found, wanted)) in found.iter().zip(wanted).enumerate() {
+            if found != wanted {
+                text += &format!("disk {disk} sector {sector}: {found} for {wanted}; ");
+            }
+        }
+    }
+    text
+}
