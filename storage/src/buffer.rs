@@ -1,80 +1,280 @@
-//! Memory for payloads: page-aligned, as O_DIRECT wants it, and owned by the operation that uses it.
+//! Memory for payloads: page-aligned, as O_DIRECT wants it, and recycled instead of freed, so that a store at
+//! work asks the system for none.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+// Not `crate::sync`: what order the pool is used in changes nothing that a scheduler could find.
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// A zero-initialised, page-aligned byte buffer.
+/// Most bytes that wait for their next use, in the whole process: as many as one log's pending records may hold.
+const POOL_BYTES: usize = crate::log::PENDING_LIMIT;
+/// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
+const CLASSES: usize = 11;
+
+/// A page-aligned byte buffer.
 ///
 /// A request's payload lives in exactly one `Buffer` from the copy out of guest memory until the
 /// request completes; the checksum is taken from it, never from memory that a guest can change.
-pub struct Buffer {
-    pointer: NonNull<u8>,
+///
+/// Its memory is taken from a list of what earlier buffers left, and goes back there: up to 32 MiB in all stay with
+/// the process.
+pub struct Buffer(SharedBuffer);
+
+/// What a [`Buffer`] is once nobody writes to it any more. Clones share the memory.
+#[derive(Clone)]
+pub(crate) struct SharedBuffer {
+    /// Not dropped but given back to the pool, if it is the last.
+    block: ManuallyDrop<Arc<Block>>,
     len: usize,
+}
+
+/// Memory with its count of users, recycled together. All of it has been initialised.
+struct Block {
+    pointer: NonNull<u8>,
     layout: Layout,
 }
 
-// SAFETY: a `Buffer` owns its allocation alone, as `Box<[u8]>` does.
-unsafe impl Send for Buffer {}
-// SAFETY: shared access only reads bytes; mutation needs `&mut Buffer`.
-unsafe impl Sync for Buffer {}
+// SAFETY: a `Block` owns its allocation alone, as `Box<[u8]>` does.
+unsafe impl Send for Block {}
+// SAFETY: a shared `Block` is only read; what a `Buffer` writes to has no other user.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// Allocates `size` zero bytes.
+    fn new(size: usize) -> Self {
+        let layout = Layout::from_size_align(size, BUFFER_ALIGN).expect("buffer length fits isize");
+        // SAFETY: the layout's size is at least BUFFER_ALIGN, never zero.
+        let pointer = unsafe { alloc_zeroed(layout) };
+        match NonNull::new(pointer) {
+            Some(pointer) => Self { pointer, layout },
+            None => handle_alloc_error(layout),
+        }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this very layout and not freed before.
+        unsafe { dealloc(self.pointer.as_ptr(), self.layout) }
+    }
+}
+
+/// Blocks that wait for their next use, by class.
+struct Pool {
+    classes: [Vec<Arc<Block>>; CLASSES],
+    bytes: usize,
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool {
+    classes: [const { Vec::new() }; CLASSES],
+    bytes: 0,
+});
+
+impl Pool {
+    fn lock() -> MutexGuard<'static, Self> {
+        // What it guards is right between any two steps.
+        POOL.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where memory of `size` bytes belongs; `None`: to the system.
+    fn class(size: usize) -> Option<usize> {
+        let pages = size.div_ceil(BUFFER_ALIGN).max(1);
+        let class = pages.checked_next_power_of_two()?.trailing_zeros() as usize;
+        (class < CLASSES).then_some(class)
+    }
+
+    fn give(&mut self, class: usize, block: Arc<Block>) {
+        self.bytes += block.layout.size();
+        self.classes[class].push(block);
+        while self.bytes > POOL_BYTES {
+            // From the class that holds most, so that what was needed once does not keep out what is needed now.
+            let most = self.classes.iter_mut().enumerate();
+            let most = most.max_by_key(|(class, blocks)| blocks.len() << class);
+            let freed = most.and_then(|(_, blocks)| blocks.pop());
+            self.bytes -= freed.map_or(self.bytes, |block| block.layout.size());
+        }
+    }
+
+    fn take(&mut self, class: usize) -> Option<Arc<Block>> {
+        let block = self.classes[class].pop()?;
+        self.bytes -= block.layout.size();
+        Some(block)
+    }
+}
 
 impl Buffer {
-    /// Allocates `len` zero bytes. The allocation is rounded up to [`BUFFER_ALIGN`].
+    /// `len` zero bytes.
     ///
     /// # Panics
     /// If `len` is above `isize::MAX - 4095`. Aborts when memory is exhausted, as `Vec` does.
     pub fn zeroed(len: usize) -> Self {
-        let size = len.max(1).next_multiple_of(BUFFER_ALIGN);
-        let layout = Layout::from_size_align(size, BUFFER_ALIGN).expect("buffer length fits isize");
-        // SAFETY: the layout's size is at least BUFFER_ALIGN, never zero.
-        let pointer = unsafe { alloc_zeroed(layout) };
-        let Some(pointer) = NonNull::new(pointer) else {
-            handle_alloc_error(layout)
-        };
-        Self {
-            pointer,
-            len,
-            layout,
+        let (mut buffer, recycled) = Self::take(len);
+        if recycled {
+            buffer.fill(0);
         }
+        buffer
+    }
+
+    /// `len` bytes of anything, such as what an earlier request moved. For a caller that overwrites every one of
+    /// them before anyone else sees the buffer.
+    ///
+    /// # Panics
+    /// As [`zeroed`](Self::zeroed).
+    pub fn for_overwrite(len: usize) -> Self {
+        Self::take(len).0
+    }
+
+    /// Makes it read-only and cheap to clone.
+    pub(crate) fn share(self) -> SharedBuffer {
+        self.0
+    }
+
+    /// A buffer, and whether it may hold something other than zeroes.
+    fn take(len: usize) -> (Self, bool) {
+        let class = Pool::class(len);
+        let found = class.and_then(|class| Pool::lock().take(class));
+        let recycled = found.is_some();
+        let block = found.unwrap_or_else(|| {
+            let size = match class {
+                Some(class) => Some(BUFFER_ALIGN << class),
+                None => len.checked_next_multiple_of(BUFFER_ALIGN),
+            };
+            Arc::new(Block::new(size.expect("buffer length fits isize")))
+        });
+        let block = ManuallyDrop::new(block);
+        (Self(SharedBuffer { block, len }), recycled)
     }
 }
 
 impl From<&[u8]> for Buffer {
     fn from(bytes: &[u8]) -> Self {
-        let mut buffer = Self::zeroed(bytes.len());
+        let mut buffer = Self::for_overwrite(bytes.len());
         buffer.copy_from_slice(bytes);
         buffer
+    }
+}
+
+impl Deref for SharedBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the block holds at least `len` initialised bytes and lives as long as `self`. Nobody writes to
+        // them meanwhile: see `DerefMut` of `Buffer`.
+        unsafe { std::slice::from_raw_parts(self.block.pointer.as_ptr(), self.len) }
     }
 }
 
 impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the allocation holds at least `len` initialised bytes and lives as long as `self`.
-        unsafe { std::slice::from_raw_parts(self.pointer.as_ptr(), self.len) }
+        &self.0
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.pointer.as_ptr(), self.len) }
+        // SAFETY: as in `deref`. The block came from the pool or the system with no other user and is not cloned
+        // before `share` ends this buffer, so `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.0.block.pointer.as_ptr(), self.0.len) }
     }
 }
 
-impl Drop for Buffer {
+impl Drop for SharedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with this very layout and not freed before.
-        unsafe { dealloc(self.pointer.as_ptr(), self.layout) }
+        // SAFETY: dropped once, and `self` is not used afterwards.
+        let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
+        // The last user gives it back. Of two that end at the same moment each may see the other: then it is freed.
+        if let Some(class) = Pool::class(block.layout.size())
+            && Arc::get_mut(&mut block).is_some()
+        {
+            Pool::lock().give(class, block);
+        }
+    }
+}
+
+impl std::fmt::Debug for SharedBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len)
     }
 }
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} bytes)", self.len)
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_zeroed_or_copied_whatever_was_in_their_memory() {
+        for len in [0, 1, 512, 4096, 4097, 100_000, 1 << 20, (4 << 20) + 1] {
+            for _ in 0..3 {
+                let mut buffer = Buffer::for_overwrite(len);
+                buffer.fill(0xa5);
+                drop(buffer);
+                let buffer = Buffer::zeroed(len);
+                assert_eq!(buffer.len(), len);
+                assert_eq!(buffer.as_ptr() as usize % BUFFER_ALIGN, 0);
+                assert!(buffer.iter().all(|&byte| byte == 0));
+                drop(buffer);
+                assert!(Buffer::from(&vec![7; len][..]).iter().all(|&b| b == 7));
+            }
+        }
+    }
+
+    #[test]
+    fn memory_has_one_owner_until_its_last_clone_is_gone() {
+        let threads: Vec<_> = (0..4u8)
+            .map(|thread| {
+                std::thread::spawn(move || {
+                    let mut held = Vec::new();
+                    for round in 0..2000u32 {
+                        let mark = [thread, round as u8].repeat(256 << (round % 4));
+                        let shared = Buffer::from(&mark[..]).share();
+                        let clone = shared.clone();
+                        // A clone that another thread drops, at any time.
+                        held.push((shared, mark));
+                        std::thread::spawn(move || drop(clone)).join().unwrap();
+                        if held.len() > 16 {
+                            let (shared, mark) = held.swap_remove(round as usize % 16);
+                            assert_eq!(shared[..], mark[..]);
+                        }
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|t| t.join().unwrap());
+    }
+
+    /// On a pool of its own: the process's is shared with the other tests.
+    #[test]
+    fn the_pool_is_bounded_and_makes_room_for_other_sizes() {
+        let mut pool = Pool {
+            classes: [const { Vec::new() }; CLASSES],
+            bytes: 0,
+        };
+        let sum = |pool: &Pool| -> usize {
+            let blocks = pool.classes.iter().flatten();
+            blocks.map(|block| block.layout.size()).sum()
+        };
+        for _ in 0..POOL_BYTES / 4096 + 100 {
+            pool.give(0, Arc::new(Block::new(4096)));
+        }
+        assert_eq!((sum(&pool), pool.bytes), (POOL_BYTES, POOL_BYTES));
+        for class in [10, 1].repeat(100) {
+            pool.give(class, Arc::new(Block::new(4096 << class)));
+            assert!(sum(&pool) == pool.bytes && pool.bytes <= POOL_BYTES);
+        }
+        assert!(pool.classes[10].len() >= 2 && pool.classes[1].len() >= 100);
+        assert_eq!(pool.take(1).unwrap().layout.size(), 8192);
+        assert!(pool.take(8).is_none());
+        assert_eq!(sum(&pool), pool.bytes);
     }
 }

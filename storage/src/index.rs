@@ -11,14 +11,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::Buffer;
+use crate::SharedBuffer;
 use crate::segment::Segment;
 
 /// Where an extent's bytes are.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
     /// In memory, not written to the log yet; the extent starts `offset` bytes into the payload.
-    Memory { payload: Arc<Buffer>, offset: usize },
+    Memory {
+        payload: SharedBuffer,
+        offset: usize,
+    },
     /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being recycled.
     Log { segment: Arc<Segment>, offset: u64 },
     /// All zeroes; `unmap` if the base image's space may be given back.
@@ -238,6 +241,7 @@ impl Index {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Buffer;
     use proptest::prelude::*;
 
     proptest! {
@@ -252,7 +256,7 @@ mod tests {
                 // The payload's first byte of each sector names the record and the offset within it.
                 let mut payload = Buffer::zeroed(sectors as usize * 512);
                 for s in 0..sectors { payload[s as usize * 512] = lsn as u8; payload[s as usize * 512 + 1] = s as u8; }
-                index.active.insert(sector, sectors, lsn, Place::Memory { payload: Arc::new(payload), offset: 0 });
+                index.active.insert(sector, sectors, lsn, Place::Memory { payload: payload.share(), offset: 0 });
                 for s in 0..sectors { model[(sector + s) as usize] = Some((lsn, s)); }
             }
             let pieces = index.pieces(0, 96);

@@ -325,7 +325,7 @@ enum Run {
 fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
     let base = &disk.base;
     let sectors: u64 = frozen.iter().map(|piece| piece.sectors).sum();
-    let mut buffer = Buffer::zeroed(COPY_BYTES.min((sectors * SECTOR_SIZE) as usize));
+    let mut buffer = Buffer::for_overwrite(COPY_BYTES.min((sectors * SECTOR_SIZE) as usize));
     let mut run = Run::Data {
         start: 0,
         filled: 0,

@@ -43,6 +43,7 @@ mod sync;
 mod transfer;
 mod view;
 
+pub(crate) use buffer::SharedBuffer;
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use counters::{GROUP_SIZE_CLASSES, LogCounters};
 pub use disk::{CacheMode, Disk};

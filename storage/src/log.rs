@@ -22,7 +22,7 @@ use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
-use crate::{Buffer, Completion, Failure};
+use crate::{Buffer, Completion, Failure, SharedBuffer};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
 pub(crate) const PENDING_LIMIT: usize = 32 << 20;
@@ -63,7 +63,7 @@ pub(crate) struct Record {
     pub kind: Kind,
     pub sector: u64,
     pub sectors: u32,
-    pub payload: Option<(Arc<Buffer>, u32)>,
+    pub payload: Option<(SharedBuffer, u32)>,
 }
 
 impl Record {
@@ -184,8 +184,8 @@ impl Log {
         kind: Kind,
         sector: u64,
         sectors: u32,
-        payload: Option<(Arc<Buffer>, u32)>,
-    ) -> Result<u64, Option<(Arc<Buffer>, u32)>> {
+        payload: Option<(SharedBuffer, u32)>,
+    ) -> Result<u64, Option<(SharedBuffer, u32)>> {
         let mut state = self.lock();
         let unapplied = state.appended - state.applied;
         if unapplied >= UNAPPLIED_LIMIT / 2 && !state.keeper.checkpoint {
@@ -404,9 +404,9 @@ impl Log {
         let mut header_at = offset;
         if let Some(block) = tail.header.take() {
             header_at += block.len() as u64;
-            chunks.push(chunk(Arc::new(block)));
+            chunks.push(chunk(block.share()));
         }
-        chunks.push(chunk(Arc::new(head)));
+        chunks.push(chunk(head.share()));
         chunks.extend(
             records
                 .iter()
@@ -414,7 +414,7 @@ impl Log {
                 .map(|(payload, _)| chunk(payload.clone())),
         );
         if payload_len > payload_bytes {
-            chunks.push(chunk(Arc::new(Buffer::zeroed(payload_len - payload_bytes))));
+            chunks.push(chunk(Buffer::zeroed(payload_len - payload_bytes).share()));
         }
         let bytes: usize = chunks.iter().map(|chunk| chunk.len).sum();
         tail.offset += bytes as u64;
@@ -592,7 +592,7 @@ impl Log {
     }
 }
 
-fn chunk(buffer: Arc<Buffer>) -> Chunk {
+fn chunk(buffer: SharedBuffer) -> Chunk {
     let len = buffer.len();
     Chunk { buffer, len }
 }

@@ -12,7 +12,7 @@ use crate::index::Place;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE, SharedBuffer};
 
 /// A read whose parts are on their way.
 struct Read {
@@ -47,7 +47,7 @@ struct Modification {
     kind: Kind,
     sector: u64,
     sectors: u32,
-    payload: Option<(Arc<Buffer>, u32)>,
+    payload: Option<(SharedBuffer, u32)>,
 }
 
 impl Port {
@@ -154,7 +154,7 @@ impl Port {
         // From the copy, never from memory that the guest can change.
         let crc = crc32c::crc32c(&data);
         let data = crate::mutant::changed_after_checksum(data);
-        let payload = Some((Arc::new(data), crc));
+        let payload = Some((data.share(), crc));
         self.modify(
             token,
             Modification {
@@ -289,7 +289,7 @@ impl Port {
                 Io::Read {
                     source,
                     offset,
-                    buffer: Buffer::zeroed(part),
+                    buffer: Buffer::for_overwrite(part),
                 },
             );
         }

@@ -85,7 +85,7 @@ impl<'a> Window<'a> {
             segment,
             size,
             start: 0,
-            buffer: Buffer::zeroed(size.min(1 << 20) as usize),
+            buffer: Buffer::for_overwrite(size.min(1 << 20) as usize),
             filled: 0,
         }
     }
@@ -97,7 +97,7 @@ impl<'a> Window<'a> {
             self.start = offset - offset % BLOCK as u64;
             let lead = (offset - self.start) as usize;
             if self.buffer.len() < lead + len {
-                self.buffer = Buffer::zeroed((lead + len).next_multiple_of(BLOCK));
+                self.buffer = Buffer::for_overwrite((lead + len).next_multiple_of(BLOCK));
             }
             self.filled = self.buffer.len().min((self.size - self.start) as usize);
             let read = self

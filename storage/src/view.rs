@@ -80,7 +80,7 @@ impl View {
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
         self.extents.pieces(first, end - first, &mut pieces);
-        let mut buffer = Buffer::zeroed(COPY_BYTES as usize);
+        let mut buffer = Buffer::for_overwrite(COPY_BYTES as usize);
         for piece in pieces {
             let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
             match piece.place {
@@ -110,7 +110,7 @@ impl View {
     /// Whether any byte at or behind `from` is not zero.
     pub(crate) fn holds_data_from(&self, from: u64) -> Result<bool> {
         let mut found = false;
-        let mut buffer = Buffer::zeroed(COPY_BYTES as usize);
+        let mut buffer = Buffer::for_overwrite(COPY_BYTES as usize);
         self.data(from..self.size.max(from), &mut |range, data| {
             let file = match data {
                 Data::Bytes(bytes) => {

@@ -209,7 +209,7 @@ impl Shared {
                 if len > MAX_REQUEST_BYTES {
                     return Err(Failure::TooLarge);
                 }
-                let mut data = Buffer::zeroed(len);
+                let mut data = Buffer::for_overwrite(len);
                 self.read(sector * SECTOR_SIZE, &mut data);
                 return Ok(Some(data));
             }

@@ -398,7 +398,8 @@ fn write<G: GuestMemory>(
     }
     let len = readable.len();
     let sectors = data_range(sector, len, rules)?;
-    let mut data = Buffer::zeroed(sectors as usize * SECTOR_SIZE as usize);
+    // `take` fills all of it or fails.
+    let mut data = Buffer::for_overwrite(sectors as usize * SECTOR_SIZE as usize);
     readable
         .take(memory, &mut data)
         .map_err(|NotAccessible| Status::IoError)?;

@@ -14,10 +14,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::Buffer;
 use crate::file::DataFile;
 use crate::segment::Segment;
 use crate::sync::Event;
+use crate::{Buffer, SharedBuffer};
 
 /// Which engine moves the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub enum EngineKind {
 /// A slice of a shared buffer, to be written.
 #[derive(Clone, Debug)]
 pub(crate) struct Chunk {
-    pub buffer: Arc<Buffer>,
+    pub buffer: SharedBuffer,
     pub len: usize,
 }
 
@@ -188,7 +188,7 @@ mod tests {
             let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {
-                buffer: Arc::new(Buffer::from(&vec![byte; len][..])),
+                buffer: Buffer::from(&vec![byte; len][..]).share(),
                 len,
             };
             let chunks = vec![chunk(1, 4096), chunk(2, 512), chunk(3, 3584)];
