@@ -3,39 +3,46 @@
 use std::io;
 
 use crate::engine::{Done, Engine, Io};
-use crate::log::{Group, Log, Mailbox, Waiter};
+use crate::group::Task;
+use crate::log::{Log, Mailbox, Waiter};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Event, Mutex};
+use crate::sync::{Arc, Event};
 use crate::{Completion, Failure};
 
-/// Engine id of the group in flight; every other id belongs to a read.
-const GROUP: u64 = u64::MAX;
+/// Engine ids from here on belong to tasks; those below to reads.
+const TASKS: u64 = 1 << 63;
 
 /// One thread's engine, mailbox and lead.
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
     engine: Box<dyn Engine>,
-    group: Option<Group>,
+    /// What this thread leads, by engine id.
+    tasks: Vec<(u64, Task)>,
+    next_task: u64,
+    /// A port's: it may bring waiters, and counts as one who may join a group.
+    client: bool,
     /// Set when going away: no new group is taken.
     resigned: bool,
 }
 
 impl Committer {
-    pub(crate) fn new(log: Arc<Log>) -> io::Result<Self> {
+    pub(crate) fn new(log: Arc<Log>, client: bool) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
-        let mailbox = Arc::new(Mailbox {
-            completions: Mutex::default(),
-            event,
-        });
-        log.lock().ports.push(Arc::downgrade(&mailbox));
+        let mailbox = Arc::new(Mailbox::new(event));
+        let mut state = log.lock();
+        state.ports.push(Arc::downgrade(&mailbox));
+        state.open_ports += usize::from(client);
+        drop(state);
         Ok(Self {
             log,
             mailbox,
             engine,
-            group: None,
+            tasks: Vec::new(),
+            next_task: TASKS,
+            client,
             resigned: false,
         })
     }
@@ -56,7 +63,7 @@ impl Committer {
         if covered && (self.log.most_served > 1 || state.tail.is_none()) {
             return Ok(true);
         }
-        state.waiters.push(Waiter {
+        state.join(Waiter {
             lsn,
             token,
             mailbox: self.mailbox.clone(),
@@ -66,9 +73,13 @@ impl Committer {
 
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
-        if self.group.is_none() && !self.resigned {
-            let led = self.log.lead(&mut self.log.lock());
-            self.run(led);
+        while !self.resigned {
+            let Some((io, task)) = self.log.lead(&mut self.log.lock()) else {
+                break;
+            };
+            self.tasks.push((self.next_task, task));
+            self.engine.submit(self.next_task, io);
+            self.next_task += 1;
         }
         self.engine.enter();
     }
@@ -78,13 +89,6 @@ impl Committer {
         self.engine.submit(id, io);
     }
 
-    fn run(&mut self, led: Option<(Io, Group)>) {
-        if let Some((io, group)) = led {
-            self.group = Some(group);
-            self.engine.submit(GROUP, io);
-        }
-    }
-
     /// Ends what has ended: groups here, reads are left in `reads`, completions in `done`.
     pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
         // Cleared first: what is signalled from here on is seen by the next call.
@@ -92,13 +96,16 @@ impl Committer {
         let mut ended = Vec::new();
         self.engine.poll(&mut ended);
         for end in ended {
-            if end.id != GROUP {
+            if end.id < TASKS {
                 reads.push(end);
-            } else if let Some(group) = self.group.take() {
-                let next = self
-                    .log
-                    .end_group(group, end.result.map(drop), !self.resigned);
-                self.run(next);
+                continue;
+            }
+            let task = self.tasks.iter().position(|(id, _)| *id == end.id);
+            // None: a wait that was given up.
+            let Some(task) = task else { continue };
+            match self.tasks.swap_remove(task).1 {
+                Task::Group(group) => self.log.end_group(group, end.result.map(drop)),
+                Task::Wait(number) => self.log.lock().gather.over(number),
             }
         }
         self.start();
@@ -126,11 +133,24 @@ impl Committer {
         done.swap_remove(0).result.map(drop)
     }
 
-    /// Ends the group in flight and takes no more, leaving those who still wait to another leader.
+    /// Lets the wait that this thread keeps the time of, if any, be begun anew by another.
+    fn abandon_wait(&mut self) {
+        let mut state = self.log.lock();
+        self.tasks.retain(|(_, task)| match task {
+            Task::Wait(number) => {
+                state.gather.abandon(*number);
+                false
+            }
+            Task::Group(_) => true,
+        });
+    }
+
+    /// Ends the groups in flight and takes no more, leaving those who still wait to another leader.
     fn resign(&mut self) {
         self.resigned = true;
         let (mut reads, mut done) = (Vec::new(), Vec::new());
-        while self.group.is_some() {
+        self.abandon_wait();
+        while !self.tasks.is_empty() {
             self.sleep();
             self.poll(&mut reads, &mut done);
         }
@@ -140,10 +160,12 @@ impl Committer {
 
 impl Drop for Committer {
     fn drop(&mut self) {
-        self.log
-            .lock()
-            .waiters
-            .retain(|waiter| !Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
+        let mut state = self.log.lock();
+        let mine = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox);
+        let gone: Vec<Waiter> = state.waiters.extract_if(.., mine).collect();
+        gone.iter().for_each(|waiter| state.leave(waiter));
+        state.open_ports -= usize::from(self.client);
+        drop(state);
         self.resign();
     }
 }

@@ -27,6 +27,10 @@ pub(crate) enum Mutant {
     IndexSkipsDiscard,
     /// Only the newest of the segments that need it is synced.
     SyncLastSegmentOnly,
+    /// A batch is synced alone while something before it is not.
+    SyncOwnWrite,
+    /// A sync is taken to cover what was still being written when it began.
+    SyncCoversWriting,
     /// Recovery leaves out the last batch.
     RecoveryStopsEarly,
     /// Recovery takes freed segments for part of the log.

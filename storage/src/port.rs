@@ -54,7 +54,7 @@ impl Port {
     pub(crate) fn new(disk: &Disk) -> io::Result<Self> {
         Ok(Self {
             disk: disk.state.clone(),
-            committer: Committer::new(disk.log.clone())?,
+            committer: Committer::new(disk.log.clone(), true)?,
             done: Vec::new(),
             parked: VecDeque::new(),
             reads: HashMap::new(),

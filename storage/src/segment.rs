@@ -118,9 +118,6 @@ impl Medium for Directory {
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.sync_latency.is_zero() {
-            true => engine::create(self.engine, event),
-            false => engine::create_slow(self.sync_latency, event),
-        }
+        engine::create(self.engine, self.sync_latency, event)
     }
 }

@@ -17,6 +17,7 @@ use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, DiskEntry, Kind};
+use crate::gather::{CommitWait, Gather};
 use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{KeeperState, Live, Log, State};
@@ -41,8 +42,9 @@ pub struct StoreOptions {
     /// Whether one sync serves every FLUSH that waits for it. Off, each FLUSH costs a sync of its own, as
     /// without group commit: for comparison only. Default on.
     pub group_commit: bool,
-    /// Added to the time of each sync of the log, to measure what a slower medium would do: with it above zero the
-    /// blocking engine runs the log, and its thread sleeps that long after each `fdatasync`. Default zero.
+    /// How long a commit group may wait for more to join it. Default: adaptive.
+    pub commit_wait: CommitWait,
+    /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
     pub sync_latency: Duration,
 }
 
@@ -53,6 +55,7 @@ impl Default for StoreOptions {
             max_segments: 16,
             engine: EngineKind::Auto,
             group_commit: true,
+            commit_wait: CommitWait::default(),
             sync_latency: Duration::ZERO,
         }
     }
@@ -286,13 +289,7 @@ impl Store {
             states.push(Arc::new(base.attach(&mut control, log_dir)?));
         }
         let attached = states.len();
-        let (log, keeper) = assemble(
-            Box::new(medium),
-            log_dir,
-            control,
-            &mut states,
-            options.group_commit,
-        )?;
+        let (log, keeper) = assemble(Box::new(medium), log_dir, control, &mut states, options)?;
         let disks = states[..attached]
             .iter()
             .map(|state| Disk {
@@ -364,7 +361,7 @@ pub(crate) fn assemble(
     log_dir: &Path,
     mut control: ControlFile,
     states: &mut Vec<Arc<DiskState>>,
-    group_commit: bool,
+    options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     let scan = recover(medium.as_ref(), log_dir, &mut control, states)?;
     for state in states.iter() {
@@ -372,7 +369,7 @@ pub(crate) fn assemble(
         marked.map_err(|error| Error::io("mark", &state.path, error))?;
     }
     let recovered = (scan.records > 0).then_some(scan.last_lsn);
-    let log = Arc::new(new_log(log_dir, &control, medium, scan, group_commit));
+    let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
     let keeper = Keeper::new(log.clone(), states.clone(), control, recovered)?;
     Ok((log, keeper))
 }
@@ -540,7 +537,7 @@ fn new_log(
     control: &ControlFile,
     medium: Box<dyn Medium>,
     scan: Scan,
-    group_commit: bool,
+    options: &StoreOptions,
 ) -> Log {
     let header = &control.control.header;
     let void = scan.void.into_iter();
@@ -562,8 +559,13 @@ fn new_log(
         next_sequence: scan.max_sequence + 1,
         pending: Default::default(),
         pending_bytes: 0,
+        queued_bytes: 0,
         waiters: Vec::new(),
-        busy: false,
+        waiting_ports: 0,
+        open_ports: 0,
+        writing: Default::default(),
+        syncing: false,
+        gather: Gather::new(options.commit_wait),
         tail: None,
         keeper: KeeperState {
             checkpoint: live.len() * 2 >= header.max_segments.get() as usize,
@@ -582,7 +584,7 @@ fn new_log(
         segment_size: header.segment_size.get(),
         max_segments: header.max_segments.get(),
         medium,
-        most_served: if group_commit { usize::MAX } else { 1 },
+        most_served: if options.group_commit { usize::MAX } else { 1 },
         durable: AtomicU64::new(scan.last_lsn),
         written: AtomicU64::new(scan.last_lsn),
         poisoned: AtomicBool::new(false),

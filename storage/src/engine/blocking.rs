@@ -1,11 +1,11 @@
 //! The engine for kernels without io_uring: appends on one thread, reads in the caller's.
 
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Done, Engine, Io, read_exact, write_chunks};
 use crate::sync::Event;
-use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 
 /// See the module's documentation.
@@ -25,10 +25,33 @@ impl Blocking {
         let thread = thread::Builder::new()
             .name("log-sync".into())
             .spawn(move || {
-                for (id, io) in todo {
-                    let done = Done {
-                        id,
-                        result: run(io, sync_latency),
+                // Waits that have begun: when each is over, and its id.
+                let mut waits: Vec<(Instant, u64)> = Vec::new();
+                loop {
+                    let next = waits.iter().min().copied();
+                    let job = match next {
+                        None => todo.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                        Some((over, _)) => {
+                            todo.recv_timeout(over.saturating_duration_since(Instant::now()))
+                        }
+                    };
+                    let done = match (job, next) {
+                        (Ok((id, Io::Wait(time))), _) => {
+                            waits.push((Instant::now() + time, id));
+                            continue;
+                        }
+                        (Ok((id, io)), _) => Done {
+                            id,
+                            result: run(io, sync_latency),
+                        },
+                        (Err(RecvTimeoutError::Timeout), Some(wait)) => {
+                            waits.retain(|other| *other != wait);
+                            Done {
+                                id: wait.1,
+                                result: Ok(None),
+                            }
+                        }
+                        (Err(_), _) => return,
                     };
                     // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
                     let _ = report.send(done);
@@ -53,12 +76,8 @@ fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
             sync,
         } => {
             write_chunks(segment.file.as_ref(), offset, &chunks, 0)?;
-            for segment in sync {
-                segment.file.sync_data()?;
-                if !sync_latency.is_zero() {
-                    thread::sleep(sync_latency);
-                }
-            }
+            sync.carry_out(&segment)?;
+            thread::sleep(sync_latency * sync.count());
             Ok(None)
         }
         Io::Read {
@@ -66,6 +85,7 @@ fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
             offset,
             buffer,
         } => read_exact(&source, offset, buffer).map(Some),
+        Io::Wait(_) => Ok(None),
     }
 }
 

@@ -10,8 +10,8 @@
 mod blocking;
 mod uring;
 
+use crate::sync::Arc;
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::file::DataFile;
@@ -57,13 +57,12 @@ impl Source {
 /// One operation.
 #[derive(Debug)]
 pub(crate) enum Io {
-    /// Write `chunks` at `offset` of the first segment (nothing if there are no chunks), then fdatasync each
-    /// segment in `sync`.
+    /// Write `chunks` at `offset` of the segment (nothing if there are no chunks), then sync.
     Append {
         segment: Arc<Segment>,
         offset: u64,
         chunks: Vec<Chunk>,
-        sync: Vec<Arc<Segment>>,
+        sync: SyncScope,
     },
     /// Fill `buffer` from `offset`.
     Read {
@@ -71,6 +70,47 @@ pub(crate) enum Io {
         offset: u64,
         buffer: Buffer,
     },
+    /// End after this time.
+    Wait(Duration),
+}
+
+/// What an append makes durable.
+#[derive(Debug)]
+pub(crate) enum SyncScope {
+    /// Nothing yet.
+    None,
+    /// What it writes itself, and not necessarily what was written before: a write with `RWF_DSYNC`, which a medium
+    /// with FUA takes as one command.
+    Write,
+    /// All that was written to these segments, by an fdatasync of each.
+    Segments(Vec<Arc<Segment>>),
+}
+
+impl SyncScope {
+    fn segments(&self) -> &[Arc<Segment>] {
+        match self {
+            Self::None | Self::Write => &[],
+            Self::Segments(segments) => segments,
+        }
+    }
+
+    /// Device syncs that it takes.
+    fn count(&self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Write => 1,
+            Self::Segments(segments) => segments.len() as u32,
+        }
+    }
+
+    /// Ends an append by plain calls: syncs `written`, of which the last bytes were just written, or all it names.
+    fn carry_out(&self, written: &Segment) -> io::Result<()> {
+        match self {
+            Self::None => Ok(()),
+            Self::Write => written.file.sync_data(),
+            Self::Segments(segments) => segments.iter().try_for_each(|s| s.file.sync_data()),
+        }
+    }
 }
 
 /// The end of an operation.
@@ -106,18 +146,18 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     }
 }
 
-/// Makes an engine of a probed kind that signals `event`.
-pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
+/// Makes an engine of a probed kind that signals `event`, and whose syncs take `sync_latency` longer.
+pub(crate) fn create(
+    kind: EngineKind,
+    sync_latency: Duration,
+    event: &Event,
+) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => create_slow(Duration::ZERO, event)?,
-        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
+        EngineKind::Blocking => {
+            Box::new(blocking::Blocking::new(event.try_clone()?, sync_latency)?)
+        }
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event, sync_latency)?),
     })
-}
-
-/// Makes a blocking engine whose syncs take `sync_latency` longer.
-pub(crate) fn create_slow(sync_latency: Duration, event: &Event) -> io::Result<Box<dyn Engine>> {
-    let engine = blocking::Blocking::new(event.try_clone()?, sync_latency)?;
-    Ok(Box::new(engine))
 }
 
 /// Reads exactly `buffer.len()` bytes.
@@ -186,13 +226,13 @@ mod tests {
             };
             let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
             let event = Event::new().unwrap();
-            let mut engine = create(kind, &event).unwrap();
+            let mut engine = create(kind, Duration::ZERO, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {
                 buffer: Buffer::from(&vec![byte; len][..]).share(),
                 len,
             };
             let chunks = vec![chunk(1, 4096), chunk(2, 512), chunk(3, 3584)];
-            let sync = vec![segment.clone()];
+            let sync = SyncScope::Write;
             engine.submit(
                 7,
                 Io::Append {
@@ -241,7 +281,7 @@ mod tests {
                     segment: segment.clone(),
                     offset: 0,
                     chunks: vec![],
-                    sync: vec![segment.clone()],
+                    sync: SyncScope::Segments(vec![segment.clone()]),
                 },
             );
             for i in 0..300 {

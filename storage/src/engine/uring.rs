@@ -3,10 +3,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
-use super::{Done, Engine, Io, write_chunks};
+use super::{Done, Engine, Io, SyncScope, write_chunks};
 use crate::sync::Event;
 
 /// Submission entries; the kernel gives twice as many completion entries.
@@ -23,6 +24,7 @@ pub(super) fn probe() -> io::Result<()> {
         opcode::Writev::CODE,
         opcode::Fsync::CODE,
         opcode::Read::CODE,
+        opcode::Timeout::CODE,
     ];
     match needed.iter().all(|&code| probe.is_supported(code)) {
         true => Ok(()),
@@ -40,6 +42,8 @@ struct InFlight {
     io: Io,
     /// What `Writev` points at. Never touched while in flight.
     _slices: Vec<libc::iovec>,
+    /// What `Timeout` points at.
+    _time: Option<Box<types::Timespec>>,
     /// Completions still to come, and the first error among those that came.
     open: usize,
     failed: Option<io::Error>,
@@ -60,13 +64,16 @@ pub(super) struct Uring {
     next: u64,
     /// Entries submitted and not completed.
     open: usize,
+    /// What the injected latency's `Timeout` points at.
+    sync_latency: Option<Box<types::Timespec>>,
 }
 
 const MOVE: u64 = 0;
 const SYNC: u64 = 1;
 
 impl Uring {
-    pub(super) fn new(event: &Event) -> io::Result<Self> {
+    /// Each sync takes `sync_latency` longer than the medium needs.
+    pub(super) fn new(event: &Event, sync_latency: Duration) -> io::Result<Self> {
         let ring = IoUring::new(ENTRIES)?;
         ring.submitter().register_eventfd(event.fd().as_raw_fd())?;
         Ok(Self {
@@ -76,6 +83,7 @@ impl Uring {
             done: Vec::new(),
             next: 0,
             open: 0,
+            sync_latency: (!sync_latency.is_zero()).then(|| Box::new(sync_latency.into())),
         })
     }
 
@@ -108,7 +116,7 @@ impl Uring {
             ..
         } = operation;
         let result = match (io, failed) {
-            (Io::Read { .. }, Some(error)) | (Io::Append { .. }, Some(error)) => Err(error),
+            (_, Some(error)) => Err(error),
             (
                 Io::Read {
                     source,
@@ -121,7 +129,7 @@ impl Uring {
                 // Short: the end of the file, or an interruption. The plain call tells which.
                 false => super::read_exact(&source, offset, buffer).map(Some),
             },
-            (Io::Append { .. }, None) => Ok(None),
+            (Io::Append { .. } | Io::Wait(_), None) => Ok(None),
         };
         self.done.push(Done { id, result });
     }
@@ -133,7 +141,8 @@ impl Uring {
             return;
         };
         operation.open -= 1;
-        if result >= 0 {
+        // A timeout that ran its time says ETIME.
+        if result >= 0 || result == -libc::ETIME {
             if stage == MOVE {
                 operation.moved = result as usize;
             }
@@ -166,7 +175,7 @@ impl Uring {
                 // A short write is no error, but it broke the link to the sync: end both here. Rare.
                 operation.failed =
                     write_chunks(segment.file.as_ref(), *offset, chunks, operation.moved)
-                        .and_then(|()| sync.iter().try_for_each(|segment| segment.file.sync_data()))
+                        .and_then(|()| sync.carry_out(segment))
                         .err();
             }
         }
@@ -180,6 +189,7 @@ impl Engine for Uring {
         self.next += 1;
         let mut slices = Vec::new();
         let mut entries = Vec::new();
+        let mut time = None;
         let io = match io {
             Io::Read {
                 source,
@@ -208,17 +218,27 @@ impl Engine for Uring {
                         iov_len: chunk.len,
                     }));
                     let fd = types::Fd(segment.file.raw_fd());
+                    let flags = match sync {
+                        SyncScope::Write => libc::RWF_DSYNC,
+                        SyncScope::None | SyncScope::Segments(_) => 0,
+                    };
                     let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
-                        .offset(offset);
+                        .offset(offset)
+                        .rw_flags(flags);
                     entries.push(write.build().user_data(key << 1 | MOVE));
                 }
-                entries.extend(sync.iter().map(|segment| {
+                entries.extend(sync.segments().iter().map(|segment| {
                     let fsync = opcode::Fsync::new(types::Fd(segment.file.raw_fd()));
                     fsync
                         .flags(types::FsyncFlags::DATASYNC)
                         .build()
                         .user_data(key << 1 | SYNC)
                 }));
+                if let Some(latency) = &self.sync_latency {
+                    let late = opcode::Timeout::new(&**latency).build();
+                    let late = late.user_data(key << 1 | SYNC);
+                    entries.extend((0..sync.count()).map(|_| late.clone()));
+                }
                 let last = entries.len().saturating_sub(1);
                 for entry in &mut entries[..last] {
                     *entry = entry.clone().flags(squeue::Flags::IO_LINK);
@@ -230,10 +250,17 @@ impl Engine for Uring {
                     sync,
                 }
             }
+            Io::Wait(duration) => {
+                let time = time.insert(Box::new(types::Timespec::from(duration)));
+                let timeout = opcode::Timeout::new(&**time).build();
+                entries.push(timeout.user_data(key << 1 | SYNC));
+                io
+            }
         };
         let operation = InFlight {
             id,
             io,
+            _time: time,
             _slices: slices,
             open: entries.len(),
             failed: None,

@@ -14,7 +14,7 @@ use crate::keeper::{ControlFile, Keeper};
 use crate::store::assemble;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock};
-use crate::{Buffer, Failure, Operation, Port};
+use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions};
 
 /// Bytes of a segment.
 pub(super) const SEGMENT: u64 = 64 << 10;
@@ -79,8 +79,13 @@ impl Fixture {
         }
     }
 
-    /// Recovers the log; `through`: in writethrough mode.
-    pub(super) fn open(&self, through: bool) -> crate::Result<Running> {
+    /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: that looks at the clock, and
+    /// a seed would not give the same run again.
+    pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
+        let options = StoreOptions {
+            commit_wait,
+            ..StoreOptions::default()
+        };
         let control = read_control(self.medium.file("control"), "control".into())?;
         let mut states: Vec<_> = (0..self.disks)
             .map(|disk| {
@@ -99,7 +104,7 @@ impl Fixture {
             })
             .collect();
         let medium = Box::new(self.medium.clone());
-        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states, true)?;
+        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states, &options)?;
         let disks = states
             .into_iter()
             .map(|state| Disk {

@@ -1,6 +1,7 @@
 //! One random history: what is done, and when power is lost.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use super::fixture::{Fixture, Running, SEGMENT, filled};
 use super::medium::{Random, World};
@@ -8,7 +9,7 @@ use super::oracle::{Broken, Oracle};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
 use crate::segment::Medium;
-use crate::{Completion, Operation, Port};
+use crate::{CommitWait, Completion, Operation, Port};
 
 /// Sectors of each disk.
 const SECTORS: u64 = 96;
@@ -85,9 +86,16 @@ impl History {
     /// Opens, works, and loses power or closes; then opens again and judges.
     fn incarnation(&mut self) -> Result<(), Broken> {
         let through = self.random.one_in(4);
+        let wait = match self.random.one_in(3) {
+            true => CommitWait {
+                longest: Some(Duration::from_micros(1)),
+                count: Some(2 + self.random.below(3) as u32),
+            },
+            false => CommitWait::NONE,
+        };
         let mut running = self
             .fixture
-            .open(through)
+            .open(through, wait)
             .map_err(|error| format!("opening a good log failed: {error}"))?;
         let crash = !self.random.one_in(5);
         if crash {
@@ -119,7 +127,7 @@ impl History {
         for _ in 0..self.random.below(3) {
             let ticks = self.random.below(6);
             self.fixture.medium.lock().ticks = Some(ticks);
-            let opened = self.fixture.open(false);
+            let opened = self.fixture.open(false, CommitWait::NONE);
             if opened.is_err() && !self.fixture.medium.lock().crashed {
                 return Err(format!(
                     "recovery failed: {}",
@@ -140,14 +148,14 @@ impl History {
     pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
         let mut running = self
             .fixture
-            .open(false)
+            .open(false, CommitWait::NONE)
             .map_err(|error| error.to_string())?;
         self.work(&mut running)?;
         drop(running);
         for _ in 0..1 + self.random.below(3) {
             self.fixture.medium.lock().damage();
         }
-        match self.fixture.open(false) {
+        match self.fixture.open(false, CommitWait::NONE) {
             Ok(running) => {
                 self.oracle.forgive();
                 let found = running
@@ -171,7 +179,7 @@ impl History {
     fn judge(&mut self) -> Result<(), Broken> {
         let running = self
             .fixture
-            .open(false)
+            .open(false, CommitWait::NONE)
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
         self.check_numbers(running.disks[0].log.lock().next_lsn)?;
         let found = running
@@ -256,7 +264,7 @@ impl History {
                 }
                 // The keeper's turn: segments, and a checkpoint when one is due or by chance. It blocks until what
                 // it waits for is durable: with one thread it has to lead that group itself.
-                7 if pause == 0 && !running.disks[0].log.lock().busy => {
+                7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
                     let forced = self.random.one_in(4);
                     if running.keeper.step(forced).is_err() {
                         // It tries again a second later: much may be written until then.

@@ -4,11 +4,12 @@
 //! tear at every sector boundary and writes can be reordered, as on a disk with a cache.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use crate::Buffer;
-use crate::engine::{Chunk, Done, Engine, Io, Source};
+use crate::engine::{Chunk, Done, Engine, Io, Source, SyncScope};
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
@@ -130,7 +131,8 @@ impl World {
         self.tick()
     }
 
-    fn sync(&mut self, file: usize) -> io::Result<()> {
+    /// Makes what stands in this range durable, or all of the file.
+    fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
         self.tick()?;
         let counts = !self.fail_control || self.files[file].name == "control";
         if let Some(count) = self.fail_sync.as_mut().filter(|_| counts) {
@@ -142,8 +144,9 @@ impl World {
             *count -= 1;
         }
         let state = &mut self.files[file];
-        state.durable.copy_from_slice(&state.current);
-        state.cached.clear();
+        let range = range.unwrap_or(0..state.current.len());
+        state.durable[range.clone()].copy_from_slice(&state.current[range.clone()]);
+        state.cached.retain(|(offset, _)| !range.contains(offset));
         Ok(())
     }
 
@@ -220,17 +223,24 @@ impl Simulated {
         self.world.lock().expect("world lock")
     }
 
+    fn index(&self, name: &str) -> usize {
+        let world = self.lock();
+        let index = world.files.iter().position(|file| file.name == name);
+        index.expect("a file of that name")
+    }
+
     pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
-        let index = self
-            .lock()
-            .files
-            .iter()
-            .position(|file| file.name == name)
-            .expect("a file of that name");
         Box::new(SimulatedFile {
             medium: self.clone(),
-            index,
+            index: self.index(name),
         })
+    }
+
+    /// As a write with `RWF_DSYNC` ends on a medium with FUA.
+    fn sync_range(&self, segment: &Segment, offset: u64, len: usize) -> io::Result<Option<Buffer>> {
+        let file = self.index(segment.path.to_str().expect("a simulated name"));
+        let range = offset as usize..offset as usize + len;
+        self.lock().sync(file, Some(range)).map(|()| None)
     }
 }
 
@@ -271,7 +281,7 @@ impl DataFile for SimulatedFile {
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.medium.lock().sync(self.index)
+        self.medium.lock().sync(self.index, None)
     }
 
     fn len(&self) -> io::Result<u64> {
@@ -335,12 +345,19 @@ impl Medium for Simulated {
     }
 }
 
-/// Writes reach the cache when submitted, syncs happen at some later poll, operations end in any order.
+/// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
 struct SimulatedEngine {
     medium: Simulated,
     event: Event,
-    queued: Vec<(u64, Io)>,
+    queued: Vec<Queued>,
     failed: Vec<Done>,
+}
+
+struct Queued {
+    id: u64,
+    io: Io,
+    /// An append's bytes are in the cache.
+    written: bool,
 }
 
 fn concat(chunks: &[Chunk]) -> Vec<u8> {
@@ -350,17 +367,69 @@ fn concat(chunks: &[Chunk]) -> Vec<u8> {
         .collect()
 }
 
-impl Engine for SimulatedEngine {
-    fn submit(&mut self, id: u64, io: Io) {
-        self.event.signal();
+impl Queued {
+    /// Puts an append's bytes into the cache.
+    fn write(&mut self) -> io::Result<()> {
         if let Io::Append {
             segment,
             offset,
             chunks,
             ..
-        } = &io
+        } = &self.io
             && !chunks.is_empty()
-            && let Err(error) = segment.file.write_all_at(&concat(chunks), *offset)
+        {
+            segment.file.write_all_at(&concat(chunks), *offset)?;
+        }
+        self.written = true;
+        Ok(())
+    }
+}
+
+impl SimulatedEngine {
+    /// What is left of an operation once its bytes are written.
+    fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
+        match io {
+            Io::Append {
+                segment,
+                offset,
+                chunks,
+                sync,
+            } => match sync {
+                SyncScope::None => Ok(None),
+                SyncScope::Write => self
+                    .medium
+                    .sync_range(&segment, offset, concat(&chunks).len()),
+                SyncScope::Segments(segments) => segments
+                    .iter()
+                    .try_for_each(|segment| segment.file.sync_data())
+                    .map(|()| None),
+            },
+            Io::Read {
+                source,
+                offset,
+                mut buffer,
+            } => {
+                let read = match &source {
+                    Source::Base(file) => file.read_exact_at(&mut buffer, offset),
+                    Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
+                };
+                read.map(|()| -> Option<Buffer> { Some(buffer) })
+            }
+            Io::Wait(_) => Ok(None),
+        }
+    }
+}
+
+impl Engine for SimulatedEngine {
+    fn submit(&mut self, id: u64, io: Io) {
+        self.event.signal();
+        let mut queued = Queued {
+            id,
+            io,
+            written: false,
+        };
+        if self.medium.lock().random.one_in(2)
+            && let Err(error) = queued.write()
         {
             self.failed.push(Done {
                 id,
@@ -368,7 +437,7 @@ impl Engine for SimulatedEngine {
             });
             return;
         }
-        self.queued.push((id, io));
+        self.queued.push(queued);
     }
 
     fn enter(&mut self) {}
@@ -386,24 +455,20 @@ impl Engine for SimulatedEngine {
                 .collect::<Vec<_>>()
         };
         for index in end {
-            let (id, io) = self.queued.swap_remove(index);
-            let result = match io {
-                Io::Append { sync, .. } => sync
-                    .iter()
-                    .try_for_each(|segment| segment.file.sync_data())
-                    .map(|()| None),
-                Io::Read {
-                    source,
-                    offset,
-                    mut buffer,
-                } => {
-                    let read = match &source {
-                        Source::Base(file) => file.read_exact_at(&mut buffer, offset),
-                        Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
-                    };
-                    read.map(|()| -> Option<Buffer> { Some(buffer) })
+            let mut queued = self.queued.swap_remove(index);
+            let id = queued.id;
+            if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {
+                let ended = matches!(sync, SyncScope::None);
+                match queued.write() {
+                    Ok(()) if !ended => self.queued.push(queued),
+                    result => done.push(Done {
+                        id,
+                        result: result.map(|()| None),
+                    }),
                 }
-            };
+                continue;
+            }
+            let result = self.end(queued.io);
             done.push(Done { id, result });
         }
         if !self.queued.is_empty() {

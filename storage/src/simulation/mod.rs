@@ -119,6 +119,8 @@ fn every_planted_fault_is_noticed() {
         Mutant::DropLastDescriptor,
         Mutant::IndexSkipsDiscard,
         Mutant::SyncLastSegmentOnly,
+        Mutant::SyncOwnWrite,
+        Mutant::SyncCoversWriting,
         Mutant::RecoveryStopsEarly,
         Mutant::RecoveryAcceptsStale,
         Mutant::RecoverySkipsChecksum,

@@ -1,0 +1,490 @@
+//! Forming batches and commit groups: who writes, who syncs, and what ends with them.
+//!
+//! ```text
+//!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
+//! ```
+//! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
+//! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
+//! operation.
+
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use zerocopy::little_endian::{U32, U64};
+
+use crate::engine::{Chunk, Io, SyncScope};
+use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
+use crate::gather::Verdict;
+use crate::log::{Live, Log, Record, State, Tail, Waiter, Writing, deliver, live_ports};
+use crate::mutant::{Mutant, planted};
+use crate::segment::Segment;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+use crate::{Buffer, SharedBuffer};
+
+/// Bytes of pending payload that are written without anyone waiting for them.
+const WRITE_BEHIND: usize = 1 << 20;
+/// Most batches being written at a time.
+const MOST_WRITING: usize = 4;
+/// Most segments written and not synced.
+const MOST_UNSYNCED: usize = 8;
+/// Most payload bytes of one batch, unless a single record is longer.
+const BATCH_BYTES: usize = 8 << 20;
+
+/// What a leader has in flight, and needs to end it.
+pub(crate) enum Task {
+    /// A batch, a sync, or both.
+    Group(Group),
+    /// The wait of this number, for more to join.
+    Wait(u64),
+}
+
+/// A batch being written, a sync, or both in one operation.
+pub(crate) struct Group {
+    batch: Option<Batch>,
+    sync: Option<Syncing>,
+}
+
+struct Batch {
+    records: Vec<Record>,
+    /// Byte offset of the first payload in the segment.
+    payload_at: u64,
+    segment: Arc<Segment>,
+    last_lsn: u64,
+    bytes: u64,
+}
+
+struct Syncing {
+    /// Durable up to here when it ends.
+    lsn: u64,
+    /// Device syncs that it takes.
+    count: usize,
+    began: Instant,
+}
+
+impl Log {
+    /// Takes the lead if there is work that nobody does: the operation to run, and what ends it. To be called again
+    /// until it gives nothing.
+    pub(crate) fn lead(&self, state: &mut State) -> Option<(Io, Task)> {
+        if self.poisoned.load(Ordering::Acquire) {
+            return None;
+        }
+        if !state.syncing && !state.waiters.is_empty() {
+            match self.gather(state) {
+                Verdict::Start => {
+                    if let Some(group) = self.serve(state) {
+                        return Some(group);
+                    }
+                }
+                Verdict::Wait(number, time) => return Some((Io::Wait(time), Task::Wait(number))),
+                Verdict::Hold => {}
+            }
+        }
+        if !state.syncing && state.unsynced.len() >= MOST_UNSYNCED {
+            return Some(self.sync_only(state));
+        }
+        let behind = WRITE_BEHIND.min(self.segment_size as usize / 8);
+        if state.queued_bytes >= behind {
+            return self.batch(state, false);
+        }
+        None
+    }
+
+    /// Whether a group starts now, for those who wait.
+    fn gather(&self, state: &mut State) -> Verdict {
+        // Without group commit nobody is waited for, and a checkpoint waits for nobody.
+        if self.most_served == 1 || state.keeper.draining {
+            state.gather.interrupt();
+            return Verdict::Start;
+        }
+        let complete = state.waiting_ports >= state.open_ports;
+        state.gather.ask(state.waiters.len(), complete)
+    }
+
+    /// The next step towards a sync for those who wait. `None` if it is not this thread's: what they wait for is
+    /// being written, or has no room.
+    fn serve(&self, state: &mut State) -> Option<(Io, Task)> {
+        let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
+        if state.writing.is_empty() {
+            if state.pending.is_empty() {
+                return Some(self.sync_only(state));
+            }
+            if let Some(group) = self.batch(state, true) {
+                return Some(group);
+            }
+        }
+        // Something is being written, or has no room. Whoever waits only for what is written gets the sync.
+        let (mut ready, mut wanted) = (false, false);
+        self.next_served(state).for_each(|waiter| {
+            ready |= waiter.lsn <= written;
+            wanted |= waiter.lsn > batched;
+        });
+        match () {
+            () if ready => Some(self.sync_only(state)),
+            () if wanted => self.batch(state, false),
+            () => None,
+        }
+    }
+
+    /// How many pending records make the next batch, and the bytes of its header and padded payloads.
+    fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
+        let mut count = 0;
+        let mut payload = 0;
+        // Without group commit only what this FLUSH has to wait for is written with it.
+        let last = match state.waiters.first() {
+            Some(first) if self.most_served == 1 => first.lsn,
+            _ => u64::MAX,
+        };
+        let records = state.pending.iter().take_while(|record| record.lsn <= last);
+        for record in records.take(format::MAX_DESCRIPTORS) {
+            let more = payload + record.payload_len();
+            if count > 0 && more > BATCH_BYTES.min(self.segment_size as usize / 4) {
+                break;
+            }
+            payload = more;
+            count += 1;
+        }
+        (
+            count,
+            format::batch_header_len(count),
+            payload.next_multiple_of(format::BLOCK),
+        )
+    }
+
+    /// Sees to it that the tail has room for `bytes`, taking a free segment into use if it must.
+    fn make_room(&self, state: &mut State, bytes: u64) -> bool {
+        if state
+            .tail
+            .as_ref()
+            .is_some_and(|tail| tail.offset + bytes <= self.segment_size)
+        {
+            return true;
+        }
+        // The last segment of the ring is the keeper's: with it a checkpoint can always make what is pending
+        // durable, however full the ring, and so free the others.
+        let left = state.free.len() as u32 + (self.max_segments - state.keeper.files);
+        let allowed = left > 1 || state.keeper.draining;
+        let Some(segment) = allowed.then(|| state.free.pop()).flatten() else {
+            state.starved = true;
+            state.keeper.checkpoint |= !allowed;
+            self.keeper_wanted.notify_one();
+            return false;
+        };
+        state.starved = false;
+        let previous = state.live.back();
+        let salt = match planted(Mutant::ReuseSalt) {
+            true => 7,
+            false => self.medium.salt(),
+        };
+        let header = SegmentHeader {
+            magic: format::SEGMENT_MAGIC,
+            version: U32::new(format::VERSION),
+            crc: U32::new(0),
+            log: self.uuid,
+            sequence: U64::new(state.next_sequence),
+            previous_sequence: U64::new(previous.map_or(0, |live| live.sequence)),
+            previous_lsn: U64::new(state.batched),
+            salt: U64::new(salt),
+        };
+        let mut block = Buffer::zeroed(format::BLOCK);
+        let previous_crc = header.encode(&mut block);
+        state.live.push_back(Live {
+            segment: segment.clone(),
+            sequence: state.next_sequence,
+            last_lsn: state.batched,
+        });
+        state.next_sequence += 1;
+        state.tail = Some(Tail {
+            segment,
+            salt,
+            offset: 0,
+            previous_crc,
+            header: Some(block),
+        });
+        // The next segment is made ready, and half a ring is checkpointed, before anyone has to wait.
+        let (live, max) = (state.live.len(), self.max_segments as usize);
+        if state.free.is_empty() || live * 2 >= max {
+            state.keeper.checkpoint |= live * 2 >= max;
+            self.keeper_wanted.notify_one();
+        }
+        true
+    }
+
+    /// Makes a batch of what is pending. `synced`: its group's sync follows it in the same operation if somebody
+    /// waits for one of its records; nothing else is being written then. `None` if nothing is pending, too much is
+    /// being written already, or there is no room.
+    fn batch(&self, state: &mut State, synced: bool) -> Option<(Io, Task)> {
+        let (count, header_len, payload_len) = self.batch_extent(state);
+        if count == 0
+            || state.writing.len() >= MOST_WRITING
+            || !self.make_room(state, (header_len + payload_len) as u64)
+        {
+            return None;
+        }
+        let records: Vec<Record> = state.pending.drain(..count).collect();
+        let first_lsn = records[0].lsn;
+        let last_lsn = first_lsn + count as u64 - 1;
+        let mut descriptors: Vec<Descriptor> = records
+            .iter()
+            .map(|record| Descriptor {
+                disk_id: U32::new(record.disk.id),
+                kind: U32::new(record.kind as u32),
+                sector: U64::new(record.sector),
+                sectors: U32::new(record.sectors),
+                payload_crc: U32::new(record.payload.as_ref().map_or(0, |(_, crc)| *crc)),
+            })
+            .collect();
+        let synced = synced && self.next_served(state).any(|waiter| waiter.lsn <= last_lsn);
+        let (sequence, cid) = (
+            state.live.back().map_or(0, |live| live.sequence),
+            state.next_cid,
+        );
+        state.next_cid += u64::from(synced);
+        let tail = state.tail.as_mut().expect("make_room gave one");
+        let payload_bytes: usize = records.iter().map(Record::payload_len).sum();
+        state.queued_bytes -= records.iter().map(Record::pending_bytes).sum::<usize>();
+        let mut header = BatchHeader {
+            magic: format::BATCH_MAGIC,
+            version: U32::new(format::VERSION),
+            crc: U32::new(0),
+            log: self.uuid,
+            sequence: U64::new(sequence),
+            salt: U64::new(tail.salt),
+            cid: U64::new(cid),
+            first_lsn: U64::new(first_lsn),
+            durable_lsn: U64::new(self.durable.load(Ordering::Acquire)),
+            unix_us: U64::new(
+                SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .map_or(0, |t| t.as_micros() as u64),
+            ),
+            previous_crc: U32::new(tail.previous_crc),
+            descriptor_count: U32::new(count as u32),
+            payload_bytes: U64::new(payload_bytes as u64),
+        };
+        let mut head = Buffer::zeroed(header_len);
+        if planted(Mutant::DropLastDescriptor) && count > 1 {
+            let lost = descriptors
+                .pop()
+                .map_or(0, |descriptor| descriptor.payload_len());
+            header.descriptor_count = U32::new(count as u32 - 1);
+            header.payload_bytes = U64::new(payload_bytes as u64 - lost);
+        }
+        tail.previous_crc = header.encode(&descriptors, &mut head);
+        let offset = tail.offset;
+        let mut chunks = Vec::with_capacity(count + 3);
+        let mut header_at = offset;
+        if let Some(block) = tail.header.take() {
+            header_at += block.len() as u64;
+            chunks.push(chunk(block.share()));
+        }
+        chunks.push(chunk(head.share()));
+        chunks.extend(
+            records
+                .iter()
+                .filter_map(|r| r.payload.as_ref())
+                .map(|(payload, _)| chunk(payload.clone())),
+        );
+        if payload_len > payload_bytes {
+            chunks.push(chunk(Buffer::zeroed(payload_len - payload_bytes).share()));
+        }
+        let bytes: usize = chunks.iter().map(|chunk| chunk.len).sum();
+        tail.offset += bytes as u64;
+        let segment = tail.segment.clone();
+        state.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
+        state.batched = last_lsn;
+        state.writing.push_back(Writing {
+            last_lsn,
+            segment: segment.clone(),
+            synced,
+            ended: false,
+        });
+        let (scope, sync) = match synced {
+            true => {
+                let (scope, count) = scope(state, &segment);
+                (scope, Some(begin_sync(state, last_lsn, count)))
+            }
+            false => (SyncScope::None, None),
+        };
+        let batch = Batch {
+            records,
+            payload_at: header_at + header_len as u64,
+            segment: segment.clone(),
+            last_lsn,
+            bytes: bytes as u64,
+        };
+        let io = Io::Append {
+            segment,
+            offset,
+            chunks,
+            sync: scope,
+        };
+        let batch = Some(batch);
+        Some((io, Task::Group(Group { batch, sync })))
+    }
+
+    /// What is wanted is written already: it needs only the sync.
+    fn sync_only(&self, state: &mut State) -> (Io, Task) {
+        let mut segments = std::mem::take(&mut state.unsynced);
+        state.next_cid += 1;
+        // Someone waits for more than is durable: so something is written and not synced. Only without group commit
+        // may it be synced already.
+        if segments.is_empty() {
+            let tail = state.tail.as_ref().expect("something was written");
+            segments.push(tail.segment.clone());
+        }
+        let segment = segments[0].clone();
+        let lsn = match planted(Mutant::SyncCoversWriting) {
+            true => state.batched,
+            false => self.written.load(Ordering::Acquire),
+        };
+        let sync = begin_sync(state, lsn, segments.len());
+        let io = Io::Append {
+            segment,
+            offset: 0,
+            chunks: Vec::new(),
+            sync: SyncScope::Segments(segments),
+        };
+        let group = Group {
+            batch: None,
+            sync: Some(sync),
+        };
+        (io, Task::Group(group))
+    }
+
+    /// Those whom one group may serve.
+    fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = &'a Waiter> + use<'a> {
+        state.waiters.iter().take(self.most_served)
+    }
+
+    /// Ends a group: publishes the watermarks, and gives everyone it served their completion.
+    pub(crate) fn end_group(&self, group: Group, result: std::io::Result<()>) {
+        if let Err(error) = result
+            && !planted(Mutant::FailedSyncRetried)
+        {
+            self.poison(&error);
+            return;
+        }
+        if let Some(batch) = &group.batch {
+            let mut at = batch.payload_at;
+            for record in &batch.records {
+                if record.payload.is_some() {
+                    let (sector, sectors) = (record.sector, u64::from(record.sectors));
+                    record.disk.index_mut().relocate(
+                        sector,
+                        sectors,
+                        record.lsn,
+                        &batch.segment,
+                        at,
+                    );
+                    at += record.payload_len() as u64;
+                }
+            }
+            self.counters
+                .log_bytes
+                .fetch_add(batch.bytes, Ordering::Relaxed);
+        }
+        let mut state = self.lock();
+        if self.poisoned.load(Ordering::Acquire) {
+            // Another group has failed meanwhile: everyone has got their error, and nothing becomes durable.
+            return;
+        }
+        if let Some(batch) = &group.batch {
+            self.end_batch(&mut state, batch);
+        }
+        let served = match &group.sync {
+            Some(sync) => self.end_sync(&mut state, sync),
+            None => Vec::new(),
+        };
+        let held_back = self.held_back.swap(false, Ordering::Relaxed);
+        let woken = if held_back {
+            live_ports(&mut state)
+        } else {
+            Vec::new()
+        };
+        drop(state);
+        deliver(served, Ok(None));
+        woken.iter().for_each(|port| port.wake());
+    }
+
+    /// A batch is written. What is written in front of a gap, where another is still being written, counts once
+    /// that is filled.
+    fn end_batch(&self, state: &mut State, batch: &Batch) {
+        let freed: usize = batch.records.iter().map(Record::pending_bytes).sum();
+        state.pending_bytes -= freed;
+        let ended = |writing: &&mut Writing| writing.last_lsn == batch.last_lsn;
+        let writing = state.writing.iter_mut().find(ended);
+        writing.expect("a batch ends once").ended = true;
+        while let Some(writing) = state.writing.pop_front_if(|writing| writing.ended) {
+            self.written.store(writing.last_lsn, Ordering::Release);
+            if !writing.synced {
+                add(&mut state.unsynced, &writing.segment);
+            }
+        }
+    }
+
+    /// A sync has ended: returns those whom it served.
+    fn end_sync(&self, state: &mut State, sync: &Syncing) -> Vec<Waiter> {
+        state.syncing = false;
+        self.counters
+            .syncs
+            .fetch_add(sync.count as u64, Ordering::Relaxed);
+        self.counters.groups.fetch_add(1, Ordering::Relaxed);
+        self.durable.store(sync.lsn, Ordering::Release);
+        let most = state.waiters.len().min(self.most_served);
+        let served: Vec<Waiter> = state
+            .waiters
+            .extract_if(..most, |waiter| waiter.lsn <= sync.lsn)
+            .collect();
+        for waiter in &served {
+            state.leave(waiter);
+        }
+        if !served.is_empty() {
+            self.counters.count_group(served.len());
+        }
+        let waiting = state.waiters.len();
+        state
+            .gather
+            .ended(sync.began.elapsed(), served.len(), waiting);
+        served
+    }
+}
+
+fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
+    state.syncing = true;
+    Syncing {
+        lsn,
+        count,
+        began: Instant::now(),
+    }
+}
+
+/// What the sync behind a batch in `segment` has to cover, and how many device syncs that takes: the batch alone if
+/// everything before it is durable.
+fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
+    if state.unsynced.is_empty() || planted(Mutant::SyncOwnWrite) {
+        let scope = match planted(Mutant::AckBeforeSync) {
+            true => SyncScope::None,
+            false => SyncScope::Write,
+        };
+        return (scope, 1);
+    }
+    let mut segments = std::mem::take(&mut state.unsynced);
+    add(&mut segments, segment);
+    let count = segments.len();
+    if planted(Mutant::SyncLastSegmentOnly) {
+        segments.drain(..count - 1);
+    }
+    (SyncScope::Segments(segments), count)
+}
+
+/// Adds a segment to a list that it may be in.
+fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
+    if !segments.iter().any(|other| Arc::ptr_eq(other, segment)) {
+        segments.push(segment.clone());
+    }
+}
+
+fn chunk(buffer: SharedBuffer) -> Chunk {
+    let len = buffer.len();
+    Chunk { buffer, len }
+}
