@@ -32,6 +32,7 @@ format:
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy --package walvisor-storage --all-targets --features shuttle --locked -- -D warnings
 	cd $(GUEST) && $(CARGO) clippy --all-targets --locked -- -D warnings
 
 doc:
@@ -42,6 +43,7 @@ check:
 	@mkdir -p target
 	@set -o pipefail; status=0; \
 	{ $(CARGO) test --workspace --locked --no-fail-fast -- --show-output && \
+	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output && \
 	  cd $(GUEST) && $(CARGO) test --locked -- --show-output; } 2>&1 | tee target/test.log || status=1; \
 	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \

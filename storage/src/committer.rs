@@ -92,7 +92,9 @@ impl Committer {
     /// Ends what has ended: groups here, reads are left in `reads`, completions in `done`.
     pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
         // Cleared first: what is signalled from here on is seen by the next call.
-        self.mailbox.event.clear();
+        if !planted(Mutant::SignalClearedLate) {
+            self.mailbox.event.clear();
+        }
         let mut ended = Vec::new();
         self.engine.poll(&mut ended);
         for end in ended {
@@ -110,6 +112,9 @@ impl Committer {
         }
         self.start();
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
+        if planted(Mutant::SignalClearedLate) {
+            self.mailbox.event.clear();
+        }
     }
 
     /// Sleeps until the event is signalled.
@@ -154,7 +159,9 @@ impl Committer {
             self.sleep();
             self.poll(&mut reads, &mut done);
         }
-        self.log.wake_ports();
+        if !planted(Mutant::LeaderLeavesSilently) {
+            self.log.wake_ports();
+        }
     }
 }
 

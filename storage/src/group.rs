@@ -17,8 +17,8 @@ use crate::gather::Verdict;
 use crate::log::{Live, Log, Record, State, Tail, Waiter, Writing, deliver, live_ports};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{self, Arc};
 use crate::{Buffer, SharedBuffer};
 
 /// Bytes of pending payload that are written without anyone waiting for them.
@@ -444,7 +444,7 @@ impl Log {
         let waiting = state.waiters.len();
         state
             .gather
-            .ended(sync.began.elapsed(), served.len(), waiting);
+            .ended(sync::now() - sync.began, served.len(), waiting);
         served
     }
 }
@@ -454,7 +454,7 @@ fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
     Syncing {
         lsn,
         count,
-        began: Instant::now(),
+        began: sync::now(),
     }
 }
 

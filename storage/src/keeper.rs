@@ -25,7 +25,7 @@ use crate::log::Log;
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
-use crate::sync::{self, Arc, thread};
+use crate::sync::{self, Arc};
 use crate::{Buffer, SECTOR_SIZE};
 
 /// Longest single write to a base image, in bytes.
@@ -120,7 +120,10 @@ impl Keeper {
             let stop = state.keeper.stop;
             drop(state);
             if stop {
-                return self.close();
+                let closed = self.close();
+                // Nobody is left to make room for a port that is still there.
+                self.log.refuse(self.log.lock());
+                return closed;
             }
             if let Err(error) = self.step(false) {
                 tracing::error!("checkpoint failed, the log keeps everything: {error}");
@@ -128,7 +131,7 @@ impl Keeper {
             }
             if !self.retiring.is_empty() {
                 // A reader holds a segment for the time of one read: look again soon.
-                thread::sleep(Duration::from_millis(1));
+                sync::sleep(Duration::from_millis(1));
             }
         }
     }
@@ -189,7 +192,7 @@ impl Keeper {
         state.keeper.files += 1;
         state.free.push(Arc::new(segment));
         drop(state);
-        self.log.wake_ports();
+        self.segments_freed();
         Ok(())
     }
 
@@ -201,6 +204,13 @@ impl Keeper {
         self.retiring = pinned;
         if !free.is_empty() {
             self.log.lock().free.extend(free);
+            self.segments_freed();
+        }
+    }
+
+    /// Wakes those who wait for a segment.
+    fn segments_freed(&self) {
+        if !planted(Mutant::SegmentFreedSilently) {
             self.log.wake_ports();
         }
     }

@@ -230,7 +230,8 @@ impl Log {
         }
         // Half a segment at most, so that whatever is pending fits the keeper's last segment.
         let full = state.pending_bytes >= PENDING_LIMIT.min(self.segment_size as usize / 2);
-        if full || unapplied >= UNAPPLIED_LIMIT {
+        // Once closing has begun nothing may come behind what it copies; who is held back learns of the end.
+        if full || unapplied >= UNAPPLIED_LIMIT || state.keeper.stop {
             self.held_back.store(true, Ordering::Relaxed);
             return Err(payload);
         }
@@ -269,7 +270,7 @@ impl Log {
 
     /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.
     pub(crate) fn poison(&self, error: &std::io::Error) {
-        let mut state = self.lock();
+        let state = self.lock();
         // The first failure counts: those behind it have nobody to tell.
         if self.poisoned.load(Ordering::Acquire) {
             return;
@@ -278,6 +279,11 @@ impl Log {
             "{}: the log failed ({error}); its disks are read-only until reopened",
             self.dir.display()
         );
+        self.refuse(state);
+    }
+
+    /// Every request that waits, or comes later, gets an error; reads go on.
+    pub(crate) fn refuse(&self, mut state: MutexGuard<'_, State>) {
         self.poisoned.store(true, Ordering::Release);
         state.writing.clear();
         state.syncing = false;

@@ -43,6 +43,12 @@ pub(crate) enum Mutant {
     FailedSyncRetried,
     /// Those who wait when the log fails are forgotten.
     WaiterLostOnError,
+    /// A leader that goes away wakes nobody to take its place.
+    LeaderLeavesSilently,
+    /// A port takes its wake-up for dealt with after it looked, not before.
+    SignalClearedLate,
+    /// Who waits for a segment is not told that there is one.
+    SegmentFreedSilently,
     /// After a failed sync reads give what the medium happens to hold.
     StaleReadAfterError,
 }

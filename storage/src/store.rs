@@ -297,11 +297,16 @@ impl Store {
                 state: state.clone(),
             })
             .collect();
+        Self::start(log, disks, keeper)
+    }
+
+    /// Starts the keeper of an assembled log.
+    pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
         let keeper = thread::Builder::new()
             .name("log-keeper".into())
             .spawn(move || keeper.run());
         let keeper =
-            Some(keeper.map_err(|error| Error::io("start the log's thread", log_dir, error))?);
+            Some(keeper.map_err(|error| Error::io("start the log's thread", &log.dir, error))?);
         Ok(Self { log, disks, keeper })
     }
 

@@ -4,7 +4,10 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 #[cfg(not(all(test, feature = "shuttle")))]
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+#[cfg(not(all(test, feature = "shuttle")))]
+use self::mpsc::{Receiver, RecvTimeoutError};
 
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::{sync::*, thread};
@@ -14,10 +17,11 @@ pub(crate) use std::{sync::*, thread};
 #[cfg(not(all(test, feature = "shuttle")))]
 use rustix::event::{PollFd, PollFlags};
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use scheduled::wait_timeout;
+pub(crate) use scheduled::{now, recv_timeout, sleep, wait_timeout};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
+#[derive(Debug)]
 pub(crate) struct Event {
     fd: EventFd,
     /// Stands in for the descriptor, whose reader `shuttle` could not schedule.
@@ -76,6 +80,27 @@ impl Event {
     }
 }
 
+/// Lets `time` pass.
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) fn sleep(time: Duration) {
+    thread::sleep(time);
+}
+
+/// What time it is.
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) fn now() -> Instant {
+    Instant::now()
+}
+
+/// Waits for a message for at most `timeout`.
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) fn recv_timeout<T>(
+    receiver: &Receiver<T>,
+    timeout: Duration,
+) -> Result<T, RecvTimeoutError> {
+    receiver.recv_timeout(timeout)
+}
+
 /// Waits on `condvar` for at most `timeout`, or shorter. `guard` is a lock of `_mutex`.
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) fn wait_timeout<'a, T>(
@@ -89,9 +114,18 @@ pub(crate) fn wait_timeout<'a, T>(
 
 #[cfg(all(test, feature = "shuttle"))]
 mod scheduled {
-    use std::time::Duration;
+    use std::cell::Cell;
+    use std::time::{Duration, Instant};
 
+    use super::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
     use super::{Condvar, Event, Mutex, MutexGuard, thread};
+
+    /// Time goes on by so much whenever somebody looks: one seed gives one run.
+    const TICK: Duration = Duration::from_micros(100);
+
+    std::thread_local! {
+        static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
+    }
 
     impl Event {
         pub(crate) fn signal(&self) {
@@ -109,7 +143,31 @@ mod scheduled {
         }
     }
 
-    /// Time does not pass here: every wait is over as soon as all others had a chance to run.
+    /// See [`TICK`].
+    pub(crate) fn now() -> Instant {
+        let now = NOW.get().unwrap_or_else(Instant::now) + TICK;
+        NOW.set(Some(now));
+        now
+    }
+
+    /// Nobody sleeps by the clock: every wait may be over as soon as others had a chance to run.
+    pub(crate) fn sleep(_time: Duration) {
+        thread::yield_now();
+    }
+
+    /// See [`sleep`].
+    pub(crate) fn recv_timeout<T>(
+        receiver: &Receiver<T>,
+        _timeout: Duration,
+    ) -> Result<T, RecvTimeoutError> {
+        thread::yield_now();
+        receiver.try_recv().map_err(|error| match error {
+            TryRecvError::Empty => RecvTimeoutError::Timeout,
+            TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+        })
+    }
+
+    /// See [`sleep`].
     pub(crate) fn wait_timeout<'a, T>(
         _condvar: &Condvar,
         mutex: &'a Mutex<T>,

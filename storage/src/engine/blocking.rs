@@ -4,9 +4,9 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::{Done, Engine, Io, read_exact, write_chunks};
-use crate::sync::Event;
 use crate::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{self, Event};
 
 /// See the module's documentation.
 pub(super) struct Blocking {
@@ -32,12 +32,13 @@ impl Blocking {
                     let job = match next {
                         None => todo.recv().map_err(|_| RecvTimeoutError::Disconnected),
                         Some((over, _)) => {
-                            todo.recv_timeout(over.saturating_duration_since(Instant::now()))
+                            let left = over.saturating_duration_since(sync::now());
+                            sync::recv_timeout(&todo, left)
                         }
                     };
                     let done = match (job, next) {
                         (Ok((id, Io::Wait(time))), _) => {
-                            waits.push((Instant::now() + time, id));
+                            waits.push((sync::now() + time, id));
                             continue;
                         }
                         (Ok((id, io)), _) => Done {
@@ -77,7 +78,7 @@ fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
         } => {
             write_chunks(segment.file.as_ref(), offset, &chunks, 0)?;
             sync.carry_out(&segment)?;
-            thread::sleep(sync_latency * sync.count());
+            sync::sleep(sync_latency * sync.count());
             Ok(None)
         }
         Io::Read {

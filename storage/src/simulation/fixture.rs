@@ -182,7 +182,6 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
 
 /// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again has to note
 /// again how far it copies.
-#[cfg(not(feature = "shuttle"))]
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
     let fixture = Fixture::new(World::new(1), 1, 8, 4);

@@ -7,14 +7,15 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::Buffer;
-use crate::engine::{Chunk, Done, Engine, Io, Source, SyncScope};
+use crate::engine::{self, Chunk, Done, Engine, EngineKind, Io, Source, SyncScope};
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::segment::{Medium, Segment};
-use crate::sync::{Arc, Event, Mutex, MutexGuard};
+use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
 
 const SECTOR: usize = 512;
 
@@ -62,8 +63,16 @@ pub(super) struct World {
     pub crashed: bool,
     /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable.
     pub fail_sync: Option<u64>,
+    /// It did.
+    pub failed: bool,
     /// Only syncs of the control file count for that.
     pub fail_control: bool,
+    /// A power cut leaves nothing of what was not synced.
+    pub forgetful: bool,
+    /// Appends are written and synced by a thread for each engine, as where there is no io_uring.
+    pub blocking: bool,
+    /// Signalled when power is lost: whoever sleeps then would sleep for ever.
+    events: Vec<Arc<Event>>,
 }
 
 impl World {
@@ -74,7 +83,11 @@ impl World {
             ticks: None,
             crashed: false,
             fail_sync: None,
+            failed: false,
             fail_control: false,
+            forgetful: false,
+            blocking: false,
+            events: Vec::new(),
         }
     }
 
@@ -97,10 +110,16 @@ impl World {
             .current
     }
 
+    /// Nothing works any more.
+    pub(super) fn cut_power(&mut self) {
+        self.crashed = true;
+        self.events.iter().for_each(|event| event.signal());
+    }
+
     /// One operation: an error once power is gone.
     fn tick(&mut self) -> io::Result<()> {
         match &mut self.ticks {
-            Some(0) => self.crashed = true,
+            Some(0) => self.cut_power(),
             Some(ticks) => *ticks -= 1,
             None => {}
         }
@@ -138,6 +157,7 @@ impl World {
         if let Some(count) = self.fail_sync.as_mut().filter(|_| counts) {
             if *count == 0 {
                 self.fail_sync = None;
+                self.failed = true;
                 self.settle(file);
                 return Err(io::Error::other("planted sync failure"));
             }
@@ -152,9 +172,12 @@ impl World {
 
     /// Keeps any subset of a file's cached sectors; the rest is gone, from the cache too.
     fn settle(&mut self, file: usize) {
-        let state = &mut self.files[file];
         // All, none, about half, or all but a few: the extremes are where mistakes hide.
-        let mode = self.random.below(4);
+        let mode = match self.forgetful {
+            true => 1,
+            false => self.random.below(4),
+        };
+        let state = &mut self.files[file];
         for (offset, sector) in std::mem::take(&mut state.cached) {
             let keep = match mode {
                 0 => true,
@@ -209,6 +232,8 @@ impl World {
         self.crashed = false;
         self.ticks = None;
         self.fail_sync = None;
+        self.failed = false;
+        self.events.clear();
     }
 }
 
@@ -336,6 +361,15 @@ impl Medium for Simulated {
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        let woken = Arc::new(event.try_clone()?);
+        let blocking = {
+            let mut world = self.lock();
+            world.events.push(woken);
+            world.blocking
+        };
+        if blocking {
+            return engine::create(EngineKind::Blocking, Duration::ZERO, event);
+        }
         Ok(Box::new(SimulatedEngine {
             medium: self.clone(),
             event: event.try_clone()?,
@@ -415,7 +449,11 @@ impl SimulatedEngine {
                 };
                 read.map(|()| -> Option<Buffer> { Some(buffer) })
             }
-            Io::Wait(_) => Ok(None),
+            Io::Wait(_) => {
+                // Time for others.
+                thread::yield_now();
+                Ok(None)
+            }
         }
     }
 }

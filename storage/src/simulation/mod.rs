@@ -9,6 +9,8 @@
 
 mod fixture;
 mod history;
+#[cfg(feature = "shuttle")]
+mod interleavings;
 mod medium;
 mod oracle;
 

@@ -1,0 +1,256 @@
+//! What a run is told of its requests and their ends, and whether that keeps the promises.
+
+use std::collections::HashMap;
+
+use super::super::fixture::filled;
+use super::super::oracle::{Broken, Contents, value_of};
+use super::plan::{Client, OWN, Plan, Step};
+use crate::{Completion, Operation};
+
+struct Write {
+    sector: u64,
+    sectors: u64,
+    value: u32,
+    submitted: u64,
+    ended: Option<u64>,
+}
+
+/// A request that has not ended, by token.
+enum Open {
+    Write {
+        client: usize,
+        index: usize,
+    },
+    /// How many writes of each client must survive if it succeeds.
+    Flush(Vec<usize>),
+    /// What its sectors held after so many writes of its client, if none of those was held back by a full log.
+    Read {
+        client: usize,
+        since: Option<usize>,
+    },
+}
+
+/// What one thread after the other tells; shuttle runs them all on one, so it never blocks and no switch happens here.
+pub(super) struct Judge {
+    pub plan: Plan,
+    /// Counts events.
+    now: u64,
+    /// The writes of each client, in order.
+    writes: Vec<Vec<Write>>,
+    /// How many of them must survive.
+    floor: Vec<usize>,
+    open: HashMap<u64, (u64, Open)>,
+    pub next_token: u64,
+    pub flushes: u64,
+    pub failures: u64,
+    first_failure: Option<u64>,
+    /// The store was told to close: what comes now may be refused.
+    pub closing: bool,
+    pub broken: Option<Broken>,
+}
+
+impl Judge {
+    pub(super) fn new(plan: Plan) -> Self {
+        let clients = plan.clients.len();
+        Self {
+            plan,
+            now: 0,
+            writes: (0..clients).map(|_| Vec::new()).collect(),
+            floor: vec![0; clients],
+            open: HashMap::new(),
+            next_token: 0,
+            flushes: 0,
+            failures: 0,
+            first_failure: None,
+            closing: false,
+            broken: None,
+        }
+    }
+
+    /// Requests that never ended.
+    pub(super) fn unanswered(&self) -> u64 {
+        self.open.len() as u64
+    }
+
+    fn breaks(&mut self, broken: Broken) {
+        self.broken.get_or_insert(broken);
+    }
+
+    /// The contents of a client's sectors after its first `count` writes.
+    fn contents(&self, client: usize, count: usize) -> Vec<u32> {
+        let mut contents = vec![0; OWN as usize];
+        for write in &self.writes[client][..count] {
+            contents[write.sector as usize..][..write.sectors as usize].fill(write.value);
+        }
+        contents
+    }
+
+    /// The operation of a step, with its token.
+    pub(super) fn submit(&mut self, client: usize, step: Step) -> Option<(u64, Operation)> {
+        self.now += 1;
+        let (disk, first) = (
+            self.plan.clients[client].disk,
+            self.plan.clients[client].first,
+        );
+        let (open, operation) = match step {
+            Step::Write { sector, sectors } => {
+                let index = self.writes[client].len();
+                let value = (client * 1000 + index + 1) as u32;
+                self.writes[client].push(Write {
+                    sector,
+                    sectors,
+                    value,
+                    submitted: self.now,
+                    ended: None,
+                });
+                let operation = Operation::Write {
+                    sector: first + sector,
+                    data: filled(value, sectors),
+                };
+                (Open::Write { client, index }, operation)
+            }
+            Step::Flush => {
+                let on_disk = |other: usize| self.plan.clients[other].disk == disk;
+                let ended = |other: usize| {
+                    let ended = |write: &Write| write.ended.is_some();
+                    let last = self.writes[other].iter().rposition(ended);
+                    last.filter(|_| on_disk(other)).map_or(0, |last| last + 1)
+                };
+                let floor = (0..self.writes.len()).map(ended).collect();
+                (Open::Flush(floor), Operation::Flush)
+            }
+            Step::Read => {
+                let writes = &self.writes[client];
+                // Its own writes all came before it; but those that a full log holds back are not there yet.
+                let certain = writes.iter().all(|write| write.ended.is_some());
+                let since = certain.then_some(writes.len());
+                let operation = Operation::Read {
+                    sector: first,
+                    sectors: OWN as u32,
+                };
+                (Open::Read { client, since }, operation)
+            }
+            Step::Serve | Step::Wait => return None,
+        };
+        self.next_token += 1;
+        self.open.insert(self.next_token, (self.now, open));
+        Some((self.next_token, operation))
+    }
+
+    /// A request has ended. Returns whether power is lost now.
+    pub(super) fn end(&mut self, completion: Completion, good: bool) -> bool {
+        self.now += 1;
+        let Completion { token, result } = completion;
+        let Some((submitted, open)) = self.open.remove(&token) else {
+            self.breaks(format!("request {token} was answered twice"));
+            return false;
+        };
+        let excused = self.closing && !matches!(open, Open::Read { .. });
+        if good && !excused && result.is_err() {
+            self.breaks(format!("a good request failed: {result:?}"));
+        }
+        match (open, result) {
+            (Open::Read { .. }, Err(_)) => {}
+            (Open::Read { client, since }, Ok(data)) => {
+                let data = data.expect("data of a read");
+                let found: Vec<u32> = data.chunks(512).map(value_of).collect();
+                if good && let Some(since) = since {
+                    self.check_read(client, since, &found);
+                }
+            }
+            (_, Err(_)) => {
+                self.failures += 1;
+                self.first_failure.get_or_insert(self.now);
+            }
+            (open, Ok(_)) => {
+                if self.first_failure.is_some_and(|failed| failed < submitted) {
+                    self.breaks(format!(
+                        "request {token} succeeded after the log had failed"
+                    ));
+                }
+                match open {
+                    Open::Write { client, index } => {
+                        self.writes[client][index].ended = Some(self.now);
+                        if self.plan.through {
+                            self.floor[client] = self.floor[client].max(index + 1);
+                        }
+                    }
+                    Open::Flush(floor) => {
+                        for (mine, new) in self.floor.iter_mut().zip(floor) {
+                            *mine = (*mine).max(new);
+                        }
+                        self.flushes += 1;
+                        return self.plan.cut_after_flushes == Some(self.flushes);
+                    }
+                    Open::Read { .. } => unreachable!("handled above"),
+                }
+            }
+        }
+        false
+    }
+
+    /// Each sector as it was when the read came, or as a later write made it.
+    fn check_read(&mut self, client: usize, since: usize, found: &[u32]) {
+        let then = self.contents(client, since);
+        let later = &self.writes[client][since..];
+        for (sector, (&found, &then)) in (0..).zip(found.iter().zip(&then)) {
+            let is_later = |write: &Write| {
+                (write.sector..write.sector + write.sectors).contains(&sector)
+                    && write.value == found
+            };
+            if found != then && !later.iter().any(is_later) {
+                return self.breaks(format!(
+                    "a read of sector {sector} gave {found}, not {then}"
+                ));
+            }
+        }
+    }
+
+    /// Compares what was found after a crash, or after closing (`whole`: then nothing may be missing).
+    pub(super) fn judge(&self, found: &Contents, whole: bool) -> Result<(), Broken> {
+        let mut kept = Vec::new();
+        for (client, Client { disk, first, .. }) in self.plan.clients.iter().enumerate() {
+            let found = &found[*disk][*first as usize..][..OWN as usize];
+            let all = self.writes[client].len();
+            let kept_here = (0..=all).rev().find(|&n| self.contents(client, n) == found);
+            let Some(n) = kept_here else {
+                return Err(format!(
+                    "client {client}: {found:?} is no prefix of its writes"
+                ));
+            };
+            let answered = self.writes[client]
+                .iter()
+                .filter(|write| write.ended.is_some());
+            let floor = if whole {
+                answered.count()
+            } else {
+                self.floor[client]
+            };
+            if n < floor {
+                return Err(format!(
+                    "client {client}: {n} writes left of {all}, {floor} of them acknowledged"
+                ));
+            }
+            kept.push(n);
+        }
+        // Whatever ended before a write that was kept was submitted is kept as well.
+        for (client, &n) in kept.iter().enumerate() {
+            let Some(newest) = n.checked_sub(1).map(|last| &self.writes[client][last]) else {
+                continue;
+            };
+            for (other, &n) in kept.iter().enumerate() {
+                let lost = self.writes[other][n..].iter();
+                if let Some(lost) = lost
+                    .filter_map(|write| write.ended)
+                    .find(|&ended| ended < newest.submitted)
+                {
+                    return Err(format!(
+                        "client {client}'s write of time {} is there, client {other}'s that ended at {lost} is not",
+                        newest.submitted
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,332 @@
+//! The commit protocol under a scheduler that decides every switch between threads.
+//!
+//! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where power is lost, a
+//! sync fails, a port leaves with requests in flight, the store closes early) and a schedule. Threads, locks and
+//! events are those of `shuttle` ([`crate::sync`]), which reports a run in which everybody waits; what it assumes
+//! is sequential consistency. The judge sees requests and their ends only, so any protocol may be put to it:
+//!
+//! - every request of a port that stays ends, and once;
+//! - what a successful FLUSH covers survives a power cut at the very moment it is answered;
+//! - what survives is a prefix: nothing that was submitted after the end of something lost;
+//! - a request fails only if the medium did or the store was closed, and from then on every FLUSH and WRITE fails;
+//! - closing in good order, ports still at work or not, leaves everything in the base images.
+
+mod judge;
+mod plan;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
+use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
+
+use self::judge::Judge;
+use self::plan::{OWN, Plan, Step};
+use super::fixture::Fixture;
+use super::oracle::Broken;
+use crate::mutant::{Mutant, PLANTED};
+use crate::sync::{Arc, thread};
+use crate::{CommitWait, Port, Store};
+
+/// What happened in runs, to see that they tried what they should.
+#[derive(Clone, Copy, Debug, Default)]
+struct Totals {
+    runs: u64,
+    requests: u64,
+    flushes: u64,
+    failures: u64,
+    left_unanswered: u64,
+    power_cuts: u64,
+    failed_syncs: u64,
+    groups_shared: u64,
+}
+
+impl Totals {
+    fn add(&mut self, other: &Self) {
+        self.runs += other.runs;
+        self.requests += other.requests;
+        self.flushes += other.flushes;
+        self.failures += other.failures;
+        self.left_unanswered += other.left_unanswered;
+        self.power_cuts += other.power_cuts;
+        self.failed_syncs += other.failed_syncs;
+        self.groups_shared += other.groups_shared;
+    }
+}
+
+type Shared = Arc<std::sync::Mutex<Judge>>;
+
+fn told<T>(judge: &Shared, tell: impl FnOnce(&mut Judge) -> T) -> T {
+    tell(&mut judge.lock().expect("no switch happens under this lock"))
+}
+
+/// Takes what has ended; returns whether there is nothing more to wait for.
+fn serve(port: &mut Port, judge: &Shared, fixture: &Fixture, mine: &mut Vec<u64>) -> bool {
+    port.kick();
+    let mut done = Vec::new();
+    port.completions(&mut done);
+    for completion in done {
+        let good = {
+            let world = fixture.medium.lock();
+            !world.crashed && !world.failed
+        };
+        mine.retain(|&token| token != completion.token);
+        if told(judge, |judge| judge.end(completion, good)) {
+            fixture.medium.lock().cut_power();
+        }
+    }
+    mine.is_empty() || fixture.medium.lock().crashed
+}
+
+fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture) {
+    let plan = told(judge, |judge| judge.plan.clients[which].clone());
+    let mut mine = Vec::new();
+    let wait = |port: &mut Port, mine: &mut Vec<u64>| {
+        while !serve(port, judge, fixture, mine) {
+            port.sleep_for_test();
+        }
+    };
+    for step in plan.steps {
+        match told(judge, |judge| judge.submit(which, step)) {
+            Some((token, operation)) => {
+                mine.push(token);
+                port.submit(token, operation);
+            }
+            None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
+            None => {
+                serve(&mut port, judge, fixture, &mut mine);
+            }
+        }
+    }
+    if !plan.leaves {
+        wait(&mut port, &mut mine);
+    }
+}
+
+/// One run: everything that happens between opening the log and judging what is left.
+fn run(seed: u64) -> Result<Totals, Broken> {
+    let plan = Plan::new(seed);
+    let sectors = OWN * plan.clients.len() as u64;
+    let mut world = plan.world.clone();
+    let (ticks, fail_sync) = (world.ticks.take(), world.fail_sync.take());
+    let fixture = Arc::new(Fixture::new(world, plan.disks, sectors, 4));
+    let running = fixture
+        .open(plan.through, plan.commit_wait)
+        .expect("opening a new log");
+    {
+        let mut world = fixture.medium.lock();
+        (world.ticks, world.fail_sync) = (ticks, fail_sync);
+    }
+    let log = running.disks[0].log.clone();
+    let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
+    let judge: Shared = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
+    let clients: Vec<_> = (0..plan.clients.len())
+        .map(|which| {
+            let port = store.disks()[plan.clients[which].disk]
+                .open_port()
+                .expect("a port");
+            let (judge, fixture) = (judge.clone(), fixture.clone());
+            thread::spawn(move || work(port, which, &judge, &fixture))
+        })
+        .collect();
+    let join = |clients: Vec<thread::JoinHandle<()>>| {
+        clients
+            .into_iter()
+            .for_each(|client| client.join().expect("a client"));
+    };
+    let closed = if plan.closes_early {
+        told(&judge, |judge| judge.closing = true);
+        let closed = store.close();
+        join(clients);
+        closed
+    } else {
+        join(clients);
+        store.close()
+    };
+    let (cut, failed) = {
+        let world = fixture.medium.lock();
+        (world.crashed, world.failed)
+    };
+    if let Err(error) = &closed
+        && !cut
+        && !failed
+    {
+        return Err(format!("closing a good log failed: {error}"));
+    }
+    if closed.is_ok() {
+        told(&judge, |judge| judge.judge(&fixture.bases(), true))?;
+    }
+    fixture.lose_power();
+    let running = fixture
+        .open(false, CommitWait::NONE)
+        .map_err(|error| format!("recovery refused: {error}"))?;
+    let found = running
+        .read()
+        .map_err(|failure| format!("reading: {failure}"))?;
+    told(&judge, |judge| match judge.broken.take() {
+        Some(broken) => Err(broken),
+        None => judge.judge(&found, false),
+    })?;
+    Ok(told(&judge, |judge| Totals {
+        runs: 1,
+        requests: judge.next_token,
+        flushes: judge.flushes,
+        failures: judge.failures,
+        left_unanswered: judge.unanswered(),
+        power_cuts: cut.into(),
+        failed_syncs: failed.into(),
+        groups_shared: log.counters.snapshot().group_sizes[1..].iter().sum(),
+    }))
+}
+
+/// How the schedule of a run is chosen.
+#[derive(Clone, Copy, Debug)]
+enum Choice {
+    /// At random at each switch.
+    Random,
+    /// Few switches, at random places (probabilistic concurrency testing).
+    FewSwitches,
+}
+
+/// Runs one seed.
+fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
+    let mut config = Config::new();
+    config.stack_size = 256 << 10;
+    config.failure_persistence = FailurePersistence::None;
+    config.max_steps = MaxSteps::FailAfter(500_000);
+    config.silence_warnings = true;
+    config
+        .ungraceful_shutdown_config
+        .immediately_return_on_panic = true;
+    let outcome = std::sync::Arc::new(std::sync::Mutex::new(Ok(Totals::default())));
+    let into = outcome.clone();
+    let once = move || {
+        let ran = run(seed);
+        let mut outcome = into.lock().expect("one thread");
+        match (&mut *outcome, ran) {
+            (Ok(totals), Ok(more)) => totals.add(&more),
+            (Ok(_), broken) => *outcome = broken,
+            (Err(_), _) => {}
+        }
+    };
+    fn drive<S: Scheduler + 'static>(
+        scheduler: S,
+        config: Config,
+        f: impl Fn() + Send + Sync + 'static,
+    ) {
+        Runner::new(scheduler, config).run(f);
+    }
+    let ran = catch_unwind(AssertUnwindSafe(|| match choice {
+        Choice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
+        // The first run only tells how long it is.
+        Choice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
+    }));
+    let outcome = outcome.lock().expect("one thread").clone();
+    match ran {
+        Ok(()) => outcome,
+        // What is broken comes first: the panic may follow from it.
+        Err(panic) => outcome.and_then(|_| {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()));
+            Err(text.unwrap_or_else(|| "panic".into()))
+        }),
+    }
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().expect("a number"))
+}
+
+fn explore_all(choice: Choice) {
+    let seeds = match number("WALVISOR_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 1..1 + number("WALVISOR_INTERLEAVINGS").unwrap_or(5_000),
+    };
+    let next = std::sync::atomic::AtomicU64::new(seeds.start);
+    let some = || {
+        let mut totals = Totals::default();
+        loop {
+            let seed = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            if seed >= seeds.end {
+                return totals;
+            }
+            match explore(choice, seed) {
+                Ok(run) => totals.add(&run),
+                Err(broken) => panic!(
+                    "{broken}\n{:?}\nreplay: WALVISOR_SEED={seed} cargo test -p walvisor-storage --lib \
+                     --features shuttle interleavings",
+                    Plan::new(seed)
+                ),
+            }
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut all = Totals::default();
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        for worker in workers {
+            let totals = worker.join();
+            all.add(&totals.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+    });
+    println!("{choice:?}, from seed {}: {all:?}", seeds.start);
+    if all.runs >= 1000 {
+        let tried = [
+            all.flushes,
+            all.failures,
+            all.left_unanswered,
+            all.power_cuts,
+            all.failed_syncs,
+            all.groups_shared,
+        ];
+        assert!(
+            tried.iter().all(|&count| count > all.runs / 20),
+            "too little tried"
+        );
+    }
+}
+
+/// `WALVISOR_SEED=N` replays one; `WALVISOR_INTERLEAVINGS=N` runs more or fewer.
+#[test]
+fn random_schedules_keep_the_promises() {
+    explore_all(Choice::Random);
+}
+
+/// The same plans with few switches.
+#[test]
+fn schedules_of_few_switches_keep_the_promises() {
+    explore_all(Choice::FewSwitches);
+}
+
+/// Each planted fault makes some run wait for ever or break a promise.
+#[test]
+fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
+    let all = [
+        Mutant::AckBeforeSync,
+        Mutant::AckOwnWrite,
+        Mutant::FailedSyncRetried,
+        Mutant::WaiterLostOnError,
+        Mutant::LeaderLeavesSilently,
+        Mutant::SignalClearedLate,
+        Mutant::SegmentFreedSilently,
+    ];
+    let mut survivors = Vec::new();
+    for mutant in all {
+        PLANTED.set(Some(mutant));
+        let killed = (1..5_000).find_map(|seed| {
+            [Choice::Random, Choice::FewSwitches]
+                .into_iter()
+                .find_map(|choice| Some((choice, seed, explore(choice, seed).err()?)))
+        });
+        PLANTED.set(None);
+        match killed {
+            Some((choice, seed, broken)) => {
+                let short: String = broken.chars().take(100).collect();
+                println!("{mutant:?}: killed by {choice:?}, seed {seed}: {short}");
+            }
+            None => survivors.push(mutant),
+        }
+    }
+    assert!(survivors.is_empty(), "survived: {survivors:?}");
+}

@@ -1,0 +1,103 @@
+//! What a run does, all from one seed.
+
+use super::super::medium::{Random, World};
+use crate::CommitWait;
+
+/// Sectors that belong to each client of a disk: nobody else writes them.
+pub(super) const OWN: u64 = 32;
+
+/// What one thread does.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Step {
+    Write {
+        sector: u64,
+        sectors: u64,
+    },
+    Flush,
+    Read,
+    /// Starts what was submitted and takes what has ended.
+    Serve,
+    /// Waits for everything.
+    Wait,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Client {
+    pub disk: usize,
+    /// Its sectors begin here.
+    pub first: u64,
+    pub steps: Vec<Step>,
+    /// Goes away without waiting for what is in flight.
+    pub leaves: bool,
+}
+
+/// See the module's documentation.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub disks: usize,
+    pub clients: Vec<Client>,
+    pub through: bool,
+    pub commit_wait: CommitWait,
+    /// The store is told to close while ports are at work.
+    pub closes_early: bool,
+    /// Power is lost at the moment this many FLUSHes were answered.
+    pub cut_after_flushes: Option<u64>,
+    pub world: World,
+}
+
+impl Plan {
+    pub(super) fn new(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let disks = 1 + random.below(2) as usize;
+        // Long writes fill segments and the ring, and make ports wait for room.
+        let long = random.one_in(3);
+        let clients = (0..1 + random.below(3)).map(|i| {
+            let steps = (0..2 + random.below(7)).map(|_| match random.below(8) {
+                0..3 => {
+                    let sectors = match long && random.one_in(2) {
+                        true => OWN,
+                        false => 1 + random.below(2),
+                    };
+                    let sector = random.below(4.min(OWN - sectors + 1));
+                    Step::Write { sector, sectors }
+                }
+                3..5 => Step::Flush,
+                5 => Step::Serve,
+                6 => Step::Wait,
+                _ => Step::Read,
+            });
+            Client {
+                disk: i as usize % disks,
+                first: i * OWN,
+                steps: steps.collect(),
+                leaves: random.one_in(4),
+            }
+        });
+        let clients = clients.collect();
+        let mut world = World::new(random.next());
+        world.blocking = random.one_in(2);
+        match random.below(4) {
+            0 => world.ticks = Some(random.below(30)),
+            1 => world.fail_sync = Some(random.below(6)),
+            _ => {}
+        }
+        world.forgetful = random.one_in(2);
+        let commit_wait = match random.below(3) {
+            0 => CommitWait::NONE,
+            1 => CommitWait::default(),
+            _ => CommitWait {
+                longest: None,
+                count: Some(2 + random.below(2) as u32),
+            },
+        };
+        Self {
+            disks,
+            clients,
+            through: random.one_in(4),
+            commit_wait,
+            closes_early: random.one_in(3),
+            cut_after_flushes: random.one_in(3).then(|| 1 + random.below(3)),
+            world,
+        }
+    }
+}
