@@ -106,7 +106,10 @@ impl Committer {
             // None: a wait that was given up.
             let Some(task) = task else { continue };
             match self.tasks.swap_remove(task).1 {
-                Task::Group(group) => self.log.end_group(group, end.result.map(drop)),
+                Task::Group(group) => {
+                    self.log
+                        .end_group(group, end.result.map(drop), &self.mailbox);
+                }
                 Task::Wait(number) => self.log.lock().gather.over(number),
             }
         }

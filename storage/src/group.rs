@@ -14,7 +14,7 @@ use zerocopy::little_endian::{U32, U64};
 use crate::engine::{Chunk, Io, SyncScope};
 use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
 use crate::gather::Verdict;
-use crate::log::{Live, Log, Record, State, Tail, Waiter, Writing, deliver, live_ports};
+use crate::log::{Live, Log, Mailbox, Record, State, Tail, Waiter, Writing, deliver, live_ports};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
@@ -356,8 +356,9 @@ impl Log {
         state.waiters.iter().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks, and gives everyone it served their completion.
-    pub(crate) fn end_group(&self, group: Group, result: std::io::Result<()>) {
+    /// Ends a group: publishes the watermarks, and gives everyone it served their completion. `own` is the mailbox of
+    /// the caller, who looks into it next.
+    pub(crate) fn end_group(&self, group: Group, result: std::io::Result<()>, own: &Arc<Mailbox>) {
         if let Err(error) = result
             && !planted(Mutant::FailedSyncRetried)
         {
@@ -402,7 +403,7 @@ impl Log {
             Vec::new()
         };
         drop(state);
-        deliver(served, Ok(None));
+        deliver(served, Ok(None), Some(own));
         woken.iter().for_each(|port| port.wake());
     }
 

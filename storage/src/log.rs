@@ -297,7 +297,7 @@ impl Log {
         state.pending.clear();
         let ports = live_ports(&mut state);
         drop(state);
-        deliver(waiters, Err(Failure::Io));
+        deliver(waiters, Err(Failure::Io), None);
         ports.iter().for_each(|port| port.wake());
     }
 
@@ -313,21 +313,27 @@ pub(crate) fn live_ports(state: &mut State) -> Vec<Arc<Mailbox>> {
     state.ports.iter().filter_map(Weak::upgrade).collect()
 }
 
-pub(crate) fn deliver(waiters: Vec<Waiter>, result: Result<Option<Buffer>, Failure>) {
+/// Gives waiters their completion, and wakes each of their ports once: not `own`, whose thread is here and looks next.
+pub(crate) fn deliver(
+    waiters: Vec<Waiter>,
+    result: Result<Option<Buffer>, Failure>,
+    own: Option<&Arc<Mailbox>>,
+) {
     for waiter in waiters {
         let result = match &result {
             Ok(_) => Ok(None),
             Err(failure) => Err(*failure),
         };
-        waiter
-            .mailbox
-            .completions
-            .lock()
-            .expect("mailbox lock")
-            .push(Completion {
-                token: waiter.token,
-                result,
-            });
-        waiter.mailbox.wake();
+        let mailbox = &waiter.mailbox;
+        let mut completions = mailbox.completions.lock().expect("mailbox lock");
+        let first = completions.is_empty();
+        completions.push(Completion {
+            token: waiter.token,
+            result,
+        });
+        drop(completions);
+        if first && own.is_none_or(|own| !Arc::ptr_eq(own, mailbox)) {
+            mailbox.wake();
+        }
     }
 }

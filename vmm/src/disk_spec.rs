@@ -1,16 +1,20 @@
 //! SPEC: a disk as the command line describes it, `path=disk.img,transport=pci,queues=4`.
 
 use std::collections::HashSet;
+use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_storage::CommitWait;
 
 use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
-const KEYS: &str =
-    "path, log, backend, transport, queues, queue-size, cache, readonly, serial, size";
+const KEYS: &str = "path, log, backend, transport, queues, queue-size, cache, readonly, serial, size, commit-wait-usec, \
+     commit-wait-count";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -20,6 +24,10 @@ pub const MAX_QUEUES: u16 = 64;
 pub const MIN_QUEUE_SIZE: u16 = 4;
 /// Largest queue size: a bound on what one queue can keep in flight. The specification allows 32768 (virtio 1.2, 2.7).
 pub const MAX_QUEUE_SIZE: u16 = 1024;
+/// Longest wait for more FLUSHes to join a commit group, in microseconds.
+pub const MAX_COMMIT_WAIT_US: u32 = 1_000_000;
+/// Most FLUSHes that a commit group can be told to wait for.
+pub const MAX_COMMIT_WAIT_COUNT: u32 = 65_536;
 /// Queue size if none is given.
 pub const DEFAULT_QUEUE_SIZE: u16 = 256;
 
@@ -78,6 +86,8 @@ pub struct DiskSpec {
     pub serial: Option<String>,
     /// Size of a RAM disk in bytes.
     pub size: Option<u64>,
+    /// How long the log's commit groups wait for more to join them.
+    pub commit_wait: CommitWait,
 }
 
 /// Why a SPEC was refused. Its text is one line and names the key.
@@ -128,6 +138,7 @@ impl FromStr for DiskSpec {
             read_only: false,
             serial: None,
             size: None,
+            commit_wait: CommitWait::default(),
         };
         let mut seen = HashSet::new();
         for part in text.split(',') {
@@ -166,15 +177,7 @@ impl DiskSpec {
                 }
             }
             "queues" => {
-                self.queues = Some(
-                    value
-                        .parse()
-                        .ok()
-                        .filter(|count| (1..=MAX_QUEUES).contains(count))
-                        .ok_or_else(|| {
-                            wrong("queues", value, format!("a number from 1 to {MAX_QUEUES}"))
-                        })?,
-                );
+                self.queues = Some(number("queues", value, 1..=MAX_QUEUES)?);
             }
             "queue-size" => {
                 self.queue_size = value
@@ -221,9 +224,15 @@ impl DiskSpec {
                 }
                 self.size = Some(bytes);
             }
-            "commit-wait-usec" | "commit-wait-count" | "socket" => {
-                return Err(DiskSpecError::NotYet(format!("key '{key}'")));
+            "commit-wait-usec" => {
+                let wait = number("commit-wait-usec", value, 0..=MAX_COMMIT_WAIT_US)?;
+                self.commit_wait.longest = Some(Duration::from_micros(wait.into()));
             }
+            "commit-wait-count" => {
+                let count = number("commit-wait-count", value, 1..=MAX_COMMIT_WAIT_COUNT)?;
+                self.commit_wait.count = Some(count);
+            }
+            "socket" => return Err(DiskSpecError::NotYet(format!("key '{key}'"))),
             _ => return Err(DiskSpecError::UnknownKey(key.to_owned())),
         }
         Ok(())
@@ -251,6 +260,11 @@ impl DiskSpec {
                 if self.path.is_some() {
                     return Err(DiskSpecError::Conflict(
                         "backend=ram starts empty: give size=N in place of path=",
+                    ));
+                }
+                if self.commit_wait != CommitWait::default() {
+                    return Err(DiskSpecError::Conflict(
+                        "backend=ram has no log: leave commit-wait-usec= and commit-wait-count= out",
                     ));
                 }
                 if self.size.is_none() {
@@ -288,6 +302,17 @@ fn path(key: &'static str, value: &str) -> Result<PathBuf, DiskSpecError> {
     } else {
         Ok(PathBuf::from(value))
     }
+}
+
+/// A value that is a number in a range.
+fn number<T: FromStr + PartialOrd + fmt::Display>(
+    key: &'static str,
+    value: &str,
+    range: RangeInclusive<T>,
+) -> Result<T, DiskSpecError> {
+    let number = value.parse().ok().filter(|number| range.contains(number));
+    let expected = || format!("a number from {} to {}", range.start(), range.end());
+    number.ok_or_else(|| wrong(key, value, expected()))
 }
 
 /// A value that `key` does not take.
@@ -332,6 +357,13 @@ mod tests {
         assert_eq!(spec.cache, CacheMode::Writethrough);
         assert!(spec.read_only);
         assert_eq!(spec.serial.as_deref(), Some("S1"));
+        assert_eq!(spec.commit_wait, CommitWait::default());
+        let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
+        let wait = CommitWait {
+            longest: Some(Duration::from_micros(500)),
+            count: Some(8),
+        };
+        assert_eq!(waiting.commit_wait, wait);
         let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
         assert_eq!(
             (ram.backend, ram.size, ram.cache),
@@ -352,12 +384,7 @@ mod tests {
 
     #[test]
     fn keys_of_later_versions_say_so() {
-        for text in [
-            "path=a,backend=raw",
-            "path=a,socket=s",
-            "path=a,commit-wait-usec=1",
-            "path=a,commit-wait-count=1",
-        ] {
+        for text in ["path=a,backend=raw", "path=a,socket=s"] {
             let error = parse(text).unwrap_err();
             assert!(
                 error.contains("not carried out by this version"),
@@ -389,6 +416,10 @@ mod tests {
             "backend=ram,size=1M,log=l",
             "backend=ram,path=x,size=1M",
             "path=a,size=1M",
+            "path=a,commit-wait-usec=1000001",
+            "path=a,commit-wait-usec=1.5",
+            "path=a,commit-wait-count=0",
+            "backend=ram,size=1M,commit-wait-usec=0",
             "path=a,",
         ] {
             assert!(parse(text).is_err(), "{text:?} was taken");

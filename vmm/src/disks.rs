@@ -7,7 +7,7 @@ use std::sync::Arc;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
-use walvisor_storage::{DiskOptions, Store, StoreOptions};
+use walvisor_storage::{CommitWait, DiskOptions, Store, StoreOptions};
 
 use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
 use crate::vm::DiskConfig;
@@ -44,7 +44,11 @@ pub fn open(
             .iter()
             .map(|member| disk_options(&specs[*member]))
             .collect();
-        let store = Store::open(&log, &options, &StoreOptions::default())?;
+        let store_options = StoreOptions {
+            commit_wait: commit_wait(specs, &members).unwrap_or_default(),
+            ..StoreOptions::default()
+        };
+        let store = Store::open(&log, &options, &store_options)?;
         for (member, disk) in members.iter().zip(store.disks()) {
             backends.insert(*member, Arc::new(disk.clone()));
         }
@@ -65,6 +69,41 @@ pub fn open(
         })
         .collect();
     Ok((disks, logs))
+}
+
+/// Refuses disks that contradict each other.
+///
+/// # Errors
+/// A line that names them.
+pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
+    let groups = group_by_log(specs);
+    groups.iter().try_for_each(|(log, members)| match commit_wait(specs, members) {
+        Some(_) => Ok(()),
+        None => Err(format!(
+            "the disks on the log {} disagree about commit-wait-usec or commit-wait-count: it has one of each, give \
+             them once",
+            log.display()
+        )),
+    })
+}
+
+/// How long the commit groups of the log of these disks wait: what any of them says. `None` if two disagree.
+fn commit_wait(specs: &[DiskSpec], members: &[usize]) -> Option<CommitWait> {
+    let mut wait = CommitWait::default();
+    for &member in members {
+        let CommitWait { longest, count } = specs[member].commit_wait;
+        let agree = |ours: bool, same: bool| !ours || same;
+        if !agree(
+            longest.is_some() && wait.longest.is_some(),
+            longest == wait.longest,
+        ) || !agree(count.is_some() && wait.count.is_some(), count == wait.count)
+        {
+            return None;
+        }
+        wait.longest = wait.longest.or(longest);
+        wait.count = wait.count.or(count);
+    }
+    Some(wait)
 }
 
 /// The disks with a log, by its directory, in the order in which the directories are first named.
@@ -141,6 +180,8 @@ fn default_serial(spec: &DiskSpec) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn specs(texts: &[&str]) -> Vec<DiskSpec> {
@@ -164,6 +205,27 @@ mod tests {
                 (PathBuf::from("b.img.wal"), vec![1, 4])
             ]
         );
+    }
+
+    #[test]
+    fn a_log_waits_as_its_disks_agree() {
+        let agreed = specs(&[
+            "path=a,log=l,commit-wait-usec=5",
+            "path=b,log=l,commit-wait-count=2",
+            "path=c,log=l,commit-wait-usec=5",
+            "path=d,commit-wait-usec=7",
+        ]);
+        check(&agreed).unwrap();
+        let wait = commit_wait(&agreed, &[0, 1, 2]).unwrap();
+        assert_eq!(
+            (wait.longest, wait.count),
+            (Some(Duration::from_micros(5)), Some(2))
+        );
+        let two = specs(&[
+            "path=a,log=l,commit-wait-usec=5",
+            "path=b,log=l,commit-wait-usec=6",
+        ]);
+        assert!(check(&two).unwrap_err().contains("log l disagree"));
     }
 
     #[test]

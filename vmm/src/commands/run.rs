@@ -106,6 +106,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
 
 /// Refuses what no VM can have.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
+    disks::check(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
     if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
         || !memory.is_multiple_of(4096)

@@ -11,7 +11,8 @@ use std::process::{Command, Output};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::Value;
 use walvisor_storage::{
-    Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
+    Buffer, CommitWait, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
+    default_log_dir,
 };
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -21,6 +22,7 @@ const SMALL: StoreOptions = StoreOptions {
     max_segments: 4,
     engine: walvisor_storage::EngineKind::Auto,
     group_commit: true,
+    commit_wait: CommitWait::NONE,
     sync_latency: std::time::Duration::ZERO,
 };
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use walvisor_storage::{
-    Buffer, CacheMode, GROUP_SIZE_CLASSES, Operation, SECTOR_SIZE, StoreOptions,
+    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, SECTOR_SIZE, StoreOptions,
 };
 
 use super::client::{Client, damaged, is_stamped, stamp, stamped};
@@ -38,6 +38,8 @@ pub struct CommitArguments {
     /// off: one sync for each FLUSH, nobody joins
     #[arg(long, value_enum, default_value_t = Switch::On)]
     group: Switch,
+    #[command(flatten)]
+    wait: WaitArguments,
     /// writethrough: each write is durable when it completes, and a commit has no FLUSH
     #[arg(long, value_enum, default_value_t = Mode::Writeback)]
     mode: Mode,
@@ -46,6 +48,28 @@ pub struct CommitArguments {
     disks: u16,
     #[command(flatten)]
     output: Output,
+}
+
+/// How long a group waits for more to join it.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct WaitArguments {
+    /// Longest wait of a group for more to join it, in microseconds; 0 for none [default: adaptive]
+    #[arg(long, value_name = "U", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    commit_wait_usec: Option<u32>,
+    /// A group starts as soon as this many wait [default: as many as were served last, or came meanwhile]
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    commit_wait_count: Option<u32>,
+}
+
+impl From<WaitArguments> for CommitWait {
+    fn from(arguments: WaitArguments) -> Self {
+        Self {
+            longest: arguments
+                .commit_wait_usec
+                .map(|wait| Duration::from_micros(wait.into())),
+            count: arguments.commit_wait_count,
+        }
+    }
 }
 
 /// Off or on.
@@ -79,6 +103,8 @@ pub struct Plan {
     pub commits: u64,
     /// Group commit.
     pub group: Switch,
+    /// How long a group waits.
+    pub wait: CommitWait,
     /// What a commit is.
     pub mode: Mode,
     /// Disks of the log.
@@ -96,6 +122,10 @@ pub struct CommitReport {
     pub mode: Mode,
     /// Group commit.
     pub group: Switch,
+    /// Longest wait of a group; none if adaptive.
+    pub commit_wait_us: Option<u64>,
+    /// How many end it; none if as many as were served last, or came meanwhile.
+    pub commit_wait_count: Option<u32>,
     /// Added to each sync.
     pub sync_latency_us: u64,
     /// Commits measured.
@@ -145,6 +175,7 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
         sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
         commits,
         group: arguments.group,
+        wait: arguments.wait.into(),
         mode: arguments.mode,
         disks: arguments.disks,
     };
@@ -216,6 +247,7 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
     let (clients, disks) = (u64::from(plan.clients), usize::from(plan.disks));
     let options = StoreOptions {
         group_commit: plan.group == Switch::On,
+        commit_wait: plan.wait,
         sync_latency: plan.sync_latency,
         ..ring(0)
     };
@@ -273,6 +305,8 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
         disks: plan.disks,
         mode: plan.mode,
         group: plan.group,
+        commit_wait_us: plan.wait.longest.map(|wait| wait.as_micros() as u64),
+        commit_wait_count: plan.wait.count,
         sync_latency_us: plan.sync_latency.as_micros() as u64,
         commits: plan.commits,
         syncs,
@@ -312,9 +346,15 @@ impl fmt::Display for CommitReport {
             Mode::Writeback => "write and FLUSH",
             Mode::Writethrough => "writethrough write",
         };
-        let group = match self.group {
-            Switch::Off => "off",
-            Switch::On => "on",
+        let group = match (self.group, self.commit_wait_us, self.commit_wait_count) {
+            (Switch::Off, ..) => "off".to_owned(),
+            (Switch::On, None, None) => "on, adaptive wait".to_owned(),
+            (Switch::On, Some(0), _) => "on, no wait".to_owned(),
+            (Switch::On, Some(wait), None) => format!("on, waits up to {wait} us"),
+            (Switch::On, Some(wait), Some(count)) => {
+                format!("on, waits up to {wait} us for {count}")
+            }
+            (Switch::On, None, Some(count)) => format!("on, waits for {count}"),
         };
         writeln!(
             f,

@@ -8,7 +8,7 @@ use clap::Args;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use super::commit::{CommitReport, Mode, Plan, Switch, measure};
+use super::commit::{CommitReport, Mode, Plan, Switch, WaitArguments, measure};
 use super::{CommandError, Output};
 
 /// Arguments of `walvisor bench matrix`.
@@ -25,6 +25,8 @@ pub struct MatrixArguments {
     /// Commits of a cell; with group commit on at least 40 for each client
     #[arg(long, value_name = "M", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     commits: u64,
+    #[command(flatten)]
+    wait: WaitArguments,
     #[command(flatten)]
     output: Output,
 }
@@ -59,6 +61,7 @@ pub fn run(arguments: &MatrixArguments) -> Result<(), CommandError> {
                     sync_latency: Duration::from_micros(latency.into()),
                     commits: arguments.commits.max(least * u64::from(clients)),
                     group,
+                    wait: arguments.wait.into(),
                     mode: Mode::Writeback,
                     disks: 1,
                 };
