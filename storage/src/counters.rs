@@ -20,6 +20,10 @@ pub struct LogCounters {
     pub log_bytes: u64,
     /// Checkpoints finished.
     pub checkpoints: u64,
+    /// Bytes that checkpoints wrote to base images; ranges made zero are not among them.
+    pub base_bytes: u64,
+    /// Operations that did so, zeroing included: fewer than records, since adjacent ones are copied together.
+    pub base_writes: u64,
     /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
     /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups that
     /// nobody waited for are not here.
@@ -35,6 +39,8 @@ pub(crate) struct Counters {
     pub syncs: AtomicU64,
     pub log_bytes: AtomicU64,
     pub checkpoints: AtomicU64,
+    pub base_bytes: AtomicU64,
+    pub base_writes: AtomicU64,
     pub group_sizes: [AtomicU64; GROUP_SIZE_CLASSES],
 }
 
@@ -55,6 +61,8 @@ impl Counters {
             syncs: get(&self.syncs),
             log_bytes: get(&self.log_bytes),
             checkpoints: get(&self.checkpoints),
+            base_bytes: get(&self.base_bytes),
+            base_writes: get(&self.base_writes),
             group_sizes: std::array::from_fn(|class| get(&self.group_sizes[class])),
         }
     }

@@ -29,7 +29,8 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    fn skip(&self, sectors: u64) -> Self {
+    /// Where it goes on after `sectors`.
+    pub(crate) fn skip(&self, sectors: u64) -> Self {
         let bytes = sectors * crate::SECTOR_SIZE;
         match self {
             Self::Memory { payload, offset } => Self::Memory {

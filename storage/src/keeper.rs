@@ -2,8 +2,7 @@
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
-//! 2. note *C* in the control file, copy the frozen extents to the base images, in order of their sectors, and sync
-//!    those;
+//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those (`copy.rs`);
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
 //!
@@ -16,20 +15,17 @@ use std::time::Duration;
 use zerocopy::little_endian::U64;
 
 use crate::committer::Committer;
+use crate::copy::copy;
 use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::DataFile;
 use crate::format::{CONTROL_SLOT, Control, ControlHeader};
-use crate::index::{ExtentMap, Piece, Place};
 use crate::log::Log;
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
-use crate::{Buffer, SECTOR_SIZE};
 
-/// Longest single write to a base image, in bytes.
-const COPY_BYTES: usize = 1 << 20;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -277,13 +273,7 @@ impl Keeper {
             self.control
                 .update(|header| header.copying_lsn = U64::new(lsn))?;
         }
-        for disk in &self.disks {
-            let frozen = disk.index().frozen.clone();
-            if let Some(frozen) = frozen.filter(|frozen| !frozen.is_empty()) {
-                copy(disk, &frozen)
-                    .map_err(|e| Error::io("write the base image", &disk.path, e))?;
-            }
-        }
+        copy(&self.log, &self.disks)?;
         let mut state = self.log.lock();
         if closing {
             state.tail = None;
@@ -323,91 +313,4 @@ impl Keeper {
             .fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
-}
-
-/// A stretch of a base image to be written, or made zero, in one go.
-enum Run {
-    Data { start: u64, filled: usize },
-    Zero { start: u64, len: u64, unmap: bool },
-}
-
-/// Copies an index layer to the base image and syncs it: adjacent extents in one write, zeroes as holes.
-fn copy(disk: &DiskState, frozen: &ExtentMap) -> std::io::Result<()> {
-    let base = &disk.base;
-    let sectors: u64 = frozen.iter().map(|piece| piece.sectors).sum();
-    let mut buffer = Buffer::for_overwrite(COPY_BYTES.min((sectors * SECTOR_SIZE) as usize));
-    let mut run = Run::Data {
-        start: 0,
-        filled: 0,
-    };
-    let end_run = |run: &Run, buffer: &Buffer| match *run {
-        Run::Data { start, filled } => base.write_all_at(&buffer[..filled], start),
-        Run::Zero { start, len, unmap } => base.zero_range(start, len, unmap),
-    };
-    for Piece {
-        sector,
-        sectors,
-        place,
-        ..
-    } in frozen.iter()
-    {
-        let (mut offset, end) = (sector * SECTOR_SIZE, (sector + sectors) * SECTOR_SIZE);
-        if let Some(Place::Zero { unmap }) = place {
-            match &mut run {
-                Run::Zero {
-                    start,
-                    len,
-                    unmap: same,
-                } if *start + *len == offset && *same == unmap => {
-                    *len += end - offset;
-                }
-                _ => {
-                    end_run(&run, &buffer)?;
-                    run = Run::Zero {
-                        start: offset,
-                        len: end - offset,
-                        unmap,
-                    };
-                }
-            }
-            continue;
-        }
-        while offset < end {
-            let filled = match run {
-                Run::Data { start, filled }
-                    if start + filled as u64 == offset && filled < buffer.len() =>
-                {
-                    filled
-                }
-                _ => {
-                    end_run(&run, &buffer)?;
-                    0
-                }
-            };
-            let part = ((end - offset) as usize).min(buffer.len() - filled);
-            let into = &mut buffer[filled..filled + part];
-            let skipped = offset - sector * SECTOR_SIZE;
-            match &place {
-                Some(Place::Log { segment, offset }) => {
-                    segment.file.read_exact_at(into, offset + skipped)?
-                }
-                Some(Place::Memory { payload, offset }) => {
-                    into.copy_from_slice(&payload[offset + skipped as usize..][..part]);
-                }
-                Some(Place::Zero { .. }) | None => {
-                    unreachable!("handled above; a layer's extents have places")
-                }
-            }
-            offset += part as u64;
-            run = Run::Data {
-                start: offset - (filled + part) as u64,
-                filled: filled + part,
-            };
-        }
-    }
-    end_run(&run, &buffer)?;
-    if planted(Mutant::SkipBaseSync) {
-        return Ok(());
-    }
-    base.sync_data()
 }

@@ -20,6 +20,7 @@
 mod buffer;
 mod catalog;
 mod committer;
+mod copy;
 mod counters;
 mod disk;
 mod dump;

@@ -11,6 +11,8 @@ pub(crate) enum Mutant {
     AckOwnWrite,
     /// A checkpoint frees log whose copy in the base image was not synced.
     SkipBaseSync,
+    /// Base images are synced while the last writes to them are still in flight.
+    BaseSyncTooEarly,
     /// A checkpoint copies records that are not durable in the log yet.
     CopyBeforeDurable,
     /// Segments are reused before the control file says that they are free.

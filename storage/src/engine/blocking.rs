@@ -1,4 +1,4 @@
-//! The engine for kernels without io_uring: appends on one thread, reads in the caller's.
+//! The engine for kernels without io_uring: writes on one thread, reads in the caller's.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -69,14 +69,11 @@ impl Blocking {
 }
 
 fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
+    if let Some((file, offset, chunks)) = io.written() {
+        write_chunks(file, offset, chunks, 0)?;
+    }
     match io {
-        Io::Append {
-            segment,
-            offset,
-            chunks,
-            sync,
-        } => {
-            write_chunks(segment.file.as_ref(), offset, &chunks, 0)?;
+        Io::Append { segment, sync, .. } => {
             sync.carry_out(&segment)?;
             sync::sleep(sync_latency * sync.count());
             Ok(None)
@@ -86,7 +83,7 @@ fn run(io: Io, sync_latency: Duration) -> io::Result<Option<crate::Buffer>> {
             offset,
             buffer,
         } => read_exact(&source, offset, buffer).map(Some),
-        Io::Wait(_) => Ok(None),
+        Io::Write { .. } | Io::Wait(_) => Ok(None),
     }
 }
 

@@ -70,8 +70,37 @@ pub(crate) enum Io {
         offset: u64,
         buffer: Buffer,
     },
+    /// Write `chunks`, at most [`MAX_CHUNKS`], at `offset` of a base image.
+    Write {
+        base: Arc<dyn DataFile>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+    },
     /// End after this time.
     Wait(Duration),
+}
+
+/// Most chunks of one [`Io::Write`]: Linux takes 1024 in one call.
+pub(crate) const MAX_CHUNKS: usize = 256;
+
+impl Io {
+    /// What it writes, and where.
+    fn written(&self) -> Option<(&dyn DataFile, u64, &[Chunk])> {
+        match self {
+            Self::Append {
+                segment,
+                offset,
+                chunks,
+                ..
+            } => Some((segment.file.as_ref(), *offset, chunks)),
+            Self::Write {
+                base,
+                offset,
+                chunks,
+            } => Some((base.as_ref(), *offset, chunks)),
+            Self::Read { .. } | Self::Wait(_) => None,
+        }
+    }
 }
 
 /// What an append makes durable.
@@ -117,7 +146,7 @@ impl SyncScope {
 #[derive(Debug)]
 pub(crate) struct Done {
     pub id: u64,
-    /// The filled buffer of a read; `None` for an append.
+    /// The filled buffer of a read; `None` for all others.
     pub result: io::Result<Option<Buffer>>,
 }
 
@@ -300,6 +329,25 @@ mod tests {
                     .iter()
                     .all(|d| d.result.is_ok())
             );
+            // Base images: many chunks in one write, many writes at once.
+            let path = dir.path().join("base");
+            std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+            let base: Arc<dyn DataFile> = Arc::new(crate::file::open_direct(&path, true).unwrap());
+            for i in 0..16u8 {
+                engine.submit(
+                    u64::from(i),
+                    Io::Write {
+                        base: base.clone(),
+                        offset: u64::from(i) << 16,
+                        chunks: (0..16).map(|j| chunk(16 * i + j, 4096)).collect(),
+                    },
+                );
+            }
+            let done = finish(engine.as_mut(), &event, 16);
+            assert!(done.iter().all(|d| d.result.is_ok()), "{done:?}");
+            let written = std::fs::read(&path).unwrap();
+            let right = |(i, block): (usize, &[u8])| block.iter().all(|&byte| byte == i as u8);
+            assert!(written.chunks(4096).enumerate().all(right));
         }
     }
 }

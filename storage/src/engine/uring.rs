@@ -129,7 +129,7 @@ impl Uring {
                 // Short: the end of the file, or an interruption. The plain call tells which.
                 false => super::read_exact(&source, offset, buffer).map(Some),
             },
-            (Io::Append { .. } | Io::Wait(_), None) => Ok(None),
+            (Io::Append { .. } | Io::Write { .. } | Io::Wait(_), None) => Ok(None),
         };
         self.done.push(Done { id, result });
     }
@@ -159,13 +159,7 @@ impl Uring {
         if operation.open > 0 {
             return;
         }
-        if let Io::Append {
-            segment,
-            offset,
-            chunks,
-            sync,
-        } = &operation.io
-        {
+        if let Some((file, offset, chunks)) = operation.io.written() {
             let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
             let cancelled = operation
                 .failed
@@ -173,10 +167,11 @@ impl Uring {
                 .is_none_or(|e| e.raw_os_error() == Some(libc::ECANCELED));
             if operation.moved < total && cancelled {
                 // A short write is no error, but it broke the link to the sync: end both here. Rare.
-                operation.failed =
-                    write_chunks(segment.file.as_ref(), *offset, chunks, operation.moved)
-                        .and_then(|()| sync.carry_out(segment))
-                        .err();
+                let mut ended = write_chunks(file, offset, chunks, operation.moved);
+                if let Io::Append { segment, sync, .. } = &operation.io {
+                    ended = ended.and_then(|()| sync.carry_out(segment));
+                }
+                operation.failed = ended.err();
             }
         }
         self.complete(key);
@@ -184,49 +179,44 @@ impl Uring {
 }
 
 impl Engine for Uring {
-    fn submit(&mut self, id: u64, io: Io) {
+    fn submit(&mut self, id: u64, mut io: Io) {
         let key = self.next;
         self.next += 1;
         let mut slices = Vec::new();
         let mut entries = Vec::new();
         let mut time = None;
-        let io = match io {
+        if let Some((file, offset, chunks)) = io.written()
+            && !chunks.is_empty()
+        {
+            slices.extend(chunks.iter().map(|chunk| libc::iovec {
+                iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
+                iov_len: chunk.len,
+            }));
+            let flags = match &io {
+                Io::Append {
+                    sync: SyncScope::Write,
+                    ..
+                } => libc::RWF_DSYNC,
+                _ => 0,
+            };
+            let fd = types::Fd(file.raw_fd());
+            let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
+                .offset(offset)
+                .rw_flags(flags);
+            entries.push(write.build().user_data(key << 1 | MOVE));
+        }
+        match &mut io {
             Io::Read {
                 source,
                 offset,
-                mut buffer,
+                buffer,
             } => {
                 let fd = types::Fd(source.file().raw_fd());
                 let read =
-                    opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32).offset(offset);
+                    opcode::Read::new(fd, buffer.as_mut_ptr(), buffer.len() as u32).offset(*offset);
                 entries.push(read.build().user_data(key << 1 | MOVE));
-                Io::Read {
-                    source,
-                    offset,
-                    buffer,
-                }
             }
-            Io::Append {
-                segment,
-                offset,
-                chunks,
-                sync,
-            } => {
-                if !chunks.is_empty() {
-                    slices.extend(chunks.iter().map(|chunk| libc::iovec {
-                        iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
-                        iov_len: chunk.len,
-                    }));
-                    let fd = types::Fd(segment.file.raw_fd());
-                    let flags = match sync {
-                        SyncScope::Write => libc::RWF_DSYNC,
-                        SyncScope::None | SyncScope::Segments(_) => 0,
-                    };
-                    let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
-                        .offset(offset)
-                        .rw_flags(flags);
-                    entries.push(write.build().user_data(key << 1 | MOVE));
-                }
+            Io::Append { sync, .. } => {
                 entries.extend(sync.segments().iter().map(|segment| {
                     let fsync = opcode::Fsync::new(types::Fd(segment.file.raw_fd()));
                     fsync
@@ -243,20 +233,14 @@ impl Engine for Uring {
                 for entry in &mut entries[..last] {
                     *entry = entry.clone().flags(squeue::Flags::IO_LINK);
                 }
-                Io::Append {
-                    segment,
-                    offset,
-                    chunks,
-                    sync,
-                }
             }
+            Io::Write { .. } => {}
             Io::Wait(duration) => {
-                let time = time.insert(Box::new(types::Timespec::from(duration)));
+                let time = time.insert(Box::new(types::Timespec::from(*duration)));
                 let timeout = opcode::Timeout::new(&**time).build();
                 entries.push(timeout.user_data(key << 1 | SYNC));
-                io
             }
-        };
+        }
         let operation = InFlight {
             id,
             io,

@@ -449,6 +449,11 @@ impl SimulatedEngine {
                 };
                 read.map(|()| -> Option<Buffer> { Some(buffer) })
             }
+            Io::Write {
+                base,
+                offset,
+                chunks,
+            } => base.write_all_at(&concat(&chunks), offset).map(|()| None),
             Io::Wait(_) => {
                 // Time for others.
                 thread::yield_now();

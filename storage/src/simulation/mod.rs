@@ -113,6 +113,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::AckBeforeSync,
         Mutant::AckOwnWrite,
         Mutant::SkipBaseSync,
+        Mutant::BaseSyncTooEarly,
         Mutant::CopyBeforeDurable,
         Mutant::RecycleEarly,
         Mutant::ReuseSalt,

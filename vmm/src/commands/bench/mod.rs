@@ -5,10 +5,12 @@
 //!   append   sequential writes                           beside  sequential O_DIRECT writes of a file
 //!   read     random reads, of the image and of the log   beside  random reads of a file
 //!   recover  opening a log that a crash left             beside  reading as many bytes of it
+//!   checkpoint  copying the log to the base image     beside  reading a file in order, then writing it
 //! ```
 //! Store and baseline take turns, so that both see the machine in the same moods.
 
 mod append;
+mod checkpoint;
 mod client;
 mod commit;
 mod matrix;
@@ -45,6 +47,8 @@ enum Action {
     Read(read::ReadArguments),
     /// Opening a log that a crash left full
     Recover(recover::RecoverArguments),
+    /// Copying a full log to the base image
+    Checkpoint(checkpoint::CheckpointArguments),
     /// `commit` for each number of clients and each sync latency, group commit off and on
     Matrix(matrix::MatrixArguments),
     /// For `recover`: fills a log and dies
@@ -93,10 +97,18 @@ pub fn run(arguments: &BenchArguments) -> Result<(), CommandError> {
         Action::Append(arguments) => append::run(arguments),
         Action::Read(arguments) => read::run(arguments),
         Action::Recover(arguments) => recover::run(arguments),
+        Action::Checkpoint(arguments) => checkpoint::run(arguments),
         Action::Matrix(arguments) => matrix::run(arguments),
         Action::Fill(arguments) => recover::fill(arguments),
         Action::Open(arguments) => recover::open(arguments),
     }
+}
+
+/// The block that record number `record` of `blocks` writes: each block once, in a scattered order.
+fn scattered(record: u64, blocks: u64) -> u64 {
+    // A prime larger than any number of blocks here, so that no two records meet.
+    const STEP: u64 = 2_654_435_761;
+    (record * STEP) % blocks
 }
 
 /// A number with one decimal.
@@ -107,4 +119,20 @@ fn tenths(value: f64) -> f64 {
 /// A number with three decimals.
 fn thousandths(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_fill_every_block_once() {
+        for blocks in [256, 257, 1000, 4096] {
+            let mut seen: Vec<u64> = (0..blocks)
+                .map(|record| scattered(record, blocks))
+                .collect();
+            seen.sort_unstable();
+            assert!(seen.into_iter().eq(0..blocks));
+        }
+    }
 }

@@ -13,7 +13,7 @@ use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store};
 use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::site::{self, Site, ring};
 use super::timing::median;
-use super::{BLOCK, CommandError, Output, raw, thousandths};
+use super::{BLOCK, CommandError, Output, raw, scattered, thousandths};
 use crate::size::parse_size;
 
 /// How often store and baseline take turns.
@@ -116,13 +116,6 @@ fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, Co
     }
 }
 
-/// The block that record number `record` of `blocks` writes: each block once, in a scattered order.
-fn place(record: u64, blocks: u64) -> u64 {
-    // A prime larger than any number of blocks here, so that no two records meet.
-    const STEP: u64 = 2_654_435_761;
-    (record * STEP) % blocks
-}
-
 /// Fills the log, prints its bytes, and ends as a crash would: nothing closed.
 ///
 /// # Errors
@@ -134,7 +127,7 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     for first in (0..blocks).step_by(BURST as usize) {
         let mut record = first;
         let mut write = |_| {
-            let block = place(record, blocks);
+            let block = scattered(record, blocks);
             record += 1;
             (record <= blocks.min(first + BURST)).then(|| Operation::Write {
                 sector: block * BLOCK as u64 / SECTOR_SIZE,
@@ -213,19 +206,5 @@ impl fmt::Display for RecoverReport {
         writeln!(f, "open and recover {:>9.1}", self.recover_us / 1000.0)?;
         writeln!(f, "raw read         {:>9.1}", self.raw_read_us / 1000.0)?;
         writeln!(f, "ratio            {:>9.3}", self.ratio)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn records_fill_every_block_once() {
-        for blocks in [256, 257, 1000, 4096] {
-            let mut seen: Vec<u64> = (0..blocks).map(|record| place(record, blocks)).collect();
-            seen.sort_unstable();
-            assert!(seen.into_iter().eq(0..blocks));
-        }
     }
 }

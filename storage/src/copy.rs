@@ -1,0 +1,398 @@
+//! Copying frozen index layers to the base images: the part of a checkpoint that moves the bytes.
+//!
+//! ```text
+//!   frozen layers ──▶ runs ──▶ reads of the log ──▶ one write a run ──▶ base images ──▶ sync
+//!   (by sector)       (adjacent extents)   (many runs in flight)
+//! ```
+//! A layer's extents are disjoint, and so are runs: they are in flight together and end in any order, as MariaDB's
+//! replicas apply the transactions of one commit group in parallel. What the group's order was shows in the layer,
+//! which has only the newest extent of each sector.
+
+use std::collections::HashMap;
+use std::iter::Peekable;
+
+use crate::disk::DiskState;
+use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
+use crate::error::{Error, Result};
+use crate::index::{ExtentMap, Piece, Place};
+use crate::log::Log;
+use crate::mutant::{Mutant, planted};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Event};
+use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
+
+/// Longest write to a base image, in sectors.
+const RUN_SECTORS: u64 = (256 << 10) / SECTOR_SIZE;
+/// Most bytes of buffers in flight, unless one run needs more.
+const IN_FLIGHT_BYTES: usize = 8 << 20;
+/// Most runs in flight.
+const IN_FLIGHT_RUNS: usize = 64;
+
+/// Adjacent extents that become one operation on the base image.
+enum Run {
+    Data {
+        sector: u64,
+        parts: Vec<Piece>,
+    },
+    Zero {
+        sector: u64,
+        sectors: u64,
+        unmap: bool,
+    },
+}
+
+/// The runs of a layer's pieces, which come in order of their sectors.
+struct Runs<I: Iterator<Item = Piece>> {
+    pieces: Peekable<I>,
+    /// What is left of a piece that was longer than a run.
+    rest: Option<Piece>,
+}
+
+impl<I: Iterator<Item = Piece>> Runs<I> {
+    fn new(pieces: I) -> Self {
+        Self {
+            pieces: pieces.peekable(),
+            rest: None,
+        }
+    }
+
+    /// The next piece if it begins at `sector`, cut to `most` sectors.
+    fn next_at(&mut self, sector: u64, most: u64, fits: impl Fn(&Piece) -> bool) -> Option<Piece> {
+        let wanted = |piece: &Piece| piece.sector == sector && fits(piece);
+        let piece = match self.rest.take_if(|rest| wanted(rest)) {
+            Some(rest) => rest,
+            None if self.rest.is_some() => return None,
+            None => self.pieces.next_if(wanted)?,
+        };
+        if piece.sectors <= most {
+            return Some(piece);
+        }
+        self.rest = Some(Piece {
+            sector: piece.sector + most,
+            sectors: piece.sectors - most,
+            lsn: piece.lsn,
+            place: piece.place.as_ref().map(|place| place.skip(most)),
+        });
+        Some(Piece {
+            sectors: most,
+            ..piece
+        })
+    }
+}
+
+fn is_zero(piece: &Piece) -> Option<bool> {
+    match piece.place {
+        Some(Place::Zero { unmap }) => Some(unmap),
+        _ => None,
+    }
+}
+
+impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
+    type Item = Run;
+
+    fn next(&mut self) -> Option<Run> {
+        let first = self.rest.as_ref().or(self.pieces.peek())?;
+        let (sector, zero) = (first.sector, is_zero(first));
+        if let Some(unmap) = zero {
+            let mut end = sector;
+            while let Some(piece) = self.next_at(end, u64::MAX, |piece| is_zero(piece) == zero) {
+                end += piece.sectors;
+            }
+            return Some(Run::Zero {
+                sector,
+                sectors: end - sector,
+                unmap,
+            });
+        }
+        let mut parts: Vec<Piece> = Vec::new();
+        let (mut end, limit) = (sector, sector + RUN_SECTORS);
+        while end < limit
+            && parts.len() < MAX_CHUNKS
+            && let Some(piece) = self.next_at(end, limit - end, |piece| is_zero(piece).is_none())
+        {
+            end += piece.sectors;
+            match parts.last_mut() {
+                Some(last) if follows(last, &piece) => last.sectors += piece.sectors,
+                _ => parts.push(piece),
+            }
+        }
+        Some(Run::Data { sector, parts })
+    }
+}
+
+/// Whether `next` stands behind `last` in the log too, so that one read gets both.
+fn follows(last: &Piece, next: &Piece) -> bool {
+    match (&last.place, &next.place) {
+        (
+            Some(Place::Log { segment, offset }),
+            Some(Place::Log {
+                segment: next_segment,
+                offset: next_offset,
+            }),
+        ) => {
+            Arc::ptr_eq(segment, next_segment)
+                && offset + last.sectors * SECTOR_SIZE == *next_offset
+        }
+        _ => false,
+    }
+}
+
+/// A run in flight.
+struct Flight<'a> {
+    disk: &'a DiskState,
+    sector: u64,
+    bytes: usize,
+    /// What its buffers take in memory.
+    memory: usize,
+    /// In order; `None` while the read is under way.
+    chunks: Vec<Option<Chunk>>,
+    /// Reads under way; with none left it is written.
+    reads: usize,
+    writing: bool,
+}
+
+/// The runs in flight, and what becomes of them.
+struct Copier<'a> {
+    log: &'a Log,
+    /// Its own, for as long as it takes: the keeper's other one may lead commit groups.
+    engine: Box<dyn Engine>,
+    /// By number; operation ids are `number * MAX_CHUNKS + part`.
+    flights: HashMap<u64, Flight<'a>>,
+    next: u64,
+    memory: usize,
+    failed: Option<Error>,
+}
+
+/// Copies the disks' frozen layers to their base images and syncs those. On an error some may be copied, and nothing
+/// is in flight any more.
+pub(crate) fn copy(log: &Log, disks: &[Arc<DiskState>]) -> Result<()> {
+    let layers: Vec<(&DiskState, Arc<ExtentMap>)> = disks
+        .iter()
+        .filter_map(|disk| Some((disk.as_ref(), disk.index().frozen.clone()?)))
+        .filter(|(_, layer)| !layer.is_empty())
+        .collect();
+    let mut runs = layers.iter().flat_map(|(disk, layer)| {
+        let disk: &DiskState = disk;
+        Runs::new(layer.iter()).map(move |run| (disk, run))
+    });
+    if layers.is_empty() {
+        return Ok(());
+    }
+    let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
+    let (engine, event) =
+        opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
+    let mut copier = Copier {
+        log,
+        engine,
+        flights: HashMap::new(),
+        next: 0,
+        memory: 0,
+        failed: None,
+    };
+    let mut ended = Vec::new();
+    loop {
+        while copier.failed.is_none() && copier.has_room() {
+            let Some((disk, run)) = runs.next() else {
+                break;
+            };
+            copier.start(disk, run);
+        }
+        if copier.flights.is_empty() {
+            break;
+        }
+        if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
+            let _ = sync(&layers);
+        }
+        copier.engine.enter();
+        event.clear();
+        copier.engine.poll(&mut ended);
+        if ended.is_empty() {
+            event.sleep();
+        }
+        for end in ended.drain(..) {
+            copier.end(end);
+        }
+    }
+    match copier.failed {
+        Some(error) => Err(error),
+        None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => Ok(()),
+        None => sync(&layers),
+    }
+}
+
+fn sync(layers: &[(&DiskState, Arc<ExtentMap>)]) -> Result<()> {
+    layers.iter().try_for_each(|(disk, _)| {
+        let synced = disk.base.sync_data();
+        synced.map_err(|error| Error::io("sync the base image", &disk.path, error))
+    })
+}
+
+fn chunk(buffer: Buffer) -> Chunk {
+    Chunk {
+        len: buffer.len(),
+        buffer: buffer.share(),
+    }
+}
+
+impl<'a> Copier<'a> {
+    fn has_room(&self) -> bool {
+        self.flights.len() < IN_FLIGHT_RUNS && self.memory < IN_FLIGHT_BYTES
+    }
+
+    fn start(&mut self, disk: &'a DiskState, run: Run) {
+        let counters = &self.log.counters;
+        counters.base_writes.fetch_add(1, Ordering::Relaxed);
+        let (sector, parts) = match run {
+            Run::Data { sector, parts } => (sector, parts),
+            Run::Zero {
+                sector,
+                sectors,
+                unmap,
+            } => {
+                let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
+                let zeroed = disk.base.zero_range(offset, len, unmap);
+                self.failed = zeroed
+                    .map_err(|error| Error::io("zero a part of the base image", &disk.path, error))
+                    .err();
+                return;
+            }
+        };
+        let number = self.next;
+        self.next += 1;
+        let mut flight = Flight {
+            disk,
+            sector,
+            bytes: 0,
+            memory: 0,
+            chunks: Vec::with_capacity(parts.len()),
+            reads: 0,
+            writing: false,
+        };
+        for (part, piece) in parts.into_iter().enumerate() {
+            let len = (piece.sectors * SECTOR_SIZE) as usize;
+            flight.bytes += len;
+            flight.memory += len.next_multiple_of(BUFFER_ALIGN);
+            flight.chunks.push(match piece.place {
+                Some(Place::Log { segment, offset }) => {
+                    flight.reads += 1;
+                    let read = Io::Read {
+                        source: Source::Segment(segment),
+                        offset,
+                        buffer: Buffer::for_overwrite(len),
+                    };
+                    let id = number * MAX_CHUNKS as u64 + part as u64;
+                    self.engine.submit(id, read);
+                    None
+                }
+                Some(Place::Memory { payload, offset }) => {
+                    Some(chunk(Buffer::from(&payload[offset..offset + len])))
+                }
+                Some(Place::Zero { .. }) | None => {
+                    unreachable!("a run of data has data, and a layer's extents have places")
+                }
+            });
+        }
+        self.memory += flight.memory;
+        if flight.reads == 0 {
+            self.write(number, &mut flight);
+        }
+        self.flights.insert(number, flight);
+    }
+
+    /// All of the run is in memory: it goes to the base image.
+    fn write(&mut self, number: u64, flight: &mut Flight<'_>) {
+        flight.writing = true;
+        let write = Io::Write {
+            base: flight.disk.base.clone(),
+            offset: flight.sector * SECTOR_SIZE,
+            chunks: flight.chunks.drain(..).flatten().collect(),
+        };
+        self.engine.submit(number * MAX_CHUNKS as u64, write);
+    }
+
+    fn end(&mut self, end: Done) {
+        let number = end.id / MAX_CHUNKS as u64;
+        let part = (end.id % MAX_CHUNKS as u64) as usize;
+        let mut flight = self.flights.remove(&number).expect("a run in flight");
+        let was_written = flight.writing;
+        match end.result {
+            Ok(_) if was_written => {
+                let counters = &self.log.counters;
+                let bytes = flight.bytes as u64;
+                counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+            Ok(buffer) => flight.chunks[part] = buffer.map(chunk),
+            Err(error) => {
+                self.failed.get_or_insert_with(|| match was_written {
+                    true => Error::io("write the base image", &flight.disk.path, error),
+                    false => Error::io("read the log", &self.log.dir, error),
+                });
+            }
+        }
+        if !was_written {
+            flight.reads -= 1;
+            // After an error nothing more is begun.
+            if flight.reads == 0 && self.failed.is_none() {
+                self.write(number, &mut flight);
+            }
+        }
+        match flight.reads > 0 || (flight.writing && !was_written) {
+            true => drop(self.flights.insert(number, flight)),
+            false => self.memory -= flight.memory,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Whatever the extents, the runs are all of them, in order, none too long, and none that could be one.
+        #[test]
+        fn runs_are_the_extents_joined_and_cut(
+            extents in prop::collection::vec((0u64..3, 1..2 * RUN_SECTORS, 0u8..4), 1..40),
+        ) {
+            let payload = Buffer::zeroed(512).share();
+            let (mut at, mut pieces, mut wanted) = (0, Vec::new(), Vec::new());
+            for (gap, sectors, kind) in extents {
+                at += gap;
+                let place = match kind {
+                    // Where the bytes are is not looked at: the offset tells which they are.
+                    0 | 1 => Place::Memory { payload: payload.clone(), offset: at as usize * 512 },
+                    _ => Place::Zero { unmap: kind == 2 },
+                };
+                let zero = match place { Place::Zero { unmap } => Some(unmap), _ => None };
+                wanted.extend((at..at + sectors).map(|sector| (sector, zero)));
+                pieces.push(Piece { sector: at, sectors, lsn: 1, place: Some(place) });
+                at += sectors;
+            }
+            let mut found = Vec::new();
+            let mut last = None;
+            for run in Runs::new(pieces.into_iter()) {
+                match run {
+                    Run::Zero { sector, sectors, unmap } => {
+                        prop_assert_ne!(last, Some((sector, Some(unmap))));
+                        found.extend((sector..sector + sectors).map(|sector| (sector, Some(unmap))));
+                        last = Some((sector + sectors, Some(unmap)));
+                    }
+                    Run::Data { sector, parts } => {
+                        prop_assert!(!parts.is_empty() && parts.len() <= MAX_CHUNKS);
+                        let mut end = sector;
+                        for part in parts {
+                            let Some(Place::Memory { offset, .. }) = part.place else { panic!("{part:?}") };
+                            prop_assert_eq!((part.sector, offset as u64), (end, end * 512));
+                            end += part.sectors;
+                        }
+                        prop_assert!(end - sector <= RUN_SECTORS);
+                        found.extend((sector..end).map(|sector| (sector, None)));
+                        last = Some((end, None));
+                    }
+                }
+            }
+            prop_assert_eq!(found, wanted);
+        }
+    }
+}
