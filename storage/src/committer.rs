@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::engine::{Done, Engine, Io};
-use crate::group::Task;
+use crate::group::{Spare, Task};
 use crate::log::{Log, Mailbox, Waiter};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
@@ -21,6 +21,7 @@ pub(crate) struct Committer {
     /// What this thread leads, by engine id.
     tasks: Vec<(u64, Task)>,
     next_task: u64,
+    spare: Spare,
     /// A port's: it may bring waiters, and counts as one who may join a group.
     client: bool,
     /// Set when going away: no new group is taken.
@@ -42,6 +43,7 @@ impl Committer {
             engine,
             tasks: Vec::new(),
             next_task: TASKS,
+            spare: Spare::default(),
             client,
             resigned: false,
         })
@@ -74,9 +76,8 @@ impl Committer {
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
         while !self.resigned {
-            let Some((io, task)) = self.log.lead(&mut self.log.lock()) else {
-                break;
-            };
+            let led = self.log.lead(&mut self.log.lock(), &mut self.spare);
+            let Some((io, task)) = led else { break };
             self.tasks.push((self.next_task, task));
             self.engine.submit(self.next_task, io);
             self.next_task += 1;
@@ -107,8 +108,9 @@ impl Committer {
             let Some(task) = task else { continue };
             match self.tasks.swap_remove(task).1 {
                 Task::Group(group) => {
+                    let result = end.result.map(drop);
                     self.log
-                        .end_group(group, end.result.map(drop), &self.mailbox);
+                        .end_group(group, result, &self.mailbox, &mut self.spare);
                 }
                 Task::Wait(number) => self.log.lock().gather.over(number),
             }

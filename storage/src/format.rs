@@ -235,11 +235,18 @@ impl BatchHeader {
     ///
     /// # Panics
     /// If `block` is shorter than [`batch_header_len`].
-    pub(crate) fn encode(&self, descriptors: &[Descriptor], block: &mut [u8]) -> u32 {
-        let (head, rest) = block.split_at_mut(size_of::<Self>());
-        head.copy_from_slice(self.as_bytes());
-        rest[..size_of_val(descriptors)].copy_from_slice(descriptors.as_bytes());
-        seal(&mut block[..size_of::<Self>() + size_of_val(descriptors)])
+    pub(crate) fn encode(
+        &self,
+        descriptors: impl Iterator<Item = Descriptor>,
+        block: &mut [u8],
+    ) -> u32 {
+        block[..size_of::<Self>()].copy_from_slice(self.as_bytes());
+        let mut end = size_of::<Self>();
+        for descriptor in descriptors {
+            block[end..end + size_of::<Descriptor>()].copy_from_slice(descriptor.as_bytes());
+            end += size_of::<Descriptor>();
+        }
+        seal(&mut block[..end])
     }
 
     /// Reads the fixed part and says how many bytes header and descriptors take; nothing is trusted yet.
@@ -348,7 +355,7 @@ mod tests {
             payload_crc: U32::new(0),
         };
         let mut block = vec![0; batch_header_len(MAX_DESCRIPTORS)];
-        header.encode(&[descriptor], &mut block);
+        header.encode([descriptor].into_iter(), &mut block);
         let (read, len) = BatchHeader::peek(&block).unwrap();
         assert_eq!(read.descriptors(&block[..len]).unwrap().len(), 1);
         for bit in 0..len * 8 {

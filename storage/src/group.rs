@@ -44,6 +44,13 @@ pub(crate) struct Group {
     sync: Option<Syncing>,
 }
 
+/// Lists of earlier groups, to be filled again: a thread that leads allocates none for each of its groups.
+#[derive(Default)]
+pub(crate) struct Spare {
+    records: Vec<Vec<Record>>,
+    served: Vec<Waiter>,
+}
+
 struct Batch {
     records: Vec<Record>,
     /// Byte offset of the first payload in the segment.
@@ -64,14 +71,14 @@ struct Syncing {
 impl Log {
     /// Takes the lead if there is work that nobody does: the operation to run, and what ends it. To be called again
     /// until it gives nothing.
-    pub(crate) fn lead(&self, state: &mut State) -> Option<(Io, Task)> {
+    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
         if self.poisoned.load(Ordering::Acquire) {
             return None;
         }
         if !state.syncing && !state.waiters.is_empty() {
             match self.gather(state) {
                 Verdict::Start => {
-                    if let Some(group) = self.serve(state) {
+                    if let Some(group) = self.serve(state, spare) {
                         return Some(group);
                     }
                 }
@@ -84,7 +91,7 @@ impl Log {
         }
         let behind = WRITE_BEHIND.min(self.segment_size as usize / 8);
         if state.queued_bytes >= behind {
-            return self.batch(state, false);
+            return self.batch(state, spare, false);
         }
         None
     }
@@ -102,13 +109,13 @@ impl Log {
 
     /// The next step towards a sync for those who wait. `None` if it is not this thread's: what they wait for is
     /// being written, or has no room.
-    fn serve(&self, state: &mut State) -> Option<(Io, Task)> {
+    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
         let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
         if state.writing.is_empty() {
             if state.pending.is_empty() {
                 return Some(self.sync_only(state));
             }
-            if let Some(group) = self.batch(state, true) {
+            if let Some(group) = self.batch(state, spare, true) {
                 return Some(group);
             }
         }
@@ -120,7 +127,7 @@ impl Log {
         });
         match () {
             () if ready => Some(self.sync_only(state)),
-            () if wanted => self.batch(state, false),
+            () if wanted => self.batch(state, spare, false),
             () => None,
         }
     }
@@ -212,7 +219,7 @@ impl Log {
     /// Makes a batch of what is pending. `synced`: its group's sync follows it in the same operation if somebody
     /// waits for one of its records; nothing else is being written then. `None` if nothing is pending, too much is
     /// being written already, or there is no room.
-    fn batch(&self, state: &mut State, synced: bool) -> Option<(Io, Task)> {
+    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Task)> {
         let (count, header_len, payload_len) = self.batch_extent(state);
         if count == 0
             || state.writing.len() >= MOST_WRITING
@@ -220,19 +227,10 @@ impl Log {
         {
             return None;
         }
-        let records: Vec<Record> = state.pending.drain(..count).collect();
+        let mut records = spare.records.pop().unwrap_or_default();
+        records.extend(state.pending.drain(..count));
         let first_lsn = records[0].lsn;
         let last_lsn = first_lsn + count as u64 - 1;
-        let mut descriptors: Vec<Descriptor> = records
-            .iter()
-            .map(|record| Descriptor {
-                disk_id: U32::new(record.disk.id),
-                kind: U32::new(record.kind as u32),
-                sector: U64::new(record.sector),
-                sectors: U32::new(record.sectors),
-                payload_crc: U32::new(record.payload.as_ref().map_or(0, |(_, crc)| *crc)),
-            })
-            .collect();
         let synced = synced && self.next_served(state).any(|waiter| waiter.lsn <= last_lsn);
         let (sequence, cid) = (
             state.live.back().map_or(0, |live| live.sequence),
@@ -262,14 +260,21 @@ impl Log {
             payload_bytes: U64::new(payload_bytes as u64),
         };
         let mut head = Buffer::zeroed(header_len);
+        let mut described = &records[..];
         if planted(Mutant::DropLastDescriptor) && count > 1 {
-            let lost = descriptors
-                .pop()
-                .map_or(0, |descriptor| descriptor.payload_len());
+            described = &records[..count - 1];
+            let left: usize = described.iter().map(Record::payload_len).sum();
             header.descriptor_count = U32::new(count as u32 - 1);
-            header.payload_bytes = U64::new(payload_bytes as u64 - lost);
+            header.payload_bytes = U64::new(left as u64);
         }
-        tail.previous_crc = header.encode(&descriptors, &mut head);
+        let descriptors = described.iter().map(|record| Descriptor {
+            disk_id: U32::new(record.disk.id),
+            kind: U32::new(record.kind as u32),
+            sector: U64::new(record.sector),
+            sectors: U32::new(record.sectors),
+            payload_crc: U32::new(record.payload.as_ref().map_or(0, |(_, crc)| *crc)),
+        });
+        tail.previous_crc = header.encode(descriptors, &mut head);
         let offset = tail.offset;
         let mut chunks = Vec::with_capacity(count + 3);
         let mut header_at = offset;
@@ -358,7 +363,13 @@ impl Log {
 
     /// Ends a group: publishes the watermarks, and gives everyone it served their completion. `own` is the mailbox of
     /// the caller, who looks into it next.
-    pub(crate) fn end_group(&self, group: Group, result: std::io::Result<()>, own: &Arc<Mailbox>) {
+    pub(crate) fn end_group(
+        &self,
+        group: Group,
+        result: std::io::Result<()>,
+        own: &Arc<Mailbox>,
+        spare: &mut Spare,
+    ) {
         if let Err(error) = result
             && !planted(Mutant::FailedSyncRetried)
         {
@@ -392,10 +403,9 @@ impl Log {
         if let Some(batch) = &group.batch {
             self.end_batch(&mut state, batch);
         }
-        let served = match &group.sync {
-            Some(sync) => self.end_sync(&mut state, sync),
-            None => Vec::new(),
-        };
+        if let Some(sync) = &group.sync {
+            self.end_sync(&mut state, sync, &mut spare.served);
+        }
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let woken = if held_back {
             live_ports(&mut state)
@@ -403,8 +413,12 @@ impl Log {
             Vec::new()
         };
         drop(state);
-        deliver(served, Ok(None), Some(own));
+        deliver(spare.served.drain(..), Ok(()), Some(own));
         woken.iter().for_each(|port| port.wake());
+        if let Some(Batch { mut records, .. }) = group.batch {
+            records.clear();
+            spare.records.push(records);
+        }
     }
 
     /// A batch is written. What is written in front of a gap, where another is still being written, counts once
@@ -423,8 +437,8 @@ impl Log {
         }
     }
 
-    /// A sync has ended: returns those whom it served.
-    fn end_sync(&self, state: &mut State, sync: &Syncing) -> Vec<Waiter> {
+    /// A sync has ended: moves those whom it served to `served`.
+    fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
         state.syncing = false;
         self.counters
             .syncs
@@ -432,11 +446,9 @@ impl Log {
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
         self.durable.store(sync.lsn, Ordering::Release);
         let most = state.waiters.len().min(self.most_served);
-        let served: Vec<Waiter> = state
-            .waiters
-            .extract_if(..most, |waiter| waiter.lsn <= sync.lsn)
-            .collect();
-        for waiter in &served {
+        let ended = |waiter: &mut Waiter| waiter.lsn <= sync.lsn;
+        served.extend(state.waiters.extract_if(..most, ended));
+        for waiter in &*served {
             state.leave(waiter);
         }
         if !served.is_empty() {
@@ -446,7 +458,6 @@ impl Log {
         state
             .gather
             .ended(sync::now() - sync.began, served.len(), waiting);
-        served
     }
 }
 

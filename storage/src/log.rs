@@ -297,7 +297,7 @@ impl Log {
         state.pending.clear();
         let ports = live_ports(&mut state);
         drop(state);
-        deliver(waiters, Err(Failure::Io), None);
+        deliver(waiters.into_iter(), Err(Failure::Io), None);
         ports.iter().for_each(|port| port.wake());
     }
 
@@ -315,21 +315,17 @@ pub(crate) fn live_ports(state: &mut State) -> Vec<Arc<Mailbox>> {
 
 /// Gives waiters their completion, and wakes each of their ports once: not `own`, whose thread is here and looks next.
 pub(crate) fn deliver(
-    waiters: Vec<Waiter>,
-    result: Result<Option<Buffer>, Failure>,
+    waiters: impl Iterator<Item = Waiter>,
+    result: Result<(), Failure>,
     own: Option<&Arc<Mailbox>>,
 ) {
     for waiter in waiters {
-        let result = match &result {
-            Ok(_) => Ok(None),
-            Err(failure) => Err(*failure),
-        };
         let mailbox = &waiter.mailbox;
         let mut completions = mailbox.completions.lock().expect("mailbox lock");
         let first = completions.is_empty();
         completions.push(Completion {
             token: waiter.token,
-            result,
+            result: result.map(|()| None),
         });
         drop(completions);
         if first && own.is_none_or(|own| !Arc::ptr_eq(own, mailbox)) {
