@@ -70,7 +70,6 @@ impl<I: Iterator<Item = Piece>> Runs<I> {
         self.rest = Some(Piece {
             sector: piece.sector + most,
             sectors: piece.sectors - most,
-            lsn: piece.lsn,
             place: piece.place.as_ref().map(|place| place.skip(most)),
         });
         Some(Piece {
@@ -366,7 +365,7 @@ mod tests {
                 };
                 let zero = match place { Place::Zero { unmap } => Some(unmap), _ => None };
                 wanted.extend((at..at + sectors).map(|sector| (sector, zero)));
-                pieces.push(Piece { sector: at, sectors, lsn: 1, place: Some(place) });
+                pieces.push(Piece { sector: at, sectors, place: Some(place) });
                 at += sectors;
             }
             let mut found = Vec::new();

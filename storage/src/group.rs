@@ -177,6 +177,12 @@ impl Log {
             return false;
         };
         state.starved = false;
+        // Without a tail everything before is durable.
+        let position = match &state.tail {
+            Some(tail) => tail.segment.position.load(Ordering::Relaxed) + self.segment_size,
+            None => self.durable_end.load(Ordering::Relaxed),
+        };
+        segment.position.store(position, Ordering::Relaxed);
         let previous = state.live.back();
         let salt = match planted(Mutant::ReuseSalt) {
             true => 7,
@@ -297,6 +303,8 @@ impl Log {
         let segment = tail.segment.clone();
         state.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
         state.batched = last_lsn;
+        let end = segment.position.load(Ordering::Relaxed) + tail.offset;
+        state.ends.push_back((last_lsn, end));
         state.writing.push_back(Writing {
             last_lsn,
             segment: segment.clone(),
@@ -444,6 +452,9 @@ impl Log {
             .syncs
             .fetch_add(sync.count as u64, Ordering::Relaxed);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
+        while let Some((_, end)) = state.ends.pop_front_if(|(lsn, _)| *lsn <= sync.lsn) {
+            self.durable_end.store(end, Ordering::Release);
+        }
         self.durable.store(sync.lsn, Ordering::Release);
         let most = state.waiters.len().min(self.most_served);
         let ended = |waiter: &mut Waiter| waiter.lsn <= sync.lsn;

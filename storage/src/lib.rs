@@ -30,6 +30,9 @@ mod file;
 mod format;
 mod gather;
 mod group;
+#[cfg(test)]
+#[path = "../tests/support/heap.rs"]
+mod heap;
 mod index;
 mod keeper;
 mod log;

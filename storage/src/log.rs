@@ -24,7 +24,7 @@ use crate::{Buffer, Completion, Failure, SharedBuffer};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
 pub(crate) const PENDING_LIMIT: usize = 32 << 20;
-/// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 200 bytes: this
+/// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 40 bytes: this
 /// bounds memory where payloads do not, against a guest that only discards.
 const UNAPPLIED_LIMIT: u64 = 1 << 20;
 /// Where completions of other threads' groups reach a port.
@@ -129,6 +129,8 @@ pub(crate) struct State {
     pub open_ports: usize,
     /// Batches being written, and those written behind one that still is, in the log's order.
     pub writing: VecDeque<Writing>,
+    /// Last LSN and end, by [`Segment::position`], of each batch that is not durable.
+    pub ends: VecDeque<(u64, u64)>,
     /// A sync is in flight.
     pub syncing: bool,
     pub gather: Gather,
@@ -189,6 +191,8 @@ pub(crate) struct Log {
     pub most_served: usize,
     pub durable: AtomicU64,
     pub written: AtomicU64,
+    /// Bytes of log, by [`Segment::position`], that hold nothing but durable records.
+    pub durable_end: AtomicU64,
     pub poisoned: AtomicBool,
     /// Ports hold back requests until pending bytes fall.
     pub held_back: AtomicBool,

@@ -20,8 +20,8 @@ struct Read {
     /// `None` while one part is the whole: its buffer becomes the result.
     buffer: Option<Buffer>,
     open: usize,
-    /// The newest record that is read from the log.
-    newest: u64,
+    /// The end of what is read from the log, by [`Segment::position`](crate::segment::Segment::position).
+    log_end: u64,
     failed: bool,
 }
 
@@ -256,11 +256,14 @@ impl Port {
         if len > MAX_REQUEST_BYTES {
             return Err(Failure::TooLarge);
         }
-        let pieces = self.disk.index().pieces(sector, u64::from(sectors));
+        let mut pieces = Vec::new();
+        self.disk
+            .index()
+            .pieces(sector, u64::from(sectors), &mut pieces);
         let key = self.next_id;
         let whole = pieces.len() == 1;
         let mut buffer = None;
-        let (mut open, mut newest) = (0, 0);
+        let (mut open, mut log_end) = (0, 0);
         for piece in pieces {
             let at = ((piece.sector - sector) * SECTOR_SIZE) as usize;
             let part = (piece.sectors * SECTOR_SIZE) as usize;
@@ -272,7 +275,8 @@ impl Port {
                 }
                 Some(Place::Zero { .. }) => continue,
                 Some(Place::Log { segment, offset }) => {
-                    newest = newest.max(piece.lsn);
+                    let end = segment.position.load(Ordering::Relaxed) + offset + part as u64;
+                    log_end = log_end.max(end);
                     (Source::Segment(segment), offset)
                 }
                 None => (
@@ -305,7 +309,7 @@ impl Port {
                 token,
                 buffer,
                 open,
-                newest,
+                log_end,
                 failed: false,
             },
         );
@@ -334,7 +338,7 @@ impl Port {
             // Once a sync has failed, what was written but not durable may read as anything older.
             let log = &self.committer.log;
             let lost = log.poisoned.load(Ordering::Acquire)
-                && read.newest > log.durable.load(Ordering::Acquire)
+                && read.log_end > log.durable_end.load(Ordering::Acquire)
                 && !planted(Mutant::StaleReadAfterError);
             let result = if read.failed || lost {
                 Err(Failure::Io)

@@ -10,6 +10,7 @@ use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, Result};
 use crate::file::{self, DataFile};
 use crate::sync::Event;
+use crate::sync::atomic::AtomicU64;
 
 /// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
@@ -40,9 +41,19 @@ pub(crate) struct Directory {
 pub(crate) struct Segment {
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
+    /// Bytes of log in front of it, counted from where the log was opened: 0 for a segment from before.
+    pub position: AtomicU64,
 }
 
 impl Segment {
+    pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
+        Self {
+            path,
+            file,
+            position: AtomicU64::new(0),
+        }
+    }
+
     /// The path of segment file number `slot` of the log in `dir`.
     fn path(dir: &Path, slot: u32) -> PathBuf {
         dir.join(format!("segment-{slot:05}"))
@@ -75,10 +86,7 @@ impl Segment {
     fn open(path: PathBuf) -> Result<Self> {
         let file = file::open_direct(&path, true)
             .map_err(|e| Error::io("open the log segment", &path, e))?;
-        Ok(Self {
-            path,
-            file: Box::new(file),
-        })
+        Ok(Self::new(path, Box::new(file)))
     }
 
     /// The segment files in `dir`, with their numbers, in order.

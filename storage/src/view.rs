@@ -79,7 +79,8 @@ impl View {
         let path = &self.base.options.path;
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
-        self.extents.pieces(first, end - first, &mut pieces);
+        self.extents
+            .visit(first, end - first, &mut |piece| pieces.push(piece));
         let mut buffer = Buffer::for_overwrite(COPY_BYTES as usize);
         for piece in pieces {
             let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;

@@ -336,10 +336,7 @@ impl Medium for Simulated {
         let created = self.lock().tick();
         created.map_err(|error| Error::io("create a log segment", &path, error))?;
         self.lock().create(&segment_name(slot), size as usize);
-        Ok(Segment {
-            file: self.file(&segment_name(slot)),
-            path,
-        })
+        Ok(Segment::new(path, self.file(&segment_name(slot))))
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
@@ -349,9 +346,9 @@ impl Medium for Simulated {
             .iter()
             .filter(|file| file.name.starts_with("segment-"))
             .count() as u32;
-        let open = |slot| Segment {
-            path: segment_name(slot).into(),
-            file: self.file(&segment_name(slot)),
+        let open = |slot| {
+            let name = segment_name(slot);
+            Segment::new(PathBuf::from(&name), self.file(&name))
         };
         Ok((0..count).map(|slot| (slot, open(slot))).collect())
     }

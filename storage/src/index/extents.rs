@@ -1,0 +1,395 @@
+//! Extents of a disk in few bytes: 16 each, in leaves of a tree.
+//!
+//! ```text
+//!   BTreeMap: first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
+//! ```
+//! Where an extent is takes one word. What a word names, segments and payloads that wait for the log, is kept in two
+//! small tables beside the tree.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::{Piece, Place};
+use crate::segment::Segment;
+use crate::sync::Arc;
+use crate::{SECTOR_SIZE, SharedBuffer};
+
+/// Most extents of a leaf.
+const LEAF: usize = 256;
+/// Extents by which a leaf's memory grows.
+const STEP: usize = 16;
+
+/// Where an extent begins: two bits for the kind, the rest depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Word(u64);
+
+/// What a [`Word`] says.
+enum Meaning {
+    Log { slot: usize, sector: u64 },
+    Pending { lsn: u64 },
+    Zero { unmap: bool },
+}
+
+impl Word {
+    const KIND: u32 = 62;
+    const PENDING: u64 = 1 << Self::KIND;
+    const ZERO: u64 = 2 << Self::KIND;
+
+    /// At a sector of the segment that has this place in the table. A segment has at most 2^21 sectors, and the
+    /// log at most 2^16 segments.
+    fn log(slot: usize, sector: u64) -> Self {
+        debug_assert!(slot < 1 << 30 && sector < 1 << 32);
+        Self((slot as u64) << 32 | sector)
+    }
+
+    /// Somewhere in the payload of this record.
+    fn pending(lsn: u64) -> Self {
+        assert!(lsn < Self::PENDING, "an LSN that counting can't reach");
+        Self(Self::PENDING | lsn)
+    }
+
+    fn zero(unmap: bool) -> Self {
+        Self(Self::ZERO | u64::from(unmap))
+    }
+
+    fn meaning(self) -> Meaning {
+        let rest = self.0 & ((1 << Self::KIND) - 1);
+        match self.0 & !rest {
+            0 => Meaning::Log {
+                slot: (rest >> 32) as usize,
+                sector: rest & u64::from(u32::MAX),
+            },
+            Self::PENDING => Meaning::Pending { lsn: rest },
+            _ => Meaning::Zero { unmap: rest != 0 },
+        }
+    }
+
+    /// Where the same extent is `sectors` sectors further on.
+    fn skip(self, sectors: u64) -> Self {
+        match self.meaning() {
+            Meaning::Log { slot, sector } => Self::log(slot, sector + sectors),
+            Meaning::Pending { .. } | Meaning::Zero { .. } => self,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Extent {
+    /// The low half of its first sector. The high half is its leaf's.
+    start: u32,
+    sectors: u32,
+    word: Word,
+}
+
+const _: () = assert!(size_of::<Extent>() == 16);
+
+impl Extent {
+    /// Both as one, if `next` goes on where this ends, on the disk and where the bytes are.
+    fn joined(self, next: Self) -> Option<Self> {
+        let sectors = self.sectors.checked_add(next.sectors)?;
+        let adjacent = self.start.checked_add(self.sectors) == Some(next.start)
+            && self.word.skip(u64::from(self.sectors)) == next.word;
+        adjacent.then_some(Self { sectors, ..self })
+    }
+}
+
+/// The first sector of all that have the same high half.
+fn zone(sector: u64) -> u64 {
+    sector & !u64::from(u32::MAX)
+}
+
+/// Of a leaf with this first sector, how many extents begin before `sector`.
+fn position(base: u64, leaf: &[Extent], sector: u64) -> usize {
+    let limit = sector.saturating_sub(zone(base));
+    leaf.partition_point(|extent| u64::from(extent.start) < limit)
+}
+
+/// Joins what can be joined around the extents `first..last`.
+fn join(leaf: &mut Vec<Extent>, first: usize, mut last: usize) {
+    let mut at = first.max(1);
+    while at <= last && at < leaf.len() {
+        match leaf[at - 1].joined(leaf[at]) {
+            Some(joined) => {
+                leaf[at - 1] = joined;
+                leaf.remove(at);
+                last -= 1;
+            }
+            None => at += 1,
+        }
+    }
+}
+
+/// Gives memory back that a leaf no longer needs. Not at once, so that a leaf that shrinks and grows keeps it.
+fn trim(leaf: &mut Vec<Extent>) {
+    if leaf.capacity() > 4 * leaf.len().max(STEP) {
+        leaf.shrink_to(2 * leaf.len().max(STEP));
+    }
+}
+
+/// A payload that is not in the log yet.
+#[derive(Debug)]
+struct Pending {
+    lsn: u64,
+    /// The first sector of its record.
+    sector: u64,
+    /// `None` once it is in the log and one before it is not.
+    payload: Option<SharedBuffer>,
+}
+
+/// Non-overlapping extents in the order of their sectors. Holding it pins every segment that it has ever named.
+#[derive(Debug, Default)]
+pub(crate) struct ExtentMap {
+    /// By a sector at or before all that begin in it, and behind all that begin in the leaf before. None is empty,
+    /// and all of a leaf begin in one zone.
+    leaves: BTreeMap<u64, Vec<Extent>>,
+    segments: Vec<Arc<Segment>>,
+    /// By LSN.
+    pending: VecDeque<Pending>,
+}
+
+impl ExtentMap {
+    /// Puts an extent over whatever was in its range. A payload in memory is the whole record's.
+    pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
+        let end = sector + sectors;
+        let word = self.word(sector, lsn, place);
+        let from = self.leaf_of(sector);
+        // The commonest case: the same range was written before.
+        if let Some(leaf) = self.leaves.get_mut(&from) {
+            let at = position(from, leaf, sector);
+            if let Some(old) = leaf.get_mut(at)
+                && (zone(from) + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
+            {
+                old.word = word;
+                return;
+            }
+        }
+        // What reaches beyond the range.
+        let mut rest = None;
+        if let Some((start, before)) = self.before(sector) {
+            let before_end = start + u64::from(before.sectors);
+            if before_end > end {
+                rest = Some((before_end - end, before.word.skip(end - start)));
+            }
+            before.sectors = (before_end.min(sector) - start) as u32;
+        }
+        let mut from = from;
+        while let Some((&base, leaf)) = self.leaves.range_mut(from..end).next() {
+            let (first, last) = (position(base, leaf, sector), position(base, leaf, end));
+            if let Some(old) = leaf[first..last].last() {
+                let start = zone(base) + u64::from(old.start);
+                let old_end = start + u64::from(old.sectors);
+                if old_end > end {
+                    rest = Some((old_end - end, old.word.skip(end - start)));
+                }
+            }
+            leaf.drain(first..last);
+            trim(leaf);
+            // The leaf that the range begins in gets its extent.
+            if leaf.is_empty() && base > sector {
+                self.leaves.remove(&base);
+            }
+            from = base + 1;
+        }
+        self.put(sector, sectors, word);
+        if let Some((sectors, word)) = rest {
+            self.put(end, sectors, word);
+        }
+    }
+
+    /// Puts an extent where nothing is.
+    fn put(&mut self, sector: u64, sectors: u64, word: Word) {
+        let extent = Extent {
+            start: sector as u32,
+            sectors: sectors as u32,
+            word,
+        };
+        let zone = zone(sector);
+        let base = self.leaves.range(zone..=sector).next_back();
+        let base = base.map_or(zone, |(&base, _)| base);
+        let mut leaf = self.leaves.entry(base).or_default();
+        let mut at = position(base, leaf, sector);
+        if leaf.len() == LEAF {
+            // Ascending writes leave full leaves behind them.
+            let kept = if at == LEAF { LEAF } else { LEAF / 2 };
+            let split = leaf.split_off(kept);
+            leaf.shrink_to(kept + STEP);
+            let right = split.first().map_or(sector, |e| zone + u64::from(e.start));
+            if at > kept || split.is_empty() {
+                leaf = self.leaves.entry(right).or_insert(split);
+                at -= kept;
+            } else {
+                self.leaves.insert(right, split);
+                leaf = self.leaves.entry(base).or_default();
+            }
+        }
+        if leaf.len() == leaf.capacity() {
+            leaf.reserve_exact(STEP);
+        }
+        leaf.insert(at, extent);
+        join(leaf, at, at + 1);
+    }
+
+    /// Calls `each` with the pieces of the range, in order, gaps included.
+    pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
+        let end = sector + sectors;
+        let mut at = sector;
+        for (&base, leaf) in self.leaves.range(self.leaf_of(sector)..end) {
+            // The last that begins at or before the range may reach into it.
+            let first = position(base, leaf, sector + 1).saturating_sub(1);
+            for extent in &leaf[first..] {
+                let start = zone(base) + u64::from(extent.start);
+                let piece_end = (start + u64::from(extent.sectors)).min(end);
+                if start >= end {
+                    break;
+                }
+                if piece_end <= at {
+                    continue;
+                }
+                if start > at {
+                    each(Piece::gap(at, start));
+                    at = start;
+                }
+                each(self.piece(at, piece_end, extent.word.skip(at - start)));
+                at = piece_end;
+            }
+        }
+        if at < end {
+            each(Piece::gap(at, end));
+        }
+    }
+
+    /// The record `lsn`, which covered the range, is in the log now: whatever of it is still visible here
+    /// moves from memory to there.
+    pub(crate) fn relocate(
+        &mut self,
+        sector: u64,
+        sectors: u64,
+        lsn: u64,
+        segment: &Arc<Segment>,
+        offset: u64,
+    ) {
+        let waits = self.pending.partition_point(|pending| pending.lsn < lsn);
+        let Some(pending) = self.pending.get_mut(waits).filter(|p| p.lsn == lsn) else {
+            return;
+        };
+        pending.payload = None;
+        while self.pending.pop_front_if(|p| p.payload.is_none()).is_some() {}
+        let word = Word::log(self.slot(segment), offset / SECTOR_SIZE);
+        let (from, end) = (self.leaf_of(sector), sector + sectors);
+        for (&base, leaf) in self.leaves.range_mut(from..end) {
+            let (first, last) = (position(base, leaf, sector), position(base, leaf, end));
+            for extent in &mut leaf[first..last] {
+                if extent.word == Word::pending(lsn) {
+                    extent.word = word.skip(zone(base) + u64::from(extent.start) - sector);
+                }
+            }
+            join(leaf, first, last);
+            trim(leaf);
+        }
+    }
+
+    /// All extents in order of their sectors.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
+        self.leaves.iter().flat_map(move |(&base, leaf)| {
+            leaf.iter().map(move |extent| {
+                let start = zone(base) + u64::from(extent.start);
+                self.piece(start, start + u64::from(extent.sectors), extent.word)
+            })
+        })
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.leaves.is_empty()
+    }
+
+    /// The first sector of the leaf with the last extent that begins at or before `sector`; 0 if there is none.
+    fn leaf_of(&self, sector: u64) -> u64 {
+        let mut leaves = self.leaves.range(..=sector).rev();
+        let found = leaves.find(|&(&base, leaf)| position(base, leaf, sector + 1) > 0);
+        found.map_or(0, |(&base, _)| base)
+    }
+
+    /// The last extent that begins before `sector`, and where.
+    fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
+        self.leaves
+            .range_mut(..sector)
+            .rev()
+            .find_map(|(&base, leaf)| {
+                let last = position(base, leaf, sector).checked_sub(1)?;
+                Some((zone(base) + u64::from(leaf[last].start), &mut leaf[last]))
+            })
+    }
+
+    fn word(&mut self, sector: u64, lsn: u64, place: Place) -> Word {
+        match place {
+            Place::Memory { payload, .. } => {
+                let payload = Some(payload);
+                let pending = Pending {
+                    lsn,
+                    sector,
+                    payload,
+                };
+                self.pending.push_back(pending);
+                Word::pending(lsn)
+            }
+            Place::Log { segment, offset } => Word::log(self.slot(&segment), offset / SECTOR_SIZE),
+            Place::Zero { unmap } => Word::zero(unmap),
+        }
+    }
+
+    /// The segment's place in the table: one of the last, if it is there.
+    fn slot(&mut self, segment: &Arc<Segment>) -> usize {
+        let found = self.segments.iter().rposition(|s| Arc::ptr_eq(s, segment));
+        found.unwrap_or_else(|| {
+            self.segments.push(segment.clone());
+            self.segments.len() - 1
+        })
+    }
+
+    fn piece(&self, sector: u64, end: u64, word: Word) -> Piece {
+        let place = match word.meaning() {
+            Meaning::Log { slot, sector } => Place::Log {
+                segment: self.segments[slot].clone(),
+                offset: sector * SECTOR_SIZE,
+            },
+            Meaning::Pending { lsn } => {
+                let found = self.pending.partition_point(|pending| pending.lsn < lsn);
+                let pending = &self.pending[found];
+                let payload = pending.payload.clone();
+                Place::Memory {
+                    payload: payload.expect("it goes when nothing names it any more"),
+                    offset: ((sector - pending.sector) * SECTOR_SIZE) as usize,
+                }
+            }
+            Meaning::Zero { unmap } => Place::Zero { unmap },
+        };
+        Piece {
+            sector,
+            sectors: end - sector,
+            place: Some(place),
+        }
+    }
+}
+
+#[cfg(test)]
+impl ExtentMap {
+    /// Records that are not in the log.
+    pub(super) fn waiting(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Panics if an extent is where no look-up finds it.
+    pub(super) fn check(&self) {
+        let (mut last_end, mut last_start) = (0, None);
+        for (&base, leaf) in &self.leaves {
+            assert!((1..=LEAF).contains(&leaf.len()));
+            assert!(last_start.is_none_or(|last| last < base));
+            assert!(zone(base) + u64::from(leaf[0].start) >= base);
+            for extent in leaf {
+                let start = zone(base) + u64::from(extent.start);
+                assert!(start >= last_end && extent.sectors > 0);
+                last_end = start + u64::from(extent.sectors);
+                last_start = Some(start);
+            }
+        }
+    }
+}

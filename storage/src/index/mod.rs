@@ -1,0 +1,118 @@
+//! Where the newest bytes of each sector are: the extent index over the base image.
+//!
+//! ```text
+//!   read ─▶ active (written since the last checkpoint began)
+//!             └─ gaps ─▶ frozen (what a running checkpoint copies)
+//!                          └─ gaps ─▶ base image
+//! ```
+//! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new
+//! writes go to a new active layer: what it copies is exactly the disk as of that LSN.
+
+mod extents;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use extents::ExtentMap;
+
+use crate::SharedBuffer;
+use crate::segment::Segment;
+use crate::sync::Arc;
+
+/// Where an extent's bytes are.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// In memory, not written to the log yet; the extent starts `offset` bytes into the payload.
+    Memory {
+        payload: SharedBuffer,
+        offset: usize,
+    },
+    /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being recycled.
+    Log { segment: Arc<Segment>, offset: u64 },
+    /// All zeroes; `unmap` if the base image's space may be given back.
+    Zero { unmap: bool },
+}
+
+impl Place {
+    /// Where it goes on after `sectors`.
+    pub(crate) fn skip(&self, sectors: u64) -> Self {
+        let bytes = sectors * crate::SECTOR_SIZE;
+        match self {
+            Self::Memory { payload, offset } => Self::Memory {
+                payload: payload.clone(),
+                offset: offset + bytes as usize,
+            },
+            Self::Log { segment, offset } => Self::Log {
+                segment: segment.clone(),
+                offset: offset + bytes,
+            },
+            Self::Zero { unmap } => Self::Zero { unmap: *unmap },
+        }
+    }
+}
+
+/// A part of a looked-up range.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    pub sector: u64,
+    pub sectors: u64,
+    /// `None`: not in this layer.
+    pub place: Option<Place>,
+}
+
+impl Piece {
+    /// What no layer has.
+    pub(crate) fn gap(sector: u64, end: u64) -> Self {
+        Self {
+            sector,
+            sectors: end - sector,
+            place: None,
+        }
+    }
+}
+
+/// The two layers over a base image.
+#[derive(Debug, Default)]
+pub(crate) struct Index {
+    pub active: ExtentMap,
+    pub frozen: Option<Arc<ExtentMap>>,
+}
+
+impl Index {
+    /// Adds the range to `pieces`, cut into pieces, newest layer first; `None` places are in the base image.
+    pub(crate) fn pieces(&self, sector: u64, sectors: u64, pieces: &mut Vec<Piece>) {
+        let add = &mut |piece: Piece| pieces.push(piece);
+        let Some(frozen) = &self.frozen else {
+            return self.active.visit(sector, sectors, add);
+        };
+        self.active
+            .visit(sector, sectors, &mut |piece| match piece.place {
+                None => frozen.visit(piece.sector, piece.sectors, add),
+                Some(_) => add(piece),
+            });
+    }
+
+    /// See [`ExtentMap::relocate`]. A frozen layer is still exclusively ours until its last record is durable.
+    pub(crate) fn relocate(
+        &mut self,
+        sector: u64,
+        sectors: u64,
+        lsn: u64,
+        segment: &Arc<Segment>,
+        offset: u64,
+    ) {
+        self.active.relocate(sector, sectors, lsn, segment, offset);
+        if let Some(frozen) = self.frozen.as_mut().and_then(Arc::get_mut) {
+            frozen.relocate(sector, sectors, lsn, segment, offset);
+        }
+    }
+
+    /// Freezes the active layer, if none is frozen already (a checkpoint that failed left one behind).
+    /// Returns whether it did.
+    pub(crate) fn freeze(&mut self) -> bool {
+        let free = self.frozen.is_none();
+        if free {
+            self.frozen = Some(Arc::new(std::mem::take(&mut self.active)));
+        }
+        free
+    }
+}

@@ -1,0 +1,387 @@
+//! The index against an array that holds one entry a sector, and how much memory it takes.
+
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{Buffer, SECTOR_SIZE, heap};
+
+fn segment() -> Arc<Segment> {
+    let file = std::fs::File::open("/dev/null").unwrap();
+    Arc::new(Segment::new(PathBuf::new(), Box::new(file)))
+}
+
+/// A payload that says in each sector which record it is of, and where in it.
+fn payload(lsn: u64, sectors: u64) -> SharedBuffer {
+    let mut payload = Buffer::zeroed((sectors * SECTOR_SIZE) as usize);
+    for (number, sector) in payload.chunks_exact_mut(512).enumerate() {
+        sector[..8].copy_from_slice(&lsn.to_le_bytes());
+        sector[8..16].copy_from_slice(&(number as u64).to_le_bytes());
+    }
+    payload.share()
+}
+
+/// Where a sector's newest bytes come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Origin {
+    Base,
+    Zero { unmap: bool },
+    Record { lsn: u64, sector: u64, logged: bool },
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write {
+        sector: u64,
+        sectors: u64,
+    },
+    Zero {
+        sector: u64,
+        sectors: u64,
+        unmap: bool,
+    },
+    /// A record that waits reaches the log, as the next there or behind a gap.
+    Log {
+        which: prop::sample::Index,
+        gap: bool,
+    },
+    NextSegment,
+    Freeze,
+    Checkpointed,
+}
+
+/// Sectors of the model: on both sides of where the high half of a sector's number changes.
+const SECTORS: u64 = 1600;
+const FIRST: u64 = (1 << 32) - SECTORS / 2;
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let lengths = prop_oneof![6 => Just(1u64), 6 => 1..4u64, 1 => 1..400u64];
+    let range = (0..SECTORS, lengths).prop_map(|(at, len)| (FIRST + at, len.min(SECTORS - at)));
+    let step = prop_oneof![
+        60 => range.clone().prop_map(|(sector, sectors)| Step::Write { sector, sectors }),
+        6 => (range, any::<bool>())
+            .prop_map(|((sector, sectors), unmap)| Step::Zero { sector, sectors, unmap }),
+        50 => (any::<prop::sample::Index>(), prop::bool::weighted(0.2))
+            .prop_map(|(which, gap)| Step::Log { which, gap }),
+        1 => Just(Step::NextSegment),
+        1 => Just(Step::Freeze),
+        1 => Just(Step::Checkpointed),
+    ];
+    // Ascending runs make long leaves; the rest cuts and joins them.
+    let run = (0..SECTORS / 2, 1..3u64).prop_map(|(at, stride)| {
+        let write = move |i| Step::Write {
+            sector: FIRST + at + i * stride,
+            sectors: 1,
+        };
+        (0..400)
+            .map(write)
+            .filter(|step| matches!(step, Step::Write { sector, .. } if *sector < FIRST + SECTORS))
+            .collect()
+    });
+    let part = prop_oneof![1 => run, 40 => step.prop_map(|step| vec![step])];
+    prop::collection::vec(part, 1..400).prop_map(|parts: Vec<Vec<Step>>| parts.concat())
+}
+
+struct Waiting {
+    lsn: u64,
+    sector: u64,
+    sectors: u64,
+}
+
+/// A segment, and the record and the sector of it that each of its sectors holds.
+type Held = (Arc<Segment>, Vec<(u64, u64)>);
+
+/// The index and what it should say.
+struct Model {
+    index: Index,
+    /// Active layer and frozen layer.
+    layers: [Vec<Origin>; 2],
+    waiting: Vec<Waiting>,
+    log: Vec<Held>,
+    next_lsn: u64,
+}
+
+impl Model {
+    fn new() -> Self {
+        Self {
+            index: Index::default(),
+            layers: [(), ()].map(|()| vec![Origin::Base; SECTORS as usize]),
+            waiting: Vec::new(),
+            log: vec![(segment(), Vec::new())],
+            next_lsn: 1,
+        }
+    }
+
+    fn run(&mut self, step: Step) {
+        match step {
+            Step::Write { sector, sectors } => {
+                let lsn = self.next_lsn;
+                let payload = payload(lsn, sectors);
+                self.insert(
+                    sector,
+                    sectors,
+                    Place::Memory { payload, offset: 0 },
+                    |at| Origin::Record {
+                        lsn,
+                        sector: at,
+                        logged: false,
+                    },
+                );
+                self.waiting.push(Waiting {
+                    lsn,
+                    sector,
+                    sectors,
+                });
+            }
+            Step::Zero {
+                sector,
+                sectors,
+                unmap,
+            } => {
+                self.insert(sector, sectors, Place::Zero { unmap }, |_| Origin::Zero {
+                    unmap,
+                });
+            }
+            Step::Log { which, gap } => {
+                if !self.waiting.is_empty() {
+                    let which = which.index(self.waiting.len());
+                    self.log(which, gap);
+                }
+            }
+            Step::NextSegment => self.log.push((segment(), Vec::new())),
+            Step::Freeze => {
+                if self.index.freeze() {
+                    self.layers[1] = std::mem::replace(
+                        &mut self.layers[0],
+                        vec![Origin::Base; SECTORS as usize],
+                    );
+                }
+            }
+            Step::Checkpointed => {
+                self.index.frozen = None;
+                self.layers[1].fill(Origin::Base);
+            }
+        }
+    }
+
+    fn insert(&mut self, sector: u64, sectors: u64, place: Place, origin: impl Fn(u64) -> Origin) {
+        self.index
+            .active
+            .insert(sector, sectors, self.next_lsn, place);
+        self.next_lsn += 1;
+        for at in 0..sectors {
+            self.layers[0][(sector - FIRST + at) as usize] = origin(at);
+        }
+    }
+
+    fn log(&mut self, which: usize, gap: bool) {
+        let Waiting {
+            lsn,
+            sector,
+            sectors,
+        } = self.waiting.remove(which);
+        let (segment, held) = self.log.last_mut().unwrap();
+        held.extend(gap.then_some((0, 0)));
+        let offset = held.len() as u64 * SECTOR_SIZE;
+        held.extend((0..sectors).map(|at| (lsn, at)));
+        self.index.relocate(sector, sectors, lsn, segment, offset);
+        let range = (sector - FIRST) as usize..(sector - FIRST + sectors) as usize;
+        for origin in self
+            .layers
+            .iter_mut()
+            .flat_map(|layer| &mut layer[range.clone()])
+        {
+            if let Origin::Record {
+                lsn: of, logged, ..
+            } = origin
+                && *of == lsn
+            {
+                *logged = true;
+            }
+        }
+    }
+
+    fn expected(&self, sector: u64) -> Origin {
+        let [active, frozen] = self
+            .layers
+            .each_ref()
+            .map(|layer| layer[(sector - FIRST) as usize]);
+        if active == Origin::Base {
+            frozen
+        } else {
+            active
+        }
+    }
+
+    fn origin(&self, piece: &Piece, at: u64) -> Origin {
+        match &piece.place {
+            None => Origin::Base,
+            Some(Place::Zero { unmap }) => Origin::Zero { unmap: *unmap },
+            Some(Place::Memory { payload, offset }) => {
+                let bytes = &payload[offset + (at * SECTOR_SIZE) as usize..];
+                let number =
+                    |from: usize| u64::from_le_bytes(bytes[from..from + 8].try_into().unwrap());
+                Origin::Record {
+                    lsn: number(0),
+                    sector: number(8),
+                    logged: false,
+                }
+            }
+            Some(Place::Log { segment, offset }) => {
+                let held = self
+                    .log
+                    .iter()
+                    .find(|(other, _)| Arc::ptr_eq(other, segment));
+                let (lsn, sector) = held.unwrap().1[(offset / SECTOR_SIZE + at) as usize];
+                Origin::Record {
+                    lsn,
+                    sector,
+                    logged: true,
+                }
+            }
+        }
+    }
+
+    fn check(&self, sector: u64, sectors: u64) {
+        let mut pieces = Vec::new();
+        self.index.pieces(sector, sectors, &mut pieces);
+        let mut at = sector;
+        for piece in &pieces {
+            assert!(piece.sector == at && piece.sectors > 0);
+            for i in 0..piece.sectors {
+                assert_eq!(
+                    self.origin(piece, i),
+                    self.expected(at + i),
+                    "sector {}",
+                    at + i - FIRST
+                );
+            }
+            at += piece.sectors;
+        }
+        assert_eq!(at, sector + sectors);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(800))]
+    #[test]
+    fn agrees_with_an_array(steps in steps(), looks in prop::collection::vec((0..SECTORS, 1..40u64), 20)) {
+        let mut model = Model::new();
+        for (number, step) in steps.into_iter().enumerate() {
+            model.run(step);
+            if number % 16 == 0 {
+                model.index.active.check();
+            }
+        }
+        model.index.active.check();
+        model.check(FIRST, SECTORS);
+        // Beyond both ends, too.
+        model.index.pieces(0, 1 << 40, &mut Vec::new());
+        for (at, len) in looks {
+            model.check(FIRST + at, len.min(SECTORS - at));
+        }
+        while !model.waiting.is_empty() {
+            model.log(0, false);
+        }
+        model.check(FIRST, SECTORS);
+        prop_assert_eq!(model.index.active.waiting(), 0);
+    }
+}
+
+#[test]
+fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
+    let (mut map, segment) = (ExtentMap::default(), segment());
+    for lsn in 0..1000 {
+        let payload = payload(lsn, 8);
+        map.insert(lsn * 8, 8, lsn, Place::Memory { payload, offset: 0 });
+    }
+    assert_eq!(map.iter().count(), 1000);
+    for lsn in 0..1000 {
+        // A batch header every hundred records.
+        let offset = (lsn + lsn / 100) * 4096;
+        map.relocate(lsn * 8, 8, lsn, &segment, offset);
+    }
+    map.check();
+    // One for each batch, and one more where a batch lies in two leaves.
+    assert!(
+        (10..=14).contains(&map.iter().count()),
+        "{}",
+        map.iter().count()
+    );
+    // Recovery finds the same.
+    let mut map = ExtentMap::default();
+    for sector in 0..100_000 {
+        let place = Place::Log {
+            segment: segment.clone(),
+            offset: sector * SECTOR_SIZE,
+        };
+        map.insert(sector, 1, sector, place);
+    }
+    assert_eq!(map.iter().count(), 1);
+    for sector in (0..100_000).rev() {
+        map.insert(
+            sector,
+            1,
+            sector,
+            Place::Zero {
+                unmap: sector % 2 == 0,
+            },
+        );
+    }
+    assert_eq!(map.iter().count(), 100_000);
+    map.insert(0, 100_000, 0, Place::Zero { unmap: true });
+    assert_eq!(map.iter().count(), 1);
+    map.check();
+}
+
+/// The goal is 24 bytes of memory for each logged 4 KiB block, tree and allocator included, however they lie.
+#[test]
+fn a_logged_block_takes_less_than_24_bytes() {
+    const BLOCKS: u64 = 1 << 20;
+    // An odd multiplier makes each number below a power of two come once, in an order without neighbours.
+    fn scattered(i: u64) -> u64 {
+        i.wrapping_mul(0x9e37_79b1) % BLOCKS
+    }
+    type Order = fn(u64) -> u64;
+    let orders: [(&str, Order); 4] = [
+        ("scattered, all of the disk", |i| scattered(i) * 8),
+        ("scattered, one block in eight", |i| scattered(i) * 64),
+        ("ascending with gaps", |i| i * 16),
+        ("descending", |i| (BLOCKS - 1 - i) * 8),
+    ];
+    for (name, sector) in orders {
+        let segments: Vec<_> = (0..64).map(|_| segment()).collect();
+        let mut map = ExtentMap::default();
+        let payload = payload(0, 8);
+        let before = heap::bytes();
+        let mut worst: f64 = 0.0;
+        for first in (0..BLOCKS).step_by(64) {
+            for i in first..first + 64 {
+                let payload = payload.clone();
+                map.insert(sector(i), 8, i, Place::Memory { payload, offset: 0 });
+            }
+            for i in first..first + 64 {
+                let segment = &segments[(i >> 14) as usize];
+                map.relocate(
+                    sector(i),
+                    8,
+                    i,
+                    segment,
+                    (i % (1 << 14) + 1 + i / 64) * 4096,
+                );
+            }
+            let blocks = first + 64;
+            if blocks >= 1024 {
+                worst = worst.max((heap::bytes() - before) as f64 / blocks as f64);
+            }
+        }
+        let bytes = (heap::bytes() - before) as f64 / BLOCKS as f64;
+        println!("{name}: {bytes:.2} bytes a block, {worst:.2} at most on the way");
+        assert_eq!(map.iter().count() as u64, BLOCKS, "nothing is adjacent");
+        assert!(
+            (16.0..=24.0).contains(&bytes) && worst <= 24.0,
+            "{name}: {bytes} {worst}"
+        );
+    }
+}

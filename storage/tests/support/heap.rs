@@ -1,0 +1,67 @@
+//! The system's allocator, and what it was asked for.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+struct Counting;
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    static BYTES: Cell<isize> = const { Cell::new(0) };
+}
+
+/// What an allocation takes of the heap: glibc puts a word before it and rounds to 16 bytes.
+fn footprint(size: usize) -> isize {
+    (size + 8).next_multiple_of(16).max(32) as isize
+}
+
+fn count(bytes: isize) {
+    BYTES.with(|sum| sum.set(sum.get() + bytes));
+}
+
+/// Allocations of the whole process so far; one that is moved or grown counts again.
+#[allow(dead_code)]
+pub fn calls() -> u64 {
+    CALLS.load(Ordering::Relaxed)
+}
+
+/// Bytes of heap that this thread took and did not give back.
+#[allow(dead_code)]
+pub fn bytes() -> isize {
+    BYTES.get()
+}
+
+// SAFETY: all is done by the system's allocator; counting touches no memory of it and allocates none.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        count(footprint(layout.size()));
+        // SAFETY: the caller's promises are those that `System` asks for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        count(footprint(layout.size()));
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        count(footprint(size) - footprint(layout.size()));
+        // SAFETY: as above.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-footprint(layout.size()));
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
