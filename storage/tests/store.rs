@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use support::{Place, SIZE, fill, flush, read, run, small, wait_all, write};
 use walvisor_storage::{
-    Buffer, CacheMode, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Port, Store,
-    StoreOptions, create_disk, default_log_dir, inspect,
+    Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Port,
+    Store, StoreOptions, create_disk, default_log_dir, inspect,
 };
 
 fn engines() -> Vec<EngineKind> {
@@ -173,6 +173,88 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
         assert_eq!(store.log_counters().syncs, 5);
         let batches = place.crash().report().batches;
         assert_eq!(batches, 4);
+    }
+}
+
+/// The stages overlap: while a group syncs, what comes in numbers is written and waits for nobody.
+#[test]
+fn batches_are_written_while_a_group_syncs() {
+    for engine in engines() {
+        let place = Place::new();
+        let options = StoreOptions {
+            sync_latency: Duration::from_millis(300),
+            ..small(engine)
+        };
+        let disks = [DiskOptions::new(&place.disk)];
+        let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+        let mut ports = [0, 1].map(|_| store.disks()[0].open_port().unwrap());
+        write(&mut ports[0], 0, 1, 8);
+        ports[0].submit(9, Operation::Flush);
+        ports[0].kick();
+        for i in 0..24 {
+            write(&mut ports[1], 8 + i * 32, 2, 32);
+        }
+        let mut done = Vec::new();
+        // Two batches of at least an eighth of a segment each, the group's own not counted.
+        while store.log_counters().log_bytes < 256 << 10 {
+            ports[1].completions(&mut done);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(store.log_counters().syncs, 0, "{engine:?}");
+        assert_eq!(wait_all(&mut [&mut ports[0]], 1)[0].token, 9);
+        assert_eq!(store.log_counters().syncs, 1);
+        flush(&mut ports[1]);
+        let written = place.crash().report().payload_bytes;
+        assert_eq!(written, 4096 + 24 * 16384);
+    }
+}
+
+/// A group that waits starts as soon as as many wait as were asked for, or as nobody else can join.
+#[test]
+fn a_group_waits_for_others_to_join() {
+    for engine in engines() {
+        let place = Place::new();
+        let options = StoreOptions {
+            commit_wait: CommitWait {
+                longest: Some(Duration::from_secs(3600)),
+                count: Some(3),
+            },
+            ..small(engine)
+        };
+        let disks = [DiskOptions::new(&place.disk)];
+        let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+        let mut ports: Vec<Port> = (0..4)
+            .map(|_| store.disks()[0].open_port().unwrap())
+            .collect();
+        let mut ended = 0;
+        for port in &mut ports[..3] {
+            assert_eq!((ended, store.log_counters().syncs), (0, 0));
+            write(port, 0, 1, 8);
+            port.submit(9, Operation::Flush);
+            port.kick();
+            let mut done = Vec::new();
+            port.completions(&mut done);
+            ended += done.len();
+        }
+        // The third led; the fourth port had nothing to flush.
+        wait_all(&mut ports.iter_mut().take(3).collect::<Vec<_>>(), 3 - ended);
+        assert_eq!(store.log_counters().group_sizes[2], 1);
+        // Two ports are left, and both wait: nobody else can join.
+        ports.truncate(2);
+        for port in &mut ports {
+            write(port, 0, 2, 8);
+            port.submit(9, Operation::Flush);
+            port.kick();
+        }
+        wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 2);
+        // Whoever keeps the time may leave: the others begin anew, and alone there is nobody to wait for.
+        write(&mut ports[0], 0, 3, 8);
+        ports[0].submit(9, Operation::Flush);
+        ports[0].kick();
+        write(&mut ports[1], 0, 4, 8);
+        drop(ports.remove(0));
+        flush(&mut ports[0]);
+        assert_eq!(store.log_counters().syncs, 3, "{engine:?}");
     }
 }
 

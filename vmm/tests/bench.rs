@@ -80,6 +80,16 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
 }
 
 #[test]
+fn a_group_that_waits_holds_all_clients() {
+    let wait = ["--commit-wait-usec", "1000000", "--commit-wait-count", "8"];
+    let report = report(&[&EIGHT[..], &wait].concat());
+    // All eight are in each group: 1/8, and a little for those who are left when a round ends.
+    assert!(number(&report, "syncs_per_commit") <= 1.2 / 8.0, "{report}");
+    let groups = groups(&report);
+    assert!(groups[3] >= 90, "{report}");
+}
+
+#[test]
 fn without_groups_each_commit_costs_a_sync() {
     let report = report(&[&EIGHT[..5], &["--commits", "80", "--group", "off"]].concat());
     assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");

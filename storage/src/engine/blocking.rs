@@ -25,35 +25,29 @@ impl Blocking {
         let thread = thread::Builder::new()
             .name("log-sync".into())
             .spawn(move || {
-                // Waits that have begun: when each is over, and its id.
-                let mut waits: Vec<(Instant, u64)> = Vec::new();
+                // The wait that has begun: when it is over, and its id.
+                let mut wait: Option<(Instant, u64)> = None;
                 loop {
-                    let next = waits.iter().min().copied();
-                    let job = match next {
+                    let job = match wait {
                         None => todo.recv().map_err(|_| RecvTimeoutError::Disconnected),
                         Some((over, _)) => {
                             let left = over.saturating_duration_since(sync::now());
                             sync::recv_timeout(&todo, left)
                         }
                     };
-                    let done = match (job, next) {
-                        (Ok((id, Io::Wait(time))), _) => {
-                            waits.push((sync::now() + time, id));
-                            continue;
-                        }
-                        (Ok((id, io)), _) => Done {
-                            id,
-                            result: run(io, sync_latency),
+                    let (id, result) = match job {
+                        Ok((id, Io::Wait(time))) => match wait.replace((sync::now() + time, id)) {
+                            Some((_, earlier)) => (earlier, Ok(None)),
+                            None => continue,
                         },
-                        (Err(RecvTimeoutError::Timeout), Some(wait)) => {
-                            waits.retain(|other| *other != wait);
-                            Done {
-                                id: wait.1,
-                                result: Ok(None),
-                            }
-                        }
-                        (Err(_), _) => return,
+                        Ok((id, io)) => (id, run(io, sync_latency)),
+                        Err(RecvTimeoutError::Timeout) => match wait.take() {
+                            Some((_, id)) => (id, Ok(None)),
+                            None => continue,
+                        },
+                        Err(RecvTimeoutError::Disconnected) => return,
                     };
+                    let done = Done { id, result };
                     // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
                     let _ = report.send(done);
                     event.signal();

@@ -76,7 +76,7 @@ pub(crate) enum Io {
         offset: u64,
         chunks: Vec<Chunk>,
     },
-    /// End after this time.
+    /// End after this time, or as soon as another wait is submitted.
     Wait(Duration),
 }
 
@@ -303,6 +303,15 @@ mod tests {
                 io::ErrorKind::UnexpectedEof,
                 "{kind:?}"
             );
+            // A wait ends when another begins, and in its time; who goes away waits for none.
+            engine.submit(20, Io::Wait(Duration::from_secs(3600)));
+            engine.submit(21, Io::Wait(Duration::from_millis(1)));
+            let ended = finish(engine.as_mut(), &event, 2);
+            assert_eq!(
+                ended.iter().map(|done| done.id).collect::<Vec<_>>(),
+                [20, 21]
+            );
+            engine.submit(22, Io::Wait(Duration::from_secs(3600)));
             // A sync alone, and many operations at once.
             engine.submit(
                 1,

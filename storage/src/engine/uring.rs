@@ -25,6 +25,7 @@ pub(super) fn probe() -> io::Result<()> {
         opcode::Fsync::CODE,
         opcode::Read::CODE,
         opcode::Timeout::CODE,
+        opcode::TimeoutRemove::CODE,
     ];
     match needed.iter().all(|&code| probe.is_supported(code)) {
         true => Ok(()),
@@ -66,10 +67,14 @@ pub(super) struct Uring {
     open: usize,
     /// What the injected latency's `Timeout` points at.
     sync_latency: Option<Box<types::Timespec>>,
+    /// The newest wait.
+    wait: Option<u64>,
 }
 
 const MOVE: u64 = 0;
 const SYNC: u64 = 1;
+/// Of completions that belong to no operation.
+const NOBODY: u64 = u64::MAX >> 1;
 
 impl Uring {
     /// Each sync takes `sync_latency` longer than the medium needs.
@@ -83,6 +88,7 @@ impl Uring {
             done: Vec::new(),
             next: 0,
             open: 0,
+            wait: None,
             sync_latency: (!sync_latency.is_zero()).then(|| Box::new(sync_latency.into())),
         })
     }
@@ -101,6 +107,14 @@ impl Uring {
             drop(queue);
             self.open += entries.len();
             self.waiting.pop_front();
+        }
+    }
+
+    /// Ends the wait in flight, if any. Timers that nobody needs any more would fill the ring.
+    fn end_wait(&mut self) {
+        if let Some(key) = self.wait.take() {
+            let remove = opcode::TimeoutRemove::new(key << 1 | SYNC).build();
+            self.waiting.push_back(vec![remove.user_data(NOBODY << 1)]);
         }
     }
 
@@ -236,6 +250,8 @@ impl Engine for Uring {
             }
             Io::Write { .. } => {}
             Io::Wait(duration) => {
+                self.end_wait();
+                self.wait = Some(key);
                 let time = time.insert(Box::new(types::Timespec::from(*duration)));
                 let timeout = opcode::Timeout::new(&**time).build();
                 entries.push(timeout.user_data(key << 1 | SYNC));
@@ -302,6 +318,8 @@ impl Drop for Uring {
     fn drop(&mut self) {
         // The kernel may still write into buffers of operations in flight: wait for each.
         let mut done = Vec::new();
+        self.end_wait();
+        self.enter();
         self.poll(&mut done);
         while !self.in_flight.is_empty() {
             if let Err(error) = self.ring.submit_and_wait(1)
