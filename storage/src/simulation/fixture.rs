@@ -16,15 +16,21 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock};
 use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions};
 
-/// Bytes of a segment.
-pub(super) const SEGMENT: u64 = 64 << 10;
+/// How large everything is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub disks: usize,
+    /// Sectors of each disk.
+    pub sectors: u64,
+    /// Bytes.
+    pub segment_size: u64,
+    pub max_segments: u32,
+}
 
 /// What a log is made of, and what the medium holds of it.
 pub(super) struct Fixture {
     pub medium: Simulated,
-    pub disks: usize,
-    /// Sectors of each disk.
-    pub sectors: u64,
+    pub shape: Shape,
 }
 
 /// An open store without threads.
@@ -35,7 +41,8 @@ pub(super) struct Running {
 
 impl Fixture {
     /// Makes a new log with empty disks.
-    pub(super) fn new(mut world: World, disks: usize, sectors: u64, max_segments: u32) -> Self {
+    pub(super) fn new(mut world: World, shape: Shape) -> Self {
+        let Shape { disks, sectors, .. } = shape;
         world.create("control", 2 * CONTROL_SLOT);
         for disk in 0..disks {
             world.create(&format!("base-{disk}"), sectors as usize * 512);
@@ -47,8 +54,8 @@ impl Fixture {
         header.magic = CONTROL_MAGIC;
         header.version = U32::new(VERSION);
         header.log = [7; 16];
-        header.segment_size = U64::new(SEGMENT);
-        header.max_segments = U32::new(max_segments);
+        header.segment_size = U64::new(shape.segment_size);
+        header.max_segments = U32::new(shape.max_segments);
         header.first_sequence = U64::new(1);
         header.next_lsn = U64::new(1);
         header.next_cid = U64::new(1);
@@ -72,10 +79,15 @@ impl Fixture {
         }
         .write()
         .expect("a new medium works");
+        Self { medium, shape }
+    }
+
+    /// The same log on a medium of its own.
+    pub(super) fn with(&self, world: World) -> Self {
+        let world = Arc::new(Mutex::new(world));
         Self {
-            medium,
-            disks,
-            sectors,
+            medium: Simulated { world },
+            shape: self.shape,
         }
     }
 
@@ -87,13 +99,13 @@ impl Fixture {
             ..StoreOptions::default()
         };
         let control = read_control(self.medium.file("control"), "control".into())?;
-        let mut states: Vec<_> = (0..self.disks)
+        let mut states: Vec<_> = (0..self.shape.disks)
             .map(|disk| {
                 Arc::new(DiskState {
                     id: disk as u32 + 1,
                     uuid: [disk as u8 + 1; 16],
                     path: format!("base-{disk}").into(),
-                    sectors: self.sectors,
+                    sectors: self.shape.sectors,
                     base: self.medium.file(&format!("base-{disk}")).into(),
                     read_only: false,
                     no_flush: false,
@@ -125,7 +137,7 @@ impl Fixture {
                 .map(value_of)
                 .collect()
         };
-        (0..self.disks).map(values).collect()
+        (0..self.shape.disks).map(values).collect()
     }
 
     /// Loses power: of what was not synced any part is left.
@@ -184,7 +196,13 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
 /// again how far it copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
-    let fixture = Fixture::new(World::new(1), 1, 8, 4);
+    let shape = Shape {
+        disks: 1,
+        sectors: 8,
+        segment_size: 64 << 10,
+        max_segments: 4,
+    };
+    let fixture = Fixture::new(World::new(1), shape);
     let mut control = read_control(fixture.medium.file("control"), "control".into()).unwrap();
     let before = control.control.header;
     {

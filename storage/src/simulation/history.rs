@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, SEGMENT, filled};
+use super::clients::Clients;
+use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Random, World};
 use super::oracle::{Broken, Oracle};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
 use crate::segment::Medium;
-use crate::{CommitWait, Completion, Operation, Port};
+use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
 const SECTORS: u64 = 96;
@@ -40,17 +41,11 @@ impl Totals {
     }
 }
 
-struct Client {
-    disk: usize,
-    port: Port,
-}
-
 pub(super) struct History {
     random: Random,
     fixture: Fixture,
     oracle: Oracle,
     next_value: u32,
-    next_token: u64,
     /// The sequence that each salt was seen with.
     salts: HashMap<u64, u64>,
     totals: Totals,
@@ -61,14 +56,18 @@ impl History {
         let mut random = Random(seed);
         let disks = 1 + random.below(2) as usize;
         let world = World::new(random.next());
-        let max_segments = 4 + random.below(3) as u32;
-        let fixture = Fixture::new(world, disks, SECTORS, max_segments);
+        let shape = Shape {
+            disks,
+            sectors: SECTORS,
+            segment_size: 64 << 10,
+            max_segments: 4 + random.below(3) as u32,
+        };
+        let fixture = Fixture::new(world, shape);
         Self {
             random,
             oracle: Oracle::new(fixture.bases()),
             fixture,
             next_value: 0,
-            next_token: 0,
             salts: HashMap::new(),
             totals: Totals::default(),
         }
@@ -197,7 +196,7 @@ impl History {
     fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
         let segments = self.fixture.medium.segments();
         for (slot, segment) in segments.map_err(|error| error.to_string())? {
-            let mut bytes = vec![0; SEGMENT as usize];
+            let mut bytes = vec![0; self.fixture.shape.segment_size as usize];
             segment
                 .file
                 .read_exact_at(&mut bytes, 0)
@@ -232,13 +231,7 @@ impl History {
 
     fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
         let ports = 1 + self.random.below(3) as usize;
-        let mut clients: Vec<Client> = (0..ports)
-            .map(|i| {
-                let disk = i % self.fixture.disks;
-                let port = running.disks[disk].open_port().expect("a port");
-                Client { disk, port }
-            })
-            .collect();
+        let mut clients = Clients::open(running, ports);
         // A few requests, or enough to go around the ring.
         let requests = if self.random.one_in(8) {
             150
@@ -259,8 +252,7 @@ impl History {
             match self.random.below(8) {
                 0..4 if submitted < requests => {
                     submitted += 1;
-                    self.totals.requests += 1;
-                    self.submit(&mut clients[which], which, running);
+                    self.submit(&mut clients, which, running);
                 }
                 // The keeper's turn: segments, and a checkpoint when one is due or by chance. It blocks until what
                 // it waits for is durable: with one thread it has to lead that group itself.
@@ -272,8 +264,9 @@ impl History {
                     }
                 }
                 _ => {
-                    clients[which].port.kick();
-                    self.serve(&mut clients[which], which, running)?;
+                    let oracle = &mut self.oracle;
+                    let done = clients.poll(oracle, running, which);
+                    Clients::complete(oracle, running, &self.fixture, which, done)?;
                 }
             }
         }
@@ -286,7 +279,7 @@ impl History {
         Ok(())
     }
 
-    fn submit(&mut self, client: &mut Client, which: usize, running: &Running) {
+    fn submit(&mut self, clients: &mut Clients, which: usize, running: &Running) {
         let sectors = 1 + self.random.below(8);
         // Few places, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);
@@ -314,30 +307,8 @@ impl History {
                 sectors: short,
             },
         };
+        self.totals.requests += 1;
         self.totals.flushes += u64::from(matches!(operation, Operation::Flush));
-        self.next_token += 1;
-        let (token, disk) = (self.next_token, client.disk);
-        let through = !running.disks[disk].write_cache();
-        let before = running.appended();
-        self.oracle.submit(which, token, disk, &operation, through);
-        client.port.submit(token, operation);
-        self.oracle.place(which, running.appended() - before);
-    }
-
-    fn serve(
-        &mut self,
-        client: &mut Client,
-        which: usize,
-        running: &Running,
-    ) -> Result<(), Broken> {
-        let before = running.appended();
-        let mut done: Vec<Completion> = Vec::new();
-        client.port.completions(&mut done);
-        self.oracle.place(which, running.appended() - before);
-        for completion in done {
-            let good = !running.poisoned() && !self.fixture.medium.lock().crashed;
-            self.oracle.complete(which, completion, good)?;
-        }
-        Ok(())
+        clients.submit(&mut self.oracle, running, which, operation);
     }
 }

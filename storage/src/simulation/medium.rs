@@ -17,7 +17,7 @@ use crate::format::Uuid;
 use crate::segment::{Medium, Segment};
 use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
 
-const SECTOR: usize = 512;
+pub(super) const SECTOR: usize = 512;
 
 /// SplitMix64: small, and the same everywhere.
 #[derive(Clone, Debug)]
@@ -43,20 +43,42 @@ impl Random {
     }
 }
 
-/// One file: what is durable, and the sectors written since the last sync, in order.
-#[derive(Clone, Debug, Default)]
-struct FileState {
+/// One file: what is durable, and the sectors written since the last sync, in order. Copies share what is equal.
+#[derive(Clone, Debug)]
+pub(super) struct FileState {
     name: String,
-    durable: Vec<u8>,
-    /// What a reader sees.
-    current: Vec<u8>,
-    cached: Vec<(usize, [u8; SECTOR])>,
+    pub durable: Arc<Vec<u8>>,
+    /// What a reader sees: the durable bytes with the cached ones over them.
+    current: Arc<Vec<u8>>,
+    pub cached: Vec<(usize, [u8; SECTOR])>,
+}
+
+impl FileState {
+    /// Loses its cache, except for these sectors.
+    pub(super) fn settle<'a>(&mut self, kept: impl Iterator<Item = &'a (usize, [u8; SECTOR])>) {
+        for (offset, sector) in kept {
+            Arc::make_mut(&mut self.durable)[*offset..][..SECTOR].copy_from_slice(sector);
+        }
+        self.cached.clear();
+        self.current = self.durable.clone();
+    }
+}
+
+/// When the engine does what it was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pace {
+    /// At any time, in any order.
+    Random,
+    /// Writes reach the cache at once, the rest happens at the next poll.
+    AtOnce,
+    /// Each poll brings the oldest operation one step on.
+    Late,
 }
 
 /// The whole medium.
 #[derive(Clone, Debug)]
 pub(super) struct World {
-    files: Vec<FileState>,
+    pub files: Vec<FileState>,
     random: Random,
     /// Operations until power is lost.
     pub ticks: Option<u64>,
@@ -71,6 +93,10 @@ pub(super) struct World {
     pub forgetful: bool,
     /// Appends are written and synced by a thread for each engine, as where there is no io_uring.
     pub blocking: bool,
+    pub pace: Pace,
+    /// The files before each sync and each new file, if they are asked for. Whatever a power cut may leave at any
+    /// time it may leave at the next of these, or at the end.
+    pub moments: Option<Vec<Vec<FileState>>>,
     /// Signalled when power is lost: whoever sleeps then would sleep for ever.
     events: Vec<Arc<Event>>,
 }
@@ -87,15 +113,19 @@ impl World {
             fail_control: false,
             forgetful: false,
             blocking: false,
+            pace: Pace::Random,
+            moments: None,
             events: Vec::new(),
         }
     }
 
     pub(super) fn create(&mut self, name: &str, len: usize) -> usize {
+        self.note();
+        let zeroes = Arc::new(vec![0; len]);
         self.files.push(FileState {
             name: name.into(),
-            durable: vec![0; len],
-            current: vec![0; len],
+            durable: zeroes.clone(),
+            current: zeroes,
             cached: Vec::new(),
         });
         self.files.len() - 1
@@ -108,6 +138,13 @@ impl World {
             .find(|file| file.name == name)
             .expect("a file of that name")
             .current
+    }
+
+    /// Notes the files as they are.
+    fn note(&mut self) {
+        if let Some(moments) = &mut self.moments {
+            moments.push(self.files.clone());
+        }
     }
 
     /// Nothing works any more.
@@ -140,11 +177,18 @@ impl World {
         );
         let state = &mut self.files[file];
         let offset = offset as usize;
-        state.current[offset..offset + bytes.len()].copy_from_slice(bytes);
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
+            let at = offset + i * SECTOR;
+            // The bytes that are there and always were: there is nothing to tear or to lose.
+            if state.current[at..at + SECTOR] == *sector
+                && state.cached.iter().all(|(offset, _)| *offset != at)
+            {
+                continue;
+            }
+            Arc::make_mut(&mut state.current)[at..at + SECTOR].copy_from_slice(sector);
             state
                 .cached
-                .push((offset + i * SECTOR, sector.try_into().expect("a sector")));
+                .push((at, sector.try_into().expect("a sector")));
         }
         // The write at which power is lost is in the cache too: any part of it may have reached the medium.
         self.tick()
@@ -153,6 +197,7 @@ impl World {
     /// Makes what stands in this range durable, or all of the file.
     fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
         self.tick()?;
+        self.note();
         let counts = !self.fail_control || self.files[file].name == "control";
         if let Some(count) = self.fail_sync.as_mut().filter(|_| counts) {
             if *count == 0 {
@@ -165,8 +210,13 @@ impl World {
         }
         let state = &mut self.files[file];
         let range = range.unwrap_or(0..state.current.len());
-        state.durable[range.clone()].copy_from_slice(&state.current[range.clone()]);
-        state.cached.retain(|(offset, _)| !range.contains(offset));
+        let reached = |(offset, _): &mut (usize, _)| range.contains(offset);
+        for (offset, sector) in state.cached.extract_if(.., reached) {
+            Arc::make_mut(&mut state.durable)[offset..offset + SECTOR].copy_from_slice(&sector);
+        }
+        if state.cached.is_empty() {
+            state.current = state.durable.clone();
+        }
         Ok(())
     }
 
@@ -177,19 +227,15 @@ impl World {
             true => 1,
             false => self.random.below(4),
         };
-        let state = &mut self.files[file];
-        for (offset, sector) in std::mem::take(&mut state.cached) {
-            let keep = match mode {
-                0 => true,
-                1 => false,
-                2 => self.random.one_in(2),
-                _ => !self.random.one_in(8),
-            };
-            if keep {
-                state.durable[offset..offset + SECTOR].copy_from_slice(&sector);
-            }
-        }
-        state.current.copy_from_slice(&state.durable);
+        let random = &mut self.random;
+        let keep = |_: &&_| match mode {
+            0 => true,
+            1 => false,
+            2 => random.one_in(2),
+            _ => !random.one_in(8),
+        };
+        let cached = std::mem::take(&mut self.files[file].cached);
+        self.files[file].settle(cached.iter().filter(keep));
     }
 
     /// The medium after a power cut.
@@ -218,13 +264,16 @@ impl World {
         let bit = self.random.below(SECTOR as u64 * 8) as usize;
         let noise: Vec<u8> = (0..SECTOR).map(|_| self.random.next() as u8).collect();
         let kind = self.random.below(4);
-        let bytes = &mut self.files[file].current;
+        let state = &mut self.files[file];
+        let bytes = Arc::make_mut(&mut state.current);
         match kind {
             0 => bytes[at + bit / 8] ^= 1 << (bit % 8),
             1 => bytes[at..at + SECTOR].fill(0),
             2 => bytes[at..at + SECTOR].copy_from_slice(&noise),
             _ => bytes.copy_within(from..from + SECTOR, at),
         }
+        state.durable = state.current.clone();
+        state.cached.clear();
     }
 
     /// Works again, with what is in the cache.
@@ -468,9 +517,14 @@ impl Engine for SimulatedEngine {
             io,
             written: false,
         };
-        if self.medium.lock().random.one_in(2)
-            && let Err(error) = queued.write()
-        {
+        let at_once = {
+            let mut world = self.medium.lock();
+            match world.pace {
+                Pace::Random => world.random.one_in(2),
+                pace => pace == Pace::AtOnce,
+            }
+        };
+        if at_once && let Err(error) = queued.write() {
             self.failed.push(Done {
                 id,
                 result: Err(error),
@@ -488,19 +542,26 @@ impl Engine for SimulatedEngine {
             return;
         }
         let end = {
-            let random = &mut self.medium.lock().random;
-            let count = random.below(self.queued.len() as u64 + 1) as usize;
-            (0..count)
-                .map(|i| random.below((self.queued.len() - i) as u64) as usize)
-                .collect::<Vec<_>>()
+            let world = &mut self.medium.lock();
+            match world.pace {
+                Pace::Random => {
+                    let random = &mut world.random;
+                    let count = random.below(self.queued.len() as u64 + 1) as usize;
+                    (0..count)
+                        .map(|i| random.below((self.queued.len() - i) as u64) as usize)
+                        .collect::<Vec<_>>()
+                }
+                Pace::AtOnce => vec![0; self.queued.len()],
+                Pace::Late => vec![0],
+            }
         };
         for index in end {
-            let mut queued = self.queued.swap_remove(index);
+            let mut queued = self.queued.remove(index);
             let id = queued.id;
             if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {
                 let ended = matches!(sync, SyncScope::None);
                 match queued.write() {
-                    Ok(()) if !ended => self.queued.push(queued),
+                    Ok(()) if !ended => self.queued.insert(index, queued),
                     result => done.push(Done {
                         id,
                         result: result.map(|()| None),

@@ -1,12 +1,16 @@
 //! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
 //!
-//! A *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses: in the
+//! The small ones are all tried ([`exhaustive`]), threads have tests of their own (`interleavings`). Otherwise a
+//! *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses: in the
 //! middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed decides,
 //! so one seed reproduces one run.
 //!
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. After a
 //! crash the disks together have to be exactly the state after some prefix of the order that is not below the floor.
 
+mod clients;
+mod crash_states;
+mod exhaustive;
 mod fixture;
 mod history;
 #[cfg(feature = "shuttle")]

@@ -30,6 +30,7 @@ impl Change {
 }
 
 /// A request that has not ended.
+#[derive(Clone)]
 enum Open {
     /// Its place in the order once it has an LSN; whether it must be durable when it ends.
     Change { index: Option<usize>, through: bool },
@@ -45,6 +46,7 @@ enum Open {
 }
 
 /// See the module's documentation.
+#[derive(Clone)]
 pub(super) struct Oracle {
     /// The disks before the first change of `order`.
     start: Contents,

@@ -21,7 +21,7 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 
 use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
-use super::fixture::Fixture;
+use super::fixture::{Fixture, Shape};
 use super::oracle::Broken;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::{Arc, thread};
@@ -105,10 +105,15 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture) {
 /// One run: everything that happens between opening the log and judging what is left.
 fn run(seed: u64) -> Result<Totals, Broken> {
     let plan = Plan::new(seed);
-    let sectors = OWN * plan.clients.len() as u64;
+    let shape = Shape {
+        disks: plan.disks,
+        sectors: OWN * plan.clients.len() as u64,
+        segment_size: 64 << 10,
+        max_segments: 4,
+    };
     let mut world = plan.world.clone();
     let (ticks, fail_sync) = (world.ticks.take(), world.fail_sync.take());
-    let fixture = Arc::new(Fixture::new(world, plan.disks, sectors, 4));
+    let fixture = Arc::new(Fixture::new(world, shape));
     let running = fixture
         .open(plan.through, plan.commit_wait)
         .expect("opening a new log");

@@ -1,0 +1,74 @@
+//! The ports of an open log, and what they tell the oracle.
+
+use super::fixture::{Fixture, Running};
+use super::oracle::{Broken, Oracle};
+use crate::{Completion, Operation, Port};
+
+/// Ports, in the hands of one thread.
+pub(super) struct Clients {
+    /// With the disk of each.
+    ports: Vec<(usize, Port)>,
+    next_token: u64,
+}
+
+impl Clients {
+    /// Opens `count` ports on the disks in turn.
+    pub(super) fn open(running: &Running, count: usize) -> Self {
+        let port = |i: usize| {
+            let disk = i % running.disks.len();
+            (disk, running.disks[disk].open_port().expect("a port"))
+        };
+        Self {
+            ports: (0..count).map(port).collect(),
+            next_token: 0,
+        }
+    }
+
+    /// Hands in a request.
+    pub(super) fn submit(
+        &mut self,
+        oracle: &mut Oracle,
+        running: &Running,
+        which: usize,
+        operation: Operation,
+    ) {
+        self.next_token += 1;
+        let (disk, port) = &mut self.ports[which];
+        let through = !running.disks[*disk].write_cache();
+        let before = running.appended();
+        oracle.submit(which, self.next_token, *disk, &operation, through);
+        port.submit(self.next_token, operation);
+        oracle.place(which, running.appended() - before);
+    }
+
+    /// Starts what was submitted and takes what has ended.
+    pub(super) fn poll(
+        &mut self,
+        oracle: &mut Oracle,
+        running: &Running,
+        which: usize,
+    ) -> Vec<Completion> {
+        let before = running.appended();
+        let mut done = Vec::new();
+        let (_, port) = &mut self.ports[which];
+        port.kick();
+        port.completions(&mut done);
+        oracle.place(which, running.appended() - before);
+        done
+    }
+
+    /// Tells the oracle what has ended.
+    pub(super) fn complete(
+        oracle: &mut Oracle,
+        running: &Running,
+        fixture: &Fixture,
+        which: usize,
+        done: Vec<Completion>,
+    ) -> Result<(), Broken> {
+        for completion in done {
+            let good = !running.poisoned() && !fixture.medium.lock().crashed;
+            oracle.complete(which, completion, good)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,462 @@
+//! Every history of up to three requests on two ports, every moment to lose power in it, and all that may be left.
+//!
+//! A *history* is one to three requests (a write of one sector, one of two that overlaps it, a discard, a flush),
+//! each on either port; behind each of them nothing, one port or the other being served, or a checkpoint; and then
+//! all being served until every request is answered. (The first request is always on the first port: the ports are
+//! alike.) Each runs with one disk, and with two on a segment nearly full, so that the log goes on in the next; on
+//! a medium that does everything as early and as late as it can; in writeback and in writethrough mode.
+//!
+//! Power may be lost before each sync and at the end: whatever can be left at any other moment can be left at the
+//! next of these. There every subset of the unsynced sectors is judged ([`crash_states`] says what is done where these
+//! are too many; [`Totals::bounded`] counts that); the process may also be killed there, with all still in the cache. In the
+//! recovery of each, power is lost again at every moment, with
+//! every subset. Last, what a recovery has shown is there to stay.
+//!
+//! That is so for up to two requests. Of three, by default, only writeback, only the port of the last request is
+//! served between, and only what two losses of power leave, not three; `WALVISOR_EXHAUSTIVE=1` drops these limits and
+//! takes some ten minutes.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::clients::Clients;
+use super::crash_states::crash_states;
+use super::fixture::{Fixture, Running, Shape, filled};
+use super::medium::{FileState, Pace, World};
+use super::oracle::{Broken, Contents, Oracle};
+use crate::mutant::{Mutant, PLANTED};
+use crate::{CommitWait, Operation};
+
+#[derive(Clone, Copy, Debug)]
+struct Setting {
+    disks: usize,
+    pace: Pace,
+    through: bool,
+}
+
+/// All settings, those in writeback mode first.
+fn settings() -> Vec<Setting> {
+    let setting = |i: usize| Setting {
+        disks: 1 + i % 2,
+        pace: [Pace::AtOnce, Pace::Late][i / 2 % 2],
+        through: i / 4 == 1,
+    };
+    (0..8).map(setting).collect()
+}
+
+/// One step of a history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    WriteOne(usize),
+    WriteTwo(usize),
+    Discard(usize),
+    Flush(usize),
+    Nothing,
+    Serve(usize),
+    Checkpoint,
+}
+
+use Step::{Checkpoint, Discard, Flush, Nothing, Serve, WriteOne, WriteTwo};
+
+/// What may be asked of a port.
+const REQUESTS: [fn(usize) -> Step; 4] = [WriteOne, WriteTwo, Discard, Flush];
+
+/// All histories of so many requests. The last step changes fastest: neighbours have their beginnings in common.
+fn histories(requests: usize, full: bool) -> Vec<Vec<Step>> {
+    let mut histories = vec![Vec::new()];
+    for i in 0..requests {
+        let ports = if i == 0 { 0..1 } else { 0..2 };
+        let last = i + 1 == requests;
+        histories = histories
+            .into_iter()
+            .flat_map(|steps: Vec<Step>| {
+                let with = move |(port, request, between): (usize, fn(usize) -> Step, Step)| {
+                    let mut steps = steps.clone();
+                    steps.extend([request(port), between]);
+                    steps
+                };
+                let choices = ports.clone().flat_map(move |port| {
+                    let between = match (full, last) {
+                        (true, _) => vec![Nothing, Serve(0), Serve(1), Checkpoint],
+                        (false, false) => vec![Nothing, Serve(port), Checkpoint],
+                        (false, true) => vec![Nothing, Checkpoint],
+                    };
+                    REQUESTS.into_iter().flat_map(move |request| {
+                        let between = between.clone().into_iter();
+                        between.map(move |between| (port, request, between))
+                    })
+                });
+                choices.map(with)
+            })
+            .collect();
+    }
+    histories
+}
+
+/// What was done.
+#[derive(Clone, Copy, Debug, Default)]
+struct Totals {
+    histories: u64,
+    crash_points: u64,
+    states: u64,
+    recovery_crash_points: u64,
+    recovery_states: u64,
+    /// Crash points where not every subset was judged.
+    bounded: u64,
+}
+
+impl Totals {
+    fn add(&mut self, other: &Self) {
+        self.histories += other.histories;
+        self.crash_points += other.crash_points;
+        self.states += other.states;
+        self.recovery_crash_points += other.recovery_crash_points;
+        self.recovery_states += other.recovery_states;
+        self.bounded += other.bounded;
+    }
+}
+
+/// What a recovery found and did.
+struct Recovered {
+    found: Contents,
+    /// The files at each of its syncs.
+    moments: Vec<Vec<FileState>>,
+    end: Vec<FileState>,
+}
+
+struct Explorer {
+    fixture: Fixture,
+    oracle: Oracle,
+    totals: Totals,
+    next_value: u32,
+    /// Power is lost in recoveries too.
+    deep: bool,
+}
+
+impl Explorer {
+    /// Runs one history. Moments before step `from` were judged in another with the same beginning.
+    fn run(part: Part, steps: &[Step], from: usize) -> Result<Totals, Broken> {
+        let setting = part.setting;
+        let shape = Shape {
+            disks: setting.disks,
+            sectors: 8,
+            segment_size: 64 << 10,
+            max_segments: 4,
+        };
+        let fixture = Fixture::new(World::new(1), shape);
+        let mut running = fixture
+            .open(setting.through, CommitWait::NONE)
+            .map_err(|error| format!("opening a new log: {error}"))?;
+        let mut explorer = Self {
+            oracle: Oracle::new(fixture.bases()),
+            fixture,
+            totals: Totals::default(),
+            next_value: 0,
+            deep: part.full,
+        };
+        let mut clients = Clients::open(&running, 2);
+        running
+            .keeper
+            .step(false)
+            .map_err(|error| error.to_string())?;
+        if setting.disks == 2 {
+            // Six small batches leave room for one more in the segment.
+            for _ in 0..6 {
+                explorer.step(&mut running, &mut clients, WriteOne(0), false)?;
+                explorer.step(&mut running, &mut clients, Flush(0), false)?;
+                explorer.drain(&mut running, &mut clients, false)?;
+            }
+        }
+        {
+            let mut world = explorer.fixture.medium.lock();
+            world.pace = setting.pace;
+            world.moments = Some(Vec::new());
+        }
+        for (i, &step) in steps.iter().enumerate() {
+            explorer.step(&mut running, &mut clients, step, i >= from)?;
+        }
+        explorer.drain(&mut running, &mut clients, true)?;
+        if !explorer.oracle.idle() {
+            return Err("requests were never answered".into());
+        }
+        drop((running, clients));
+        let end = explorer.fixture.medium.lock().files.clone();
+        explorer.judge_crash(&end)?;
+        explorer.totals.histories = 1;
+        Ok(explorer.totals)
+    }
+
+    fn step(
+        &mut self,
+        running: &mut Running,
+        clients: &mut Clients,
+        step: Step,
+        judged: bool,
+    ) -> Result<(), Broken> {
+        let mut submit = |which, operation| {
+            clients.submit(&mut self.oracle, running, which, operation);
+            Ok(())
+        };
+        let mut write = |which, sectors| {
+            self.next_value += 1;
+            let data = filled(self.next_value, sectors);
+            submit(which, Operation::Write { sector: 1, data })
+        };
+        match step {
+            WriteOne(which) => write(which, 1),
+            WriteTwo(which) => write(which, 2),
+            Discard(which) => {
+                let (sector, sectors) = (2, 2);
+                submit(which, Operation::Discard { sector, sectors })
+            }
+            Flush(which) => submit(which, Operation::Flush),
+            Nothing => Ok(()),
+            Serve(which) => self.serve(running, clients, which, judged),
+            Checkpoint => {
+                // It waits for what it needs: with one thread nothing may be in flight that another port leads.
+                for _ in 0..20 {
+                    if running.disks[0].log.lock().is_idle() {
+                        break;
+                    }
+                    self.serve(running, clients, 0, judged)?;
+                    self.serve(running, clients, 1, judged)?;
+                }
+                running
+                    .keeper
+                    .step(true)
+                    .map_err(|error| format!("a checkpoint failed: {error}"))?;
+                self.judge_moments(judged)
+            }
+        }
+    }
+
+    fn serve(
+        &mut self,
+        running: &Running,
+        clients: &mut Clients,
+        which: usize,
+        judged: bool,
+    ) -> Result<(), Broken> {
+        let done = clients.poll(&mut self.oracle, running, which);
+        // Before it is known who was served.
+        self.judge_moments(judged)?;
+        Clients::complete(&mut self.oracle, running, &self.fixture, which, done)
+    }
+
+    /// Serves all until nothing is left to do.
+    fn drain(
+        &mut self,
+        running: &mut Running,
+        clients: &mut Clients,
+        judged: bool,
+    ) -> Result<(), Broken> {
+        for _ in 0..50 {
+            if self.oracle.idle() {
+                break;
+            }
+            self.serve(running, clients, 0, judged)?;
+            self.serve(running, clients, 1, judged)?;
+            if running.disks[0].log.lock().is_idle() {
+                running
+                    .keeper
+                    .step(false)
+                    .map_err(|error| error.to_string())?;
+                self.judge_moments(judged)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn judge_moments(&mut self, judged: bool) -> Result<(), Broken> {
+        let moments = {
+            let mut world = self.fixture.medium.lock();
+            world.moments.replace(Vec::new()).unwrap_or_default()
+        };
+        if judged {
+            for files in moments {
+                self.judge_crash(&files)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Power is lost here.
+    fn judge_crash(&mut self, files: &[FileState]) -> Result<(), Broken> {
+        let left = crash_states(files);
+        self.totals.crash_points += 1;
+        self.totals.bounded += u64::from(left.bounded);
+        for state in left.states {
+            self.totals.states += 1;
+            self.recover(state)?;
+        }
+        // Or the process is killed: what it wrote is still in the cache, and power may be lost later.
+        self.totals.states += 1;
+        self.recover(files.to_vec())
+    }
+
+    /// Recovers, with another power cut at every moment of it, and behind it.
+    fn recover(&mut self, files: Vec<FileState>) -> Result<(), Broken> {
+        let Recovered {
+            found,
+            moments,
+            end,
+        } = self.read(files, self.deep)?;
+        self.oracle.judge(&found)?;
+        for files in moments {
+            self.totals.recovery_crash_points += 1;
+            let left = crash_states(&files);
+            self.totals.bounded += u64::from(left.bounded);
+            for state in left.states {
+                self.totals.recovery_states += 1;
+                let again = self.read(state, false)?;
+                self.oracle.judge(&again.found)?;
+            }
+        }
+        // What has been shown may have been acted on.
+        if end.iter().any(|file| !file.cached.is_empty()) {
+            for state in crash_states(&end).states {
+                self.totals.recovery_states += 1;
+                let again = self.read(state, false)?;
+                if again.found != found {
+                    return Err("what a recovery had shown was gone after a power cut".into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens and reads what is left; `noted`: with the moments of it.
+    fn read(&self, files: Vec<FileState>, noted: bool) -> Result<Recovered, Broken> {
+        // A later time on the same medium: its random numbers go on.
+        let mut world = self.fixture.medium.lock().clone();
+        world.files = files;
+        world.pace = Pace::AtOnce;
+        world.moments = noted.then(Vec::new);
+        let fixture = self.fixture.with(world);
+        let running = fixture
+            .open(false, CommitWait::NONE)
+            .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
+        let moments = fixture.medium.lock().moments.take().unwrap_or_default();
+        let end = fixture.medium.lock().files.clone();
+        let found = running
+            .read()
+            .map_err(|failure| format!("reading: {failure}"))?;
+        Ok(Recovered {
+            found,
+            moments,
+            end,
+        })
+    }
+}
+
+/// The first step that two histories of equal length do not have in common.
+fn differ(one: &[Step], other: &[Step]) -> usize {
+    one.iter().zip(other).take_while(|(a, b)| a == b).count()
+}
+
+/// One setting with histories of one length.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    setting: Setting,
+    requests: usize,
+    full: bool,
+}
+
+impl Part {
+    /// Runs them all; stops at the first that breaks a promise.
+    fn explore(self) -> Result<Totals, Broken> {
+        let histories = histories(self.requests, self.full);
+        let mut totals = Totals::default();
+        let mut last: &[Step] = &[];
+        for steps in &histories {
+            let ran = Explorer::run(self, steps, differ(last, steps));
+            totals.add(&ran.map_err(|broken| format!("{broken}\nin {self:?}: {steps:?}"))?);
+            last = steps;
+        }
+        Ok(totals)
+    }
+}
+
+#[test]
+fn all_small_histories_keep_the_promises() {
+    let full = std::env::var_os("WALVISOR_EXHAUSTIVE").is_some();
+    let settings = settings();
+    // The long ones first.
+    let three = settings.iter().filter(|setting| full || !setting.through);
+    let mut parts: Vec<Part> = three
+        .map(|&setting| Part {
+            setting,
+            requests: 3,
+            full,
+        })
+        .collect();
+    for requests in [2, 1] {
+        parts.extend(settings.iter().map(|&setting| Part {
+            setting,
+            requests,
+            full: true,
+        }));
+    }
+    let next = AtomicUsize::new(0);
+    let some = || {
+        let mut totals = Totals::default();
+        while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let explored = part.explore();
+            totals.add(&explored.unwrap_or_else(|broken| panic!("{broken}")));
+        }
+        totals
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut totals = Totals::default();
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        for worker in workers {
+            let part = worker.join();
+            totals.add(&part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+    });
+    println!("histories of up to three requests, full: {full}: {totals:?}");
+    assert_eq!(
+        totals.bounded, 0,
+        "crash points where not all states were judged"
+    );
+}
+
+/// The planted faults that show in no more than two small requests.
+#[test]
+fn small_histories_notice_planted_faults() {
+    let all = [
+        Mutant::AckBeforeSync,
+        Mutant::SkipBaseSync,
+        Mutant::CopyBeforeDurable,
+        Mutant::ChecksumBeforeCopy,
+        Mutant::DropLastDescriptor,
+        Mutant::IndexSkipsDiscard,
+        Mutant::RecoveryStopsEarly,
+        Mutant::RecoverySkipsChecksum,
+        Mutant::RecoverySkipsSync,
+    ];
+    let mut survivors = Vec::new();
+    for mutant in all {
+        PLANTED.set(Some(mutant));
+        let killed = [1, 2].into_iter().find_map(|requests| {
+            settings().into_iter().find_map(|setting| {
+                let part = Part {
+                    setting,
+                    requests,
+                    full: false,
+                };
+                let explored = std::panic::catch_unwind(|| part.explore());
+                explored.unwrap_or_else(|_| Err("panic".into())).err()
+            })
+        });
+        PLANTED.set(None);
+        match killed {
+            Some(broken) => {
+                let short: String = broken.replace('\n', " ").chars().take(300).collect();
+                println!("{mutant:?}: {short}");
+            }
+            None => survivors.push(mutant),
+        }
+    }
+    assert!(survivors.is_empty(), "survived: {survivors:?}");
+}
