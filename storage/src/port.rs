@@ -1,14 +1,16 @@
 //! One thread's way to a disk: checks requests, answers reads from log and base, joins group commit.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
+
+use slab::Slab;
 
 use crate::committer::Committer;
 use crate::disk::{Disk, DiskState};
 use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
-use crate::index::Place;
+use crate::index::{Piece, Place};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -19,7 +21,7 @@ struct Read {
     token: u64,
     /// `None` while one part is the whole: its buffer becomes the result.
     buffer: Option<Buffer>,
-    open: usize,
+    open: u32,
     /// The end of what is read from the log, by [`Segment::position`](crate::segment::Segment::position).
     log_end: u64,
     failed: bool,
@@ -36,10 +38,11 @@ pub struct Port {
     done: Vec<Completion>,
     /// Writes held back by a full log, in order.
     parked: VecDeque<(u64, Modification)>,
-    reads: HashMap<u64, Read>,
-    /// Engine id of a part: its read and the byte in the read's buffer where it belongs.
-    parts: HashMap<u64, (u64, usize)>,
-    next_id: u64,
+    /// The engine id of a part: its read's key here, then the sector of the read where it belongs in 32 bits.
+    reads: Slab<Read>,
+    /// Memory for the next read's pieces, and for what has ended.
+    pieces: Vec<Piece>,
+    ended: Vec<Done>,
 }
 
 /// A request that becomes a log record.
@@ -57,9 +60,9 @@ impl Port {
             committer: Committer::new(disk.log.clone(), true)?,
             done: Vec::new(),
             parked: VecDeque::new(),
-            reads: HashMap::new(),
-            parts: HashMap::new(),
-            next_id: 0,
+            reads: Slab::new(),
+            pieces: Vec::new(),
+            ended: Vec::new(),
         })
     }
 
@@ -108,9 +111,10 @@ impl Port {
 
     /// Appends what has ended to `done`. Call it after [`kick`](Self::kick) and when the event is readable.
     pub fn completions(&mut self, done: &mut Vec<Completion>) {
-        let mut ended = Vec::new();
+        let mut ended = std::mem::take(&mut self.ended);
         self.committer.poll(&mut ended, &mut self.done);
-        ended.into_iter().for_each(|end| self.end_part(end));
+        ended.drain(..).for_each(|end| self.end_part(end));
+        self.ended = ended;
         if !self.parked.is_empty() {
             self.unpark();
             self.committer.start();
@@ -256,21 +260,26 @@ impl Port {
         if len > MAX_REQUEST_BYTES {
             return Err(Failure::TooLarge);
         }
-        let mut pieces = Vec::new();
+        let mut pieces = std::mem::take(&mut self.pieces);
         self.disk
             .index()
             .pieces(sector, u64::from(sectors), &mut pieces);
-        let key = self.next_id;
         let whole = pieces.len() == 1;
+        let key = self.reads.vacant_key();
         let mut buffer = None;
         let (mut open, mut log_end) = (0, 0);
-        for piece in pieces {
-            let at = ((piece.sector - sector) * SECTOR_SIZE) as usize;
+        for piece in pieces.drain(..) {
+            let skipped = piece.sector - sector;
+            let at = (skipped * SECTOR_SIZE) as usize;
             let part = (piece.sectors * SECTOR_SIZE) as usize;
             let (source, offset) = match piece.place {
                 Some(Place::Memory { payload, offset }) => {
-                    let result = buffer.get_or_insert_with(|| Buffer::zeroed(len));
-                    result[at..at + part].copy_from_slice(&payload[offset..offset + part]);
+                    let bytes = &payload[offset..offset + part];
+                    match whole {
+                        true => buffer = Some(Buffer::from(bytes)),
+                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + part]
+                            .copy_from_slice(bytes),
+                    }
                     continue;
                 }
                 Some(Place::Zero { .. }) => continue,
@@ -284,43 +293,36 @@ impl Port {
                     piece.sector * SECTOR_SIZE,
                 ),
             };
-            let id = self.next_id;
-            self.next_id += 1;
             open += 1;
-            self.parts.insert(id, (key, at));
-            self.committer.submit_read(
-                id,
-                Io::Read {
-                    source,
-                    offset,
-                    buffer: Buffer::for_overwrite(part),
-                },
-            );
+            let io = Io::Read {
+                source,
+                offset,
+                buffer: Buffer::for_overwrite(part),
+            };
+            self.committer.submit_read((key as u64) << 32 | skipped, io);
         }
+        self.pieces = pieces;
         if open == 0 {
             return Ok(Some(Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)))));
         }
         if !whole {
+            // Parts that nothing is read for are zeroes.
             buffer.get_or_insert_with(|| Buffer::zeroed(len));
         }
-        self.reads.insert(
-            key,
-            Read {
-                token,
-                buffer,
-                open,
-                log_end,
-                failed: false,
-            },
-        );
+        self.reads.insert(Read {
+            token,
+            buffer,
+            open,
+            log_end,
+            failed: false,
+        });
         Ok(None)
     }
 
     fn end_part(&mut self, end: Done) {
-        let Some((key, at)) = self.parts.remove(&end.id) else {
-            return;
-        };
-        let Some(read) = self.reads.get_mut(&key) else {
+        let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
+        let at = (skipped * SECTOR_SIZE) as usize;
+        let Some(read) = self.reads.get_mut(key) else {
             return;
         };
         read.open -= 1;
@@ -333,7 +335,7 @@ impl Port {
             }
         }
         if read.open == 0
-            && let Some(read) = self.reads.remove(&key)
+            && let Some(read) = self.reads.try_remove(key)
         {
             // Once a sync has failed, what was written but not durable may read as anything older.
             let log = &self.committer.log;

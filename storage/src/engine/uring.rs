@@ -1,11 +1,12 @@
 //! The io_uring engine: a write linked to its fdatasync, one system call for both and for all reads.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
+use slab::Slab;
 
 use super::{Done, Engine, Io, SyncScope, write_chunks};
 use crate::sync::Event;
@@ -42,7 +43,7 @@ struct InFlight {
     id: u64,
     io: Io,
     /// What `Writev` points at. Never touched while in flight.
-    _slices: Vec<libc::iovec>,
+    slices: Slices,
     /// What `Timeout` points at.
     _time: Option<Box<types::Timespec>>,
     /// Completions still to come, and the first error among those that came.
@@ -52,23 +53,29 @@ struct InFlight {
     moved: usize,
 }
 
-// SAFETY: the raw pointers in `_slices` point into buffers that `io` owns; nothing else uses them.
-unsafe impl Send for InFlight {}
+#[derive(Default)]
+struct Slices(Vec<libc::iovec>);
+
+// SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else uses them.
+unsafe impl Send for Slices {}
 
 /// See the module's documentation.
 pub(super) struct Uring {
     ring: IoUring,
-    in_flight: HashMap<u64, InFlight>,
+    in_flight: Slab<InFlight>,
     /// Entries that did not fit the submission queue, whole operations at a time.
     waiting: VecDeque<Vec<squeue::Entry>>,
     done: Vec<Done>,
-    next: u64,
+    /// Memory for the next operation's entries and slices, and for what has ended.
+    entries: Vec<squeue::Entry>,
+    slices: Vec<Slices>,
+    ended: Vec<(u64, i32)>,
     /// Entries submitted and not completed.
     open: usize,
     /// What the injected latency's `Timeout` points at.
     sync_latency: Option<Box<types::Timespec>>,
     /// The newest wait.
-    wait: Option<u64>,
+    wait: Option<usize>,
 }
 
 const MOVE: u64 = 0;
@@ -79,14 +86,18 @@ const NOBODY: u64 = u64::MAX >> 1;
 impl Uring {
     /// Each sync takes `sync_latency` longer than the medium needs.
     pub(super) fn new(event: &Event, sync_latency: Duration) -> io::Result<Self> {
-        let ring = IoUring::new(ENTRIES)?;
+        // Completions interrupt nobody who runs: the next system call takes them. Linux 5.19.
+        let cooperative = IoUring::builder().setup_coop_taskrun().build(ENTRIES);
+        let ring = cooperative.or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_eventfd(event.fd().as_raw_fd())?;
         Ok(Self {
             ring,
-            in_flight: HashMap::new(),
+            in_flight: Slab::new(),
             waiting: VecDeque::new(),
             done: Vec::new(),
-            next: 0,
+            entries: Vec::new(),
+            slices: Vec::new(),
+            ended: Vec::new(),
             open: 0,
             wait: None,
             sync_latency: (!sync_latency.is_zero()).then(|| Box::new(sync_latency.into())),
@@ -95,40 +106,60 @@ impl Uring {
 
     /// Moves whole operations from `waiting` to the submission queue while there is room.
     fn fill(&mut self) {
-        while let Some(entries) = self.waiting.front() {
-            let mut queue = self.ring.submission();
-            let room = (queue.capacity() - queue.len()).min(IN_FLIGHT.saturating_sub(self.open));
-            if room < entries.len() {
-                return;
+        while let Some(entries) = self.waiting.pop_front() {
+            if !self.push(&entries) {
+                return self.waiting.push_front(entries);
             }
-            // SAFETY: every buffer and descriptor that the entries name is owned by the operation in
-            // `in_flight`, which is removed only when its last completion has come.
-            unsafe { queue.push_multiple(entries).expect("room was checked") };
-            drop(queue);
-            self.open += entries.len();
-            self.waiting.pop_front();
         }
+    }
+
+    /// Starts an operation, or lets it wait for room.
+    fn start(&mut self, entries: &[squeue::Entry]) {
+        if !self.waiting.is_empty() || !self.push(entries) {
+            self.waiting.push_back(entries.to_vec());
+        }
+    }
+
+    /// Puts an operation into the submission queue, if there is room.
+    fn push(&mut self, entries: &[squeue::Entry]) -> bool {
+        let mut queue = self.ring.submission();
+        let room = (queue.capacity() - queue.len()).min(IN_FLIGHT.saturating_sub(self.open));
+        if room < entries.len() {
+            return false;
+        }
+        // SAFETY: every buffer and descriptor that the entries name is owned by the operation in
+        // `in_flight`, which is removed only when its last completion has come.
+        unsafe { queue.push_multiple(entries).expect("room was checked") };
+        self.open += entries.len();
+        true
     }
 
     /// Ends the wait in flight, if any. Timers that nobody needs any more would fill the ring.
     fn end_wait(&mut self) {
         if let Some(key) = self.wait.take() {
-            let remove = opcode::TimeoutRemove::new(key << 1 | SYNC).build();
-            self.waiting.push_back(vec![remove.user_data(NOBODY << 1)]);
+            let remove = opcode::TimeoutRemove::new((key as u64) << 1 | SYNC).build();
+            self.start(&[remove.user_data(NOBODY << 1)]);
         }
     }
 
-    fn complete(&mut self, key: u64) {
-        let Some(operation) = self.in_flight.remove(&key) else {
+    fn complete(&mut self, key: usize) {
+        // Another operation may get this key.
+        self.wait.take_if(|wait| *wait == key);
+        let Some(operation) = self.in_flight.try_remove(key) else {
             return;
         };
         let InFlight {
             id,
             io,
+            mut slices,
             failed,
             moved,
             ..
         } = operation;
+        if slices.0.capacity() > 0 {
+            slices.0.clear();
+            self.slices.push(slices);
+        }
         let result = match (io, failed) {
             (_, Some(error)) => Err(error),
             (
@@ -150,8 +181,8 @@ impl Uring {
 
     fn account(&mut self, user_data: u64, result: i32) {
         self.open -= 1;
-        let (key, stage) = (user_data >> 1, user_data & 1);
-        let Some(operation) = self.in_flight.get_mut(&key) else {
+        let (key, stage) = ((user_data >> 1) as usize, user_data & 1);
+        let Some(operation) = self.in_flight.get_mut(key) else {
             return;
         };
         operation.open -= 1;
@@ -194,15 +225,16 @@ impl Uring {
 
 impl Engine for Uring {
     fn submit(&mut self, id: u64, mut io: Io) {
-        let key = self.next;
-        self.next += 1;
-        let mut slices = Vec::new();
-        let mut entries = Vec::new();
+        let slot = self.in_flight.vacant_key();
+        let key = slot as u64;
+        let mut slices = Slices::default();
+        let mut entries = std::mem::take(&mut self.entries);
         let mut time = None;
         if let Some((file, offset, chunks)) = io.written()
             && !chunks.is_empty()
         {
-            slices.extend(chunks.iter().map(|chunk| libc::iovec {
+            slices = self.slices.pop().unwrap_or_default();
+            slices.0.extend(chunks.iter().map(|chunk| libc::iovec {
                 iov_base: chunk.buffer.as_ptr().cast_mut().cast(),
                 iov_len: chunk.len,
             }));
@@ -214,7 +246,7 @@ impl Engine for Uring {
                 _ => 0,
             };
             let fd = types::Fd(file.raw_fd());
-            let write = opcode::Writev::new(fd, slices.as_ptr(), slices.len() as u32)
+            let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32)
                 .offset(offset)
                 .rw_flags(flags);
             entries.push(write.build().user_data(key << 1 | MOVE));
@@ -251,7 +283,7 @@ impl Engine for Uring {
             Io::Write { .. } => {}
             Io::Wait(duration) => {
                 self.end_wait();
-                self.wait = Some(key);
+                self.wait = Some(slot);
                 let time = time.insert(Box::new(types::Timespec::from(*duration)));
                 let timeout = opcode::Timeout::new(&**time).build();
                 entries.push(timeout.user_data(key << 1 | SYNC));
@@ -261,18 +293,19 @@ impl Engine for Uring {
             id,
             io,
             _time: time,
-            _slices: slices,
+            slices,
             open: entries.len(),
             failed: None,
             moved: 0,
         };
-        let empty = entries.is_empty();
-        self.in_flight.insert(key, operation);
-        match empty {
-            true => self.complete(key),
-            false => self.waiting.push_back(entries),
+        self.in_flight.insert(operation);
+        if entries.is_empty() {
+            self.complete(slot);
+        } else {
+            self.start(&entries);
         }
-        self.fill();
+        entries.clear();
+        self.entries = entries;
     }
 
     fn enter(&mut self) {
@@ -294,16 +327,16 @@ impl Engine for Uring {
 
     fn poll(&mut self, done: &mut Vec<Done>) {
         loop {
-            let ended: Vec<(u64, i32)> = self
-                .ring
-                .completion()
-                .map(|cqe| (cqe.user_data(), cqe.result()))
-                .collect();
-            if ended.is_empty() {
-                break;
-            }
-            for (user_data, result) in ended {
+            let mut ended = std::mem::take(&mut self.ended);
+            let entries = self.ring.completion();
+            ended.extend(entries.map(|entry| (entry.user_data(), entry.result())));
+            let any = !ended.is_empty();
+            for (user_data, result) in ended.drain(..) {
                 self.account(user_data, result);
+            }
+            self.ended = ended;
+            if !any {
+                break;
             }
             self.enter();
         }

@@ -232,28 +232,51 @@ impl ExtentMap {
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        for (&base, leaf) in self.leaves.range(self.leaf_of(sector)..end) {
-            // The last that begins at or before the range may reach into it.
-            let first = position(base, leaf, sector + 1).saturating_sub(1);
-            for extent in &leaf[first..] {
-                let start = zone(base) + u64::from(extent.start);
-                let piece_end = (start + u64::from(extent.sectors)).min(end);
-                if start >= end {
-                    break;
-                }
-                if piece_end <= at {
-                    continue;
-                }
-                if start > at {
-                    each(Piece::gap(at, start));
-                    at = start;
-                }
-                each(self.piece(at, piece_end, extent.word.skip(at - start)));
-                at = piece_end;
+        let mut from = 0;
+        // The last extent that begins at or before the range may reach into it. Most ranges lie in one leaf: then
+        // the tree is looked up once.
+        for (&base, leaf) in self.leaves.range(..=sector).rev() {
+            let first = position(base, leaf, sector + 1);
+            if first > 0 {
+                from = base + 1;
+                self.visit_leaf(base, &leaf[first - 1..], &mut at, end, each);
+                break;
+            }
+        }
+        if at < end {
+            for (&base, leaf) in self.leaves.range(from..end) {
+                self.visit_leaf(base, leaf, &mut at, end, each);
             }
         }
         if at < end {
             each(Piece::gap(at, end));
+        }
+    }
+
+    /// Calls `each` with the pieces of `*at..end` up to the end of the last extent, and moves `at` there.
+    fn visit_leaf(
+        &self,
+        base: u64,
+        leaf: &[Extent],
+        at: &mut u64,
+        end: u64,
+        each: &mut impl FnMut(Piece),
+    ) {
+        for extent in leaf {
+            let start = zone(base) + u64::from(extent.start);
+            let piece_end = (start + u64::from(extent.sectors)).min(end);
+            if start >= end {
+                break;
+            }
+            if piece_end <= *at {
+                continue;
+            }
+            if start > *at {
+                each(Piece::gap(*at, start));
+                *at = start;
+            }
+            each(self.piece(*at, piece_end, extent.word.skip(*at - start)));
+            *at = piece_end;
         }
     }
 
