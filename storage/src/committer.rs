@@ -22,6 +22,8 @@ pub(crate) struct Committer {
     tasks: Vec<(u64, Task)>,
     next_task: u64,
     spare: Spare,
+    /// Memory for what has ended.
+    ended: Vec<Done>,
     /// A port's: it may bring waiters, and counts as one who may join a group.
     client: bool,
     /// Set when going away: no new group is taken.
@@ -44,6 +46,7 @@ impl Committer {
             tasks: Vec::new(),
             next_task: TASKS,
             spare: Spare::default(),
+            ended: Vec::new(),
             client,
             resigned: false,
         })
@@ -96,9 +99,9 @@ impl Committer {
         if !planted(Mutant::SignalClearedLate) {
             self.mailbox.event.clear();
         }
-        let mut ended = Vec::new();
+        let mut ended = std::mem::take(&mut self.ended);
         self.engine.poll(&mut ended);
-        for end in ended {
+        for end in ended.drain(..) {
             if end.id < TASKS {
                 reads.push(end);
                 continue;
@@ -115,6 +118,7 @@ impl Committer {
                 Task::Wait(number) => self.log.lock().gather.over(number),
             }
         }
+        self.ended = ended;
         self.start();
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
         if planted(Mutant::SignalClearedLate) {

@@ -29,15 +29,16 @@ pub struct Place {
 
 impl Place {
     pub fn new() -> Self {
+        let place = Self::empty();
+        let options = small(EngineKind::Auto);
+        create_disk(&place.disk, SIZE, &place.log(), &options).unwrap();
+        place
+    }
+
+    /// No disk yet.
+    pub fn empty() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let disk = dir.path().join("disk.img");
-        create_disk(
-            &disk,
-            SIZE,
-            &default_log_dir(&disk),
-            &small(EngineKind::Auto),
-        )
-        .unwrap();
         Self { _dir: dir, disk }
     }
 

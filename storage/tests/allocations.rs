@@ -1,0 +1,139 @@
+//! Requests at work ask the system for no memory: what they need comes from those before them.
+
+#[path = "support/heap.rs"]
+mod heap;
+mod support;
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use support::Place;
+use walvisor_storage::{
+    Buffer, CacheMode, Completion, DiskOptions, EngineKind, Operation, Port, Store, StoreOptions,
+    create_disk,
+};
+
+/// Blocks of 4 KiB that are written and read, all of the disk.
+const BLOCKS: u64 = 2048;
+
+struct Client {
+    port: Port,
+    done: Vec<Completion>,
+    block: Vec<u8>,
+    next: u64,
+}
+
+impl Client {
+    /// The sector of a block in an order that has no neighbours.
+    fn sector(&mut self) -> u64 {
+        self.next += 1;
+        self.next.wrapping_mul(0x9e37_79b1) % BLOCKS * 8
+    }
+
+    /// Hands in `count` requests and a FLUSH, and waits for all.
+    fn group(&mut self, count: u64, operation: impl Fn(&mut Self) -> Operation) {
+        for _ in 0..count {
+            let operation = operation(self);
+            self.port.submit(0, operation);
+        }
+        self.port.submit(0, Operation::Flush);
+        self.port.kick();
+        let mut open = count + 1;
+        while open > 0 {
+            self.port.completions(&mut self.done);
+            if self.done.is_empty() {
+                let limit = Duration::from_secs(20).try_into().unwrap();
+                let event = self.port.event();
+                let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
+                assert!(rustix::event::poll(&mut fds, Some(&limit)).unwrap() > 0);
+            }
+            open -= self.done.len() as u64;
+            assert!(
+                self.done
+                    .drain(..)
+                    .all(|completion| completion.result.is_ok())
+            );
+        }
+    }
+
+    /// Allocations in the whole process for `groups` groups of `count` requests.
+    fn allocations(
+        &mut self,
+        groups: u64,
+        count: u64,
+        operation: impl Fn(&mut Self) -> Operation,
+    ) -> u64 {
+        let before = heap::calls();
+        (0..groups).for_each(|_| self.group(count, &operation));
+        heap::calls() - before
+    }
+
+    fn write(&mut self) -> Operation {
+        let data = Buffer::from(&self.block[..]);
+        Operation::Write {
+            sector: self.sector(),
+            data,
+        }
+    }
+
+    fn read(&mut self) -> Operation {
+        Operation::Read {
+            sector: self.sector(),
+            sectors: 8,
+        }
+    }
+}
+
+/// One test, alone in its process: the counter counts for all threads.
+#[test]
+fn writes_flushes_and_reads_reuse_memory() {
+    for engine in [EngineKind::Auto, EngineKind::Blocking] {
+        let place = Place::empty();
+        let options = StoreOptions {
+            segment_size: 128 << 20,
+            max_segments: 8,
+            engine,
+            ..StoreOptions::default()
+        };
+        create_disk(&place.disk, BLOCKS * 4096, &place.log(), &options).unwrap();
+        for cache in [CacheMode::Writeback, CacheMode::Writethrough] {
+            let disk = DiskOptions {
+                cache,
+                ..DiskOptions::new(&place.disk)
+            };
+            let store = Store::open(&place.log(), &[disk], &options).unwrap();
+            let mut client = Client {
+                port: store.disks()[0].open_port().unwrap(),
+                done: Vec::with_capacity(128),
+                block: vec![0x5a; 4096],
+                next: 0,
+            };
+            // Every block is written, lists have their length, and the keeper has made the next segment.
+            client.allocations(64, 64, Client::write);
+            client.allocations(16, 64, Client::read);
+            let began = Instant::now();
+            while !place.log().join("segment-00001").exists() {
+                assert!(began.elapsed() < Duration::from_secs(60));
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+
+            let many = client.allocations(100, 64, Client::write);
+            let few = client.allocations(100, 4, Client::write);
+            let reads = client.allocations(100, 64, Client::read);
+            println!(
+                "{engine:?} {cache:?}: allocations a group: {} of 64 writes, {} of 4 writes; {} for 64 reads",
+                many as f64 / 100.0,
+                few as f64 / 100.0,
+                reads as f64 / 100.0
+            );
+            // No write adds one, so none is a request's. A group has its list of chunks, and in the blocking engine
+            // that list's system call and a part of the channel's memory.
+            assert!(many <= few + 10, "{many} and {few} in 100 groups");
+            assert!(many.max(few) <= 320, "{many} and {few} in 100 groups");
+            assert!(reads <= 10, "{reads} for 6400 reads");
+            drop(client);
+            store.close().unwrap();
+        }
+    }
+}
