@@ -316,11 +316,11 @@ pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<Con
     let mut newest: Option<Control> = None;
     for slot in 0..2 {
         let mut bytes = vec![0; CONTROL_SLOT];
-        if file
-            .read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64)
-            .is_err()
-        {
-            continue;
+        match file.read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64) {
+            Ok(()) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => continue,
+            // It may be the newer one: the other must not be taken for it.
+            Err(error) => return Err(Error::io("read the log's control file", &path, error)),
         }
         match Control::decode(&bytes) {
             Decoded::Version(version) => return Err(recovery::unknown_version(&path, version)),

@@ -196,7 +196,12 @@ fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Bu
 }
 
 /// Writes all of `chunks` from byte `skip` of them on.
-fn write_chunks(file: &dyn DataFile, offset: u64, chunks: &[Chunk], skip: usize) -> io::Result<()> {
+pub(crate) fn write_chunks(
+    file: &dyn DataFile,
+    offset: u64,
+    chunks: &[Chunk],
+    skip: usize,
+) -> io::Result<()> {
     let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
     let mut done = skip;
     while done < total {

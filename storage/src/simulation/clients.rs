@@ -66,8 +66,9 @@ impl Clients {
         done: Vec<Completion>,
     ) -> Result<(), Broken> {
         for completion in done {
-            let good = !running.poisoned() && !fixture.medium.lock().crashed;
-            oracle.complete(which, completion, good)?;
+            let world = fixture.medium.lock();
+            let good = !running.poisoned() && !world.crashed;
+            oracle.complete(which, completion, good, !world.failed_read)?;
         }
         Ok(())
     }

@@ -26,6 +26,7 @@ pub(super) struct Totals {
     pub lost_records: u64,
     pub poisoned: u64,
     pub closes: u64,
+    pub faults: u64,
 }
 
 impl Totals {
@@ -38,6 +39,7 @@ impl Totals {
         self.lost_records += other.lost_records;
         self.poisoned += other.poisoned;
         self.closes += other.closes;
+        self.faults += other.faults;
     }
 }
 
@@ -107,6 +109,7 @@ impl History {
             (world.fail_sync, world.fail_control) =
                 (Some(if control { count / 3 } else { count }), control);
         }
+        self.plan_faults();
         self.work(&mut running)?;
         let closed = !self.fixture.medium.lock().crashed && running.keeper.close().is_ok();
         drop(running);
@@ -116,6 +119,7 @@ impl History {
         } else {
             self.totals.crashes += 1;
         }
+        self.totals.faults += u64::from(self.fixture.medium.lock().failed);
         if self.random.one_in(3) {
             // The process was killed: the cache is still there, and unsynced.
             self.fixture.medium.lock().restart();
@@ -126,20 +130,36 @@ impl History {
         for _ in 0..self.random.below(3) {
             let ticks = self.random.below(6);
             self.fixture.medium.lock().ticks = Some(ticks);
+            self.plan_faults();
             let opened = self.fixture.open(false, CommitWait::NONE);
-            if opened.is_err() && !self.fixture.medium.lock().crashed {
-                return Err(format!(
-                    "recovery failed: {}",
-                    opened.err().expect("checked")
-                ));
+            if let Err(error) = &opened {
+                let world = self.fixture.medium.lock();
+                // What can't be read now is not damaged for that.
+                let io = error.kind() == ErrorKind::Io;
+                if !(world.crashed || world.failed && io) {
+                    return Err(format!("recovery failed: {error}"));
+                }
             }
             if let Ok(mut running) = opened {
                 let _ = running.keeper.step(true);
             }
+            self.totals.faults += u64::from(self.fixture.medium.lock().failed);
             self.totals.recovery_crashes += u64::from(self.fixture.medium.lock().crashed);
             self.fixture.lose_power();
         }
         self.judge()
+    }
+
+    /// Something small goes wrong some time, once: writes end short, a read or a write fails.
+    fn plan_faults(&mut self) {
+        let (kind, after) = (self.random.below(12), self.random.below(20));
+        let mut world = self.fixture.medium.lock();
+        match kind {
+            0 => world.fail_read = Some(after),
+            1 => world.fail_write = Some(after),
+            2 | 3 => world.short_writes = true,
+            _ => {}
+        }
     }
 
     /// Works, is killed, and finds some bytes of its log changed: that is reported, or it was beyond what had been

@@ -9,13 +9,14 @@ use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::engine::SimulatedEngine;
 use crate::Buffer;
-use crate::engine::{self, Chunk, Done, Engine, EngineKind, Io, Source, SyncScope};
+use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::segment::{Medium, Segment};
-use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
+use crate::sync::{Arc, Event, Mutex, MutexGuard};
 
 pub(super) const SECTOR: usize = 512;
 
@@ -79,14 +80,21 @@ pub(super) enum Pace {
 #[derive(Clone, Debug)]
 pub(super) struct World {
     pub files: Vec<FileState>,
-    random: Random,
+    pub random: Random,
     /// Operations until power is lost.
     pub ticks: Option<u64>,
     pub crashed: bool,
     /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable.
     pub fail_sync: Option<u64>,
-    /// It did.
+    /// Fail the read after so many reads with EIO, once.
+    pub fail_read: Option<u64>,
+    /// Fail the write after so many writes with EIO, once; a part of it is in the cache.
+    pub fail_write: Option<u64>,
+    /// Something failed, and whether that was a read.
     pub failed: bool,
+    pub failed_read: bool,
+    /// Writes may end short.
+    pub short_writes: bool,
     /// Only syncs of the control file count for that.
     pub fail_control: bool,
     /// A power cut leaves nothing of what was not synced.
@@ -109,7 +117,11 @@ impl World {
             ticks: None,
             crashed: false,
             fail_sync: None,
+            fail_read: None,
+            fail_write: None,
             failed: false,
+            failed_read: false,
+            short_writes: false,
             fail_control: false,
             forgetful: false,
             blocking: false,
@@ -147,6 +159,11 @@ impl World {
         }
     }
 
+    fn fail(&mut self, what: &str) -> io::Result<()> {
+        self.failed = true;
+        Err(io::Error::other(format!("planted {what} failure")))
+    }
+
     /// Nothing works any more.
     pub(super) fn cut_power(&mut self) {
         self.crashed = true;
@@ -175,8 +192,14 @@ impl World {
             bytes.len().is_multiple_of(SECTOR) && offset.is_multiple_of(SECTOR as u64),
             "sector writes only"
         );
-        let state = &mut self.files[file];
         let offset = offset as usize;
+        let fails = due(&mut self.fail_write);
+        // At most half of it gets there.
+        let bytes = match fails {
+            true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
+            false => bytes,
+        };
+        let state = &mut self.files[file];
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
             let at = offset + i * SECTOR;
             // The bytes that are there and always were: there is nothing to tear or to lose.
@@ -191,7 +214,11 @@ impl World {
                 .push((at, sector.try_into().expect("a sector")));
         }
         // The write at which power is lost is in the cache too: any part of it may have reached the medium.
-        self.tick()
+        self.tick()?;
+        match fails {
+            true => self.fail("write"),
+            false => Ok(()),
+        }
     }
 
     /// Makes what stands in this range durable, or all of the file.
@@ -199,14 +226,9 @@ impl World {
         self.tick()?;
         self.note();
         let counts = !self.fail_control || self.files[file].name == "control";
-        if let Some(count) = self.fail_sync.as_mut().filter(|_| counts) {
-            if *count == 0 {
-                self.fail_sync = None;
-                self.failed = true;
-                self.settle(file);
-                return Err(io::Error::other("planted sync failure"));
-            }
-            *count -= 1;
+        if counts && due(&mut self.fail_sync) {
+            self.settle(file);
+            return self.fail("sync");
         }
         let state = &mut self.files[file];
         let range = range.unwrap_or(0..state.current.len());
@@ -246,7 +268,8 @@ impl World {
         world
     }
 
-    /// Changes bytes of a log file: a flipped bit, a lost or garbled sector, a sector written to the wrong place.
+    /// Changes bytes of a log file: a flipped bit, a lost or garbled sector, another sector written over one, a whole
+    /// write that went to the wrong place.
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
             .filter(|&i| !self.files[i].name.starts_with("base"))
@@ -263,14 +286,20 @@ impl World {
         let from = self.random.below(sectors) as usize * SECTOR;
         let bit = self.random.below(SECTOR as u64 * 8) as usize;
         let noise: Vec<u8> = (0..SECTOR).map(|_| self.random.next() as u8).collect();
-        let kind = self.random.below(4);
+        let kind = self.random.below(5);
+        let len = (1 + self.random.below(24)) as usize * SECTOR;
         let state = &mut self.files[file];
         let bytes = Arc::make_mut(&mut state.current);
         match kind {
             0 => bytes[at + bit / 8] ^= 1 << (bit % 8),
             1 => bytes[at..at + SECTOR].fill(0),
             2 => bytes[at..at + SECTOR].copy_from_slice(&noise),
-            _ => bytes.copy_within(from..from + SECTOR, at),
+            3 => bytes.copy_within(from..from + SECTOR, at),
+            _ => {
+                let len = len.min(bytes.len() - at.max(from));
+                bytes.copy_within(at..at + len, from);
+                bytes[at..at + len].fill(0);
+            }
         }
         state.durable = state.current.clone();
         state.cached.clear();
@@ -281,8 +310,27 @@ impl World {
         self.crashed = false;
         self.ticks = None;
         self.fail_sync = None;
+        self.fail_read = None;
+        self.fail_write = None;
         self.failed = false;
+        self.failed_read = false;
+        self.short_writes = false;
         self.events.clear();
+    }
+}
+
+/// Counts down to a fault.
+fn due(fault: &mut Option<u64>) -> bool {
+    match fault {
+        Some(0) => {
+            *fault = None;
+            true
+        }
+        Some(count) => {
+            *count -= 1;
+            false
+        }
+        None => false,
     }
 }
 
@@ -311,7 +359,12 @@ impl Simulated {
     }
 
     /// As a write with `RWF_DSYNC` ends on a medium with FUA.
-    fn sync_range(&self, segment: &Segment, offset: u64, len: usize) -> io::Result<Option<Buffer>> {
+    pub(super) fn sync_range(
+        &self,
+        segment: &Segment,
+        offset: u64,
+        len: usize,
+    ) -> io::Result<Option<Buffer>> {
         let file = self.index(segment.path.to_str().expect("a simulated name"));
         let range = offset as usize..offset as usize + len;
         self.lock().sync(file, Some(range)).map(|()| None)
@@ -326,9 +379,13 @@ struct SimulatedFile {
 
 impl DataFile for SimulatedFile {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let world = self.medium.lock();
+        let mut world = self.medium.lock();
         if world.crashed {
             return Err(io::Error::other("power lost"));
+        }
+        if due(&mut world.fail_read) {
+            world.failed_read = true;
+            world.fail("read")?;
         }
         let offset = offset as usize;
         let bytes = world.files[self.index]
@@ -350,8 +407,14 @@ impl DataFile for SimulatedFile {
             .iter()
             .flat_map(|slice| slice.iter().copied())
             .collect();
-        self.medium.lock().write(self.index, &bytes, offset)?;
-        Ok(bytes.len())
+        let mut world = self.medium.lock();
+        let sectors = bytes.len() / SECTOR;
+        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
+            true => 1 + world.random.below(sectors as u64 - 1) as usize,
+            false => sectors,
+        };
+        world.write(self.index, &bytes[..part * SECTOR], offset)?;
+        Ok(part * SECTOR)
     }
 
     fn sync_data(&self) -> io::Result<()> {
@@ -416,164 +479,9 @@ impl Medium for Simulated {
         if blocking {
             return engine::create(EngineKind::Blocking, Duration::ZERO, event);
         }
-        Ok(Box::new(SimulatedEngine {
-            medium: self.clone(),
-            event: event.try_clone()?,
-            queued: Vec::new(),
-            failed: Vec::new(),
-        }))
-    }
-}
-
-/// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
-struct SimulatedEngine {
-    medium: Simulated,
-    event: Event,
-    queued: Vec<Queued>,
-    failed: Vec<Done>,
-}
-
-struct Queued {
-    id: u64,
-    io: Io,
-    /// An append's bytes are in the cache.
-    written: bool,
-}
-
-fn concat(chunks: &[Chunk]) -> Vec<u8> {
-    chunks
-        .iter()
-        .flat_map(|chunk| chunk.buffer[..chunk.len].iter().copied())
-        .collect()
-}
-
-impl Queued {
-    /// Puts an append's bytes into the cache.
-    fn write(&mut self) -> io::Result<()> {
-        if let Io::Append {
-            segment,
-            offset,
-            chunks,
-            ..
-        } = &self.io
-            && !chunks.is_empty()
-        {
-            segment.file.write_all_at(&concat(chunks), *offset)?;
-        }
-        self.written = true;
-        Ok(())
-    }
-}
-
-impl SimulatedEngine {
-    /// What is left of an operation once its bytes are written.
-    fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
-        match io {
-            Io::Append {
-                segment,
-                offset,
-                chunks,
-                sync,
-            } => match sync {
-                SyncScope::None => Ok(None),
-                SyncScope::Write => self
-                    .medium
-                    .sync_range(&segment, offset, concat(&chunks).len()),
-                SyncScope::Segments(segments) => segments
-                    .iter()
-                    .try_for_each(|segment| segment.file.sync_data())
-                    .map(|()| None),
-            },
-            Io::Read {
-                source,
-                offset,
-                mut buffer,
-            } => {
-                let read = match &source {
-                    Source::Base(file) => file.read_exact_at(&mut buffer, offset),
-                    Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
-                };
-                read.map(|()| -> Option<Buffer> { Some(buffer) })
-            }
-            Io::Write {
-                base,
-                offset,
-                chunks,
-            } => base.write_all_at(&concat(&chunks), offset).map(|()| None),
-            Io::Wait(_) => {
-                // Time for others.
-                thread::yield_now();
-                Ok(None)
-            }
-        }
-    }
-}
-
-impl Engine for SimulatedEngine {
-    fn submit(&mut self, id: u64, io: Io) {
-        self.event.signal();
-        let mut queued = Queued {
-            id,
-            io,
-            written: false,
-        };
-        let at_once = {
-            let mut world = self.medium.lock();
-            match world.pace {
-                Pace::Random => world.random.one_in(2),
-                pace => pace == Pace::AtOnce,
-            }
-        };
-        if at_once && let Err(error) = queued.write() {
-            self.failed.push(Done {
-                id,
-                result: Err(error),
-            });
-            return;
-        }
-        self.queued.push(queued);
-    }
-
-    fn enter(&mut self) {}
-
-    fn poll(&mut self, done: &mut Vec<Done>) {
-        done.append(&mut self.failed);
-        if self.queued.is_empty() {
-            return;
-        }
-        let end = {
-            let world = &mut self.medium.lock();
-            match world.pace {
-                Pace::Random => {
-                    let random = &mut world.random;
-                    let count = random.below(self.queued.len() as u64 + 1) as usize;
-                    (0..count)
-                        .map(|i| random.below((self.queued.len() - i) as u64) as usize)
-                        .collect::<Vec<_>>()
-                }
-                Pace::AtOnce => vec![0; self.queued.len()],
-                Pace::Late => vec![0],
-            }
-        };
-        for index in end {
-            let mut queued = self.queued.remove(index);
-            let id = queued.id;
-            if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {
-                let ended = matches!(sync, SyncScope::None);
-                match queued.write() {
-                    Ok(()) if !ended => self.queued.insert(index, queued),
-                    result => done.push(Done {
-                        id,
-                        result: result.map(|()| None),
-                    }),
-                }
-                continue;
-            }
-            let result = self.end(queued.io);
-            done.push(Done { id, result });
-        }
-        if !self.queued.is_empty() {
-            self.event.signal();
-        }
+        Ok(Box::new(SimulatedEngine::new(
+            self.clone(),
+            event.try_clone()?,
+        )))
     }
 }

@@ -10,6 +10,7 @@
 
 mod clients;
 mod crash_states;
+mod engine;
 mod exhaustive;
 mod fixture;
 mod history;

@@ -138,18 +138,19 @@ impl Oracle {
         self.open.is_empty()
     }
 
-    /// A request has ended. `good`: nothing has happened that excuses a failure.
+    /// A request has ended. `good`: nothing has happened that excuses a failure; `good_read`: nor that of a read.
     pub(super) fn complete(
         &mut self,
         client: usize,
         completion: Completion,
         good: bool,
+        good_read: bool,
     ) -> Result<(), Broken> {
         let Completion { token, result } = completion;
         let open = self.open.remove(&token);
         let open = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
-        if failed && good {
+        if failed && good && (good_read || !matches!(open, Open::Read { .. })) {
             return Err(format!("a good request failed: {result:?}"));
         }
         match open {

@@ -1,0 +1,165 @@
+//! The engine of the simulated medium.
+
+use std::io;
+
+use super::medium::{Pace, Simulated};
+use crate::Buffer;
+use crate::engine::{self, Done, Engine, Io, Source, SyncScope};
+use crate::sync::{Event, thread};
+
+/// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
+pub(super) struct SimulatedEngine {
+    medium: Simulated,
+    event: Event,
+    queued: Vec<Queued>,
+    failed: Vec<Done>,
+}
+
+struct Queued {
+    id: u64,
+    io: Io,
+    /// An append's bytes are in the cache.
+    written: bool,
+}
+
+impl Queued {
+    /// Puts an append's bytes into the cache.
+    fn write(&mut self) -> io::Result<()> {
+        if let Io::Append {
+            segment,
+            offset,
+            chunks,
+            ..
+        } = &self.io
+            && !chunks.is_empty()
+        {
+            engine::write_chunks(segment.file.as_ref(), *offset, chunks, 0)?;
+        }
+        self.written = true;
+        Ok(())
+    }
+}
+
+impl SimulatedEngine {
+    pub(super) fn new(medium: Simulated, event: Event) -> Self {
+        Self {
+            medium,
+            event,
+            queued: Vec::new(),
+            failed: Vec::new(),
+        }
+    }
+
+    /// What is left of an operation once its bytes are written.
+    fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
+        match io {
+            Io::Append {
+                segment,
+                offset,
+                chunks,
+                sync,
+            } => match sync {
+                SyncScope::None => Ok(None),
+                SyncScope::Write => self.medium.sync_range(
+                    &segment,
+                    offset,
+                    chunks.iter().map(|chunk| chunk.len).sum(),
+                ),
+                SyncScope::Segments(segments) => segments
+                    .iter()
+                    .try_for_each(|segment| segment.file.sync_data())
+                    .map(|()| None),
+            },
+            Io::Read {
+                source,
+                offset,
+                mut buffer,
+            } => {
+                let read = match &source {
+                    Source::Base(file) => file.read_exact_at(&mut buffer, offset),
+                    Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
+                };
+                read.map(|()| -> Option<Buffer> { Some(buffer) })
+            }
+            Io::Write {
+                base,
+                offset,
+                chunks,
+            } => engine::write_chunks(base.as_ref(), offset, &chunks, 0).map(|()| None),
+            Io::Wait(_) => {
+                // Time for others.
+                thread::yield_now();
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl Engine for SimulatedEngine {
+    fn submit(&mut self, id: u64, io: Io) {
+        self.event.signal();
+        let mut queued = Queued {
+            id,
+            io,
+            written: false,
+        };
+        let at_once = {
+            let mut world = self.medium.lock();
+            match world.pace {
+                Pace::Random => world.random.one_in(2),
+                pace => pace == Pace::AtOnce,
+            }
+        };
+        if at_once && let Err(error) = queued.write() {
+            self.failed.push(Done {
+                id,
+                result: Err(error),
+            });
+            return;
+        }
+        self.queued.push(queued);
+    }
+
+    fn enter(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Done>) {
+        done.append(&mut self.failed);
+        if self.queued.is_empty() {
+            return;
+        }
+        let end = {
+            let world = &mut self.medium.lock();
+            match world.pace {
+                Pace::Random => {
+                    let random = &mut world.random;
+                    let count = random.below(self.queued.len() as u64 + 1) as usize;
+                    (0..count)
+                        .map(|i| random.below((self.queued.len() - i) as u64) as usize)
+                        .collect::<Vec<_>>()
+                }
+                Pace::AtOnce => vec![0; self.queued.len()],
+                Pace::Late => vec![0],
+            }
+        };
+        for index in end {
+            let mut queued = self.queued.remove(index);
+            let id = queued.id;
+            if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {
+                let ended = matches!(sync, SyncScope::None);
+                match queued.write() {
+                    Ok(()) if !ended => self.queued.insert(index, queued),
+                    result => done.push(Done {
+                        id,
+                        result: result.map(|()| None),
+                    }),
+                }
+                continue;
+            }
+            let result = self.end(queued.io);
+            done.push(Done { id, result });
+        }
+        if !self.queued.is_empty() {
+            self.event.signal();
+        }
+    }
+}
