@@ -79,6 +79,9 @@ impl Committer {
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
         while !self.resigned {
+            if self.spare.chunks.capacity() == 0 {
+                self.spare.chunks = self.engine.list();
+            }
             let led = self.log.lead(&mut self.log.lock(), &mut self.spare);
             let Some((io, task)) = led else { break };
             self.tasks.push((self.next_task, task));

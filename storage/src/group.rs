@@ -48,6 +48,8 @@ pub(crate) struct Group {
 #[derive(Default)]
 pub(crate) struct Spare {
     records: Vec<Vec<Record>>,
+    /// For the next batch; see [`Engine::list`](crate::engine::Engine::list).
+    pub(crate) chunks: Vec<Chunk>,
     served: Vec<Waiter>,
 }
 
@@ -282,7 +284,8 @@ impl Log {
         });
         tail.previous_crc = header.encode(descriptors, &mut head);
         let offset = tail.offset;
-        let mut chunks = Vec::with_capacity(count + 3);
+        let mut chunks = std::mem::take(&mut spare.chunks);
+        chunks.reserve(count + 3);
         let mut header_at = offset;
         if let Some(block) = tail.header.take() {
             header_at += block.len() as u64;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use io_uring::{IoUring, opcode, squeue, types};
 use slab::Slab;
 
-use super::{Done, Engine, Io, SyncScope, write_chunks};
+use super::{Chunk, Done, Engine, Io, SyncScope, write_chunks};
 use crate::sync::Event;
 
 /// Submission entries; the kernel gives twice as many completion entries.
@@ -69,6 +69,7 @@ pub(super) struct Uring {
     /// Memory for the next operation's entries and slices, and for what has ended.
     entries: Vec<squeue::Entry>,
     slices: Vec<Slices>,
+    lists: Vec<Vec<Chunk>>,
     ended: Vec<(u64, i32)>,
     /// Entries submitted and not completed.
     open: usize,
@@ -97,6 +98,7 @@ impl Uring {
             done: Vec::new(),
             entries: Vec::new(),
             slices: Vec::new(),
+            lists: Vec::new(),
             ended: Vec::new(),
             open: 0,
             wait: None,
@@ -174,7 +176,12 @@ impl Uring {
                 // Short: the end of the file, or an interruption. The plain call tells which.
                 false => super::read_exact(&source, offset, buffer).map(Some),
             },
-            (Io::Append { .. } | Io::Write { .. } | Io::Wait(_), None) => Ok(None),
+            (Io::Append { mut chunks, .. }, None) => {
+                chunks.clear();
+                self.lists.push(chunks);
+                Ok(None)
+            }
+            (Io::Write { .. } | Io::Wait(_), None) => Ok(None),
         };
         self.done.push(Done { id, result });
     }
@@ -344,6 +351,10 @@ impl Engine for Uring {
             self.enter();
         }
         done.append(&mut self.done);
+    }
+
+    fn list(&mut self) -> Vec<Chunk> {
+        self.lists.pop().unwrap_or_default()
     }
 }
 
