@@ -1,12 +1,13 @@
-//! Extents of a disk in few bytes: 16 each, in leaves of a tree.
+//! Extents of a disk in few bytes: 16 each, in a sorted list of leaves. That is a B-tree of two levels, which suffices
+//! for the millions of extents that a log holds, and is searched faster than a deeper one.
 //!
 //! ```text
-//!   BTreeMap: first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
+//!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
 //! ```
 //! Where an extent is takes one word. What a word names, segments and payloads that wait for the log, is kept in two
-//! small tables beside the tree.
+//! small tables beside the leaves.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use super::{Piece, Place};
 use crate::segment::Segment;
@@ -97,31 +98,49 @@ fn zone(sector: u64) -> u64 {
     sector & !u64::from(u32::MAX)
 }
 
-/// Of a leaf with this first sector, how many extents begin before `sector`.
-fn position(base: u64, leaf: &[Extent], sector: u64) -> usize {
-    let limit = sector.saturating_sub(zone(base));
-    leaf.partition_point(|extent| u64::from(extent.start) < limit)
+/// Extents that follow each other, all of one zone. Never empty.
+#[derive(Debug)]
+struct Leaf {
+    /// A sector at or before all that begin in this leaf, and behind all that begin in the one before.
+    base: u64,
+    extents: Vec<Extent>,
 }
 
-/// Joins what can be joined around the extents `first..last`.
-fn join(leaf: &mut Vec<Extent>, first: usize, mut last: usize) {
-    let mut at = first.max(1);
-    while at <= last && at < leaf.len() {
-        match leaf[at - 1].joined(leaf[at]) {
-            Some(joined) => {
-                leaf[at - 1] = joined;
-                leaf.remove(at);
-                last -= 1;
+impl Leaf {
+    /// Where an extent begins.
+    fn start(&self, extent: &Extent) -> u64 {
+        zone(self.base) + u64::from(extent.start)
+    }
+
+    /// How many extents begin before `sector`.
+    fn position(&self, sector: u64) -> usize {
+        let limit = sector.saturating_sub(zone(self.base));
+        self.extents
+            .partition_point(|extent| u64::from(extent.start) < limit)
+    }
+
+    /// Joins what can be joined around the extents `first..last`.
+    fn join(&mut self, first: usize, mut last: usize) {
+        let extents = &mut self.extents;
+        let mut at = first.max(1);
+        while at <= last && at < extents.len() {
+            match extents[at - 1].joined(extents[at]) {
+                Some(joined) => {
+                    extents[at - 1] = joined;
+                    extents.remove(at);
+                    last -= 1;
+                }
+                None => at += 1,
             }
-            None => at += 1,
         }
     }
-}
 
-/// Gives memory back that a leaf no longer needs. Not at once, so that a leaf that shrinks and grows keeps it.
-fn trim(leaf: &mut Vec<Extent>) {
-    if leaf.capacity() > 4 * leaf.len().max(STEP) {
-        leaf.shrink_to(2 * leaf.len().max(STEP));
+    /// Gives memory back that is no longer needed. Not at once, so that a leaf that shrinks and grows keeps it.
+    fn trim(&mut self) {
+        let needed = self.extents.len().max(STEP);
+        if self.extents.capacity() > 4 * needed {
+            self.extents.shrink_to(2 * needed);
+        }
     }
 }
 
@@ -138,9 +157,7 @@ struct Pending {
 /// Non-overlapping extents in the order of their sectors. Holding it pins every segment that it has ever named.
 #[derive(Debug, Default)]
 pub(crate) struct ExtentMap {
-    /// By a sector at or before all that begin in it, and behind all that begin in the leaf before. None is empty,
-    /// and all of a leaf begin in one zone.
-    leaves: BTreeMap<u64, Vec<Extent>>,
+    leaves: Vec<Leaf>,
     segments: Vec<Arc<Segment>>,
     /// By LSN.
     pending: VecDeque<Pending>,
@@ -153,10 +170,10 @@ impl ExtentMap {
         let word = self.word(sector, lsn, place);
         let from = self.leaf_of(sector);
         // The commonest case: the same range was written before.
-        if let Some(leaf) = self.leaves.get_mut(&from) {
-            let at = position(from, leaf, sector);
-            if let Some(old) = leaf.get_mut(at)
-                && (zone(from) + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
+        if let Some(leaf) = self.leaves.get_mut(from) {
+            let (at, zone) = (leaf.position(sector), zone(leaf.base));
+            if let Some(old) = leaf.extents.get_mut(at)
+                && (zone + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
             {
                 old.word = word;
                 return;
@@ -171,24 +188,24 @@ impl ExtentMap {
             }
             before.sectors = (before_end.min(sector) - start) as u32;
         }
-        let mut from = from;
-        while let Some((&base, leaf)) = self.leaves.range_mut(from..end).next() {
-            let (first, last) = (position(base, leaf, sector), position(base, leaf, end));
-            if let Some(old) = leaf[first..last].last() {
-                let start = zone(base) + u64::from(old.start);
+        let until = self.leaves_before(end);
+        for leaf in &mut self.leaves[from.min(until)..until] {
+            let (first, last) = (leaf.position(sector), leaf.position(end));
+            if let Some(old) = leaf.extents[first..last].last() {
+                let start = leaf.start(old);
                 let old_end = start + u64::from(old.sectors);
                 if old_end > end {
                     rest = Some((old_end - end, old.word.skip(end - start)));
                 }
             }
-            leaf.drain(first..last);
-            trim(leaf);
-            // The leaf that the range begins in gets its extent.
-            if leaf.is_empty() && base > sector {
-                self.leaves.remove(&base);
-            }
-            from = base + 1;
+            leaf.extents.drain(first..last);
+            leaf.trim();
         }
+        // The leaf that the range begins in gets its extent.
+        let emptied = |leaf: &mut Leaf| leaf.extents.is_empty() && leaf.base > sector;
+        self.leaves
+            .extract_if(from.min(until)..until, emptied)
+            .for_each(drop);
         self.put(sector, sectors, word);
         if let Some((sectors, word)) = rest {
             self.put(end, sectors, word);
@@ -202,68 +219,66 @@ impl ExtentMap {
             sectors: sectors as u32,
             word,
         };
-        let zone = zone(sector);
-        let base = self.leaves.range(zone..=sector).next_back();
-        let base = base.map_or(zone, |(&base, _)| base);
-        let mut leaf = self.leaves.entry(base).or_default();
-        let mut at = position(base, leaf, sector);
-        if leaf.len() == LEAF {
+        let base = zone(sector);
+        let mut number = self.leaves_before(sector + 1);
+        match number.checked_sub(1) {
+            Some(last) if self.leaves[last].base >= base => number = last,
+            _ => self.leaves.insert(
+                number,
+                Leaf {
+                    base,
+                    extents: Vec::new(),
+                },
+            ),
+        }
+        let mut at = self.leaves[number].position(sector);
+        if self.leaves[number].extents.len() == LEAF {
             // Ascending writes leave full leaves behind them.
             let kept = if at == LEAF { LEAF } else { LEAF / 2 };
-            let split = leaf.split_off(kept);
-            leaf.shrink_to(kept + STEP);
-            let right = split.first().map_or(sector, |e| zone + u64::from(e.start));
-            if at > kept || split.is_empty() {
-                leaf = self.leaves.entry(right).or_insert(split);
+            let leaf = &mut self.leaves[number];
+            let extents = leaf.extents.split_off(kept);
+            leaf.extents.shrink_to(kept + STEP);
+            let right = Leaf {
+                base: extents.first().map_or(sector, |first| leaf.start(first)),
+                extents,
+            };
+            if sector >= right.base {
                 at -= kept;
+                number += 1;
+                self.leaves.insert(number, right);
             } else {
-                self.leaves.insert(right, split);
-                leaf = self.leaves.entry(base).or_default();
+                self.leaves.insert(number + 1, right);
             }
         }
-        if leaf.len() == leaf.capacity() {
-            leaf.reserve_exact(STEP);
+        let leaf = &mut self.leaves[number];
+        if leaf.extents.len() == leaf.extents.capacity() {
+            leaf.extents.reserve_exact(STEP);
         }
-        leaf.insert(at, extent);
-        join(leaf, at, at + 1);
+        leaf.extents.insert(at, extent);
+        leaf.join(at, at + 1);
     }
 
     /// Calls `each` with the pieces of the range, in order, gaps included.
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        let mut from = 0;
-        // The last extent that begins at or before the range may reach into it. Most ranges lie in one leaf: then
-        // the tree is looked up once.
-        for (&base, leaf) in self.leaves.range(..=sector).rev() {
-            let first = position(base, leaf, sector + 1);
-            if first > 0 {
-                from = base + 1;
-                self.visit_leaf(base, &leaf[first - 1..], &mut at, end, each);
+        for leaf in &self.leaves[self.leaf_of(sector)..] {
+            if at == end || leaf.base >= end {
                 break;
             }
-        }
-        if at < end {
-            for (&base, leaf) in self.leaves.range(from..end) {
-                self.visit_leaf(base, leaf, &mut at, end, each);
-            }
+            self.visit_leaf(leaf, &mut at, end, each);
         }
         if at < end {
             each(Piece::gap(at, end));
         }
     }
 
-    /// Calls `each` with the pieces of `*at..end` up to the end of the last extent, and moves `at` there.
-    fn visit_leaf(
-        &self,
-        base: u64,
-        leaf: &[Extent],
-        at: &mut u64,
-        end: u64,
-        each: &mut impl FnMut(Piece),
-    ) {
-        for extent in leaf {
-            let start = zone(base) + u64::from(extent.start);
+    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and moves `at` there.
+    fn visit_leaf(&self, leaf: &Leaf, at: &mut u64, end: u64, each: &mut impl FnMut(Piece)) {
+        // The last that begins at or before the range may reach into it.
+        let first = leaf.position(*at + 1).saturating_sub(1);
+        for extent in &leaf.extents[first..] {
+            let start = leaf.start(extent);
             let piece_end = (start + u64::from(extent.sectors)).min(end);
             if start >= end {
                 break;
@@ -297,24 +312,26 @@ impl ExtentMap {
         pending.payload = None;
         while self.pending.pop_front_if(|p| p.payload.is_none()).is_some() {}
         let word = Word::log(self.slot(segment), offset / SECTOR_SIZE);
-        let (from, end) = (self.leaf_of(sector), sector + sectors);
-        for (&base, leaf) in self.leaves.range_mut(from..end) {
-            let (first, last) = (position(base, leaf, sector), position(base, leaf, end));
-            for extent in &mut leaf[first..last] {
+        let end = sector + sectors;
+        let (from, until) = (self.leaf_of(sector), self.leaves_before(end));
+        for leaf in &mut self.leaves[from.min(until)..until] {
+            let (first, last) = (leaf.position(sector), leaf.position(end));
+            let zone = zone(leaf.base);
+            for extent in &mut leaf.extents[first..last] {
                 if extent.word == Word::pending(lsn) {
-                    extent.word = word.skip(zone(base) + u64::from(extent.start) - sector);
+                    extent.word = word.skip(zone + u64::from(extent.start) - sector);
                 }
             }
-            join(leaf, first, last);
-            trim(leaf);
+            leaf.join(first, last);
+            leaf.trim();
         }
     }
 
     /// All extents in order of their sectors.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
-        self.leaves.iter().flat_map(move |(&base, leaf)| {
-            leaf.iter().map(move |extent| {
-                let start = zone(base) + u64::from(extent.start);
+        self.leaves.iter().flat_map(move |leaf| {
+            leaf.extents.iter().map(move |extent| {
+                let start = leaf.start(extent);
                 self.piece(start, start + u64::from(extent.sectors), extent.word)
             })
         })
@@ -324,22 +341,28 @@ impl ExtentMap {
         self.leaves.is_empty()
     }
 
-    /// The first sector of the leaf with the last extent that begins at or before `sector`; 0 if there is none.
-    fn leaf_of(&self, sector: u64) -> u64 {
-        let mut leaves = self.leaves.range(..=sector).rev();
-        let found = leaves.find(|&(&base, leaf)| position(base, leaf, sector + 1) > 0);
-        found.map_or(0, |(&base, _)| base)
+    /// How many leaves have their first sector before `sector`.
+    fn leaves_before(&self, sector: u64) -> usize {
+        self.leaves.partition_point(|leaf| leaf.base < sector)
+    }
+
+    /// The leaf with the last extent that begins at or before `sector`; the first if there is none.
+    fn leaf_of(&self, sector: u64) -> usize {
+        let leaves = &self.leaves[..self.leaves_before(sector + 1)];
+        let found = leaves
+            .iter()
+            .rposition(|leaf| leaf.position(sector + 1) > 0);
+        found.unwrap_or(0)
     }
 
     /// The last extent that begins before `sector`, and where.
     fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
-        self.leaves
-            .range_mut(..sector)
-            .rev()
-            .find_map(|(&base, leaf)| {
-                let last = position(base, leaf, sector).checked_sub(1)?;
-                Some((zone(base) + u64::from(leaf[last].start), &mut leaf[last]))
-            })
+        let leaves = self.leaves_before(sector);
+        self.leaves[..leaves].iter_mut().rev().find_map(|leaf| {
+            let last = leaf.position(sector).checked_sub(1)?;
+            let start = leaf.start(&leaf.extents[last]);
+            Some((start, &mut leaf.extents[last]))
+        })
     }
 
     fn word(&mut self, sector: u64, lsn: u64, place: Place) -> Word {
@@ -403,12 +426,12 @@ impl ExtentMap {
     /// Panics if an extent is where no look-up finds it.
     pub(super) fn check(&self) {
         let (mut last_end, mut last_start) = (0, None);
-        for (&base, leaf) in &self.leaves {
-            assert!((1..=LEAF).contains(&leaf.len()));
-            assert!(last_start.is_none_or(|last| last < base));
-            assert!(zone(base) + u64::from(leaf[0].start) >= base);
-            for extent in leaf {
-                let start = zone(base) + u64::from(extent.start);
+        for leaf in &self.leaves {
+            assert!((1..=LEAF).contains(&leaf.extents.len()));
+            assert!(last_start.is_none_or(|last| last < leaf.base));
+            assert!(leaf.start(&leaf.extents[0]) >= leaf.base);
+            for extent in &leaf.extents {
+                let start = leaf.start(extent);
                 assert!(start >= last_end && extent.sectors > 0);
                 last_end = start + u64::from(extent.sectors);
                 last_start = Some(start);
