@@ -1,13 +1,13 @@
 # Everything from a fresh clone on Debian, set-up included. Needs Rust (cargo) and, to install packages, root.
 
 CARGO ?= cargo
-# For building: a linker. The rest is installed by what needs it, when it needs it.
-PACKAGES = gcc libc6-dev
+# For building: a linker, and for the fuzz target a C++ compiler. The rest is installed by what needs it, when it needs it.
+PACKAGES = gcc g++ libc6-dev
 # No questions from apt, and no colours in logs.
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: demo test setup format lint doc check
+.PHONY: demo test setup format lint doc check fuzz
 
 ## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup
@@ -15,20 +15,22 @@ demo: setup
 	WALVISOR=target/release/walvisor target/release/walvisor-guest-images demo
 
 ## test: formatting, lints, documentation, and every test; prints how many were skipped, and why
-test: setup format lint doc check
+test: setup format lint doc check fuzz
 
 setup:
 	@command -v $(CARGO) >/dev/null || { echo 'cargo is missing: install Rust 1.95 or newer' >&2; exit 1; }
-	@command -v cc >/dev/null || { echo 'installing with apt-get: $(PACKAGES)'; \
+	@command -v cc >/dev/null && command -v c++ >/dev/null || { echo 'installing with apt-get: $(PACKAGES)'; \
 	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
 	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
 
-# The embedded guest is a workspace of its own.
+# The embedded guest and the fuzz target are workspaces of their own.
 GUEST = guest-images/guest
+FUZZ = storage/fuzz
 
 format:
 	$(CARGO) fmt --all --check
 	cd $(GUEST) && $(CARGO) fmt --check
+	cd $(FUZZ) && $(CARGO) fmt --check
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -49,3 +51,27 @@ check:
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \
 	  "$$(grep -c 'skipped: ' target/test.log) could not run here (skipped)"; \
 	exit $$status
+
+# libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
+COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+  -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+  -Cllvm-args=-sanitizer-coverage-trace-compares
+# Seconds, and the seed of its random choices.
+FUZZ_TIME ?= 25
+FUZZ_SEED ?= 1
+
+## fuzz: recovery on mutated logs; what it finds in `target/corpus` makes the next run deeper
+fuzz: setup
+	@cd $(FUZZ) && host=$$(rustc -vV | sed -n 's/^host: //p') && export RUSTFLAGS='$(COVERAGE)' && \
+	$(CARGO) clippy --release --locked --target $$host -- -D warnings && \
+	$(CARGO) build --release --locked --target $$host && \
+	mkdir -p target/corpus artifacts && \
+	if ! RUST_BACKTRACE=0 target/$$host/release/recover -seed=$(FUZZ_SEED) -max_total_time=$(FUZZ_TIME) -timeout=5 \
+	  -max_len=8192 -artifact_prefix=artifacts/ target/corpus corpus/recover >target/fuzz.log 2>&1; then \
+	  tail -n 40 target/fuzz.log; \
+	  echo "replay: $(FUZZ)/target/$$host/release/recover $(FUZZ)/<the file named above>"; exit 1; \
+	fi; \
+	first=$$(grep -o 'INITED cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
+	last=$$(grep -o 'DONE *cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
+	echo "fuzz: seed $(FUZZ_SEED), $$(grep '^Done' target/fuzz.log), coverage $$first -> $$last"; \
+	test "$$first" -gt 0

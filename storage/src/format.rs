@@ -28,6 +28,9 @@ pub(crate) const MAX_DISKS: usize =
 /// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
 pub(crate) const MAX_DESCRIPTORS: usize = 896;
 
+/// LSNs, commit ids, sequences and generations stay below: none is reached by counting, and one more never overflows.
+pub(crate) const NUMBER_LIMIT: u64 = 1 << 62;
+
 pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
@@ -65,6 +68,20 @@ pub(crate) struct ControlHeader {
     /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
     /// before it is damaged, for its older records would be replayed over newer ones.
     pub copying_lsn: U64,
+}
+
+impl ControlHeader {
+    /// Whether all its numbers can have been reached by counting.
+    pub(crate) fn counted(&self) -> bool {
+        counted(&[
+            self.generation,
+            self.first_sequence,
+            self.checkpoint_lsn,
+            self.next_lsn,
+            self.next_cid,
+            self.copying_lsn,
+        ])
+    }
 }
 
 /// A disk of the log.
@@ -190,10 +207,15 @@ pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
 /// Offset of the `crc` field: the same in all sealed structures (magic, version, crc).
 pub(crate) const CRC_AT: usize = 12;
 
-fn seal(bytes: &mut [u8]) -> u32 {
+pub(crate) fn seal(bytes: &mut [u8]) -> u32 {
     let crc = crc_without(bytes, CRC_AT);
     bytes[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
     crc
+}
+
+/// Whether all can have been reached by counting.
+pub(crate) fn counted(numbers: &[U64]) -> bool {
+    numbers.iter().all(|number| number.get() < NUMBER_LIMIT)
 }
 
 /// What a block turns out to be when it is read as a structure.
@@ -224,7 +246,16 @@ impl SegmentHeader {
             return Decoded::Invalid;
         }
         match header.version.get() {
-            VERSION => Decoded::Valid(header),
+            VERSION
+                if counted(&[
+                    header.sequence,
+                    header.previous_sequence,
+                    header.previous_lsn,
+                ]) =>
+            {
+                Decoded::Valid(header)
+            }
+            VERSION => Decoded::Invalid,
             other => Decoded::Version(other),
         }
     }
@@ -301,6 +332,9 @@ impl Control {
         }
         if header.version.get() != VERSION {
             return Decoded::Version(header.version.get());
+        }
+        if !header.counted() {
+            return Decoded::Invalid;
         }
         let bytes = (header.disk_count.get() as usize).checked_mul(size_of::<DiskEntry>());
         let disks = bytes

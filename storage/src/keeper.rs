@@ -52,6 +52,12 @@ impl ControlFile {
         let mut next = self.control.clone();
         change(&mut next.header);
         next.header.generation = U64::new(generation);
+        if !next.header.counted() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!("{}: its numbers are at their end", self.path.display()),
+            ));
+        }
         let offset = (generation % 2) * CONTROL_SLOT as u64;
         let written = self.file.write_all_at(&next.encode(), offset);
         written

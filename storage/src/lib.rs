@@ -28,6 +28,9 @@ mod engine;
 mod error;
 mod file;
 mod format;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod gather;
 mod group;
 #[cfg(test)]

@@ -14,7 +14,7 @@ use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file;
 use crate::format::{
-    BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
+    self, BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
 use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
@@ -136,9 +136,14 @@ fn batch_at(window: &mut Window<'_>, log: &[u8; 16], offset: u64) -> Result<Opti
     let Some((header, len)) = BatchHeader::peek(block) else {
         return Ok(None);
     };
-    // An LSN near the end of u64 can't be reached by counting: not a header of ours.
-    if header.log != *log || header.first_lsn.get() >= 1 << 62 || offset + len as u64 > window.size
-    {
+    let numbers = [
+        header.sequence,
+        header.cid,
+        header.first_lsn,
+        header.durable_lsn,
+    ];
+    // A number near the end of u64 can't be reached by counting: not a header of ours.
+    if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size {
         return Ok(None);
     }
     let Some(descriptors) = header.descriptors(window.bytes(offset, len)?) else {
@@ -354,8 +359,7 @@ fn read_segment(
         let fits = header.payload_bytes.get() <= size.saturating_sub(payload_at);
         let ours =
             header.sequence == candidate.header.sequence && header.salt == candidate.header.salt;
-        let chained =
-            header.previous_crc == previous_crc && limit.is_none_or(|limit| last_lsn <= limit);
+        let chained = header.previous_crc == previous_crc;
         if !(in_order
             && fits
             && ours
@@ -363,6 +367,17 @@ fn read_segment(
             && payloads_right(&mut window, &batch, payload_at)?)
         {
             break;
+        }
+        if limit.is_some_and(|limit| last_lsn > limit) {
+            // No crash leaves this. Without the next segment the batch would count: the log would change its mind.
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: damaged at byte {offset}: its records to LSN {last_lsn} go beyond where the next segment \
+                     begins; restore the log from a copy",
+                    candidate.segment.path.display()
+                ),
+            ));
         }
         if planted(Mutant::RecoveryStopsEarly) {
             let next = payload_at + header.payload_bytes.get().next_multiple_of(BLOCK as u64);

@@ -444,7 +444,7 @@ pub(crate) fn read_log(
 
 /// Reads the log into the disks' indexes. Disks with records that nobody opened are opened too, and added to
 /// `states`, so that the log can be checkpointed and recycled.
-fn recover(
+pub(crate) fn recover(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,

@@ -1,0 +1,425 @@
+//! Recovery of a log whose bytes anybody may have written: what the fuzz target in `fuzz/` attacks.
+//!
+//! An *input* is a log in short: a byte that says how many segments there are and whether checksums are to be made
+//! right, then pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is
+//! the control file), all little-endian; everything else is zero. With checksums made right a change of one field
+//! gets past them, as deep as the code goes.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem::offset_of;
+use std::os::fd::RawFd;
+use std::path::Path;
+
+use crate::Failure;
+use crate::SECTOR_SIZE;
+use crate::catalog::read_control;
+use crate::disk::DiskState;
+use crate::engine::Engine;
+use crate::error::Result;
+use crate::file::DataFile;
+use crate::format::{
+    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Descriptor, Kind, SEGMENT_MAGIC,
+    SegmentHeader, Uuid,
+};
+use crate::index::Place;
+use crate::segment::{Medium, Segment};
+use crate::store::{read_log, recover};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Event, Mutex, RwLock};
+
+/// Bytes of each segment file.
+const SEGMENT: usize = 64 << 10;
+/// Most segment files.
+const SEGMENTS: usize = 4;
+/// Most calls that one input may make of its files: far more than recovery needs for so few segments.
+const MOST_CALLS: u64 = 20_000;
+/// A place is given in units of so many bytes.
+const UNIT: usize = 64;
+
+/// The files, in memory.
+#[derive(Clone, Debug)]
+struct Files {
+    bytes: Arc<Mutex<Vec<Vec<u8>>>>,
+    calls: Arc<AtomicU64>,
+}
+
+#[derive(Debug)]
+struct MemoryFile {
+    files: Files,
+    index: usize,
+}
+
+impl Files {
+    /// The files that an input stands for.
+    fn new(input: &[u8]) -> Self {
+        let (flags, mut rest) = input.split_first().unwrap_or((&0, &[]));
+        let segments = usize::from(flags >> 1) % (SEGMENTS + 1);
+        let mut files = vec![vec![0; 2 * CONTROL_SLOT]];
+        files.resize(1 + segments, vec![0; SEGMENT]);
+        while let Some((head, more)) = rest.split_first_chunk::<5>() {
+            let number = |at: usize| usize::from(u16::from_le_bytes([head[at], head[at + 1]]));
+            let (bytes, behind) = more.split_at(number(3).min(more.len()));
+            let file = &mut files[usize::from(head[0]) % (1 + segments)];
+            let at = number(1) * UNIT % file.len();
+            let len = bytes.len().min(file.len() - at);
+            file[at..at + len].copy_from_slice(&bytes[..len]);
+            rest = behind;
+        }
+        if flags & 1 == 1 {
+            files[0].chunks_mut(CONTROL_SLOT).for_each(seal_control);
+            files[1..].iter_mut().for_each(|file| seal_segment(file));
+        }
+        Self {
+            bytes: Arc::new(Mutex::new(files)),
+            calls: Arc::default(),
+        }
+    }
+
+    fn file(&self, index: usize) -> MemoryFile {
+        MemoryFile {
+            files: self.clone(),
+            index,
+        }
+    }
+}
+
+fn seal_control(slot: &mut [u8]) {
+    if slot.starts_with(&CONTROL_MAGIC) {
+        format::seal(slot);
+    }
+}
+
+/// Makes all checksums of a segment right, as far as its batches follow each other.
+fn seal_segment(file: &mut [u8]) {
+    if !file.starts_with(&SEGMENT_MAGIC) {
+        return;
+    }
+    let mut previous = format::seal(&mut file[..size_of::<SegmentHeader>()]);
+    let mut at = BLOCK;
+    while let Some((header, len)) = file.get(at..).and_then(BatchHeader::peek)
+        && at + len <= file.len()
+    {
+        let payloads = at + len.next_multiple_of(BLOCK);
+        let mut payload = payloads as u64;
+        for descriptor in (size_of::<BatchHeader>()..len).step_by(size_of::<Descriptor>()) {
+            let field = |offset: usize| {
+                let field = &file[at + descriptor + offset..][..4];
+                u32::from_le_bytes(field.try_into().expect("four bytes"))
+            };
+            if field(offset_of!(Descriptor, kind)) != Kind::Write as u32 {
+                continue;
+            }
+            let end = payload + u64::from(field(offset_of!(Descriptor, sectors))) * SECTOR_SIZE;
+            if let Some(bytes) = file.get(payload as usize..end as usize) {
+                let crc = crc32c::crc32c(bytes).to_le_bytes();
+                let field = at + descriptor + offset_of!(Descriptor, payload_crc);
+                file[field..field + 4].copy_from_slice(&crc);
+            }
+            payload = end;
+        }
+        let field = at + offset_of!(BatchHeader, previous_crc);
+        file[field..field + 4].copy_from_slice(&previous.to_le_bytes());
+        previous = format::seal(&mut file[at..at + len]);
+        let behind = (payloads as u64).saturating_add(header.payload_bytes.get());
+        at = usize::try_from(behind).map_or(file.len(), |at| at.min(file.len()));
+        at = at.next_multiple_of(BLOCK);
+    }
+}
+
+impl MemoryFile {
+    /// The bytes of a range of an existing file.
+    fn with<T>(&self, offset: u64, len: usize, each: impl FnOnce(&mut [u8]) -> T) -> io::Result<T> {
+        let calls = self.files.calls.fetch_add(1, Ordering::Relaxed);
+        assert!(calls < MOST_CALLS, "recovery reads for ever");
+        let mut files = self.files.bytes.lock().expect("one thread");
+        let range = usize::try_from(offset)
+            .ok()
+            .and_then(|at| Some(at..at.checked_add(len)?))
+            .and_then(|range| files[self.index].get_mut(range));
+        range.map(each).ok_or(io::ErrorKind::UnexpectedEof.into())
+    }
+}
+
+impl DataFile for MemoryFile {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.with(offset, buffer.len(), |bytes| buffer.copy_from_slice(bytes))
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.with(offset, bytes.len(), |into| into.copy_from_slice(bytes))
+    }
+
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        let first = slices.first().map_or(&[][..], |slice| slice);
+        self.write_all_at(first, offset).map(|()| first.len())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.files.bytes.lock().expect("one thread")[self.index].len() as u64)
+    }
+
+    fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.with(offset, len as usize, |bytes| bytes.fill(0))
+    }
+
+    fn write_mark(&self, _uuid: Option<&Uuid>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        -1
+    }
+}
+
+impl Medium for Files {
+    fn create_segment(&self, _slot: u32, _size: u64) -> Result<Segment> {
+        unreachable!("recovery makes no segments")
+    }
+
+    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
+        let count = self.bytes.lock().expect("one thread").len() - 1;
+        let segment = |slot: usize| {
+            let path = format!("segment-{slot:05}").into();
+            (
+                slot as u32,
+                Segment::new(path, Box::new(self.file(slot + 1))),
+            )
+        };
+        Ok((0..count).map(segment).collect())
+    }
+
+    fn salt(&self) -> u64 {
+        unreachable!("recovery makes no segments")
+    }
+
+    fn engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
+        unreachable!("nothing is written behind recovery's back")
+    }
+}
+
+/// What a disk holds: each extent with where its bytes are.
+type Extents = Vec<(u32, u64, u64, String)>;
+
+/// Reads the log whole and recovers it, twice: it ends with an error, or with a store that is the same every time.
+///
+/// # Panics
+/// If recovery does, or reads for ever, or gives a store that can't be read or changes from one time to the next.
+pub fn recover_input(input: &[u8]) {
+    let files = Files::new(input);
+    let Ok(first) = recover_once(&files) else {
+        return;
+    };
+    let again = recover_once(&files).expect("what was recovered can be recovered again");
+    assert_eq!(first, again, "a second recovery gives something else");
+}
+
+fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
+    let path = Path::new("log");
+    let mut control = read_control(Box::new(files.file(0)), path.into())?;
+    // As the commands that only look do.
+    let looked = read_log(files, path, &control.control).map(|(scan, _)| scan.last_lsn);
+    let mut states: Vec<Arc<DiskState>> = Vec::new();
+    for disk in &control.control.disks {
+        states.push(Arc::new(DiskState {
+            id: disk.id.get(),
+            uuid: disk.disk,
+            path: path.into(),
+            sectors: disk.size.get() / SECTOR_SIZE,
+            base: Arc::new(files.file(0)),
+            read_only: false,
+            no_flush: false,
+            write_cache: AtomicBool::new(true),
+            last_lsn: AtomicU64::new(0),
+            index: RwLock::default(),
+        }));
+    }
+    let recovered = recover(files, path, &mut control, &mut states);
+    let scan = recovered?;
+    assert_eq!(looked?, scan.last_lsn, "looking and recovering differ");
+    let mut extents = Extents::new();
+    let mut ends: HashMap<u32, u64> = HashMap::new();
+    for state in &states {
+        let index = state.index();
+        for piece in index.frozen.iter().flat_map(|frozen| frozen.iter()) {
+            let end = piece.sector + piece.sectors;
+            assert!(end <= state.sectors, "an extent beyond the disk");
+            let before = ends.insert(state.id, end).unwrap_or(0);
+            assert!(before <= piece.sector, "extents overlap");
+            let place = match piece.place {
+                Some(Place::Log { segment, offset }) => {
+                    let mut bytes = vec![0; (piece.sectors * SECTOR_SIZE) as usize];
+                    let read = segment.file.read_exact_at(&mut bytes, offset);
+                    read.map_err(|_| Failure::Io)
+                        .expect("the log's bytes of an extent");
+                    format!("{} {offset}", segment.path.display())
+                }
+                Some(Place::Zero { unmap }) => format!("zero {unmap}"),
+                Some(Place::Memory { .. }) | None => unreachable!("nothing was written"),
+            };
+            extents.push((state.id, piece.sector, piece.sectors, place));
+        }
+    }
+    Ok((
+        scan.last_lsn,
+        control.control.header.next_lsn.get(),
+        extents,
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::{
+        Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
+    };
+
+    fn corpus() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/recover")
+    }
+
+    /// A log directory as an input with right checksums: what is not zero, in pieces.
+    fn input_of(dir: &Path) -> Vec<u8> {
+        let segments: Vec<PathBuf> = (0..SEGMENTS)
+            .map(|slot| dir.join(format!("segment-{slot:05}")))
+            .filter(|path| path.exists())
+            .collect();
+        let mut input = vec![1 | (segments.len() as u8) << 1];
+        let control = dir.join("control");
+        for (file, path) in (0u8..).zip(std::iter::once(&control).chain(&segments)) {
+            let bytes = std::fs::read(path).unwrap();
+            let mut at = 0;
+            while let Some(start) = bytes[at..].iter().position(|&byte| byte != 0) {
+                let start = (at + start) / UNIT * UNIT;
+                let zeroes = bytes[start..]
+                    .windows(2 * UNIT)
+                    .position(|w| w.iter().all(|&b| b == 0));
+                let end = zeroes.map_or(bytes.len(), |len| start + len);
+                input.push(file);
+                input.extend(((start / UNIT) as u16).to_le_bytes());
+                input.extend(((end - start) as u16).to_le_bytes());
+                input.extend(&bytes[start..end]);
+                at = (start + (end - start).next_multiple_of(UNIT)).min(bytes.len());
+            }
+        }
+        input
+    }
+
+    fn request(port: &mut Port, operation: Operation) {
+        port.submit(0, operation);
+        let mut done = Vec::new();
+        while done.is_empty() {
+            port.kick();
+            port.completions(&mut done);
+            if done.is_empty() {
+                port.sleep_for_test();
+            }
+        }
+        done[0].result.as_ref().unwrap();
+    }
+
+    /// Logs as they are after some work: short ones, one gone on to other segments, one of two disks, one closed.
+    fn real_logs() -> Vec<(String, Vec<u8>)> {
+        let options = StoreOptions {
+            segment_size: SEGMENT as u64,
+            max_segments: SEGMENTS as u32,
+            ..StoreOptions::default()
+        };
+        let log = |name: &str, disks: usize, writes: u64, sectors: u64, closed: bool| {
+            let dir = tempfile::tempdir().unwrap();
+            let paths: Vec<_> = (0..disks)
+                .map(|disk| dir.path().join(format!("disk-{disk}")))
+                .collect();
+            let log = default_log_dir(&paths[0]);
+            for path in &paths {
+                create_disk(path, 1 << 20, &log, &options).unwrap();
+            }
+            let disks: Vec<_> = paths.iter().map(DiskOptions::new).collect();
+            let store = Store::open(&log, &disks, &options).unwrap();
+            for i in 0..writes {
+                let disk = &store.disks()[i as usize % store.disks().len()];
+                let mut port = disk.open_port().unwrap();
+                // Little but zeroes, so that inputs stay small.
+                let mut data = Buffer::zeroed((sectors * SECTOR_SIZE) as usize);
+                data[..8].copy_from_slice(&(i + 1).to_le_bytes());
+                let sector = i * 3;
+                request(&mut port, Operation::Write { sector, data });
+                if i % 3 == 2 {
+                    let sectors = 2;
+                    request(&mut port, Operation::Discard { sector, sectors });
+                }
+                request(&mut port, Operation::Flush);
+            }
+            let input = match closed {
+                true => {
+                    store.close().unwrap();
+                    input_of(&log)
+                }
+                false => input_of(&log),
+            };
+            (name.to_string(), input)
+        };
+        vec![
+            log("empty", 1, 0, 1, false),
+            log("one-write", 1, 1, 1, false),
+            log("some-writes", 1, 4, 2, false),
+            log("two-disks", 2, 5, 3, false),
+            log("segments", 1, 6, 32, false),
+            log("closed", 2, 5, 2, true),
+        ]
+    }
+
+    /// Real logs recover as inputs too, with the records that were written. `WALVISOR_WRITE_CORPUS=1` keeps them as
+    /// the seed corpus.
+    #[test]
+    fn real_logs_recover_as_inputs() {
+        let logs = real_logs();
+        for (name, input) in &logs {
+            recover_input(input);
+            let found = recover_once(&Files::new(input)).unwrap();
+            let records = matches!(name.as_str(), "one-write" | "some-writes" | "two-disks");
+            assert!(!records || !found.2.is_empty(), "{name}: {found:?}");
+        }
+        if std::env::var_os("WALVISOR_WRITE_CORPUS").is_some() {
+            std::fs::create_dir_all(corpus()).unwrap();
+            for (name, input) in logs {
+                std::fs::write(corpus().join(name), input).unwrap();
+            }
+        }
+    }
+
+    /// Every number of every structure may be anything, checksums right or not.
+    #[test]
+    fn any_number_may_be_anything() {
+        for (name, input) in real_logs() {
+            println!("{name}");
+            for value in [u64::MAX, 1 << 62, (1 << 62) - 1, 1 << 32, 0] {
+                for at in 1..input.len() - 8 {
+                    let mut changed = input.clone();
+                    changed[at..at + 8].copy_from_slice(&value.to_le_bytes());
+                    recover_input(&changed);
+                }
+            }
+        }
+    }
+
+    /// What fuzzing has found stays found: all inputs of the corpus, and those that once failed.
+    #[test]
+    fn the_corpus_recovers() {
+        let inputs: Vec<_> = std::fs::read_dir(corpus())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        assert!(inputs.len() >= 6, "{inputs:?}");
+        for input in inputs {
+            println!("{}", input.display());
+            recover_input(&std::fs::read(input).unwrap());
+        }
+    }
+}
