@@ -4,7 +4,7 @@ use std::io;
 
 use crate::engine::{Done, Engine, Io};
 use crate::group::{Spare, Task};
-use crate::log::{Log, Mailbox, Waiter};
+use crate::log::{Log, Mailbox, Waiter, deliver};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event};
@@ -68,6 +68,9 @@ impl Committer {
         if covered && (self.log.most_served > 1 || state.tail.is_none()) {
             return Ok(true);
         }
+        if lsn > state.batched && state.is_stuck() {
+            return Err(Failure::Io);
+        }
         state.join(Waiter {
             lsn,
             token,
@@ -82,8 +85,14 @@ impl Committer {
             if self.spare.chunks.capacity() == 0 {
                 self.spare.chunks = self.engine.list();
             }
-            let led = self.log.lead(&mut self.log.lock(), &mut self.spare);
-            let Some((io, task)) = led else { break };
+            let mut state = self.log.lock();
+            let Some((io, task)) = self.log.lead(&mut state, &mut self.spare) else {
+                let stuck = state.take_stuck();
+                drop(state);
+                deliver(stuck.into_iter(), Err(Failure::Io), None);
+                break;
+            };
+            drop(state);
             self.tasks.push((self.next_task, task));
             self.engine.submit(self.next_task, io);
             self.next_task += 1;

@@ -92,7 +92,16 @@ pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
 
 /// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the process).
 pub(crate) fn lock(file: &File, path: &Path) -> Result<()> {
-    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+    let mut tries = 50;
+    let locked = loop {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            // What a process that was killed had in flight in an io_uring holds its files a little longer than it.
+            Err(rustix::io::Errno::WOULDBLOCK) if tries > 0 => tries -= 1,
+            locked => break locked,
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    };
+    match locked {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::new(
             ErrorKind::Locked,
@@ -113,6 +122,14 @@ fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()>
     };
     match rustix::fs::fallocate(file, flags, offset, len) {
         Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes(file, offset, len),
+        other => Ok(other?),
+    }
+}
+
+/// Reserves space for the first `len` bytes, so that what does not fit fails before the file system is full.
+pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+        Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
         other => Ok(other?),
     }
 }

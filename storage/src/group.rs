@@ -27,6 +27,8 @@ const WRITE_BEHIND: usize = 1 << 20;
 const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
+/// What part of a segment is used before the next is there: the rest has room for all that may be pending.
+const GROWING_SHARE: u64 = 8;
 /// Most payload bytes of one batch, unless a single record is longer.
 const BATCH_BYTES: usize = 8 << 20;
 
@@ -101,7 +103,7 @@ impl Log {
     /// Whether a group starts now, for those who wait.
     fn gather(&self, state: &mut State) -> Verdict {
         // Without group commit nobody is waited for, and a checkpoint waits for nobody.
-        if self.most_served == 1 || state.keeper.draining {
+        if self.most_served == 1 || state.keeper.draining.is_some() {
             state.gather.interrupt();
             return Verdict::Start;
         }
@@ -161,20 +163,35 @@ impl Log {
 
     /// Sees to it that the tail has room for `bytes`, taking a free segment into use if it must.
     fn make_room(&self, state: &mut State, bytes: u64) -> bool {
-        if state
-            .tail
-            .as_ref()
-            .is_some_and(|tail| tail.offset + bytes <= self.segment_size)
-        {
+        // While the ring grows and no segment is ready, most of the tail is the keeper's, in case none can be made.
+        let growing = state.free.is_empty() && state.keeper.files < self.max_segments;
+        let usable = match growing && !state.is_draining() {
+            true => self.segment_size / GROWING_SHARE,
+            false => self.segment_size,
+        };
+        let tail = state.tail.as_ref();
+        if tail.is_some_and(|tail| tail.offset + bytes <= usable) {
+            state.starved = false;
             return true;
         }
         // The last segment of the ring is the keeper's: with it a checkpoint can always make what is pending
         // durable, however full the ring, and so free the others.
-        let left = state.free.len() as u32 + (self.max_segments - state.keeper.files);
-        let allowed = left > 1 || state.keeper.draining;
+        let to_come = match state.keeper.cramped {
+            true => 0,
+            false => self.max_segments - state.keeper.files,
+        };
+        let left = state.free.len() as u32 + to_come;
+        let allowed = left > 1 || state.is_draining();
         let Some(segment) = allowed.then(|| state.free.pop()).flatten() else {
-            state.starved = true;
+            // With none even for the keeper, it can free none.
+            state.keeper.failed |= state.is_draining() && left == 0;
             state.keeper.checkpoint |= !allowed;
+            let stuck = state.is_stuck();
+            state.starved = true;
+            if state.is_stuck() && !stuck {
+                // For the writes that they hold back.
+                live_ports(state).iter().for_each(|port| port.wake());
+            }
             self.keeper_wanted.notify_one();
             return false;
         };
@@ -216,11 +233,8 @@ impl Log {
             header: Some(block),
         });
         // The next segment is made ready, and half a ring is checkpointed, before anyone has to wait.
-        let (live, max) = (state.live.len(), self.max_segments as usize);
-        if state.free.is_empty() || live * 2 >= max {
-            state.keeper.checkpoint |= live * 2 >= max;
-            self.keeper_wanted.notify_one();
-        }
+        state.keeper.checkpoint |= state.live.len() * 2 >= self.max_segments as usize;
+        self.keeper_wanted.notify_one();
         true
     }
 

@@ -20,12 +20,14 @@ use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::DataFile;
 use crate::format::{CONTROL_SLOT, Control, ControlHeader};
-use crate::log::Log;
+use crate::log::{Log, State};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
+/// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
+const READY: usize = 2;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -68,6 +70,42 @@ impl ControlFile {
     }
 }
 
+/// What has been said about attempts that failed: each trouble is told once.
+#[derive(Default)]
+struct Troubles {
+    failing: bool,
+    stuck: bool,
+}
+
+impl Troubles {
+    /// What is to be said after an attempt. `partly`: it was not the whole that failed before.
+    fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
+        let Err(error) = done else {
+            if !partly && std::mem::take(self).failing {
+                tracing::warn!("{}: the log is emptied again", log.dir.display());
+            }
+            return None;
+        };
+        let stuck = log.lock().is_stuck();
+        if stuck && !std::mem::replace(&mut self.stuck, true) {
+            self.failing = true;
+            return Some(format!(
+                "{error}; the log in {} is full: writes and flushes fail until that works again, which is tried each \
+                 second; nothing acknowledged is lost",
+                log.dir.display()
+            ));
+        }
+        let new = !std::mem::replace(&mut self.failing, true);
+        new.then(|| {
+            format!(
+                "{error}; the log in {} keeps everything and takes writes while it has room; make space, it is tried \
+                 again each second",
+                log.dir.display()
+            )
+        })
+    }
+}
+
 /// See the module's documentation.
 pub(crate) struct Keeper {
     log: Arc<Log>,
@@ -102,40 +140,52 @@ impl Keeper {
 
     /// The thread's body. Ends, when told to stop, with everything durable and in the base images.
     pub(crate) fn run(mut self) -> Result<()> {
-        let mut retry = None;
+        let mut troubles = Troubles::default();
+        let mut paused = false;
         loop {
-            let mut state = self.log.lock();
-            loop {
-                let keeper = &state.keeper;
-                let short = state.free.is_empty() && keeper.files < self.log.max_segments;
-                let due = retry.is_none() && (keeper.checkpoint || short);
-                if keeper.stop || due || !self.retiring.is_empty() {
-                    break;
-                }
-                state = match retry.take() {
-                    None => self.log.keeper_wanted.wait(state).expect("log state lock"),
-                    Some(pause) => {
-                        sync::wait_timeout(&self.log.keeper_wanted, &self.log.state, state, pause)
-                    }
-                };
-            }
-            let stop = state.keeper.stop;
-            drop(state);
-            if stop {
+            if self.wait(&mut paused) {
                 let closed = self.close();
                 // Nobody is left to make room for a port that is still there.
                 self.log.refuse(self.log.lock());
                 return closed;
             }
-            if let Err(error) = self.step(false) {
-                tracing::error!("checkpoint failed, the log keeps everything: {error}");
-                retry = Some(RETRY);
+            // A checkpoint that failed has its pause, a segment file that is needed is made meanwhile.
+            let done = match paused {
+                true => self.provide(),
+                false => self.step(false),
+            };
+            if let Some(line) = troubles.report(&self.log, &done, paused) {
+                tracing::error!("{line}");
             }
+            paused |= done.is_err();
             if !self.retiring.is_empty() {
                 // A reader holds a segment for the time of one read: look again soon.
                 sync::sleep(Duration::from_millis(1));
+                self.retire();
             }
         }
+    }
+
+    /// Sleeps until there is something to do; returns whether that is to stop. `paused`: an attempt has just failed;
+    /// cleared once the next may be made.
+    fn wait(&self, paused: &mut bool) -> bool {
+        let urgent = |state: &State| {
+            let keeper = &state.keeper;
+            let short = state.free.len() < READY && keeper.files < self.log.max_segments;
+            keeper.stop || (short && !keeper.cramped)
+        };
+        let mut state = self.log.lock();
+        let wanted = &self.log.keeper_wanted;
+        if *paused {
+            let lock = &self.log.state;
+            state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
+            *paused = urgent(&state);
+        } else {
+            while !urgent(&state) && !state.keeper.checkpoint && self.retiring.is_empty() {
+                state = wanted.wait(state).expect("log state lock");
+            }
+        }
+        state.keeper.stop
     }
 
     /// Does what is due; a checkpoint also when it is not, if `forced`.
@@ -148,8 +198,15 @@ impl Keeper {
         // Taken before it starts: a request that comes while it runs asks for another one.
         let due = std::mem::take(&mut self.log.lock().keeper.checkpoint);
         if due || forced {
-            self.checkpoint(false)
-                .inspect_err(|_| self.log.lock().keeper.checkpoint = true)?;
+            let done = self.checkpoint(false);
+            let mut state = self.log.lock();
+            state.keeper.failed = done.is_err();
+            state.keeper.checkpoint |= done.is_err();
+            drop(state);
+            if done.is_err() {
+                self.log.refuse_stuck();
+            }
+            done?;
         }
         provided
     }
@@ -169,6 +226,9 @@ impl Keeper {
                 ),
             ));
         }
+        // First to where it is safe, whatever becomes of the checkpoint.
+        let newest = self.log.lock().appended;
+        self.drain(newest)?;
         self.checkpoint(true)?;
         for disk in &self.disks {
             disk.base
@@ -178,21 +238,22 @@ impl Keeper {
         Ok(())
     }
 
-    /// Makes the next segment file if none is ready.
+    /// Makes the next segment file if too few are ready.
     fn provide(&mut self) -> Result<()> {
         let state = self.log.lock();
         let slot = state.keeper.files;
-        if !state.free.is_empty() || slot >= self.log.max_segments {
+        if state.free.len() >= READY || slot >= self.log.max_segments {
             return Ok(());
         }
         drop(state);
-        let segment = self
-            .log
-            .medium
-            .create_segment(slot, self.log.segment_size)?;
+        let made = self.log.medium.create_segment(slot, self.log.segment_size);
         let mut state = self.log.lock();
+        // Without it the ring is smaller: a checkpoint has to go around it sooner.
+        state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
+        state.keeper.cramped = made.is_err();
+        state.free.push(Arc::new(made?));
         state.keeper.files += 1;
-        state.free.push(Arc::new(segment));
+        state.starved = false;
         drop(state);
         self.segments_freed();
         Ok(())
@@ -205,7 +266,10 @@ impl Keeper {
             .partition::<Vec<_>, _>(|segment| Arc::strong_count(segment) == 1);
         self.retiring = pinned;
         if !free.is_empty() {
-            self.log.lock().free.extend(free);
+            let mut state = self.log.lock();
+            state.free.extend(free);
+            state.starved = false;
+            drop(state);
             self.segments_freed();
         }
     }
@@ -235,11 +299,31 @@ impl Keeper {
         self.checkpoint_once(closing)
     }
 
+    /// Makes everything up to `lsn` durable in the log, if need be with the ring's last segment.
+    fn drain(&mut self, lsn: u64) -> Result<()> {
+        let provided = self.provide();
+        let mut state = self.log.lock();
+        state.keeper.draining = Some(lsn);
+        // For those who draw on the last segment there may be room.
+        state.starved = false;
+        drop(state);
+        let flushed = self.committer.flush(lsn);
+        self.log.lock().keeper.draining = None;
+        match (flushed, provided) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Err(error)) => Err(error),
+            (Err(_), Ok(())) => Err(Error::new(
+                ErrorKind::Io,
+                format!("{}: the log can't be made durable", self.log.dir.display()),
+            )),
+        }
+    }
+
     fn checkpoint_once(&mut self, closing: bool) -> Result<()> {
         let mut state = self.log.lock();
         if !self.retiring.is_empty()
             && state.free.is_empty()
-            && state.keeper.files == self.log.max_segments
+            && (state.keeper.cramped || state.keeper.files == self.log.max_segments)
         {
             // Readers hold the room that this may need. They hold it for the time of a read: soon, then. (Waiting
             // here would wait for ever, since only this thread takes the segments back.)
@@ -260,21 +344,10 @@ impl Keeper {
             }
             state.appended
         });
-        state.keeper.draining = true;
         drop(state);
-        let flushed = self.provide().and_then(|()| {
-            if planted(Mutant::CopyBeforeDurable) {
-                return Ok(());
-            }
-            self.committer.flush(lsn).map_err(|_| {
-                Error::new(
-                    ErrorKind::Io,
-                    format!("{}: the log can't be made durable", self.log.dir.display()),
-                )
-            })
-        });
-        self.log.lock().keeper.draining = false;
-        flushed?;
+        if !planted(Mutant::CopyBeforeDurable) {
+            self.drain(lsn)?;
+        }
         if self.control.control.header.copying_lsn.get() != lsn {
             self.control
                 .update(|header| header.copying_lsn = U64::new(lsn))?;

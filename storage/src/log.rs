@@ -162,6 +162,33 @@ impl State {
         }
     }
 
+    /// The next batch is one that a checkpoint waits for.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.keeper.draining.is_some_and(|lsn| self.batched < lsn)
+    }
+
+    /// The ring is full and can't be emptied. What would need room fails until that has changed.
+    pub(crate) fn is_stuck(&self) -> bool {
+        self.starved && self.keeper.failed
+    }
+
+    /// Those who wait for records that are not on their way to the ring, if it is stuck: nobody knows when those will
+    /// be durable, though they stay and will be.
+    pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
+        if !self.is_stuck() {
+            return Vec::new();
+        }
+        // Not the keeper's own, which would wait for ever.
+        let forgotten =
+            |waiter: &Waiter| planted(Mutant::StuckWaitersForgotten) && waiter.token > 0;
+        let batched = self.batched;
+        let in_vain = |waiter: &mut Waiter| waiter.lsn > batched && !forgotten(waiter);
+        let stuck = self.waiters.extract_if(.., in_vain);
+        let stuck: Vec<Waiter> = stuck.collect();
+        stuck.iter().for_each(|waiter| self.leave(waiter));
+        stuck
+    }
+
     /// Nothing is in flight.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
@@ -175,9 +202,21 @@ pub(crate) struct KeeperState {
     pub stop: bool,
     pub checkpoint: bool,
     /// A checkpoint waits for pending records: they may use the ring's last segment.
-    pub draining: bool,
+    pub draining: Option<u64>,
     /// Number of segment files made so far.
     pub files: u32,
+    /// The last attempt to make a segment file failed: what is there is the whole ring until one succeeds.
+    pub cramped: bool,
+    /// The last attempt to make room failed, by a checkpoint or by a segment file.
+    pub failed: bool,
+}
+
+/// Why a record was not appended.
+pub(crate) enum Refused {
+    /// Too much waits for the log. The payload, to be tried again when woken.
+    HeldBack(Option<(SharedBuffer, u32)>),
+    /// The ring is full and can't be emptied.
+    Stuck,
 }
 
 /// What is the same for the life of the open log.
@@ -217,7 +256,7 @@ impl Log {
     /// `payload` carries its CRC-32C, taken from the copy.
     ///
     /// # Errors
-    /// Gives the payload back if the pending limit is reached; try again when woken.
+    /// If too much is pending or waits for a checkpoint.
     pub(crate) fn append(
         &self,
         disk: &Arc<DiskState>,
@@ -225,7 +264,7 @@ impl Log {
         sector: u64,
         sectors: u32,
         payload: Option<(SharedBuffer, u32)>,
-    ) -> Result<u64, Option<(SharedBuffer, u32)>> {
+    ) -> Result<u64, Refused> {
         let mut state = self.lock();
         let unapplied = state.appended - state.applied;
         if unapplied >= UNAPPLIED_LIMIT / 2 && !state.keeper.checkpoint {
@@ -234,10 +273,14 @@ impl Log {
         }
         // Half a segment at most, so that whatever is pending fits the keeper's last segment.
         let full = state.pending_bytes >= PENDING_LIMIT.min(self.segment_size as usize / 2);
+        let many = unapplied >= UNAPPLIED_LIMIT;
+        if (full && state.is_stuck()) || (many && state.keeper.failed) {
+            return Err(Refused::Stuck);
+        }
         // Once closing has begun nothing may come behind what it copies; who is held back learns of the end.
-        if full || unapplied >= UNAPPLIED_LIMIT || state.keeper.stop {
+        if full || many || state.keeper.stop {
             self.held_back.store(true, Ordering::Relaxed);
-            return Err(payload);
+            return Err(Refused::HeldBack(payload));
         }
         let lsn = state.next_lsn;
         state.next_lsn += 1;
@@ -284,6 +327,16 @@ impl Log {
             self.dir.display()
         );
         self.refuse(state);
+    }
+
+    /// Tells those who wait in vain for a ring that is stuck.
+    pub(crate) fn refuse_stuck(&self) {
+        let mut state = self.lock();
+        let stuck = state.take_stuck();
+        let ports = live_ports(&mut state);
+        drop(state);
+        deliver(stuck.into_iter(), Err(Failure::Io), None);
+        ports.iter().for_each(|port| port.wake());
     }
 
     /// Every request that waits, or comes later, gets an error; reads go on.

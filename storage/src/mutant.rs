@@ -43,6 +43,8 @@ pub(crate) enum Mutant {
     RecoverySkipsSync,
     /// A failed sync is taken for a good one, as a second fsync would say.
     FailedSyncRetried,
+    /// Those who wait for a full ring that can't be emptied are forgotten.
+    StuckWaitersForgotten,
     /// Those who wait when the log fails are forgotten.
     WaiterLostOnError,
     /// A leader that goes away wakes nobody to take its place.

@@ -11,6 +11,7 @@ use crate::disk::{Disk, DiskState};
 use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
 use crate::index::{Piece, Place};
+use crate::log::Refused;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -207,14 +208,18 @@ impl Port {
             payload,
         } = modification;
         let log = &self.committer.log;
-        let lsn = log
-            .append(&self.disk, kind, sector, sectors, payload)
-            .map_err(|payload| Modification {
-                kind,
-                sector,
-                sectors,
-                payload,
-            })?;
+        let lsn = match log.append(&self.disk, kind, sector, sectors, payload) {
+            Ok(lsn) => lsn,
+            Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
+            Err(Refused::HeldBack(payload)) => {
+                return Err(Modification {
+                    kind,
+                    sector,
+                    sectors,
+                    payload,
+                });
+            }
+        };
         if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
             return Ok(Ok(Some(None)));
         }

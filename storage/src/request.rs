@@ -58,7 +58,8 @@ pub enum Failure {
     /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The medium failed, or the log had failed before (promise 5: an error is final).
+    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't be
+    /// emptied, for instance because the base image has no space: that passes once it has.
     #[error("I/O error")]
     Io,
 }

@@ -69,6 +69,7 @@ impl Segment {
                 .create(true)
                 .truncate(true)
                 .open(&unfinished)?;
+            file::allocate(&file, size)?;
             file::write_zeroes(&file, 0, size)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)

@@ -17,7 +17,7 @@ pub(crate) use std::{sync::*, thread};
 #[cfg(not(all(test, feature = "shuttle")))]
 use rustix::event::{PollFd, PollFlags};
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use scheduled::{now, recv_timeout, sleep, wait_timeout};
+pub(crate) use scheduled::{now, recv_timeout, sleep, wait_timeout_while};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
@@ -101,15 +101,17 @@ pub(crate) fn recv_timeout<T>(
     receiver.recv_timeout(timeout)
 }
 
-/// Waits on `condvar` for at most `timeout`, or shorter. `guard` is a lock of `_mutex`.
+/// Waits on `condvar` for at most `timeout` while `condition` holds. `guard` is a lock of `_mutex`.
 #[cfg(not(all(test, feature = "shuttle")))]
-pub(crate) fn wait_timeout<'a, T>(
+pub(crate) fn wait_timeout_while<'a, T>(
     condvar: &Condvar,
     _mutex: &'a Mutex<T>,
     guard: MutexGuard<'a, T>,
     timeout: Duration,
+    condition: impl Fn(&T) -> bool,
 ) -> MutexGuard<'a, T> {
-    condvar.wait_timeout(guard, timeout).expect("lock").0
+    let waited = condvar.wait_timeout_while(guard, timeout, |guarded| condition(guarded));
+    waited.expect("lock").0
 }
 
 #[cfg(all(test, feature = "shuttle"))]
@@ -168,11 +170,12 @@ mod scheduled {
     }
 
     /// See [`sleep`].
-    pub(crate) fn wait_timeout<'a, T>(
+    pub(crate) fn wait_timeout_while<'a, T>(
         _condvar: &Condvar,
         mutex: &'a Mutex<T>,
         guard: MutexGuard<'a, T>,
         _timeout: Duration,
+        _condition: impl Fn(&T) -> bool,
     ) -> MutexGuard<'a, T> {
         drop(guard);
         thread::yield_now();

@@ -24,6 +24,11 @@ impl Clients {
         }
     }
 
+    /// The token of the newest request.
+    pub(super) fn newest(&self) -> u64 {
+        self.next_token
+    }
+
     /// Hands in a request.
     pub(super) fn submit(
         &mut self,

@@ -141,7 +141,11 @@ impl Engine for SimulatedEngine {
                 Pace::Late => vec![0],
             }
         };
+        let blocked = self.medium.lock().base_blocked;
         for index in end {
+            if blocked && matches!(self.queued[index].io, Io::Write { .. }) {
+                continue;
+            }
             let mut queued = self.queued.remove(index);
             let id = queued.id;
             if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {

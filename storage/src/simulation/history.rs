@@ -27,6 +27,8 @@ pub(super) struct Totals {
     pub poisoned: u64,
     pub closes: u64,
     pub faults: u64,
+    /// Requests that failed because there was no space.
+    pub refused: u64,
 }
 
 impl Totals {
@@ -40,6 +42,7 @@ impl Totals {
         self.poisoned += other.poisoned;
         self.closes += other.closes;
         self.faults += other.faults;
+        self.refused += other.refused;
     }
 }
 
@@ -252,17 +255,35 @@ impl History {
     fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports);
+        // When there is no space, in steps from now; which of base images and log are concerned.
+        let full = self.random.one_in(6).then(|| {
+            let from = self.random.below(200);
+            let until = match self.random.one_in(3) {
+                true => u64::MAX,
+                false => from + self.random.below(2000),
+            };
+            (from..until, 1 + self.random.below(3))
+        });
         // A few requests, or enough to go around the ring.
-        let requests = if self.random.one_in(8) {
+        let requests = if full.is_some() || self.random.one_in(8) {
             150
         } else {
             3 + self.random.below(25)
         };
         let mut submitted = 0;
         let mut pause = 0u64;
-        for _ in 0..20_000 {
+        for step in 0..20_000u64 {
             if self.fixture.medium.lock().crashed {
                 break;
+            }
+            let none_left = full.as_ref().filter(|(when, _)| when.contains(&step));
+            let scarce = none_left.map_or(0, |(_, scarce)| *scarce);
+            {
+                let mut world = self.fixture.medium.lock();
+                (world.base_full, world.log_full) = (scarce & 1 > 0, scarce & 2 > 0);
+            }
+            if scarce > 0 {
+                self.oracle.excused = u64::MAX;
             }
             pause = pause.saturating_sub(1);
             if submitted == requests && self.oracle.idle() {
@@ -272,24 +293,41 @@ impl History {
             match self.random.below(8) {
                 0..4 if submitted < requests => {
                     submitted += 1;
+                    if self.oracle.excused > 0 {
+                        // A change that was refused at once is out of the way before the next gets its place.
+                        self.serve(&mut clients, which, running)?;
+                    }
                     self.submit(&mut clients, which, running);
                 }
                 // The keeper's turn: segments, and a checkpoint when one is due or by chance. It blocks until what
                 // it waits for is durable: with one thread it has to lead that group itself.
                 7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
                     let forced = self.random.one_in(4);
-                    if running.keeper.step(forced).is_err() {
+                    match running.keeper.step(forced) {
+                        // Whatever was wrong is over, for what comes now.
+                        Ok(()) if scarce == 0 => {
+                            self.oracle.excused = self.oracle.excused.min(clients.newest())
+                        }
+                        Ok(()) => {}
                         // It tries again a second later: much may be written until then.
-                        pause = self.random.below(300);
+                        Err(error) => {
+                            let world = self.fixture.medium.lock();
+                            if self.oracle.excused == 0
+                                && !world.failed
+                                && !world.failed_read
+                                && !world.crashed
+                            {
+                                return Err(format!("the keeper failed for no reason: {error}"));
+                            }
+                            self.oracle.excused = u64::MAX;
+                            pause = self.random.below(300);
+                        }
                     }
                 }
-                _ => {
-                    let oracle = &mut self.oracle;
-                    let done = clients.poll(oracle, running, which);
-                    Clients::complete(oracle, running, &self.fixture, which, done)?;
-                }
+                _ => self.serve(&mut clients, which, running)?,
             }
         }
+        self.totals.refused += self.oracle.refused;
         let crashed = self.fixture.medium.lock().crashed;
         if !crashed && !self.oracle.idle() {
             return Err("requests were never answered".into());
@@ -297,6 +335,17 @@ impl History {
         self.totals.checkpoints += running.disks[0].log_counters().checkpoints;
         self.totals.poisoned += u64::from(running.poisoned() && !crashed);
         Ok(())
+    }
+
+    fn serve(
+        &mut self,
+        clients: &mut Clients,
+        which: usize,
+        running: &Running,
+    ) -> Result<(), Broken> {
+        let oracle = &mut self.oracle;
+        let done = clients.poll(oracle, running, which);
+        Clients::complete(oracle, running, &self.fixture, which, done)
     }
 
     fn submit(&mut self, clients: &mut Clients, which: usize, running: &Running) {

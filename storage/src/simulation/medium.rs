@@ -99,6 +99,12 @@ pub(super) struct World {
     pub fail_control: bool,
     /// A power cut leaves nothing of what was not synced.
     pub forgetful: bool,
+    /// There is no space for what is written to base images. Any part of it may fit.
+    pub base_full: bool,
+    /// There is no space for another segment file.
+    pub log_full: bool,
+    /// Writes to base images do not end.
+    pub base_blocked: bool,
     /// Appends are written and synced by a thread for each engine, as where there is no io_uring.
     pub blocking: bool,
     pub pace: Pace,
@@ -124,6 +130,9 @@ impl World {
             short_writes: false,
             fail_control: false,
             forgetful: false,
+            base_full: false,
+            log_full: false,
+            base_blocked: false,
             blocking: false,
             pace: Pace::Random,
             moments: None,
@@ -192,6 +201,12 @@ impl World {
             bytes.len().is_multiple_of(SECTOR) && offset.is_multiple_of(SECTOR as u64),
             "sector writes only"
         );
+        let full = self.base_full && self.files[file].name.starts_with("base");
+        let fits = match full {
+            true => self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR,
+            false => bytes.len(),
+        };
+        let bytes = &bytes[..fits];
         let offset = offset as usize;
         let fails = due(&mut self.fail_write);
         // At most half of it gets there.
@@ -215,9 +230,10 @@ impl World {
         }
         // The write at which power is lost is in the cache too: any part of it may have reached the medium.
         self.tick()?;
-        match fails {
-            true => self.fail("write"),
-            false => Ok(()),
+        match (fails, full) {
+            (true, _) => self.fail("write"),
+            (false, true) => Err(no_space()),
+            (false, false) => Ok(()),
         }
     }
 
@@ -315,6 +331,7 @@ impl World {
         self.failed = false;
         self.failed_read = false;
         self.short_writes = false;
+        (self.base_full, self.log_full) = (false, false);
         self.events.clear();
     }
 }
@@ -332,6 +349,10 @@ fn due(fault: &mut Option<u64>) -> bool {
         }
         None => false,
     }
+}
+
+fn no_space() -> io::Error {
+    io::Error::from_raw_os_error(libc::ENOSPC)
 }
 
 /// The medium as the store sees it; all clones are one.
@@ -445,7 +466,13 @@ fn segment_name(slot: u32) -> String {
 impl Medium for Simulated {
     fn create_segment(&self, slot: u32, size: u64) -> Result<Segment> {
         let path = PathBuf::from(segment_name(slot));
-        let created = self.lock().tick();
+        let created = {
+            let mut world = self.lock();
+            world.tick().and_then(|()| match world.log_full {
+                true => Err(no_space()),
+                false => Ok(()),
+            })
+        };
         created.map_err(|error| Error::io("create a log segment", &path, error))?;
         self.lock().create(&segment_name(slot), size as usize);
         Ok(Segment::new(path, self.file(&segment_name(slot))))

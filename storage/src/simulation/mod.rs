@@ -18,6 +18,8 @@ mod history;
 mod interleavings;
 mod medium;
 mod oracle;
+#[cfg(not(feature = "shuttle"))]
+mod space;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -74,7 +76,7 @@ fn run(first: u64, count: u64) {
             "too little work"
         );
         assert!(
-            total.lost_records > 0 && total.poisoned > 0,
+            total.lost_records > 0 && total.poisoned > 0 && total.refused > 0,
             "nothing was ever lost"
         );
     }
@@ -135,6 +137,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::RecoverySkipsSync,
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,
+        Mutant::StuckWaitersForgotten,
         Mutant::StaleReadAfterError,
     ];
     let mut survivors = Vec::new();

@@ -1,0 +1,215 @@
+//! Where room is short: a base image or a log without space, and a base image that takes its time.
+
+use std::time::Duration;
+
+use super::fixture::{Fixture, Running, Shape, filled};
+use super::medium::World;
+use crate::{Buffer, CommitWait, Completion, Failure, Operation, Port, Store};
+
+const SECTORS: u64 = 512;
+const SEGMENTS: u32 = 4;
+/// Sectors of a write. With the header of its batch it takes 20 KiB: three fill a segment.
+const WRITE: u64 = 32;
+const WRITES_OF_A_SEGMENT: u32 = 3;
+
+fn open() -> (Fixture, Running) {
+    let shape = Shape {
+        disks: 1,
+        sectors: SECTORS,
+        segment_size: 64 << 10,
+        max_segments: SEGMENTS,
+    };
+    let fixture = Fixture::new(World::new(1), shape);
+    let running = fixture.open(false, CommitWait::NONE);
+    (fixture, running.expect("a new log"))
+}
+
+fn write(number: u32) -> Operation {
+    let sector = u64::from(number) * WRITE % SECTORS;
+    let data = filled(number, WRITE);
+    Operation::Write { sector, data }
+}
+
+fn shortage(fixture: &Fixture, base: bool, log: bool) {
+    let mut world = fixture.medium.lock();
+    (world.base_full, world.log_full) = (base, log);
+}
+
+/// Carries out a request, with a keeper that is as busy as the port.
+fn end(
+    running: &mut Running,
+    port: &mut Port,
+    operation: Operation,
+) -> Result<Option<Buffer>, Failure> {
+    port.submit(1, operation);
+    let mut done: Vec<Completion> = Vec::new();
+    for _ in 0..1000 {
+        port.kick();
+        port.completions(&mut done);
+        if let Some(end) = done.pop() {
+            return end.result;
+        }
+        if running.disks[0].log.lock().is_idle() {
+            // What it can't do, the request is told.
+            let _ = running.keeper.step(false);
+        }
+    }
+    panic!("a request is never answered");
+}
+
+/// Writes and flushes, from `first` on, until something fails: the number of the first write that was not flushed.
+fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
+    let mut number = first;
+    while end(running, port, write(number)).is_ok() && end(running, port, Operation::Flush).is_ok()
+    {
+        number += 1;
+        assert!(number < 1000, "a ring without end");
+    }
+    number
+}
+
+fn read(running: &mut Running, port: &mut Port, number: u32) {
+    let sector = u64::from(number) * WRITE % SECTORS;
+    let sectors = WRITE as u32;
+    let data = end(running, port, Operation::Read { sector, sectors }).unwrap();
+    assert_eq!(data.unwrap()[..], filled(number, WRITE)[..]);
+}
+
+/// Without space in the base image the log takes what it has room for, then writes and flushes fail, reads go on; and
+/// all works again, with nothing lost, once there is space.
+#[test]
+fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
+    let (fixture, mut running) = open();
+    shortage(&fixture, true, false);
+    let mut port = running.disks[0].open_port().unwrap();
+    let left = fill(&mut running, &mut port, 1);
+    assert!(left > WRITES_OF_A_SEGMENT * (SEGMENTS - 1), "{left}");
+    // Some more are taken, and not durable; then none.
+    let mut newest = left;
+    while end(&mut running, &mut port, write(newest + 1)).is_ok() {
+        newest += 1;
+        assert!(newest < left + 10, "memory without end");
+    }
+    for _ in 0..3 {
+        for operation in [Operation::Flush, write(0)] {
+            assert_eq!(
+                end(&mut running, &mut port, operation).unwrap_err(),
+                Failure::Io
+            );
+        }
+        (newest - 8..newest).for_each(|number| read(&mut running, &mut port, number));
+    }
+    assert!(!running.poisoned());
+    shortage(&fixture, false, false);
+    running.keeper.step(false).unwrap();
+    end(&mut running, &mut port, Operation::Flush).unwrap();
+    for number in newest + 1..newest + 40 {
+        end(&mut running, &mut port, write(number)).unwrap();
+        end(&mut running, &mut port, Operation::Flush).unwrap();
+    }
+    let all = running.read().unwrap();
+    drop(port);
+    running.keeper.close().unwrap();
+    assert_eq!(fixture.bases(), all);
+}
+
+/// Closed while the base image has no space: that fails, but what was acknowledged is in the log.
+#[test]
+fn closing_without_space_leaves_everything_in_the_log() {
+    let (fixture, mut running) = open();
+    let mut port = running.disks[0].open_port().unwrap();
+    shortage(&fixture, true, false);
+    for number in 1..3 {
+        end(&mut running, &mut port, write(number)).unwrap();
+    }
+    assert!(running.keeper.step(true).is_err());
+    // After the checkpoint that failed, and never flushed.
+    end(&mut running, &mut port, write(3)).unwrap();
+    drop(port);
+    assert!(running.keeper.close().is_err());
+    let all = running.read().unwrap();
+    drop(running);
+    fixture.lose_power();
+    let running = fixture.open(false, CommitWait::NONE).unwrap();
+    assert_eq!(running.read().unwrap(), all);
+}
+
+/// Without space for more segment files the ring is as large as it is, and goes round.
+#[test]
+fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
+    let (fixture, mut running) = open();
+    let mut port = running.disks[0].open_port().unwrap();
+    for number in 1..=WRITES_OF_A_SEGMENT {
+        end(&mut running, &mut port, write(number)).unwrap();
+        end(&mut running, &mut port, Operation::Flush).unwrap();
+    }
+    let _ = running.keeper.step(false);
+    shortage(&fixture, false, true);
+    for number in 1..100 {
+        end(&mut running, &mut port, write(number)).unwrap();
+        end(&mut running, &mut port, Operation::Flush).unwrap();
+    }
+    assert!(running.disks[0].log.lock().keeper.files < SEGMENTS);
+    // It grows again, when it has to and can.
+    shortage(&fixture, true, false);
+    fill(&mut running, &mut port, 1);
+    assert_eq!(running.disks[0].log.lock().keeper.files, SEGMENTS);
+}
+
+/// Without space for the first segment file nothing can be made durable, and FLUSH says so.
+#[test]
+fn a_log_without_any_segment_refuses_until_it_has_one() {
+    let (fixture, mut running) = open();
+    shortage(&fixture, false, true);
+    let mut port = running.disks[0].open_port().unwrap();
+    end(&mut running, &mut port, write(1)).unwrap();
+    for _ in 0..3 {
+        let refused = end(&mut running, &mut port, Operation::Flush);
+        assert_eq!(refused.unwrap_err(), Failure::Io);
+    }
+    shortage(&fixture, false, false);
+    let _ = running.keeper.step(false);
+    end(&mut running, &mut port, Operation::Flush).unwrap();
+    read(&mut running, &mut port, 1);
+}
+
+/// A checkpoint that takes its time holds nobody up until the ring is full, and then only until it is done.
+#[test]
+fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
+    let (fixture, running) = open();
+    fixture.medium.lock().base_blocked = true;
+    let log = running.disks[0].log.clone();
+    let store = Store::start(log, running.disks, running.keeper).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    let mut run = |operation, patience: Duration| {
+        port.submit(1, operation);
+        let mut done: Vec<Completion> = Vec::new();
+        let began = std::time::Instant::now();
+        loop {
+            port.kick();
+            port.completions(&mut done);
+            match done.pop() {
+                Some(end) => return Some(end.result.map(drop)),
+                None if began.elapsed() > patience => return None,
+                None => std::thread::sleep(Duration::from_micros(100)),
+            }
+        }
+    };
+    let (long, short) = (Duration::from_secs(20), Duration::from_millis(50));
+    for number in 1..=WRITES_OF_A_SEGMENT * (SEGMENTS - 1) {
+        assert_eq!(run(write(number), long), Some(Ok(())));
+        assert_eq!(run(Operation::Flush, long), Some(Ok(())));
+    }
+    let began = std::time::Instant::now();
+    while store.log_counters().base_writes == 0 {
+        assert!(began.elapsed() < long, "half a ring is checkpointed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(store.log_counters().checkpoints, 0);
+    assert_eq!(run(write(0), long), Some(Ok(())), "it stays in memory");
+    assert_eq!(run(Operation::Flush, short), None, "the ring is full");
+    fixture.medium.lock().base_blocked = false;
+    assert_eq!(run(Operation::Flush, long), Some(Ok(())));
+    drop(port);
+    store.close().unwrap();
+}

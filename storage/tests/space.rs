@@ -1,0 +1,154 @@
+//! File systems that fill up, for real: a tmpfs, where this process may mount one.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use support::{fill, flush, read, run};
+use walvisor_storage::{
+    DiskOptions, EngineKind, Failure, Operation, Port, Store, StoreOptions, create_disk,
+};
+
+const MIB: u64 = 1 << 20;
+/// Sectors of a write.
+const SECTORS: u64 = 128;
+
+/// A small file system in memory. Unmounted when dropped.
+struct Small {
+    dir: tempfile::TempDir,
+}
+
+impl Small {
+    fn mount(mebibytes: u32) -> Option<Self> {
+        let small = Self {
+            dir: tempfile::tempdir().unwrap(),
+        };
+        let size = format!("size={mebibytes}m");
+        match small.call("mount", &["-t", "tmpfs", "-o", &size, "tmpfs"]) {
+            Ok(()) => Some(small),
+            Err(why) => {
+                println!("skipped: can't mount a small file system: {why}");
+                None
+            }
+        }
+    }
+
+    fn grow(&self, mebibytes: u32) {
+        let size = format!("remount,size={mebibytes}m");
+        self.call("mount", &["-o", &size]).unwrap();
+    }
+
+    fn call(&self, program: &str, arguments: &[&str]) -> Result<(), String> {
+        let output = Command::new(program)
+            .args(arguments)
+            .arg(self.dir.path())
+            .output()
+            .map_err(|error| error.to_string())?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        }
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        // What is not mounted can't be unmounted.
+        let _ = self.call("umount", &["-l"]);
+    }
+}
+
+fn open(disk: &Path, log: &Path, size: u64, engine: EngineKind) -> Store {
+    let options = StoreOptions {
+        segment_size: MIB,
+        max_segments: 6,
+        engine,
+        ..StoreOptions::default()
+    };
+    create_disk(disk, size, log, &options).unwrap();
+    Store::open(log, &[DiskOptions::new(disk)], &options).unwrap()
+}
+
+fn write(port: &mut Port, number: u64) -> Result<(), Failure> {
+    let data = fill(number as u8, SECTORS as usize);
+    let sector = number * SECTORS;
+    run(port, Operation::Write { sector, data })?;
+    run(port, Operation::Flush).map(drop)
+}
+
+#[test]
+fn a_full_file_system_of_the_base_image_is_survived() {
+    for engine in [EngineKind::Auto, EngineKind::Blocking] {
+        let Some(small) = Small::mount(4) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let disk = small.path().join("disk.img");
+        let store = open(&disk, &dir.path().join("log"), 64 * MIB, engine);
+        let mut port = store.disks()[0].open_port().unwrap();
+        let mut written = 0;
+        while write(&mut port, written).is_ok() {
+            written += 1;
+            assert!(written < 64 * MIB / (SECTORS * 512), "never full");
+        }
+        // At least what the log alone holds of them, its last segment left out.
+        assert!(written * SECTORS * 512 >= 4 * MIB, "{written} writes");
+        let refused = run(&mut port, Operation::Flush).map(drop);
+        assert_eq!(refused, Err(Failure::Io));
+        for number in 0..written {
+            let data = read(&mut port, number * SECTORS, SECTORS as u32);
+            assert!(data.iter().all(|&byte| byte == number as u8));
+        }
+        small.grow(128);
+        let began = Instant::now();
+        while run(&mut port, Operation::Flush).is_err() {
+            assert!(began.elapsed() < Duration::from_secs(20), "never again");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let all = written + 100;
+        (written..all).for_each(|number| write(&mut port, number).unwrap());
+        drop(port);
+        store.close().unwrap();
+        let image = std::fs::read(&disk).unwrap();
+        let blocks = image.chunks((SECTORS * 512) as usize).take(all as usize);
+        for (number, block) in blocks.enumerate() {
+            assert!(block.iter().all(|&byte| byte == number as u8), "{number}");
+        }
+    }
+}
+
+/// Where only some of the ring's segments can be made, those are the ring; none is left half made.
+#[test]
+fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
+    let Some(small) = Small::mount(4) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let disk: PathBuf = dir.path().join("disk.img");
+    let log = small.path().join("log");
+    let store = open(&disk, &log, 64 * MIB, EngineKind::Auto);
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in 0..300 {
+        write(&mut port, number).unwrap();
+    }
+    flush(&mut port);
+    let mut segments = 0;
+    for entry in std::fs::read_dir(&log).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        if name.starts_with("segment-") && !name.ends_with(".new") {
+            assert_eq!(entry.metadata().unwrap().len(), MIB, "{name}");
+            segments += 1;
+        }
+    }
+    assert!((2..4).contains(&segments), "{segments}");
+    drop(port);
+    store.close().unwrap();
+    let image = std::fs::read(&disk).unwrap();
+    let blocks = image.chunks((SECTORS * 512) as usize).take(300);
+    for (number, block) in blocks.enumerate() {
+        assert!(block.iter().all(|&byte| byte == number as u8), "{number}");
+    }
+}
