@@ -78,6 +78,12 @@ impl Disk {
         self.state.write_cache.store(on, Ordering::Release);
     }
 
+    /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), less where the log's segments
+    /// are small.
+    pub fn max_request_bytes(&self) -> usize {
+        self.log.max_request_bytes()
+    }
+
     /// Opens a way in for one thread.
     ///
     /// # Errors

@@ -17,6 +17,7 @@
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 
+mod allocation;
 mod buffer;
 mod catalog;
 mod committer;
@@ -52,6 +53,7 @@ mod sync;
 mod transfer;
 mod view;
 
+pub use allocation::{Allocation, Extent};
 pub(crate) use buffer::SharedBuffer;
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use counters::{GROUP_SIZE_CLASSES, LogCounters};

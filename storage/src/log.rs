@@ -20,7 +20,7 @@ use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
-use crate::{Buffer, Completion, Failure, SharedBuffer};
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SharedBuffer};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
 pub(crate) const PENDING_LIMIT: usize = 32 << 20;
@@ -241,6 +241,11 @@ pub(crate) struct Log {
 }
 
 impl Log {
+    /// The longest payload that a record can have, in bytes.
+    pub(crate) fn max_request_bytes(&self) -> usize {
+        MAX_REQUEST_BYTES.min(self.segment_size as usize / 4)
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         match self.state.lock() {
             Ok(state) => state,

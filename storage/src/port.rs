@@ -146,7 +146,7 @@ impl Port {
     }
 
     fn max_bytes(&self) -> usize {
-        MAX_REQUEST_BYTES.min(self.committer.log.segment_size as usize / 4)
+        self.committer.log.max_request_bytes()
     }
 
     fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Ended {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -145,12 +146,12 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
 
 /// Calls `visit` with each part of the range that is no hole. Where the file system knows no holes that is all.
 pub(crate) fn data_ranges(
-    file: &File,
+    file: impl AsFd,
     path: &Path,
     range: Range<u64>,
     visit: &mut dyn FnMut(Range<u64>) -> Result<()>,
 ) -> Result<()> {
-    let seek = |to| match rustix::fs::seek(file, to) {
+    let seek = |to| match rustix::fs::seek(&file, to) {
         Ok(at) => Ok(Some(at)),
         Err(Errno::NXIO) => Ok(None),
         Err(errno) => Err(errno),

@@ -1,0 +1,198 @@
+//! How an open disk is kept: which parts are data, zeroes, holes; the log over the base image.
+
+use std::os::fd::BorrowedFd;
+
+use crate::SECTOR_SIZE;
+use crate::disk::Disk;
+use crate::error::Result;
+use crate::index::Place;
+use crate::view::data_ranges;
+
+/// Sectors looked up at once: the pieces of so many are kept in memory.
+const STEP: u64 = 1 << 18;
+/// Most sectors told about at once: 8 GiB.
+const LIMIT: u64 = 1 << 24;
+
+/// How a stretch of a disk is kept. A hint: it may have changed since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocation {
+    /// It may hold anything.
+    Data,
+    /// It reads as zeroes, and has space of its own.
+    Zero,
+    /// It reads as zeroes, and takes no space.
+    Hole,
+}
+
+/// A stretch of a disk that is kept in one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Its length in sectors, at least 1.
+    pub sectors: u64,
+    /// How it is kept.
+    pub allocation: Allocation,
+}
+
+/// Appends to extents, joining neighbours of one kind.
+fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocation) {
+    match extents.last_mut() {
+        _ if sectors == 0 => {}
+        Some(last) if last.allocation == allocation => last.sectors += sectors,
+        _ => extents.push(Extent {
+            sectors,
+            allocation,
+        }),
+    }
+}
+
+impl Disk {
+    /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
+    /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
+    ///
+    /// # Errors
+    /// If the base image cannot be asked for its holes.
+    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+        let end = sector
+            .saturating_add(sectors.min(LIMIT))
+            .min(self.sectors());
+        let (mut extents, mut pieces) = (Vec::new(), Vec::new());
+        let mut at = sector;
+        // One more than asked for: then the last one is told in full.
+        while at < end && extents.len() <= most {
+            let step = STEP.min(end - at);
+            self.state.index().pieces(at, step, &mut pieces);
+            for piece in pieces.drain(..) {
+                match piece.place {
+                    Some(Place::Memory { .. } | Place::Log { .. }) => {
+                        push(&mut extents, piece.sectors, Allocation::Data);
+                    }
+                    Some(Place::Zero { unmap: false }) => {
+                        push(&mut extents, piece.sectors, Allocation::Zero);
+                    }
+                    Some(Place::Zero { unmap: true }) => {
+                        push(&mut extents, piece.sectors, Allocation::Hole);
+                    }
+                    None => self.base_extents(piece.sector, piece.sectors, &mut extents)?,
+                }
+            }
+            at += step;
+        }
+        extents.truncate(most.max(1));
+        Ok(extents)
+    }
+
+    /// The same for what only the base image has.
+    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
+        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
+        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
+        let end = sector + sectors;
+        let mut at = sector;
+        let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
+        data_ranges(base, &self.state.path, bytes, &mut |data| {
+            // A sector with any data in it is data.
+            let (start, stop) = (
+                data.start / SECTOR_SIZE,
+                data.end.div_ceil(SECTOR_SIZE).min(end),
+            );
+            push(extents, start.saturating_sub(at), Allocation::Hole);
+            push(
+                extents,
+                stop.saturating_sub(start.max(at)),
+                Allocation::Data,
+            );
+            at = at.max(stop);
+            Ok(())
+        })?;
+        push(extents, end - at, Allocation::Hole);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    #[test]
+    fn the_log_and_the_base_image_are_told_as_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, log) = (
+            directory.path().join("disk.img"),
+            directory.path().join("log"),
+        );
+        let options = StoreOptions {
+            segment_size: 4 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&path, 64 << 20, &log, &options).unwrap();
+        let open = || Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let write = |disk: &Disk, operations: Vec<Operation>| {
+            let mut port = disk.open_port().unwrap();
+            let count = operations.len();
+            for (token, operation) in operations.into_iter().enumerate() {
+                port.submit(token as u64, operation);
+            }
+            port.kick();
+            let mut done = Vec::new();
+            while done.len() < count {
+                port.completions(&mut done);
+                std::thread::yield_now();
+            }
+            assert!(done.iter().all(|end| end.result.is_ok()));
+        };
+        let data = || Buffer::from(&[7; 1 << 20][..]);
+        let told = |disk: &Disk, sector, sectors, most| {
+            let extents = disk.extents(sector, sectors, most).unwrap();
+            let short = |extent: &Extent| (extent.sectors >> 11, extent.allocation);
+            extents.iter().map(short).collect::<Vec<_>>()
+        };
+        use Allocation::{Data, Hole, Zero};
+        // In units of 1 MiB: 4..6 in the base image.
+        let store = open();
+        let at = |mib: u64| mib << 11;
+        let both = [4, 5].map(|mib| Operation::Write {
+            sector: at(mib),
+            data: data(),
+        });
+        write(&store.disks()[0], both.into());
+        store.close().unwrap();
+
+        let store = open();
+        let disk = &store.disks()[0];
+        let base = [(4, Hole), (2, Data), (58, Hole)];
+        assert_eq!(told(disk, 0, 1 << 30, 100), base);
+        // 5..6 discarded, 6..8 zeroed in place, 10..11 written: all in the log.
+        let (sectors, zero) = (1 << 11, 2 << 11);
+        write(
+            disk,
+            vec![
+                Operation::Discard {
+                    sector: at(5),
+                    sectors,
+                },
+                Operation::WriteZeroes {
+                    sector: at(6),
+                    sectors: zero,
+                    unmap: false,
+                },
+                Operation::Write {
+                    sector: at(10),
+                    data: data(),
+                },
+            ],
+        );
+        let all = [
+            (4, Hole),
+            (1, Data),
+            (1, Hole),
+            (2, Zero),
+            (2, Hole),
+            (1, Data),
+            (53, Hole),
+        ];
+        assert_eq!(told(disk, 0, at(64), 100), all);
+        assert_eq!(told(disk, 0, at(64), 2), all[..2]);
+        assert_eq!(told(disk, at(7), at(4), 1), [(1, Zero)]);
+        assert_eq!(told(disk, at(10), at(1), 9), [(1, Data)]);
+    }
+}
