@@ -13,7 +13,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 pub use walvisor_storage::{
-    Buffer, Completion, Failure, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
+    Allocation, Buffer, Completion, Extent, Failure, LogCounters, MAX_REQUEST_BYTES, Operation,
+    SECTOR_SIZE,
 };
 
 /// What a backend really does (promise 6: a feature bit is offered only if this says so).
@@ -52,6 +53,26 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// If the system refuses a descriptor, a ring or a thread.
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>>;
+
+    /// Longest READ or WRITE in bytes, a multiple of [`SECTOR_SIZE`]; a longer one fails with [`Failure::TooLarge`].
+    fn max_request_bytes(&self) -> usize {
+        MAX_REQUEST_BYTES
+    }
+
+    /// How the disk keeps what begins at `sector`: extents that follow each other, at least one and at most `most`
+    /// (at least 1), of `sectors` sectors in all or fewer. The range lies on the disk and is not empty. A backend that
+    /// cannot tell says that all of it is data.
+    ///
+    /// # Errors
+    /// If the medium cannot be asked.
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
+        let (_, _) = (sector, most);
+        let allocation = Allocation::Data;
+        Ok(vec![Extent {
+            sectors,
+            allocation,
+        }])
+    }
 
     /// What the disk's log has done so far, where it has one.
     fn log_counters(&self) -> Option<LogCounters> {

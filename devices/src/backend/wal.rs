@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use walvisor_storage::{Disk, Port};
 
-use super::{Backend, BackendQueue, Capabilities, Completion, LogCounters, Operation};
+use super::{Backend, BackendQueue, Capabilities, Completion, Extent, LogCounters, Operation};
 
 impl Backend for Disk {
     fn sectors(&self) -> u64 {
@@ -36,6 +36,14 @@ impl Backend for Disk {
             Ok(port) => Ok(Box::new(port)),
             Err(error) => Err(io::Error::other(error)),
         }
+    }
+
+    fn max_request_bytes(&self) -> usize {
+        Disk::max_request_bytes(self)
+    }
+
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
+        Disk::extents(self, sector, sectors, most).map_err(io::Error::other)
     }
 
     fn log_counters(&self) -> Option<LogCounters> {

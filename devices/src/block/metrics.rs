@@ -62,6 +62,6 @@ impl BlockMetrics {
 }
 
 /// Adds to a counter that nothing else is ordered by.
-pub(super) fn add(counter: &AtomicU64, amount: u64) {
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }

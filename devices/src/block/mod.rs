@@ -32,6 +32,7 @@ pub use metrics::{BlockCounts, BlockMetrics};
 
 pub(crate) use config::CONFIG_LEN;
 pub(crate) use features::Features;
+pub(crate) use metrics::add;
 pub(crate) use virtqueue::QueueSetup;
 pub(crate) use worker::Worker;
 

@@ -1,0 +1,88 @@
+//! The disk for NBD clients: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
+//!
+//! ```text
+//!   Server ── a thread a listener: accept
+//!      └───── a thread a connection
+//!               handshake     which export, which kind of replies          handshake.rs
+//!               Transmission  event loop over socket and port              transmission.rs
+//!                 incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing         incoming.rs, request.rs, outgoing.rs
+//! ```
+//! Requests of a connection run beside each other and are answered as they end. What a connection may keep in memory is
+//! bounded: above the bound nothing more is read from its socket. Nothing is shared between connections but the disk,
+//! and a FLUSH covers the completed writes of all of them (CAN_MULTI_CONN).
+//!
+//! Not from a crate: of those on crates.io `nbd` calls itself a first sketch and serves one request at a time from
+//! anything that can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another
+//! server. The codec is small, and pipelining, back-pressure and group commit are what this door is for.
+
+mod handshake;
+mod incoming;
+mod outgoing;
+mod protocol;
+mod request;
+mod server;
+mod transmission;
+
+use std::sync::Arc;
+
+use crate::backend::{Backend, SECTOR_SIZE};
+use crate::block::BlockMetrics;
+
+pub use protocol::DEFAULT_PORT;
+pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
+
+/// A disk under a name that clients ask for.
+pub struct Export {
+    name: String,
+    description: String,
+    backend: Arc<dyn Backend>,
+    metrics: Arc<BlockMetrics>,
+}
+
+impl Export {
+    /// Longest name, and longest description, in bytes (the protocol's limit on strings).
+    pub const MAX_NAME_BYTES: usize = 4096;
+
+    /// Presents `backend` as `name`; `description` is for people. Both are cut to [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES).
+    pub fn new(name: &str, description: &str, backend: Arc<dyn Backend>) -> Self {
+        let cut = |text: &str| text[..text.floor_char_boundary(Self::MAX_NAME_BYTES)].to_owned();
+        Self {
+            name: cut(name),
+            description: cut(description),
+            backend,
+            metrics: Arc::default(),
+        }
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What clients have asked for so far.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// Bytes of the disk.
+    fn size(&self) -> u64 {
+        self.backend.sectors().saturating_mul(SECTOR_SIZE)
+    }
+
+    /// The transmission flags: what the disk really does.
+    fn flags(&self, structured: bool) -> u16 {
+        use protocol::transmission as flag;
+        let can = self.backend.capabilities();
+        let when = |condition: bool, flags: u16| if condition { flags } else { 0 };
+        // A FLUSH waits for the newest record of the disk, whoever wrote it.
+        flag::HAS_FLAGS
+            | flag::CAN_MULTI_CONN
+            | when(can.read_only, flag::READ_ONLY)
+            | when(can.flush, flag::SEND_FLUSH | flag::SEND_FUA)
+            | when(can.discard, flag::SEND_TRIM)
+            // Zeroes are a record without payload, so never slower than a write.
+            | when(can.write_zeroes, flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO)
+            // A read is answered as one chunk anyway.
+            | when(structured, flag::SEND_DF)
+    }
+}

@@ -1,0 +1,97 @@
+//! Replies that wait for the socket to take them.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+
+use crate::backend::Buffer;
+
+/// Most pieces handed to the system at once.
+const PIECES_AT_ONCE: usize = 32;
+
+enum Piece {
+    Bytes(Vec<u8>),
+    Data(Buffer),
+}
+
+impl Piece {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Data(buffer) => buffer,
+        }
+    }
+}
+
+/// The sending half of a connection. The data of reads is sent from where it was read to.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    pieces: VecDeque<Piece>,
+    /// Bytes of the first piece that were sent.
+    sent: usize,
+    /// Bytes that were not.
+    bytes: usize,
+}
+
+impl Outgoing {
+    /// Bytes that wait.
+    pub(super) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Lets `put` append to what waits.
+    pub(super) fn header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
+        if !matches!(self.pieces.back(), Some(Piece::Bytes(_))) {
+            self.pieces.push_back(Piece::Bytes(Vec::new()));
+        }
+        if let Some(Piece::Bytes(bytes)) = self.pieces.back_mut() {
+            let before = bytes.len();
+            put(bytes);
+            self.bytes += bytes.len() - before;
+        }
+    }
+
+    pub(super) fn data(&mut self, data: Buffer) {
+        self.bytes += data.len();
+        self.pieces.push_back(Piece::Data(data));
+    }
+
+    /// Sends as much as the socket takes.
+    ///
+    /// # Errors
+    /// If the client is gone.
+    pub(super) fn send(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
+        while self.bytes > 0 {
+            let first = self.pieces.iter().take(1);
+            let first = first.map(|piece| IoSlice::new(&piece.bytes()[self.sent..]));
+            let rest = self.pieces.iter().skip(1).take(PIECES_AT_ONCE - 1);
+            let slices: Vec<_> = first
+                .chain(rest.map(|piece| IoSlice::new(piece.bytes())))
+                .collect();
+            match rustix::io::writev(socket, &slices) {
+                Ok(written) => self.advance(written),
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, written: usize) {
+        self.bytes -= written;
+        self.sent += written;
+        while let Some(piece) = self.pieces.front()
+            && self.sent >= piece.bytes().len()
+        {
+            self.sent -= piece.bytes().len();
+            self.pieces.pop_front();
+        }
+    }
+}
