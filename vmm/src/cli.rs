@@ -31,6 +31,8 @@ pub enum Command {
     Demo(commands::demo::DemoArguments),
     /// Make disks and look at them.
     Disk(commands::disk::DiskArguments),
+    /// Offer disks to other programs.
+    Serve(commands::serve::ServeArguments),
     /// Look at logs.
     Log(commands::log::LogArguments),
     /// Measure the store, with no guest, beside a raw file.
@@ -49,6 +51,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Run(arguments) => commands::run::run(&arguments, started),
         Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
+        Command::Serve(arguments) => commands::serve::run(&arguments),
         Command::Log(arguments) => commands::log::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
     };

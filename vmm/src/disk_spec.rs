@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -14,7 +15,7 @@ use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, cache, readonly, serial, size, commit-wait-usec, \
-     commit-wait-count";
+     commit-wait-count, socket, port, address";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -88,6 +89,12 @@ pub struct DiskSpec {
     pub size: Option<u64>,
     /// How long the log's commit groups wait for more to join them.
     pub commit_wait: CommitWait,
+    /// The Unix socket that a server offers the disk at.
+    pub socket: Option<PathBuf>,
+    /// The TCP port that a server offers the disk at; 0 is any that is free.
+    pub port: Option<u16>,
+    /// The address of that port; `None` is the loopback address.
+    pub address: Option<IpAddr>,
 }
 
 /// Why a SPEC was refused. Its text is one line and names the key.
@@ -115,6 +122,9 @@ pub enum DiskSpecError {
     /// A key or value that is planned, but not carried out.
     #[error("{0} is not carried out by this version: leave it out")]
     NotYet(String),
+    /// A key that only `walvisor serve` carries out.
+    #[error("{0}= is for 'walvisor serve': leave it out")]
+    Serve(&'static str),
     /// A disk with no `path`.
     #[error("a disk needs path=FILE (or backend=ram,size=N)")]
     NoPath,
@@ -139,6 +149,9 @@ impl FromStr for DiskSpec {
             serial: None,
             size: None,
             commit_wait: CommitWait::default(),
+            socket: None,
+            port: None,
+            address: None,
         };
         let mut seen = HashSet::new();
         for part in text.split(',') {
@@ -232,14 +245,46 @@ impl DiskSpec {
                 let count = number("commit-wait-count", value, 1..=MAX_COMMIT_WAIT_COUNT)?;
                 self.commit_wait.count = Some(count);
             }
-            "socket" => return Err(DiskSpecError::NotYet(format!("key '{key}'"))),
+            "socket" => self.socket = Some(path("socket", value)?),
+            "port" => self.port = Some(number("port", value, 0..=u16::MAX)?),
+            "address" => {
+                let address = value.parse();
+                let expected = "an IP address, such as 127.0.0.1 or ::";
+                self.address = Some(address.map_err(|_| wrong("address", value, expected))?);
+            }
             _ => return Err(DiskSpecError::UnknownKey(key.to_owned())),
         }
         Ok(())
     }
 
+    /// Refuses what is for a server alone: a VM's disk is offered to nobody else.
+    ///
+    /// # Errors
+    /// A line that names the key.
+    pub fn check_not_served(&self) -> Result<(), DiskSpecError> {
+        let served = [
+            (self.socket.is_some(), "socket"),
+            (self.port.is_some(), "port"),
+            (self.address.is_some(), "address"),
+        ];
+        match served.into_iter().find(|(given, _)| *given) {
+            Some((_, key)) => Err(DiskSpecError::Serve(key)),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses keys that contradict each other.
     fn check(&self) -> Result<(), DiskSpecError> {
+        if self.socket.is_some() && self.port.is_some() {
+            return Err(DiskSpecError::Conflict(
+                "socket= and port= are two places: give one of them",
+            ));
+        }
+        if self.address.is_some() && self.port.is_none() {
+            return Err(DiskSpecError::Conflict(
+                "address= is where a port is: give port=N too",
+            ));
+        }
         match self.backend {
             BackendKind::Wal => {
                 if self.size.is_some() {
@@ -384,13 +429,28 @@ mod tests {
 
     #[test]
     fn keys_of_later_versions_say_so() {
-        for text in ["path=a,backend=raw", "path=a,socket=s"] {
-            let error = parse(text).unwrap_err();
+        let error = parse("path=a,backend=raw").unwrap_err();
+        assert!(error.contains("not carried out by this version"), "{error}");
+    }
+
+    #[test]
+    fn what_is_for_servers_is_refused_elsewhere() {
+        for (text, key) in [
+            ("path=a,socket=s", "socket="),
+            ("path=a,port=10809", "port="),
+            ("path=a,port=0,address=::1", "port="),
+        ] {
+            let spec: DiskSpec = text.parse().unwrap();
+            let error = spec.check_not_served().unwrap_err().to_string();
             assert!(
-                error.contains("not carried out by this version"),
-                "{text}: {error}"
+                error.contains(key) && error.contains("walvisor serve"),
+                "{error}"
             );
         }
+        assert_eq!(
+            "path=a".parse::<DiskSpec>().unwrap().check_not_served(),
+            Ok(())
+        );
     }
 
     #[test]
@@ -419,6 +479,11 @@ mod tests {
             "path=a,commit-wait-usec=1000001",
             "path=a,commit-wait-usec=1.5",
             "path=a,commit-wait-count=0",
+            "path=a,socket=",
+            "path=a,socket=s,port=1",
+            "path=a,port=65536",
+            "path=a,port=1,address=localhost",
+            "path=a,address=::1",
             "backend=ram,size=1M,commit-wait-usec=0",
             "path=a,",
         ] {

@@ -1,8 +1,11 @@
-//! What a run did, in the Prometheus text format.
+//! What a run or a server did, in the Prometheus text format.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use walvisor_devices::backend::LogCounters;
+use walvisor_devices::block::BlockCounts;
 
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
@@ -87,8 +90,9 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
     }
     exits(&mut text, run.exits);
-    block(&mut text, run.disks);
-    log(&mut text, run.disks);
+    let disks: Vec<_> = run.disks.iter().map(DiskMetrics::attached).collect();
+    block(&mut text, &disks);
+    log(&mut text, &disks);
     text.0
 }
 
@@ -104,23 +108,50 @@ fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
     }
 }
 
-/// The labels of a disk.
-fn labels(disk: &AttachedDisk) -> String {
-    let transport = match disk.location {
-        DiskLocation::Mmio(_) => "mmio",
-        DiskLocation::Pci(_) => "pci",
-    };
-    format!(
-        "{{disk=\"{}\",transport=\"{transport}\"}}",
-        escape(&disk.name)
-    )
+/// What was done with a disk.
+pub struct DiskMetrics {
+    /// Its name.
+    pub disk: String,
+    /// How it was reached: `mmio`, `pci`, `nbd`.
+    pub transport: &'static str,
+    /// What was asked of it.
+    pub counts: BlockCounts,
+    /// What its log did, where it has one.
+    pub log: Option<LogCounters>,
 }
 
-/// The devices' counters.
-fn block(text: &mut Text, disks: &[AttachedDisk]) {
+impl DiskMetrics {
+    fn attached(disk: &AttachedDisk) -> Self {
+        Self {
+            disk: disk.name.clone(),
+            transport: match disk.location {
+                DiskLocation::Mmio(_) => "mmio",
+                DiskLocation::Pci(_) => "pci",
+            },
+            counts: disk.metrics.counts(),
+            log: disk.backend.log_counters(),
+        }
+    }
+
+    fn labels(&self) -> String {
+        let (disk, transport) = (escape(&self.disk), self.transport);
+        format!("{{disk=\"{disk}\",transport=\"{transport}\"}}")
+    }
+}
+
+/// The text for disks that were served to other programs.
+pub fn render_served(disks: &[DiskMetrics]) -> String {
+    let mut text = Text::default();
+    block(&mut text, disks);
+    log(&mut text, disks);
+    text.0
+}
+
+/// The frontends' counters; doorbells and interrupts for virtio alone.
+fn block(text: &mut Text, disks: &[DiskMetrics]) {
     let counts: Vec<_> = disks
         .iter()
-        .map(|disk| (labels(disk), disk.metrics.counts()))
+        .map(|disk| (disk.labels(), disk.counts))
         .collect();
     let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
         let name = format!("walvisor_block_{name}_total");
@@ -130,23 +161,28 @@ fn block(text: &mut Text, disks: &[AttachedDisk]) {
         }
     };
     let of = |index: usize| &counts[index].1;
-    metric("requests", "Requests taken from the rings.", &|disk| {
-        of(disk).requests
-    });
-    metric("reads", "IN requests.", &|disk| of(disk).reads);
-    metric("writes", "OUT requests.", &|disk| of(disk).writes);
+    metric(
+        "requests",
+        "Requests taken from the rings, or from connections.",
+        &|disk| of(disk).requests,
+    );
+    metric("reads", "Reads.", &|disk| of(disk).reads);
+    metric("writes", "Writes.", &|disk| of(disk).writes);
     metric("flushes", "FLUSH requests.", &|disk| of(disk).flushes);
     metric("discards", "DISCARD requests.", &|disk| of(disk).discards);
     metric("write_zeroes", "WRITE_ZEROES requests.", &|disk| {
         of(disk).write_zeroes
     });
-    metric("read_bytes", "Bytes given to the driver.", &|disk| {
+    metric("read_bytes", "Bytes that were read.", &|disk| {
         of(disk).bytes_read
     });
-    metric("written_bytes", "Bytes taken from the driver.", &|disk| {
+    metric("written_bytes", "Bytes that were written.", &|disk| {
         of(disk).bytes_written
     });
     metric("errors", "Requests that failed.", &|disk| of(disk).errors);
+    if disks.iter().any(|disk| disk.transport == "nbd") {
+        return;
+    }
     metric(
         "doorbells",
         "Doorbells seen by the queue workers.",
@@ -158,10 +194,10 @@ fn block(text: &mut Text, disks: &[AttachedDisk]) {
 }
 
 /// The logs' counters. Disks on one log show the same counts.
-fn log(text: &mut Text, disks: &[AttachedDisk]) {
+fn log(text: &mut Text, disks: &[DiskMetrics]) {
     let counts: Vec<_> = disks
         .iter()
-        .filter_map(|disk| Some((labels(disk), disk.backend.log_counters()?)))
+        .filter_map(|disk| Some((disk.labels(), disk.log?)))
         .collect();
     let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
         let name = format!("walvisor_log_{name}_total");

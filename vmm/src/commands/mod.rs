@@ -4,7 +4,9 @@ pub mod bench;
 pub mod demo;
 pub mod disk;
 pub mod log;
+mod metrics_file;
 pub mod run;
+pub mod serve;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]

@@ -1,13 +1,12 @@
 //! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
 
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
 
 use super::CommandError;
+use super::metrics_file::MetricsFile;
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
 use crate::devices::console::Console;
@@ -88,11 +87,10 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // Before any disk is opened, which may give it a log: bad input changes nothing.
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
-    // Opened now: it is a pity to run a guest for hours and then have nowhere to write.
     let metrics = arguments
         .metrics
         .as_deref()
-        .map(metrics_writer)
+        .map(MetricsFile::open)
         .transpose()?;
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
@@ -106,6 +104,10 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
 
 /// Refuses what no VM can have.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
+    for disk in &arguments.disks {
+        disk.check_not_served()
+            .map_err(|error| CommandError::Usage(format!("disk '{}': {error}", disk.name())))?;
+    }
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
     if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
@@ -125,7 +127,7 @@ fn run_on(
     image: &LinuxImage,
     disks: Vec<DiskConfig>,
     console: Console,
-    metrics: Option<Box<dyn Write>>,
+    metrics: Option<MetricsFile>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
@@ -148,18 +150,14 @@ fn run_on(
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let outcome = vm.run().map_err(CommandError::failed)?;
-    if let Some(mut writer) = metrics {
-        let text = render(&RunMetrics {
+    if let Some(metrics) = metrics {
+        metrics.write(&render(&RunMetrics {
             started,
             first_run: outcome.first_run,
             exits: &exits,
             disks: &attached,
             memory: outcome.memory,
-        });
-        writer
-            .write_all(text.as_bytes())
-            .and_then(|()| writer.flush())
-            .map_err(|error| CommandError::Failed(format!("metrics: {error}: free some space")))?;
+        }))?;
     }
     if let Ended::Crashed(crash) = &outcome.ended {
         return Err(CommandError::failed(crash));
@@ -184,18 +182,4 @@ fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
             ))
         }),
     }
-}
-
-/// Opens the file that the metrics go to, or stdout for `-`.
-fn metrics_writer(target: &Path) -> Result<Box<dyn Write>, CommandError> {
-    if target == Path::new("-") {
-        return Ok(Box::new(std::io::stdout()));
-    }
-    let file = File::create(target).map_err(|error| {
-        let path = target.display();
-        CommandError::Failed(format!(
-            "metrics '{path}': {error}: give a path that can be written"
-        ))
-    })?;
-    Ok(Box::new(file))
 }

@@ -33,7 +33,7 @@ use walvisor_devices::backend::Backend;
 use walvisor_devices::block::BlockMetrics;
 
 pub use builder::{DiskConfig, VmBuilder};
-pub use signals::block_termination_signals;
+pub use signals::{TerminationSignals, block_termination_signals};
 
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
 use crate::devices::console::ConsoleInput;
@@ -43,7 +43,6 @@ use crate::probe::ProbeError;
 use control::{Control, Ended};
 use exits::ExitCounters;
 use memory_use::MemoryUse;
-use signals::TerminationSignals;
 use vcpu::{Machine, VcpuThread};
 
 /// Why a VM could not be built or run. Its text is one line: what, where, what to do.

@@ -1,0 +1,281 @@
+//! `walvisor serve nbd`: disks as NBD exports.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_devices::nbd::{Export, Listener, Server, Service};
+
+use super::DaemonArguments;
+use super::socket::{self, SocketFile};
+use crate::commands::CommandError;
+use crate::commands::metrics_file::MetricsFile;
+use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
+use crate::disks;
+use crate::metrics::{DiskMetrics, render_served};
+use crate::vm::{DiskConfig, TerminationSignals};
+
+/// Where disks are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+/// A place with the disks there, by their number on the command line.
+struct Group {
+    place: Place,
+    members: Vec<usize>,
+}
+
+/// A place that clients can connect to.
+struct Bound {
+    listener: Listener,
+    /// Removed at the end.
+    _file: Option<SocketFile>,
+    /// Its URI without an export.
+    uri: Uri,
+}
+
+enum Uri {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+/// Serves until a signal asks to stop.
+pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
+    let specs = &arguments.disks;
+    let groups = group(specs).map_err(CommandError::Usage)?;
+    disks::check(specs).map_err(CommandError::Usage)?;
+    let metrics = arguments
+        .metrics
+        .as_deref()
+        .map(MetricsFile::open)
+        .transpose()?;
+    // Before the first thread is there: a signal is for the one that waits for it.
+    let mut signals = TerminationSignals::block().map_err(CommandError::failed)?;
+    // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
+    let bound = groups
+        .iter()
+        .map(|group| bind(&group.place, arguments.mode))
+        .collect::<Result<Vec<_>, _>>()?;
+    let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
+    let served = serve(specs, &open, &groups, bound, &mut signals);
+    let told = match (&served, metrics) {
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        _ => Ok(()),
+    };
+    drop(open);
+    // However it ended; what went wrong first is what is told.
+    let closed = logs.close().map_err(CommandError::failed);
+    served.map(|_| ()).and(told).and(closed)
+}
+
+/// Serves open disks until a signal comes. Returns what was done with them.
+fn serve(
+    specs: &[DiskSpec],
+    disks: &[DiskConfig],
+    groups: &[Group],
+    bound: Vec<Bound>,
+    signals: &mut TerminationSignals,
+) -> Result<Vec<DiskMetrics>, CommandError> {
+    let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
+    let mut counters = Vec::new();
+    for (group, bound) in groups.iter().zip(bound) {
+        let mut exports = Vec::new();
+        for &member in &group.members {
+            let (name, disk) = (export_name(&specs[member]), &disks[member]);
+            let described = format!("{}, write-ahead logged by walvisor", disk.name);
+            let export = Export::new(&name, &described, Arc::clone(&disk.backend));
+            let bytes = disk.backend.sectors() * SECTOR_SIZE;
+            let uri = bound.uri.of(&name);
+            lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
+            counters.push((member, export.metrics()));
+            exports.push(export);
+        }
+        let listener = bound.listener;
+        services.push(Service { listener, exports });
+        files.extend(bound._file);
+    }
+    let server = Server::start(services).map_err(CommandError::failed)?;
+    // Nobody has to listen.
+    let mut stdout = std::io::stdout();
+    let _ = stdout
+        .write_all(lines.as_bytes())
+        .and_then(|()| stdout.flush());
+    let signal = signals.take().map_err(CommandError::failed);
+    server.stop();
+    drop(files);
+    signal?;
+    counters.sort_by_key(|(member, _)| *member);
+    let metrics = counters.into_iter().map(|(member, metrics)| DiskMetrics {
+        disk: disks[member].name.clone(),
+        transport: "nbd",
+        counts: metrics.counts(),
+        log: disks[member].backend.log_counters(),
+    });
+    Ok(metrics.collect())
+}
+
+/// The disks by the place where they are served, in the order in which places are first named.
+fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
+    let mut groups: Vec<Group> = Vec::new();
+    for (index, spec) in specs.iter().enumerate() {
+        let virtio = spec.transport != TransportKind::default()
+            || spec.queues.is_some()
+            || spec.queue_size != DEFAULT_QUEUE_SIZE;
+        if virtio {
+            let name = spec.name();
+            return Err(format!(
+                "disk '{name}': transport=, queues= and queue-size= are for virtio: leave them out"
+            ));
+        }
+        let place = place(spec)?;
+        match groups.iter_mut().find(|group| group.place == place) {
+            Some(group) => group.members.push(index),
+            None => groups.push(Group {
+                place,
+                members: vec![index],
+            }),
+        }
+    }
+    for group in &groups {
+        let mut names: Vec<_> = group
+            .members
+            .iter()
+            .map(|member| export_name(&specs[*member]))
+            .collect();
+        names.sort();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!(
+                "two disks at one place are called '{}': give one of them a serial=",
+                pair[0]
+            ));
+        }
+    }
+    Ok(groups)
+}
+
+fn place(spec: &DiskSpec) -> Result<Place, String> {
+    match (&spec.socket, spec.port) {
+        (Some(path), _) => Ok(Place::Unix(disks::real_path(path))),
+        (None, Some(port)) => {
+            let address = spec.address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+            Ok(Place::Tcp(SocketAddr::new(address, port)))
+        }
+        (None, None) => Err(format!(
+            "disk '{}': say where to serve it: socket=PATH or port=N (10809 is NBD's)",
+            spec.name()
+        )),
+    }
+}
+
+/// What clients call a disk.
+fn export_name(spec: &DiskSpec) -> String {
+    let file = spec.path.as_deref().and_then(Path::file_name);
+    match (&spec.serial, file) {
+        (Some(serial), _) => serial.clone(),
+        (None, Some(name)) => name.to_string_lossy().into_owned(),
+        (None, None) => "ram".to_owned(),
+    }
+}
+
+fn bind(place: &Place, mode: u32) -> Result<Bound, CommandError> {
+    match place {
+        Place::Unix(path) => {
+            let (listener, file) = socket::bind(path, mode)?;
+            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            Ok(Bound {
+                listener: Listener::Unix(listener),
+                _file: Some(file),
+                uri: Uri::Unix(absolute),
+            })
+        }
+        Place::Tcp(address) => {
+            let bound = TcpListener::bind(address)
+                .and_then(|listener| Ok((listener.local_addr()?, listener)));
+            let (address, listener) = bound.map_err(|error| {
+                CommandError::Failed(format!("port {address}: {error}: name another"))
+            })?;
+            Ok(Bound {
+                listener: Listener::Tcp(listener),
+                _file: None,
+                uri: Uri::Tcp(address),
+            })
+        }
+    }
+}
+
+impl Uri {
+    /// The URI of an export (the NBD project's `doc/uri.md`).
+    fn of(&self, export: &str) -> String {
+        let export = escape(export.as_bytes());
+        match self {
+            Self::Unix(path) => {
+                let path = escape(path.as_os_str().as_encoded_bytes());
+                format!("nbd+unix:///{export}?socket={path}")
+            }
+            Self::Tcp(address) => format!("nbd://{address}/{export}"),
+        }
+    }
+}
+
+/// Percent-encodes what a URI's path or query cannot hold (RFC 3986).
+fn escape(bytes: &[u8]) -> String {
+    bytes
+        .iter()
+        .map(|byte| match byte {
+            b'/' | b'-' | b'.' | b'_' | b'~' => char::from(*byte).to_string(),
+            byte if byte.is_ascii_alphanumeric() => char::from(*byte).to_string(),
+            byte => format!("%{byte:02X}"),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn groups(texts: &[&str]) -> Result<Vec<Group>, String> {
+        let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+        group(&specs)
+    }
+
+    #[test]
+    fn disks_at_one_place_are_exports_of_one_listener() {
+        let found = groups(&[
+            "path=a,port=10809",
+            "path=b,socket=s",
+            "path=c,port=10809,address=127.0.0.1",
+            "path=d,socket=./s",
+        ])
+        .unwrap();
+        let members: Vec<_> = found.iter().map(|group| group.members.clone()).collect();
+        assert_eq!(members, [[0, 2], [1, 3]]);
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_told() {
+        for (texts, part) in [
+            (&["path=a"][..], "socket=PATH or port=N"),
+            (&["path=x/a,socket=s", "path=y/a,socket=s"], "called 'a'"),
+            (&["path=a,port=1,queues=2"], "for virtio"),
+        ] {
+            let error = groups(texts).err().unwrap();
+            assert!(error.contains(part), "{texts:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn uris_hold_any_path() {
+        let uri = Uri::Unix(PathBuf::from("/run/a b&c"));
+        assert_eq!(
+            uri.of("d?.img"),
+            "nbd+unix:///d%3F.img?socket=/run/a%20b%26c"
+        );
+        let uri = Uri::Tcp("[::1]:9".parse().unwrap());
+        assert_eq!(uri.of(""), "nbd://[::1]:9/");
+    }
+}

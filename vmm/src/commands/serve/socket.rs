@@ -1,0 +1,105 @@
+//! Unix sockets of servers: their permissions, and those that a killed server has left.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Mode;
+
+use super::super::CommandError;
+
+/// The name of a socket in the file system; dropping it removes the name.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Makes a listening socket at `path` with the permissions `mode`. One that nobody listens at any more is replaced. To be
+/// called while the process has one thread: the permissions are set by the process's mask.
+///
+/// # Errors
+/// If there is anything else at `path`, or a server that lives, or the system refuses.
+pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), CommandError> {
+    let failed = |what: &dyn std::fmt::Display| {
+        CommandError::Failed(format!("socket '{}': {what}", path.display()))
+    };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(failed(&error)),
+        Ok(found) if !found.file_type().is_socket() => {
+            return Err(failed(
+                &"something that is no socket is there: remove it, or name another path",
+            ));
+        }
+        Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => {
+                return Err(failed(
+                    &"a server listens there: stop it, or name another path",
+                ));
+            }
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                fs::remove_file(path).map_err(|error| failed(&error))?;
+            }
+            Err(error) => return Err(failed(&error)),
+        },
+    }
+    let before = rustix::process::umask(Mode::from_raw_mode(0o777 & !mode));
+    let listener = UnixListener::bind(path);
+    rustix::process::umask(before);
+    let listener = listener.map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidInput => {
+            failed(&"the path is too long for a socket: give one of at most 107 bytes")
+        }
+        _ => failed(&format_args!("{error}: give a path that can be written")),
+    })?;
+    let path = path.to_owned();
+    Ok((listener, SocketFile { path }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        // Closed, but its name is left: as after a kill.
+        drop(UnixListener::bind(&path).unwrap());
+        let (listener, file) = bind(&path, 0o600).unwrap();
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let error = bind(&path, 0o600).unwrap_err().to_string();
+        assert!(error.contains("a server listens there"), "{error}");
+        drop((listener, file));
+        assert!(!path.exists());
+
+        fs::write(&path, "data").unwrap();
+        let error = bind(&path, 0o600).unwrap_err().to_string();
+        assert!(error.contains("no socket"), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
+
+    #[test]
+    fn a_path_that_cannot_be_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, part) in [
+            ("x/s", "that can be written"),
+            (&"x".repeat(120), "too long"),
+        ] {
+            let error = bind(&directory.path().join(name), 0o600).unwrap_err();
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
+}

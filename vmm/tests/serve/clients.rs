@@ -1,0 +1,301 @@
+//! Programs that others wrote: libnbd's, QEMU's, fio.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::{Daemon, MIB, client, create, has, metric, noise, run_client};
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+#[test]
+fn nbdinfo_sees_what_each_disk_can() {
+    if !has("nbdinfo", "libnbd-bin") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "8M --log logs");
+    create(dir, "b.img", "1M --log logs");
+    let daemon = Daemon::start(
+        dir,
+        "--disk path=a.img,log=logs,socket=s --disk path=b.img,log=logs,socket=s,serial=second,readonly=on",
+    );
+    let list = json(&client(
+        dir,
+        "nbdinfo",
+        &["--json", "--list", "nbd+unix:///?socket=s"],
+    ));
+    let exports = list["exports"].as_array().unwrap();
+    let names: Vec<_> = exports
+        .iter()
+        .map(|export| &export["export-name"])
+        .collect();
+    assert_eq!(names, ["a.img", "second"]);
+    let told = |uri: &str| json(&client(dir, "nbdinfo", &["--json", uri]))["exports"][0].clone();
+    let (a, b) = (told(&daemon.uris[0]), told(&daemon.uris[1]));
+    assert_eq!(
+        (&a["export-size"], &b["export-size"]),
+        (&(8 * MIB).into(), &MIB.into())
+    );
+    for can in [
+        "can_multi_conn",
+        "can_flush",
+        "can_fua",
+        "can_trim",
+        "can_zero",
+        "can_fast_zero",
+        "can_df",
+    ] {
+        assert_eq!(a[can], true, "{can}: {a}");
+    }
+    assert_eq!(
+        (&a["is_read_only"], &b["is_read_only"]),
+        (&false.into(), &true.into())
+    );
+    assert_eq!(b["can_trim"], false);
+    assert_eq!(
+        (&a["block_size_minimum"], &a["block_size_preferred"]),
+        (&512.into(), &4096.into())
+    );
+    assert_eq!(a["contexts"][0], "base:allocation");
+    // Two disks: nobody can say which of them has no name.
+    let output = run_client(dir, "nbdinfo", &["nbd+unix:///?socket=s"]);
+    assert!(!output.status.success());
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn nbdcopy_brings_data_and_holes_in_and_out() {
+    if !has("nbdcopy", "libnbd-bin") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "32M");
+    let mut raw = vec![0; 32 << 20];
+    raw[3 << 20..8 << 20].copy_from_slice(&noise(5 << 20));
+    fs::write(dir.join("in.raw"), &raw).unwrap();
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    client(dir, "nbdcopy", &["--flush", "in.raw", daemon.uri()]);
+    let map = json(&client(dir, "nbdinfo", &["--json", "--map", daemon.uri()]));
+    let map: Vec<_> = map
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|extent| {
+            (
+                extent["length"].as_u64().unwrap() / MIB,
+                extent["type"].as_u64().unwrap(),
+            )
+        })
+        .collect();
+    assert_eq!(map, [(3, 3), (5, 0), (24, 3)]);
+    client(dir, "nbdcopy", &[daemon.uri(), "out.raw"]);
+    assert!(fs::read(dir.join("out.raw")).unwrap() == raw);
+    assert_eq!(daemon.stop(), "");
+    // After an orderly end the image alone is the disk.
+    assert!(fs::read(dir.join("disk.img")).unwrap() == raw);
+}
+
+#[test]
+fn qemu_writes_and_finds_what_it_wrote() {
+    if !has("qemu-img", "qemu-utils") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "16M");
+    fs::write(dir.join("in.raw"), noise(16 << 20)).unwrap();
+    let daemon = Daemon::start(dir, "--disk path=disk.img,port=0");
+    assert!(
+        daemon.uri().starts_with("nbd://127.0.0.1:"),
+        "{}",
+        daemon.uri()
+    );
+    let convert = [
+        "convert",
+        "-n",
+        "-f",
+        "raw",
+        "-O",
+        "raw",
+        "in.raw",
+        daemon.uri(),
+    ];
+    client(dir, "qemu-img", &convert);
+    let compare = ["compare", "-f", "raw", "-F", "raw", "in.raw", daemon.uri()];
+    client(dir, "qemu-img", &compare);
+    let commands = [
+        "write -P 7 1M 64k",
+        "write -f -P 8 2M 4k",
+        "discard 3M 1M",
+        "write -z 4M 1M",
+        "write -zu 5M 1M",
+        "aio_write -P 9 6M 512k",
+        "aio_write -P 10 7M 512k",
+        "aio_flush",
+        "flush",
+        "read -P 7 1M 64k",
+        "read -P 8 2M 4k",
+        "read -P 0 3M 3M",
+        "read -P 9 6M 512k",
+        "read -P 10 7M 512k",
+    ];
+    let mut arguments = vec!["-f", "raw"];
+    arguments.extend(commands.iter().flat_map(|command| ["-c", command]));
+    arguments.push(daemon.uri());
+    let out = client(dir, "qemu-io", &arguments);
+    assert!(!out.contains("fail"), "{out}");
+    assert_eq!(daemon.stop(), "");
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    assert!(image[1 << 20..][..64 << 10].iter().all(|&byte| byte == 7));
+    assert!(image[3 << 20..6 << 20].iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn a_flush_of_one_connection_covers_what_another_wrote() {
+    if !has("nbdsh", "python3-libnbd") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "8M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    daemon.nbdsh(
+        "import nbd
+a, b = nbd.NBD(), nbd.NBD()
+a.connect_unix('s'); b.connect_unix('s')
+a.pwrite(b'a' * 65536, 0)
+b.pwrite(b'b' * 65536, 65536)
+assert b.pread(4096, 0) == b'a' * 4096
+h.flush()",
+    );
+    // Neither written nor copied anywhere but by that FLUSH.
+    daemon.kill();
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    daemon.nbdsh("assert h.pread(131072, 0) == b'a' * 65536 + b'b' * 65536");
+    // With FUA a write needs no FLUSH.
+    daemon.nbdsh(
+        "h.pwrite(b'c' * 4096, 0, nbd.CMD_FLAG_FUA)
+h.trim(65536, 65536, nbd.CMD_FLAG_FUA)",
+    );
+    daemon.kill();
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    daemon.nbdsh(
+        "assert h.pread(8192, 0) == b'c' * 4096 + b'a' * 4096
+assert h.pread(65536, 65536) == bytes(65536)",
+    );
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn what_cannot_be_done_is_an_error_and_no_more() {
+    if !has("nbdsh", "python3-libnbd") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let daemon = Daemon::start(
+        dir,
+        "--disk path=disk.img,socket=s --disk backend=ram,size=64K,readonly=on,socket=r",
+    );
+    daemon.nbdsh(
+        "import errno
+def fails(code, call, *arguments):
+    try:
+        call(*arguments)
+    except nbd.Error as error:
+        assert error.errnum == code, (error, code)
+    else:
+        assert False, (call, arguments)
+h.set_strict_mode(0)
+fails(errno.EINVAL, h.pread, 3, 5)
+fails(errno.EINVAL, h.pwrite, b'abc', 512)
+fails(errno.EINVAL, h.pread, 4096, 1 << 20)
+fails(errno.EINVAL, h.pread, 4096, (1 << 63) - 512)
+fails(errno.ENOSPC, h.pwrite, bytes(4096), (1 << 20) - 512)
+fails(errno.ENOSPC, h.zero, 1 << 20, 512)
+fails(errno.EINVAL, h.trim, 1 << 31, 0)
+fails(errno.EINVAL, h.cache, 4096, 0)
+r = nbd.NBD()
+r.set_strict_mode(0)
+r.connect_unix('r')
+fails(errno.EPERM, r.pwrite, bytes(512), 0)
+fails(errno.EPERM, r.trim, 512, 0)
+fails(errno.EPERM, r.zero, 512, 0)
+r.flush()
+assert r.pread(65536, 0) == bytes(65536)
+h.pwrite(b'x' * 512, 512)
+h.zero(1 << 20, 0, nbd.CMD_FLAG_FAST_ZERO | nbd.CMD_FLAG_NO_HOLE)
+assert h.pread(1 << 20, 0, nbd.CMD_FLAG_DF) == bytes(1 << 20)",
+    );
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn the_longest_request_is_taken_from_any_client() {
+    if !has("nbdsh", "python3-libnbd") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "64M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    // 32 MiB, twice what the log takes as one record; the second client asks for no block size.
+    daemon.nbdsh(
+        "import os
+data = os.urandom(32 << 20)
+h.set_strict_mode(0)
+h.pwrite(data, 4096)
+assert h.pread(32 << 20, 4096) == data
+old = nbd.NBD()
+old.set_request_structured_replies(False)
+old.set_opt_mode(True)
+old.connect_unix('s')
+old.set_export_name('disk.img')
+old.opt_go()
+assert old.pread(32 << 20, 4096) == data
+old.shutdown()",
+    );
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn sixteen_fio_jobs_share_syncs() {
+    if !has("fio", "fio") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "64M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s --metrics metrics");
+    let uri = format!("--uri={}", daemon.uri());
+    let job = [
+        "--name=job",
+        "--ioengine=nbd",
+        &uri,
+        "--rw=randwrite",
+        "--bs=4k",
+        "--size=2M",
+        "--offset_increment=4M",
+        "--numjobs=16",
+        "--fsync=1",
+        "--number_ios=100",
+        "--thread",
+        "--verify=crc32c",
+        "--do_verify=1",
+        "--verify_fatal=1",
+    ];
+    client(dir, "fio", &job);
+    assert_eq!(daemon.stop(), "");
+    let metrics = fs::read_to_string(dir.join("metrics")).unwrap();
+    let flushes = metric(&metrics, "walvisor_block_flushes_total");
+    let syncs = metric(&metrics, "walvisor_log_syncs_total");
+    println!("{flushes} flushes, {syncs} syncs");
+    assert!(flushes >= 1500, "{flushes} flushes");
+    assert!(syncs * 2 < flushes, "{syncs} syncs for {flushes} flushes");
+}

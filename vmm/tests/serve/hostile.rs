@@ -1,0 +1,233 @@
+//! Clients that break the protocol, die in the middle or never read: each harms itself alone.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
+use super::{Daemon, create, noise};
+
+const PAYLOAD: u16 = 1 << 5;
+const ERROR: u16 = (1 << 15) + 1;
+
+fn served(dir: &Path) -> Daemon {
+    create(dir, "disk.img", "64M");
+    Daemon::start(dir, "--disk path=disk.img,socket=s")
+}
+
+fn error(data: &[u8]) -> u32 {
+    u32::from_be_bytes(data[..4].try_into().unwrap())
+}
+
+#[test]
+fn extended_headers_carry_long_ranges() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = served(dir.path());
+    let mut client = RawClient::extended(&dir.path().join("s"));
+    client.request(PAYLOAD, WRITE, 1, 4096, 8192);
+    client.send(&[5; 8192]);
+    client.request(0, FLUSH, 2, 0, 0);
+    let mut cookies = [client.reply(), client.reply()].map(|reply| {
+        assert_eq!((reply.kind, reply.data.len()), (0, 0));
+        reply.cookie
+    });
+    cookies.sort();
+    assert_eq!(cookies, [1, 2]);
+    client.request(0, READ, 3, 0, 16384);
+    let reply = client.reply();
+    assert_eq!((reply.kind, reply.cookie, reply.offset), (1, 3, 0));
+    assert_eq!(reply.data[..8], [0; 8]);
+    let data = &reply.data[8..];
+    let expected = [[0; 4096], [5; 4096], [5; 4096], [0; 4096]].concat();
+    assert!(data == expected);
+    client.request(0, BLOCK_STATUS, 4, 0, 64 << 20);
+    let reply = client.reply();
+    assert_eq!((reply.kind, reply.cookie), (6, 4));
+    let longs: Vec<u64> = reply.data[8..]
+        .chunks(8)
+        .map(|long| u64::from_be_bytes(long.try_into().unwrap()))
+        .collect();
+    assert_eq!(longs, [4096, 3, 8192, 0, (64 << 20) - 12288, 3]);
+    // Longer than the disk, and longer than anything.
+    for (cookie, length) in [(5, 1 << 40), (6, u64::MAX)] {
+        client.request(0, WRITE_ZEROES, cookie, 512, length);
+        let reply = client.reply();
+        assert_eq!((reply.kind, reply.cookie), (ERROR, cookie));
+        assert_eq!(error(&reply.data), 28);
+    }
+    // A payload where none belongs is read over.
+    client.request(PAYLOAD, READ, 7, 0, 4096);
+    client.send(&[0xff; 4096]);
+    let reply = client.reply();
+    assert_eq!(
+        (reply.kind, reply.cookie, error(&reply.data)),
+        (ERROR, 7, 22)
+    );
+    // So is one that is too long.
+    client.request(PAYLOAD, WRITE, 8, 0, (32 << 20) + 512);
+    client.send(&vec![0xff; (32 << 20) + 512]);
+    let reply = client.reply();
+    assert_eq!(
+        (reply.kind, reply.cookie, error(&reply.data)),
+        (ERROR, 8, 22)
+    );
+    client.request(0, READ, 9, 0, (32 << 20) + 512);
+    assert_eq!(error(&client.reply().data), 22);
+    client.request(0, READ, 10, 0, 512);
+    assert_eq!(client.reply().data[8..], [0; 512]);
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn garbage_ends_a_connection_and_touches_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let daemon = served(dir.path());
+    let mut good = RawClient::extended(&path);
+    good.request(PAYLOAD, WRITE, 0, 0, 512);
+    good.send(&[1; 512]);
+    assert_eq!(good.reply().kind, 0);
+
+    let unknown_flags = || {
+        let mut client = RawClient {
+            socket: std::os::unix::net::UnixStream::connect(&path).unwrap(),
+        };
+        client.take(18);
+        client.send(&[0xff; 4]);
+        client
+    };
+    let garbage_option = || {
+        let mut client = RawClient::greet(&path);
+        client.send(&noise(64));
+        client
+    };
+    let endless_option = || {
+        let mut client = RawClient::greet(&path);
+        client.send(b"IHAVEOPT\x00\x00\x00\x07\xff\xff\xff\xff");
+        client
+    };
+    let no_such_export = || {
+        let mut client = RawClient::greet(&path);
+        client.option(1, b"nobody");
+        client
+    };
+    let garbage_request = || {
+        let mut client = RawClient::extended(&path);
+        client.send(&noise(4096));
+        client
+    };
+    let makers: [&dyn Fn() -> RawClient; 5] = [
+        &unknown_flags,
+        &garbage_option,
+        &endless_option,
+        &no_such_export,
+        &garbage_request,
+    ];
+    for maker in makers {
+        let mut client = maker();
+        assert!(client.is_closed());
+        good.request(0, READ, 1, 0, 512);
+        assert_eq!(good.reply().data[8..], [1; 512]);
+    }
+    let errors = daemon.stop();
+    assert_eq!(errors.lines().count(), makers.len(), "{errors}");
+}
+
+#[test]
+fn malformed_options_are_answered_and_the_talk_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = served(dir.path());
+    let mut client = RawClient::greet(&dir.path().join("s"));
+    const INVALID: u32 = (1 << 31) + 3;
+    const UNSUPPORTED: u32 = (1 << 31) + 1;
+    let name_too_long: &[u8] = &[0xff, 0xff, 0xff, 0xff, 0, 0];
+    for (option, data, expected) in [
+        (7, &[][..], INVALID),
+        (7, name_too_long, INVALID),
+        (6, &[0, 0, 0, 0, 0xff, 0xff, 0, 0], INVALID),
+        (3, b"x", INVALID),
+        (8, b"x", INVALID),
+        // Before structured replies.
+        (10, &[0; 8], INVALID),
+        (5, &[], UNSUPPORTED),
+        (0xffff_ffff, b"anything", UNSUPPORTED),
+        (8, &[], 1),
+        (10, &[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff], INVALID),
+        (10, &[0; 9], INVALID),
+        (6, &[0, 0, 0, 1, b'x', 0, 0], (1 << 31) + 6),
+    ] {
+        client.option(option, data);
+        let (replied, kind, _) = client.option_reply();
+        assert_eq!((replied, kind), (option, expected), "{option} {data:?}");
+    }
+    client.option(2, &[]);
+    assert_eq!(client.option_reply().1, 1);
+    assert!(client.is_closed());
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn a_client_that_dies_in_the_middle_of_a_write_writes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let daemon = served(dir.path());
+    for sent in [0, 1, 4096, 65535] {
+        let mut client = RawClient::extended(&path);
+        // Whole ones before it count.
+        client.request(PAYLOAD, WRITE, 0, 1 << 20, 512);
+        client.send(&[2; 512]);
+        client.request(PAYLOAD, WRITE, 1, 0, 65536);
+        client.send(&vec![0xee; sent]);
+    }
+    // Half a header, too.
+    let mut client = RawClient::extended(&path);
+    client.send(&[0x21, 0xe4, 0x1c]);
+    drop(client);
+    let mut client = RawClient::extended(&path);
+    client.request(0, READ, 0, 0, 65536);
+    assert!(client.reply().data.iter().all(|&byte| byte == 0));
+    assert_eq!(daemon.stop(), "");
+    let image = fs::read(dir.path().join("disk.img")).unwrap();
+    assert!(image[..1 << 20].iter().all(|&byte| byte == 0));
+    assert!(image[1 << 20..][..512].iter().all(|&byte| byte == 2));
+}
+
+#[test]
+fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let daemon = served(dir.path());
+    let resident = || {
+        let statm = fs::read_to_string(format!("/proc/{}/statm", daemon.child.id())).unwrap();
+        let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
+        (pages * 4096) >> 20
+    };
+    let mut greedy = RawClient::extended(&path);
+    greedy.socket.set_nonblocking(true).unwrap();
+    // 4 GiB of answers, for as many requests as the server takes.
+    let mut request = Vec::from(0x21e4_1c71_u32.to_be_bytes());
+    request.extend([0; 4]);
+    request.extend([0; 16]);
+    request.extend((1_u64 << 20).to_be_bytes());
+    let all = request.repeat(4096);
+    let mut sent = 0;
+    let started = Instant::now();
+    let mut peak = 0;
+    while started.elapsed() < Duration::from_millis(1500) {
+        if let Ok(more) = std::io::Write::write(&mut greedy.socket, &all[sent..]) {
+            // Whole requests only matter as long as the server reads them.
+            sent += more;
+        }
+        peak = peak.max(resident());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    println!("at most {peak} MiB resident, {sent} bytes of requests taken");
+    assert!(peak < 160, "{peak} MiB");
+    // The others are served meanwhile, and it does not hold up the end for long.
+    let mut good = RawClient::extended(&path);
+    good.request(0, READ, 0, 0, 512);
+    assert_eq!(good.reply().kind, 1);
+    let stopping = Instant::now();
+    assert_eq!(daemon.stop(), "");
+    assert!(stopping.elapsed() < Duration::from_secs(15));
+}

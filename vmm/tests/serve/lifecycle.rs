@@ -1,0 +1,142 @@
+//! How a daemon starts and ends, and what it says about bad input.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use rustix::process::Signal;
+
+use super::raw_client::{READ, RawClient, WRITE};
+use super::{Daemon, create, text, walvisor};
+
+/// Asserts exit `status` and one line on stderr with each of `parts`.
+#[track_caller]
+fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
+    let output = walvisor(dir, arguments);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
+    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+    for part in parts {
+        assert!(
+            error.contains(part),
+            "{arguments}: {part:?} is missing: {error}"
+        );
+    }
+    assert_eq!(text(&output.stdout), "");
+}
+
+#[test]
+fn sockets_are_private_and_gone_at_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let mode = || fs::metadata(dir.join("s")).unwrap().permissions().mode() & 0o777;
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+        assert_eq!(mode(), 0o600);
+        // Clients that have not chosen, and that are idle, keep nobody from ending.
+        let _choosing = RawClient::greet(&dir.join("s"));
+        let mut idle = RawClient::extended(&dir.join("s"));
+        daemon.signal(signal);
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(0));
+        assert!(idle.is_closed());
+        assert!(!dir.join("s").exists());
+        assert_eq!(daemon.errors(), "");
+    }
+    let daemon = Daemon::start(dir, "--mode 660 --disk path=disk.img,socket=s");
+    assert_eq!(mode(), 0o660);
+    daemon.kill();
+    // What the kill has left is replaced.
+    assert!(dir.join("s").exists());
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    assert_eq!(mode(), 0o600);
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn what_was_answered_before_the_end_is_in_the_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "8M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    for cookie in 0..64 {
+        client.request(1 << 5, WRITE, cookie, cookie * 65536, 65536);
+        client.send(&vec![cookie as u8 + 1; 65536]);
+    }
+    for _ in 0..64 {
+        assert_eq!(client.reply().kind, 0);
+    }
+    // No FLUSH, and a reply that nobody has read.
+    client.request(0, READ, 64, 0, 4 << 20);
+    assert_eq!(daemon.stop(), "");
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    for (at, piece) in image.chunks(65536).take(64).enumerate() {
+        assert!(piece.iter().all(|&byte| byte == at as u8 + 1), "piece {at}");
+    }
+}
+
+#[test]
+fn bad_input_is_told_in_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    create(dir, "other.img", "1M");
+    fs::write(dir.join("file"), "data").unwrap();
+    for (arguments, parts) in [
+        ("", &["--disk"][..]),
+        (
+            "--disk path=disk.img",
+            &["disk.img", "socket=PATH or port=N"],
+        ),
+        (
+            "--disk path=disk.img,socket=s,port=1",
+            &["socket= and port="],
+        ),
+        (
+            "--disk path=disk.img,port=1,address=here",
+            &["an IP address"],
+        ),
+        (
+            "--disk path=disk.img,socket=s,transport=pci",
+            &["for virtio"],
+        ),
+        ("--disk path=disk.img,socket=s --mode 9", &["octal"]),
+        (
+            "--disk path=disk.img,socket=s --disk backend=ram,size=1M,serial=disk.img,socket=s",
+            &["serial="],
+        ),
+    ] {
+        refused(dir, &format!("serve nbd {arguments}"), 2, parts);
+    }
+    refused(dir, "serve", 2, &["command"]);
+    refused(
+        dir,
+        "run --kernel k --disk path=disk.img,socket=s",
+        2,
+        &["socket=", "walvisor serve"],
+    );
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let taken = format!("--disk path=disk.img,port={port}");
+    let _daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    for (arguments, parts) in [
+        (taken.as_str(), &["port 127.0.0.1:"][..]),
+        (
+            "--disk path=other.img,socket=s",
+            &["'", "s'", "a server listens there"],
+        ),
+        ("--disk path=other.img,socket=file", &["file", "no socket"]),
+        ("--disk path=other.img,socket=none/s", &["none/s"]),
+        (
+            "--disk path=disk.img,socket=t",
+            &["disk.img", "open elsewhere"],
+        ),
+        ("--disk path=nothing.img,socket=t", &["nothing.img"]),
+    ] {
+        refused(dir, &format!("serve nbd {arguments}"), 1, parts);
+        assert!(!dir.join("t").exists(), "{arguments}");
+    }
+    assert_eq!(fs::read(dir.join("file")).unwrap(), b"data");
+}

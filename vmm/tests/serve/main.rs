@@ -1,0 +1,214 @@
+//! `walvisor serve`, as its clients see it: programs that others wrote, and clients that break every rule.
+
+mod clients;
+mod crash;
+mod hostile;
+mod lifecycle;
+mod raw_client;
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
+const MIB: u64 = 1 << 20;
+
+/// Whether `program` is there, after an attempt to install its Debian package. Prints why the test is skipped if not.
+fn has(program: &str, package: &str) -> bool {
+    // One apt at a time.
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _guard = INSTALLING.lock().unwrap_or_else(|error| error.into_inner());
+    let found = || {
+        let paths = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&paths).any(|path| path.join(program).is_file())
+    };
+    if found() {
+        return true;
+    }
+    let install = format!(
+        "apt-get -q install -y --no-install-recommends {package} || \
+         {{ apt-get -q update && apt-get -q install -y --no-install-recommends {package}; }}"
+    );
+    println!("installing {package} with apt-get");
+    let output = Command::new("sh")
+        .args(["-c", &install])
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .stdin(Stdio::null())
+        .output();
+    if found() {
+        return true;
+    }
+    let why = output.map_or_else(
+        |error| error.to_string(),
+        |output| {
+            String::from_utf8_lossy(&output.stderr)
+                .trim()
+                .replace('\n', "; ")
+        },
+    );
+    println!("skipped: no {program}, and {package} cannot be installed: {why}");
+    false
+}
+
+/// A program of somebody else, to be run in `dir` and ended after 30 seconds.
+fn foreign(dir: &Path, program: &str) -> Command {
+    // The distribution's Python before any other: only that one has the distribution's libnbd.
+    let paths = std::env::var("PATH").unwrap_or_default();
+    let mut command = Command::new("timeout");
+    command.args(["30", program]).current_dir(dir);
+    command
+        .env("PATH", format!("/usr/bin:{paths}"))
+        .stdin(Stdio::null());
+    command
+}
+
+/// Runs a program of somebody else, ended after 30 seconds, and asserts that it succeeds; its stdout.
+#[track_caller]
+fn client(dir: &Path, program: &str, arguments: &[&str]) -> String {
+    let output = run_client(dir, program, arguments);
+    let (out, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?}: {}\n{out}{errors}",
+        output.status
+    );
+    out
+}
+
+fn run_client(dir: &Path, program: &str, arguments: &[&str]) -> Output {
+    let output = foreign(dir, program).args(arguments).output();
+    output.expect("timeout(1) starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs `walvisor` to its end.
+fn walvisor(dir: &Path, arguments: &str) -> Output {
+    let arguments: Vec<_> = arguments.split_whitespace().collect();
+    run_client(dir, WALVISOR, &arguments)
+}
+
+/// Makes a disk.
+#[track_caller]
+fn create(dir: &Path, name: &str, size: &str) {
+    let output = walvisor(dir, &format!("disk create {name} --size {size}"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+/// A daemon at work. Dropping it kills it.
+struct Daemon {
+    child: Child,
+    dir: PathBuf,
+    /// Where each disk is, in the order of the command line.
+    uris: Vec<String>,
+}
+
+impl Daemon {
+    /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all disks are served.
+    #[track_caller]
+    fn start(dir: &Path, arguments: &str) -> Self {
+        let mut child = Command::new(WALVISOR)
+            .args(["serve", "nbd"])
+            .args(arguments.split_whitespace())
+            .current_dir(dir)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("walvisor starts");
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let count = arguments.matches("path=").count() + arguments.matches("backend=ram").count();
+        let uris: Vec<_> = stdout
+            .lines()
+            .take(count)
+            .map(|line| line.unwrap().rsplit(' ').next().unwrap().to_owned())
+            .collect();
+        let mut daemon = Self {
+            child,
+            dir: dir.to_owned(),
+            uris,
+        };
+        if daemon.uris.len() < count {
+            let _ = daemon.child.wait();
+            panic!("{arguments}: {}", daemon.errors());
+        }
+        daemon
+    }
+
+    fn uri(&self) -> &str {
+        &self.uris[0]
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// What it has said on stderr, when it has ended.
+    fn errors(&mut self) -> String {
+        let mut errors = String::new();
+        let stderr = self.child.stderr.take();
+        stderr.map(|mut stderr| stderr.read_to_string(&mut errors));
+        errors
+    }
+
+    /// Stops it as a service manager does, and asserts that it ends well; its stderr.
+    #[track_caller]
+    fn stop(mut self) -> String {
+        self.signal(Signal::TERM);
+        let status = self.child.wait().unwrap();
+        let errors = self.errors();
+        assert_eq!(status.code(), Some(0), "{errors}");
+        errors
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Runs Python with libnbd, with `h` connected to the first disk.
+    #[track_caller]
+    fn nbdsh(&self, script: &str) -> String {
+        client(&self.dir, "nbdsh", &["-u", self.uri(), "-c", script])
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The value of a metric in `text`, of its first disk.
+#[track_caller]
+fn metric(text: &str, name: &str) -> u64 {
+    let line = text
+        .lines()
+        .find(|line| line.starts_with(&format!("{name}{{")));
+    let value = line.and_then(|line| line.rsplit(' ').next());
+    value
+        .unwrap_or_else(|| panic!("{name} is missing:\n{text}"))
+        .parse()
+        .unwrap()
+}
+
+/// Bytes that no compression or hole could explain.
+fn noise(len: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..len.div_ceil(8))
+        .flat_map(|_| next())
+        .take(len)
+        .collect()
+}
