@@ -102,8 +102,9 @@ impl Log {
 
     /// Whether a group starts now, for those who wait.
     fn gather(&self, state: &mut State) -> Verdict {
-        // Without group commit nobody is waited for, and a checkpoint waits for nobody.
-        if self.most_served == 1 || state.keeper.draining.is_some() {
+        // Without group commit nobody is waited for, a checkpoint waits for nobody, and a group that has no room waits
+        // for that.
+        if self.most_served == 1 || state.keeper.draining.is_some() || state.starved {
             state.gather.interrupt();
             return Verdict::Start;
         }

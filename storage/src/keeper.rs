@@ -196,8 +196,12 @@ impl Keeper {
         self.retire();
         let provided = self.provide();
         // Taken before it starts: a request that comes while it runs asks for another one.
-        let due = std::mem::take(&mut self.log.lock().keeper.checkpoint);
-        if due || forced {
+        let mut state = self.log.lock();
+        let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
+        // While it is being tried nobody knows whether the ring is stuck: who needs room waits for the answer.
+        state.keeper.failed &= !due;
+        drop(state);
+        if due {
             let done = self.checkpoint(false);
             let mut state = self.log.lock();
             state.keeper.failed = done.is_err();
