@@ -16,6 +16,7 @@ use crate::backend::SECTOR_SIZE;
 
 /// How long a client may take to choose its export.
 const LIMIT: Duration = Duration::from_secs(60);
+const TOO_LONG: &str = "it took too long to choose an export";
 /// Longest option in bytes: strings have at most 4096 bytes, and no option needs more than a few.
 const MAX_OPTION: usize = 32 << 10;
 /// Bytes of the best block: a page, as file systems use it.
@@ -55,13 +56,16 @@ struct Channel<'a> {
 impl Channel<'_> {
     fn wait(&self, events: PollFlags) -> Result<(), Ended> {
         let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Ended::Broken(TOO_LONG));
+        }
         let timeout = Timespec::try_from(left).ok();
         let mut fds = [
             PollFd::new(self.socket, events),
             PollFd::from_borrowed_fd(self.stop, PollFlags::IN),
         ];
         match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) => Err(Ended::Broken("it took too long to choose an export")),
+            Ok(0) => Err(Ended::Broken(TOO_LONG)),
             Ok(_) if !fds[1].revents().is_empty() => Err(Ended::Gone),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
@@ -130,6 +134,8 @@ pub(super) fn negotiate<'a>(
         allocation: None,
     };
     loop {
+        // Also for a client that never stops to send options.
+        channel.wait(PollFlags::IN)?;
         let header: [u8; 16] = channel.array()?;
         let mut fields = Fields(&header);
         let (magic, option, len) = (fields.u64(), fields.u32(), fields.u32());

@@ -1,7 +1,9 @@
 //! Clients that break the protocol, die in the middle or never read: each harms itself alone.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
@@ -214,12 +216,12 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     let started = Instant::now();
     let mut peak = 0;
     while started.elapsed() < Duration::from_millis(1500) {
-        if let Ok(more) = std::io::Write::write(&mut greedy.socket, &all[sent..]) {
+        if let Ok(more) = greedy.socket.write(&all[sent..]) {
             // Whole requests only matter as long as the server reads them.
             sent += more;
         }
         peak = peak.max(resident());
-        std::thread::sleep(Duration::from_millis(10));
+        thread::sleep(Duration::from_millis(10));
     }
     println!("at most {peak} MiB resident, {sent} bytes of requests taken");
     assert!(peak < 160, "{peak} MiB");
@@ -230,4 +232,25 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     let stopping = Instant::now();
     assert_eq!(daemon.stop(), "");
     assert!(stopping.elapsed() < Duration::from_secs(15));
+}
+
+#[test]
+fn a_client_that_never_stops_asking_does_not_hold_up_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = served(dir.path());
+    let client = RawClient::greet(&dir.path().join("s"));
+    let (mut asking, mut reading) = (client.socket.try_clone().unwrap(), client.socket);
+    // Ends when the server closes the connection.
+    let list = b"IHAVEOPT\x00\x00\x00\x03\x00\x00\x00\x00".repeat(256);
+    let asker = thread::spawn(move || while asking.write_all(&list).is_ok() {});
+    let reader = thread::spawn(move || {
+        let mut bytes = [0; 1 << 16];
+        while matches!(reading.read(&mut bytes), Ok(1..)) {}
+    });
+    thread::sleep(Duration::from_millis(100));
+    let stopping = Instant::now();
+    assert_eq!(daemon.stop(), "");
+    assert!(stopping.elapsed() < Duration::from_secs(15));
+    asker.join().unwrap();
+    reader.join().unwrap();
 }

@@ -1,0 +1,139 @@
+//! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever comes,
+//! nothing panics, and the next client finds the disk as it was or as it was told.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::nbd::{Export, Listener, Server, Service};
+
+const SESSIONS: u64 = 600;
+const SECTORS: u64 = 256;
+
+/// xorshift64*: repeatable.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % bound
+    }
+}
+
+fn option(bytes: &mut Vec<u8>, option: u32, data: &[u8]) {
+    bytes.extend(b"IHAVEOPT");
+    bytes.extend(option.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+}
+
+/// A whole session in order, with requests of every kind.
+fn session(random: &mut Random) -> Vec<u8> {
+    let mut bytes = Vec::from(3_u32.to_be_bytes());
+    let extended = match random.below(3) {
+        0 => None,
+        1 => Some(false),
+        _ => Some(true),
+    };
+    match extended {
+        None => {}
+        Some(false) => option(&mut bytes, 8, &[]),
+        Some(true) => option(&mut bytes, 11, &[]),
+    }
+    option(&mut bytes, 3, &[]);
+    let mut query = vec![0; 4];
+    query.extend(1_u32.to_be_bytes());
+    query.extend(15_u32.to_be_bytes());
+    query.extend(b"base:allocation");
+    option(&mut bytes, 10, &query);
+    option(
+        &mut bytes,
+        6,
+        &[0, 0, 0, 4, b'd', b'i', b's', b'k', 0, 1, 0, 3],
+    );
+    option(&mut bytes, 7, &[0; 6]);
+    for cookie in 0..1 + random.below(20) {
+        let command = [0, 1, 3, 4, 6, 7][random.below(6) as usize];
+        let length = 512 * random.below(9);
+        let offset = 512 * random.below(SECTORS);
+        let payload = u16::from(extended == Some(true) && command == 1) << 5;
+        let magic: u32 = match extended {
+            Some(true) => 0x21e4_1c71,
+            _ => 0x2560_9513,
+        };
+        bytes.extend(magic.to_be_bytes());
+        bytes.extend((payload | random.below(2) as u16).to_be_bytes());
+        bytes.extend((command as u16).to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        match extended {
+            Some(true) => bytes.extend(length.to_be_bytes()),
+            _ => bytes.extend((length as u32).to_be_bytes()),
+        }
+        if command == 1 {
+            bytes.resize(bytes.len() + length as usize, 0x5a);
+        }
+    }
+    bytes
+}
+
+#[test]
+fn no_message_harms_the_server() {
+    static PANICS: AtomicU32 = AtomicU32::new(0);
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        PANICS.fetch_add(1, Ordering::SeqCst);
+        before(info);
+    }));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let backend = Arc::new(RamDisk::new(SECTORS));
+    let export = Export::new("disk", "in memory", backend);
+    let metrics = export.metrics();
+    let server = Server::start(vec![Service {
+        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
+        exports: vec![export],
+    }])
+    .unwrap();
+    let mut random = Random(0x5eed);
+    for _ in 0..SESSIONS {
+        let mut bytes = session(&mut random);
+        for _ in 0..random.below(4) {
+            let at = random.below(bytes.len() as u64) as usize;
+            bytes[at] = random.below(256) as u8;
+        }
+        if random.below(2) == 0 {
+            bytes.truncate(random.below(bytes.len() as u64) as usize);
+        }
+        let mut client = UnixStream::connect(&path).unwrap();
+        let timeout = Some(Duration::from_secs(10));
+        client.set_read_timeout(timeout).unwrap();
+        // The server may have hung up already.
+        let _ = client.write_all(&bytes);
+        let _ = client.shutdown(std::net::Shutdown::Write);
+        let mut answer = Vec::new();
+        match client.read_to_end(&mut answer) {
+            Ok(_) => assert!(answer.starts_with(b"NBDMAGICIHAVEOPT")),
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+        }
+    }
+    server.stop();
+    assert_eq!(PANICS.load(Ordering::SeqCst), 0);
+    let counts = metrics.counts();
+    println!("{counts:?}");
+    // Most sessions got as far as requests, of every kind, and some of those were wrong.
+    assert!(
+        counts.reads > 100 && counts.writes > 100 && counts.flushes > 100,
+        "{counts:?}"
+    );
+    assert!(
+        counts.discards > 100 && counts.write_zeroes > 100,
+        "{counts:?}"
+    );
+    assert!(counts.errors > 10 && counts.bytes_written > 0, "{counts:?}");
+}
