@@ -188,7 +188,8 @@ impl Log {
             state.keeper.failed |= state.is_draining() && left == 0;
             state.keeper.checkpoint |= !allowed;
             let stuck = state.is_stuck();
-            state.starved = true;
+            // Not while a segment file is to come: that makes room without a checkpoint.
+            state.starved = to_come == 0;
             if state.is_stuck() && !stuck {
                 // For the writes that they hold back.
                 live_ports(state).iter().for_each(|port| port.wake());

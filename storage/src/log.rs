@@ -140,7 +140,7 @@ pub(crate) struct State {
     pub free: Vec<Arc<Segment>>,
     /// Segments that hold batches written since the last sync, those being written left out.
     pub unsynced: Vec<Arc<Segment>>,
-    /// The pending records fit no segment: the keeper must free or make one.
+    /// The pending records fit no segment, and none is to come: a checkpoint has to free one.
     pub starved: bool,
     pub ports: Vec<Weak<Mailbox>>,
     /// For the keeper.

@@ -113,6 +113,32 @@ fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
     assert_eq!(fixture.bases(), all);
 }
 
+/// A checkpoint that has failed does not refuse those who only wait for the next segment file.
+#[test]
+fn while_the_ring_grows_a_failed_checkpoint_refuses_nobody() {
+    let (fixture, mut running) = open();
+    let mut port = running.disks[0].open_port().unwrap();
+    shortage(&fixture, true, false);
+    end(&mut running, &mut port, write(1)).unwrap();
+    end(&mut running, &mut port, Operation::Flush).unwrap();
+    assert!(running.keeper.step(true).is_err());
+    for number in 2..=WRITES_OF_A_SEGMENT * (SEGMENTS - 1) {
+        end(&mut running, &mut port, write(number)).unwrap();
+        port.submit(1, Operation::Flush);
+        // The keeper is late, and another attempt of it fails.
+        let mut done: Vec<Completion> = Vec::new();
+        for turn in 0..400 {
+            port.kick();
+            port.completions(&mut done);
+            if turn == 200 && done.is_empty() {
+                let _ = running.keeper.step(false);
+            }
+        }
+        let ended = done.pop().map(|done| done.result.map(drop));
+        assert_eq!(ended, Some(Ok(())), "{number}");
+    }
+}
+
 /// Closed while the base image has no space: that fails, but what was acknowledged is in the log.
 #[test]
 fn closing_without_space_leaves_everything_in_the_log() {

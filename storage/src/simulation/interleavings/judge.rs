@@ -138,7 +138,7 @@ impl Judge {
     }
 
     /// A request has ended. Returns whether power is lost now.
-    pub(super) fn end(&mut self, completion: Completion, good: bool) -> bool {
+    pub(super) fn end(&mut self, completion: Completion, good: bool, log_failed: bool) -> bool {
         self.now += 1;
         let Completion { token, result } = completion;
         let Some((submitted, open)) = self.open.remove(&token) else {
@@ -160,7 +160,9 @@ impl Judge {
             }
             (_, Err(_)) => {
                 self.failures += 1;
-                self.first_failure.get_or_insert(self.now);
+                if log_failed {
+                    self.first_failure.get_or_insert(self.now);
+                }
             }
             (open, Ok(_)) => {
                 if self.first_failure.is_some_and(|failed| failed < submitted) {

@@ -8,7 +8,8 @@
 //! - every request of a port that stays ends, and once;
 //! - what a successful FLUSH covers survives a power cut at the very moment it is answered;
 //! - what survives is a prefix: nothing that was submitted after the end of something lost;
-//! - a request fails only if the medium did or the store was closed, and from then on every FLUSH and WRITE fails;
+//! - a request fails only if the medium did or the store was closed; once that is what the log itself failed of, every
+//!   FLUSH and WRITE that comes fails (where only room can't be made, what needs none succeeds);
 //! - closing in good order, ports still at work or not, leaves everything in the base images.
 
 mod judge;
@@ -23,7 +24,9 @@ use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
 use super::oracle::Broken;
+use crate::log::Log;
 use crate::mutant::{Mutant, PLANTED};
+use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, thread};
 use crate::{CommitWait, Port, Store};
 
@@ -60,7 +63,13 @@ fn told<T>(judge: &Shared, tell: impl FnOnce(&mut Judge) -> T) -> T {
 }
 
 /// Takes what has ended; returns whether there is nothing more to wait for.
-fn serve(port: &mut Port, judge: &Shared, fixture: &Fixture, mine: &mut Vec<u64>) -> bool {
+fn serve(
+    port: &mut Port,
+    judge: &Shared,
+    fixture: &Fixture,
+    log: &Log,
+    mine: &mut Vec<u64>,
+) -> bool {
     port.kick();
     let mut done = Vec::new();
     port.completions(&mut done);
@@ -70,18 +79,19 @@ fn serve(port: &mut Port, judge: &Shared, fixture: &Fixture, mine: &mut Vec<u64>
             !world.crashed && !world.failed
         };
         mine.retain(|&token| token != completion.token);
-        if told(judge, |judge| judge.end(completion, good)) {
+        let failed = log.poisoned.load(Ordering::Relaxed);
+        if told(judge, |judge| judge.end(completion, good, failed)) {
             fixture.medium.lock().cut_power();
         }
     }
     mine.is_empty() || fixture.medium.lock().crashed
 }
 
-fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture) {
+fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &Log) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
-        while !serve(port, judge, fixture, mine) {
+        while !serve(port, judge, fixture, log, mine) {
             port.sleep_for_test();
         }
     };
@@ -93,7 +103,7 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture) {
             }
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
-                serve(&mut port, judge, fixture, &mut mine);
+                serve(&mut port, judge, fixture, log, &mut mine);
             }
         }
     }
@@ -129,8 +139,8 @@ fn run(seed: u64) -> Result<Totals, Broken> {
             let port = store.disks()[plan.clients[which].disk]
                 .open_port()
                 .expect("a port");
-            let (judge, fixture) = (judge.clone(), fixture.clone());
-            thread::spawn(move || work(port, which, &judge, &fixture))
+            let (judge, fixture, log) = (judge.clone(), fixture.clone(), log.clone());
+            thread::spawn(move || work(port, which, &judge, &fixture, &log))
         })
         .collect();
     let join = |clients: Vec<thread::JoinHandle<()>>| {
