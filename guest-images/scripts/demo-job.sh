@@ -10,7 +10,7 @@ guest_initrd together.cpio "$JOB/guest-together.sh" fio
 set +e
 # demo_guest NAME: runs the guest of NAME.cpio to its end.
 demo_guest() {
-    run_guest $1 480 --kernel "$IMAGES/vmlinux" --initrd $1.cpio --cpus 2 --memory 1G \
+    run_guest $1 480 --kernel "$IMAGES/vmlinux" --initrd $1.cpio --cpus 1 --memory 1G \
         --cmdline 'console=ttyS0 quiet panic=-1 reboot=t' --metrics "$RESULTS/$1.prom" \
         --disk path=mmio.img,log=log,transport=mmio,queues=2,serial=mmio \
         --disk path=pci.img,log=log,transport=pci,queues=2,serial=pci || exit
