@@ -1,5 +1,6 @@
 //! `walvisor serve`, as its clients see it: programs that others wrote, and clients that break every rule.
 
+mod activation;
 mod clients;
 mod crash;
 mod hostile;
@@ -112,7 +113,7 @@ impl Daemon {
     /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all disks are served.
     #[track_caller]
     fn start(dir: &Path, arguments: &str) -> Self {
-        let mut child = Command::new(WALVISOR)
+        let child = Command::new(WALVISOR)
             .args(["serve", "nbd"])
             .args(arguments.split_whitespace())
             .current_dir(dir)
@@ -121,8 +122,14 @@ impl Daemon {
             .stderr(Stdio::piped())
             .spawn()
             .expect("walvisor starts");
-        let stdout = BufReader::new(child.stdout.take().unwrap());
         let count = arguments.matches("path=").count() + arguments.matches("backend=ram").count();
+        Self::attach(dir, child, count)
+    }
+
+    /// Waits until a daemon that was started in `dir` serves `count` disks.
+    #[track_caller]
+    fn attach(dir: &Path, mut child: Child, count: usize) -> Self {
+        let stdout = BufReader::new(child.stdout.take().unwrap());
         let uris: Vec<_> = stdout
             .lines()
             .take(count)
@@ -135,7 +142,7 @@ impl Daemon {
         };
         if daemon.uris.len() < count {
             let _ = daemon.child.wait();
-            panic!("{arguments}: {}", daemon.errors());
+            panic!("no daemon: {}", daemon.errors());
         }
         daemon
     }

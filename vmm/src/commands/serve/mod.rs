@@ -1,5 +1,6 @@
 //! `walvisor serve`: disks for programs other than this monitor's guests.
 
+mod activation;
 mod nbd;
 mod socket;
 

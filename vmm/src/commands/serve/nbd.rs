@@ -1,7 +1,7 @@
 //! `walvisor serve nbd`: disks as NBD exports.
 
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service};
 
 use super::DaemonArguments;
-use super::socket::{self, SocketFile};
+use super::socket::{SocketFile, Sockets};
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
 use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
@@ -47,6 +47,7 @@ enum Uri {
 /// Serves until a signal asks to stop.
 pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
     let specs = &arguments.disks;
+    let mut sockets = Sockets::take(arguments.mode)?;
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments
@@ -59,8 +60,9 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
     // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
     let bound = groups
         .iter()
-        .map(|group| bind(&group.place, arguments.mode))
+        .map(|group| bind(&group.place, &mut sockets))
         .collect::<Result<Vec<_>, _>>()?;
+    sockets.finish()?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = serve(specs, &open, &groups, bound, &mut signals);
     let told = match (&served, metrics) {
@@ -182,23 +184,21 @@ fn export_name(spec: &DiskSpec) -> String {
     }
 }
 
-fn bind(place: &Place, mode: u32) -> Result<Bound, CommandError> {
+fn bind(place: &Place, sockets: &mut Sockets) -> Result<Bound, CommandError> {
     match place {
         Place::Unix(path) => {
-            let (listener, file) = socket::bind(path, mode)?;
+            let (listener, file) = sockets.unix(path)?;
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
             Ok(Bound {
                 listener: Listener::Unix(listener),
-                _file: Some(file),
+                _file: file,
                 uri: Uri::Unix(absolute),
             })
         }
         Place::Tcp(address) => {
-            let bound = TcpListener::bind(address)
-                .and_then(|listener| Ok((listener.local_addr()?, listener)));
-            let (address, listener) = bound.map_err(|error| {
-                CommandError::Failed(format!("port {address}: {error}: name another"))
-            })?;
+            let listener = sockets.tcp(*address)?;
+            // The port may have been left to the system.
+            let address = listener.local_addr().map_err(CommandError::failed)?;
             Ok(Bound {
                 listener: Listener::Tcp(listener),
                 _file: None,

@@ -1,14 +1,17 @@
-//! Unix sockets of servers: their permissions, and those that a killed server has left.
+//! Sockets of servers: handed over by a service manager, or bound here; the permissions of Unix sockets, and those that a
+//! killed server has left.
 
 use std::fs;
 use std::io;
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
 
-use super::super::CommandError;
+use super::activation::Inherited;
+use crate::commands::CommandError;
 
 /// The name of a socket in the file system; dropping it removes the name.
 #[derive(Debug)]
@@ -20,6 +23,59 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         // Gone already is as good.
         let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Gives listening sockets: a service manager's where it has one, else new ones.
+#[derive(Debug)]
+pub struct Sockets {
+    inherited: Inherited,
+    mode: u32,
+}
+
+impl Sockets {
+    /// `mode`: the permissions of new Unix sockets. To be called once, before the process opens anything.
+    ///
+    /// # Errors
+    /// If what a service manager has handed over is no listening socket.
+    pub fn take(mode: u32) -> Result<Self, CommandError> {
+        let inherited = Inherited::take()?;
+        Ok(Self { inherited, mode })
+    }
+
+    /// A socket that listens at `path`, and its name in the file system if it is ours to remove.
+    ///
+    /// # Errors
+    /// As [`bind`].
+    pub fn unix(
+        &mut self,
+        path: &Path,
+    ) -> Result<(UnixListener, Option<SocketFile>), CommandError> {
+        if let Some(listener) = self.inherited.unix(path) {
+            return Ok((listener, None));
+        }
+        let (listener, file) = bind(path, self.mode)?;
+        Ok((listener, Some(file)))
+    }
+
+    /// A socket that listens at `address`.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn tcp(&mut self, address: SocketAddr) -> Result<TcpListener, CommandError> {
+        if let Some(listener) = self.inherited.tcp(address) {
+            return Ok(listener);
+        }
+        TcpListener::bind(address)
+            .map_err(|error| CommandError::Failed(format!("port {address}: {error}: name another")))
+    }
+
+    /// To be called when all have been asked for.
+    ///
+    /// # Errors
+    /// If a service manager's socket was not asked for: its clients would wait for ever.
+    pub fn finish(self) -> Result<(), CommandError> {
+        self.inherited.finish()
     }
 }
 

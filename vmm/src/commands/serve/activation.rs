@@ -1,0 +1,164 @@
+//! Sockets that a service manager has opened and listens at already: systemd's socket activation (`sd_listen_fds(3)`).
+//! A server that ends leaves them open, so that clients that come while it is restarted wait and are not refused.
+
+use std::env;
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::io::FdFlags;
+use rustix::net::{AddressFamily, SocketType, sockopt};
+
+use crate::commands::CommandError;
+use crate::disks::real_path;
+
+/// The first descriptor that is handed over (`SD_LISTEN_FDS_START`).
+const FIRST: RawFd = 3;
+/// Most descriptors: more than a process may usually have.
+const MOST: RawFd = 1 << 16;
+
+/// Where a socket listens.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+    /// Nowhere that a disk can name.
+    Unnamed,
+}
+
+/// A socket that was handed over.
+#[derive(Debug)]
+struct Handed {
+    fd: OwnedFd,
+    place: Place,
+    /// What the service manager calls it; empty: nothing.
+    name: String,
+}
+
+/// The sockets that were handed to this process, and that nobody has asked for yet.
+#[derive(Debug, Default)]
+pub struct Inherited {
+    sockets: Vec<Handed>,
+}
+
+impl Inherited {
+    /// Takes what was handed over. To be called once, before the process opens anything.
+    ///
+    /// # Errors
+    /// If the environment announces what is not there, or is no listening stream socket.
+    pub fn take() -> Result<Self, CommandError> {
+        let variable = |name| env::var(name).unwrap_or_default();
+        // For another process, which has passed its environment on.
+        if variable("LISTEN_PID") != std::process::id().to_string() {
+            return Ok(Self::default());
+        }
+        let count = variable("LISTEN_FDS");
+        let count: RawFd = count
+            .parse()
+            .ok()
+            .filter(|count| (0..=MOST).contains(count))
+            .ok_or_else(|| {
+                CommandError::Failed(format!(
+                    "LISTEN_FDS is '{count}': it has to be the number of sockets that the service manager hands over"
+                ))
+            })?;
+        let names = variable("LISTEN_FDNAMES");
+        let mut names = names.split(':');
+        let sockets = (FIRST..FIRST + count)
+            .map(|fd| adopt(fd, names.next().unwrap_or_default()))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { sockets })
+    }
+
+    /// The socket that listens at `path`, if there is one.
+    pub fn unix(&mut self, path: &Path) -> Option<UnixListener> {
+        self.claim(&Place::Unix(real_path(path)))
+            .map(UnixListener::from)
+    }
+
+    /// The socket that listens at `address`, if there is one.
+    pub fn tcp(&mut self, address: SocketAddr) -> Option<TcpListener> {
+        self.claim(&Place::Tcp(address)).map(TcpListener::from)
+    }
+
+    fn claim(&mut self, place: &Place) -> Option<OwnedFd> {
+        let at = self
+            .sockets
+            .iter()
+            .position(|handed| handed.place == *place)?;
+        Some(self.sockets.remove(at).fd)
+    }
+
+    /// Ends the search.
+    ///
+    /// # Errors
+    /// If a socket is left: its clients would wait for ever.
+    pub fn finish(self) -> Result<(), CommandError> {
+        let Some(Handed { place, name, .. }) = self.sockets.first() else {
+            return Ok(());
+        };
+        let advice = match place {
+            Place::Unix(path) => format!("give one socket={}", path.display()),
+            Place::Tcp(address) => {
+                format!("give one port={},address={}", address.port(), address.ip())
+            }
+            Place::Unnamed => "let it listen at a path or a TCP port".to_owned(),
+        };
+        let name = match name.as_str() {
+            "" => String::new(),
+            name => format!(" '{name}'"),
+        };
+        Err(CommandError::Failed(format!(
+            "the service manager's socket{name} listens at {place}, where no disk is served: {advice}"
+        )))
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => path.display().fmt(f),
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unnamed => f.write_str("no path or port"),
+        }
+    }
+}
+
+/// Takes over descriptor `fd`, which this process was started with.
+fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
+    let failed = |what: &dyn fmt::Display| {
+        CommandError::Failed(format!(
+            "descriptor {fd}, which LISTEN_FDS announces, {what}: hand over listening stream sockets"
+        ))
+    };
+    // SAFETY: only asked whether it is open, which is right to ask about any number.
+    let open = rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC);
+    open.map_err(|_| failed(&"is not open"))?;
+    // SAFETY: it is open, and the environment says that it is this process's to use; nothing else here has opened
+    // anything yet, so nothing else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let listens = sockopt::socket_type(&fd) == Ok(SocketType::STREAM)
+        && sockopt::socket_acceptconn(&fd) == Ok(true);
+    if !listens {
+        return Err(failed(&"does not listen"));
+    }
+    let place = place(fd.as_fd()).map_err(|error| failed(&error))?;
+    let name = name.to_owned();
+    Ok(Handed { fd, place, name })
+}
+
+fn place(fd: BorrowedFd<'_>) -> std::io::Result<Place> {
+    let copy = fd.try_clone_to_owned()?;
+    Ok(match sockopt::socket_domain(fd)? {
+        AddressFamily::UNIX => UnixListener::from(copy)
+            .local_addr()?
+            .as_pathname()
+            .map_or(Place::Unnamed, |path| Place::Unix(real_path(path))),
+        AddressFamily::INET | AddressFamily::INET6 => {
+            Place::Tcp(TcpListener::from(copy).local_addr()?)
+        }
+        _ => Place::Unnamed,
+    })
+}

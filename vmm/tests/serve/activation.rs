@@ -1,0 +1,150 @@
+//! Sockets that a service manager keeps open: systemd's own activation, and restarts that refuse nobody.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::raw_client::{READ, RawClient, WRITE};
+use super::{Daemon, WALVISOR, client, create, has, text};
+
+/// `walvisor serve nbd` with `socket` as descriptor 3, after the words `variables` of a shell, in which $$ is its own pid.
+fn activated(dir: &Path, socket: impl Into<OwnedFd>, variables: &str, arguments: &str) -> Command {
+    let mut command = Command::new("sh");
+    let script = format!("exec 3<&0 </dev/null; {variables} exec {WALVISOR} serve nbd {arguments}");
+    command
+        .args(["-c", &script])
+        .current_dir(dir)
+        .stdin(socket.into());
+    command
+}
+
+#[test]
+fn systemd_starts_the_daemon_when_a_client_comes() {
+    if !has("systemd-socket-activate", "systemd") || !has("nbdinfo", "libnbd-bin") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "1M");
+    create(dir, "b.img", "2M");
+    // A port that was free a moment ago.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap();
+    drop(port);
+    let path = dir.join("s");
+    let mut command = Command::new("systemd-socket-activate");
+    command
+        .args(["-l", path.to_str().unwrap(), "-l", &address.to_string()])
+        .args(["--fdname=one:two", WALVISOR, "serve", "nbd"])
+        // One of them by a relative name.
+        .args(["--disk", "path=a.img,socket=s", "--disk"])
+        .arg(format!("path=b.img,port={}", address.port()))
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let daemon = Daemon {
+        child,
+        dir: dir.to_owned(),
+        uris: vec![],
+    };
+    while !path.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    let size = |uri: &str| client(dir, "nbdinfo", &["--size", uri]);
+    assert_eq!(size("nbd+unix:///?socket=s").trim(), "1048576");
+    assert_eq!(size(&format!("nbd://{address}")).trim(), "2097152");
+    let errors = daemon.stop();
+    assert!(!errors.contains("walvisor:"), "{errors}");
+    // systemd's to remove.
+    assert!(path.exists());
+}
+
+#[test]
+fn a_restart_refuses_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "8M");
+    let path = dir.join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let start = || {
+        let socket = listener.try_clone().unwrap();
+        let variables = "LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=disk";
+        let mut command = activated(dir, socket, variables, "--disk path=disk.img,socket=s");
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Daemon::attach(dir, child.spawn().unwrap(), 1)
+    };
+    for round in 0_u8..3 {
+        // Comes when nobody serves.
+        let early = std::thread::scope(|scope| {
+            let early = scope.spawn(|| RawClient::extended(&path));
+            let daemon = start();
+            let mut early = early.join().unwrap();
+            early.request(0, READ, 1, 4096, 4096);
+            assert_eq!(early.reply().data[8..], [round; 4096]);
+            early.request(1 << 5, WRITE, 2, 4096, 4096);
+            early.send(&[round + 1; 4096]);
+            assert_eq!(early.reply().kind, 0);
+            assert_eq!(daemon.stop(), "");
+            early
+        });
+        drop(early);
+        assert!(path.exists());
+    }
+}
+
+#[test]
+fn what_is_handed_over_has_to_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let ours = "LISTEN_PID=$$ LISTEN_FDS=1";
+    let refused = |socket: OwnedFd, variables: &str, parts: &[&str]| {
+        let mut command = activated(dir, socket, variables, "--disk path=disk.img,socket=s");
+        let output = command.output().unwrap();
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{variables}: {error}");
+        assert_eq!(error.lines().count(), 1, "{variables}: {error}");
+        for part in parts {
+            assert!(error.contains(part), "{variables}: {part:?}: {error}");
+        }
+        assert!(!dir.join("s").exists());
+    };
+    let unix = UnixListener::bind(dir.join("t")).unwrap();
+    let named = format!("{ours} LISTEN_FDNAMES=disk.socket");
+    refused(
+        unix.into(),
+        &named,
+        &["'disk.socket'", "/t, where no disk", "socket=/"],
+    );
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = format!("port={},", tcp.local_addr().unwrap().port());
+    refused(
+        tcp.into(),
+        ours,
+        &["socket listens at 127.0.0.1:", &port, "address=127.0.0.1"],
+    );
+    let file = || OwnedFd::from(fs::File::open(dir.join("disk.img")).unwrap());
+    refused(file(), ours, &["descriptor 3", "does not listen"]);
+    let (connected, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    refused(connected.into(), ours, &["descriptor 3", "does not listen"]);
+    for count in ["x", "-1", "99999999999"] {
+        let variables = format!("LISTEN_PID=$$ LISTEN_FDS={count}");
+        refused(file(), &variables, &["LISTEN_FDS", count]);
+    }
+    let variables = "exec 3<&-; LISTEN_PID=$$ LISTEN_FDS=1";
+    refused(file(), variables, &["descriptor 3", "not open"]);
+    // Somebody else's: left alone.
+    let unix = UnixListener::bind(dir.join("u")).unwrap();
+    let variables = "LISTEN_PID=1 LISTEN_FDS=1";
+    let mut command = activated(dir, unix, variables, "--disk path=disk.img,socket=s");
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let daemon = Daemon::attach(dir, child.spawn().unwrap(), 1);
+    RawClient::extended(&dir.join("s"));
+    assert_eq!(daemon.stop(), "");
+    assert!(!dir.join("s").exists() && dir.join("u").exists());
+}
