@@ -18,7 +18,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when what the builder makes of the same inputs changes.
-const BUILDER: &[u8] = b"2";
+const BUILDER: &[u8] = b"3";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -35,13 +35,14 @@ const GUEST_MODULES: [&str; 6] = [
     "ext4",
     "virtio_rng",
 ];
-/// What the machine around a nested guest loads.
-const OUTER_MODULES: [&str; 5] = [
+/// What the machine around a nested guest loads; the last for jobs that use that machine's kernel as a client.
+const OUTER_MODULES: [&str; 6] = [
     "virtio_pci",
     "virtio_blk",
     "crc32c_generic",
     "ext4",
     "kvm_amd",
+    "nbd",
 ];
 
 /// Host programs that the build needs, each with its package.
@@ -63,7 +64,8 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `initramfs-base.cpio`: busybox, e2fsprogs, the virtio and ext4 modules, and `/init`;
 /// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the former;
 /// - `root.ext4`: a root file system with all of that, to be booted with `root=/dev/vda`;
-/// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, and another `/init`;
+/// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, the kernel's NBD client, and
+///   another `/init`;
 /// - `packages.txt`: the packages that all this is made of.
 #[derive(Clone, Debug)]
 pub struct GuestImages {
@@ -130,6 +132,7 @@ fn build_guest(
     let outer = Tree::new(scratch.join("outer"))?;
     add_system(&outer, unpacked, "init", OUTER_INIT, &OUTER_MODULES)?;
     outer.directories(&["base", "images"])?;
+    outer.program(unpacked, "sbin/nbd-client")?;
     outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
 
     reporter.progress("making the guest's root file system");

@@ -10,11 +10,12 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// What the guests are made of.
-const WANTED: [&str; 4] = [
+const WANTED: [&str; 5] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
     "fio",
+    "nbd-client",
 ];
 
 /// One package at one version.

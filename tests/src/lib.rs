@@ -14,6 +14,20 @@ use walvisor_guest_images::{
 /// The images or `walvisor` cannot be built, or the machine cannot be started.
 #[must_use]
 pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+    run_on(Machine::choose().0, script, files)
+}
+
+/// The same in emulation, also where guests could run without: for scripts that use the Debian kernel that they run on
+/// themselves, with its modules and devices.
+///
+/// # Panics
+/// As [`run_linux_job`].
+#[must_use]
+pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+    run_on(Machine::Nested, script, files)
+}
+
+fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;
@@ -31,7 +45,7 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
         .replace("::", "-");
     let log = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("../target/{name}.log"));
     let reporter = Reporter::quiet(File::create(&log).ok());
-    match job.run(&cache, &reporter) {
+    match job.run_on(machine, &cache, &reporter) {
         Ok(outcome) => {
             println!("{}", outcome.console);
             println!(
@@ -42,7 +56,7 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
         }
         // Emulated virtualisation at times mixes a guest's state with its host's: a machine that falls over again and
         // again cannot run this, and says nothing about walvisor. On real virtualisation it would.
-        Err(error @ Error::Hung { .. }) if Machine::choose().0 == Machine::Nested => {
+        Err(error @ Error::Hung { .. }) if machine == Machine::Nested => {
             println!(
                 "skipped: the emulated machine fell over: {error}; console: {}",
                 log.display()
