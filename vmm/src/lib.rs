@@ -18,5 +18,6 @@ pub mod disks;
 pub mod metrics;
 pub mod pci;
 pub mod probe;
+pub mod seccomp;
 pub mod size;
 pub mod vm;

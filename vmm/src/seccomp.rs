@@ -48,7 +48,7 @@ pub enum Duty {
 #[error("seccomp: {0}: '--seccomp off' does without")]
 pub struct SeccompError(#[from] seccompiler::Error);
 
-/// What memory, threads, time and the end of a process take.
+/// What memory, threads, time, a panic's backtrace and the end of a process take.
 const RUNTIME: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -56,6 +56,7 @@ const RUNTIME: &[c_long] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,
+    libc::SYS_getcwd,
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
@@ -64,6 +65,7 @@ const RUNTIME: &[c_long] = &[
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_nanosleep,
+    libc::SYS_readlink,
     libc::SYS_restart_syscall,
     libc::SYS_rseq,
     libc::SYS_rt_sigaction,
@@ -219,6 +221,7 @@ mod tests {
     fn deed(name: &str) {
         match name {
             "allowed" => {
+                std::backtrace::Backtrace::force_capture().to_string();
                 let mut file = fs::File::open("/proc/self/status").unwrap();
                 file.read_to_string(&mut String::new()).unwrap();
                 let sum = thread::spawn(|| vec![1_u8; 1 << 20].iter().map(|n| u64::from(*n)).sum());

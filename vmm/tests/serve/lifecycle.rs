@@ -54,6 +54,36 @@ fn sockets_are_private_and_gone_at_the_end() {
     assert_eq!(daemon.stop(), "");
 }
 
+/// The state of seccomp in each thread of a daemon: 0 is none, 2 is a filter.
+fn filters(daemon: &Daemon) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
+    let of = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).unwrap();
+        let mut lines = status.lines();
+        let state = lines.find_map(|line| line.strip_prefix("Seccomp:"));
+        state.expect("a kernel with seccomp").trim().to_owned()
+    };
+    tasks.map(|task| of(task.unwrap())).collect()
+}
+
+#[test]
+fn every_thread_is_restricted() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    for (option, state) in [("", "2"), ("--seccomp off", "0"), ("--seccomp log", "2")] {
+        let daemon = Daemon::start(dir, &format!("--disk path=disk.img,socket=s {option}"));
+        let mut client = RawClient::extended(&dir.join("s"));
+        client.request(0, READ, 1, 0, 4096);
+        assert_eq!(client.reply().kind, 1);
+        // The first one, a listener, a client, and those of the log.
+        let filters = filters(&daemon);
+        assert!(filters.len() >= 4, "{filters:?}");
+        assert!(filters.iter().all(|found| found == state), "{filters:?}");
+        assert_eq!(daemon.stop(), "");
+    }
+}
+
 #[test]
 fn what_was_answered_before_the_end_is_in_the_image() {
     let dir = tempfile::tempdir().unwrap();

@@ -10,6 +10,7 @@ use clap::{Args, Subcommand};
 
 use super::CommandError;
 use crate::disk_spec::DiskSpec;
+use crate::seccomp::Seccomp;
 
 /// The arguments of `walvisor serve`.
 #[derive(Args, Debug)]
@@ -38,6 +39,9 @@ pub struct DaemonArguments {
     /// Write metrics in Prometheus text at the end, to a file or - for stdout
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// What a system call that the daemon has no use for leads to
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
 }
 
 /// Parses the argument of `--mode`.

@@ -15,6 +15,7 @@ use crate::commands::metrics_file::MetricsFile;
 use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
 use crate::disks;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::seccomp::{self, Duty};
 use crate::vm::{DiskConfig, TerminationSignals};
 
 /// Where disks are served.
@@ -64,7 +65,9 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
-    let served = serve(specs, &open, &groups, bound, &mut signals);
+    let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
+        .map_err(CommandError::failed)
+        .and_then(|()| serve(specs, &open, &groups, bound, &mut signals));
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
