@@ -194,7 +194,7 @@ impl Descriptor {
 }
 
 /// Bytes of a batch header with `descriptors` descriptors, padded to blocks.
-pub(crate) fn batch_header_len(descriptors: usize) -> usize {
+pub(crate) const fn batch_header_len(descriptors: usize) -> usize {
     (size_of::<BatchHeader>() + descriptors * size_of::<Descriptor>()).next_multiple_of(BLOCK)
 }
 

@@ -52,6 +52,7 @@ mod store;
 mod sync;
 mod transfer;
 mod view;
+mod window;
 
 pub use allocation::{Allocation, Extent};
 pub(crate) use buffer::SharedBuffer;

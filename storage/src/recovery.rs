@@ -18,6 +18,7 @@ use crate::format::{
 };
 use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
+use crate::window::Window;
 
 /// A segment that holds part of the log.
 pub(crate) struct LiveSegment {
@@ -70,47 +71,6 @@ struct Candidate {
     header: SegmentHeader,
 }
 
-/// A segment file seen through a buffer that moves forward.
-struct Window<'a> {
-    segment: &'a Segment,
-    size: u64,
-    start: u64,
-    buffer: Buffer,
-    filled: usize,
-}
-
-impl<'a> Window<'a> {
-    fn new(segment: &'a Segment, size: u64) -> Self {
-        Self {
-            segment,
-            size,
-            start: 0,
-            buffer: Buffer::for_overwrite(size.min(1 << 20) as usize),
-            filled: 0,
-        }
-    }
-
-    /// The bytes at `offset`; the caller has checked that they lie within the segment.
-    fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
-        let at = offset.wrapping_sub(self.start);
-        if offset < self.start || at + len as u64 > self.filled as u64 {
-            self.start = offset - offset % BLOCK as u64;
-            let lead = (offset - self.start) as usize;
-            if self.buffer.len() < lead + len {
-                self.buffer = Buffer::for_overwrite((lead + len).next_multiple_of(BLOCK));
-            }
-            self.filled = self.buffer.len().min((self.size - self.start) as usize);
-            let read = self
-                .segment
-                .file
-                .read_exact_at(&mut self.buffer[..self.filled], self.start);
-            read.map_err(|error| Error::io("read the log segment", &self.segment.path, error))?;
-        }
-        let at = (offset - self.start) as usize;
-        Ok(&self.buffer[at..at + len])
-    }
-}
-
 /// A batch whose header is right in itself.
 struct Batch {
     header: BatchHeader,
@@ -128,8 +88,8 @@ impl Batch {
 }
 
 /// Reads the batch header at `offset`, if one is there: CRC right, this log's.
-fn batch_at(window: &mut Window<'_>, log: &[u8; 16], offset: u64) -> Result<Option<Batch>> {
-    if offset + BLOCK as u64 > window.size {
+fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<Batch>> {
+    if offset + BLOCK as u64 > window.size() {
         return Ok(None);
     }
     let block = window.bytes(offset, BLOCK)?;
@@ -143,14 +103,14 @@ fn batch_at(window: &mut Window<'_>, log: &[u8; 16], offset: u64) -> Result<Opti
         header.durable_lsn,
     ];
     // A number near the end of u64 can't be reached by counting: not a header of ours.
-    if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size {
+    if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size() {
         return Ok(None);
     }
     let Some(descriptors) = header.descriptors(window.bytes(offset, len)?) else {
         return Ok(None);
     };
     if header.version.get() != VERSION {
-        return Err(unknown_version(&window.segment.path, header.version.get()));
+        return Err(unknown_version(window.path(), header.version.get()));
     }
     Ok(Some(Batch {
         header,
@@ -341,8 +301,8 @@ fn read_segment(
     scan: &mut Scan,
     visit: Visitor<'_>,
 ) -> Result<u64> {
-    let mut window = Window::new(&candidate.segment, size);
     let mut offset = BLOCK as u64;
+    let mut window = Window::new(&candidate.segment, offset, size);
     let mut previous_crc = candidate.header.crc;
     while limit.is_none_or(|limit| scan.last_lsn < limit) {
         let Some(batch) = batch_at(&mut window, &candidate.header.log, offset)? else {
@@ -412,17 +372,20 @@ fn read_segment(
     Ok(offset)
 }
 
-fn payloads_right(window: &mut Window<'_>, batch: &Batch, payload_at: u64) -> Result<bool> {
+fn payloads_right(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<bool> {
     let mut at = payload_at;
     for descriptor in &batch.descriptors {
-        let len = descriptor.payload_len();
-        if len > 0
-            && !planted(Mutant::RecoverySkipsChecksum)
-            && crc32c::crc32c(window.bytes(at, len as usize)?) != descriptor.payload_crc.get()
-        {
+        let (end, mut crc) = (at + descriptor.payload_len(), 0);
+        let skipped = at == end || planted(Mutant::RecoverySkipsChecksum);
+        while at < end && !skipped {
+            let bytes = window.some(at, end)?;
+            crc = crc32c::crc32c_append(crc, bytes);
+            at += bytes.len() as u64;
+        }
+        if !skipped && crc != descriptor.payload_crc.get() {
             return Ok(false);
         }
-        at += len;
+        at = end;
     }
     Ok(true)
 }
@@ -430,7 +393,7 @@ fn payloads_right(window: &mut Window<'_>, batch: &Batch, payload_at: u64) -> Re
 /// Looks for headers of this log's batches from `offset` on, with the salt if the segment's is known, and notes
 /// how far the log was durable when they were written.
 fn look_behind(
-    segment: &Segment,
+    segment: &Arc<Segment>,
     root: &ControlHeader,
     salt: Option<U64>,
     offset: u64,
@@ -438,7 +401,7 @@ fn look_behind(
     evidence: &mut u64,
 ) -> Result<()> {
     let size = root.segment_size.get();
-    let mut window = Window::new(segment, size);
+    let mut window = Window::new(segment, offset, size);
     for at in (offset..size).step_by(BLOCK) {
         let Some(batch) = batch_at(&mut window, &root.log, at)? else {
             continue;
