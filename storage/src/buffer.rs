@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// Most bytes that wait for their next use, in the whole process: as many as one log's pending records may hold.
-const POOL_BYTES: usize = crate::log::PENDING_LIMIT;
+/// Most bytes that wait for their next use, in the whole process: as many as a queue may have in flight.
+const POOL_BYTES: usize = 32 << 20;
 /// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
 const CLASSES: usize = 11;
 

@@ -189,9 +189,8 @@ impl Committer {
 impl Drop for Committer {
     fn drop(&mut self) {
         let mut state = self.log.lock();
-        let mine = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox);
-        let gone: Vec<Waiter> = state.waiters.extract_if(.., mine).collect();
-        gone.iter().for_each(|waiter| state.leave(waiter));
+        // Nobody is told: the port is going away.
+        state.take_waiters(|waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
         state.open_ports -= usize::from(self.client);
         drop(state);
         self.resign();

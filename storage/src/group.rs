@@ -14,7 +14,9 @@ use zerocopy::little_endian::{U32, U64};
 use crate::engine::{Chunk, Io, SyncScope};
 use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
 use crate::gather::Verdict;
-use crate::log::{Live, Log, Mailbox, Record, State, Tail, Waiter, Writing, deliver, live_ports};
+use crate::log::{
+    Live, Log, Mailbox, PENDING_LIMIT, Record, State, Tail, Waiter, Writing, deliver, live_ports,
+};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
@@ -29,8 +31,6 @@ const MOST_WRITING: usize = 4;
 const MOST_UNSYNCED: usize = 8;
 /// What part of a segment is used before the next is there: the rest has room for all that may be pending.
 const GROWING_SHARE: u64 = 8;
-/// Most payload bytes of one batch, unless a single record is longer.
-const BATCH_BYTES: usize = 8 << 20;
 
 /// What a leader has in flight, and needs to end it.
 pub(crate) enum Task {
@@ -141,6 +141,8 @@ impl Log {
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let mut count = 0;
         let mut payload = 0;
+        // All that may be pending, so that one sync serves all, unless segments are small or a record is longer.
+        let most = PENDING_LIMIT.min(self.segment_size as usize / 4);
         // Without group commit only what this FLUSH has to wait for is written with it.
         let last = match state.waiters.first() {
             Some(first) if self.most_served == 1 => first.lsn,
@@ -149,7 +151,7 @@ impl Log {
         let records = state.pending.iter().take_while(|record| record.lsn <= last);
         for record in records.take(format::MAX_DESCRIPTORS) {
             let more = payload + record.payload_len();
-            if count > 0 && more > BATCH_BYTES.min(self.segment_size as usize / 4) {
+            if count > 0 && more > most {
                 break;
             }
             payload = more;

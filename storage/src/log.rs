@@ -1,12 +1,10 @@
-//! The log that disks share: appending records, and forming the commit groups that make them durable.
+//! The log that disks share: what its lock guards, appending records, and failing for good.
 //!
 //! ```text
-//!  ports ──append──▶ pending records ──group──▶ batch ──write──▶ segment ──fdatasync──▶ durable
-//!                    (LSN given here)          (one leader at a time, no lock held across I/O)
-//!        appended ───────────────▶          written ────▶               durable
+//!  ports ──append──▶ pending records ──group──▶ batches ──write──▶ segment ──sync──▶ durable
+//!        (LSN given here)             (`crate::group`: several written at once, one sync at a time)
+//!        appended ──────────────────▶ batched ────────────────▶ written ───────────▶ durable
 //! ```
-//! Whoever finds work and no leader leads: it takes all pending records as one batch, writes it, and syncs
-//! if anyone waits. While its I/O is in flight others append and queue up for the next group.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -22,11 +20,14 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SharedBuffer};
 
-/// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure).
-pub(crate) const PENDING_LIMIT: usize = 32 << 20;
+/// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure). As much as a fast
+/// device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since what is copied in
+/// goes to memory that the processor's caches have long given up.
+pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 /// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 40 bytes: this
 /// bounds memory where payloads do not, against a guest that only discards.
 const UNAPPLIED_LIMIT: u64 = 1 << 20;
+
 /// Where completions of other threads' groups reach a port.
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
@@ -155,6 +156,13 @@ impl State {
         self.waiters.push(waiter);
     }
 
+    /// Takes those waiters away that `chosen` chooses.
+    pub(crate) fn take_waiters(&mut self, chosen: impl FnMut(&mut Waiter) -> bool) -> Vec<Waiter> {
+        let taken: Vec<Waiter> = self.waiters.extract_if(.., chosen).collect();
+        taken.iter().for_each(|waiter| self.leave(waiter));
+        taken
+    }
+
     /// A waiter is no longer among the waiters.
     pub(crate) fn leave(&mut self, waiter: &Waiter) {
         if waiter.mailbox.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
@@ -182,11 +190,7 @@ impl State {
         let forgotten =
             |waiter: &Waiter| planted(Mutant::StuckWaitersForgotten) && waiter.token > 0;
         let batched = self.batched;
-        let in_vain = |waiter: &mut Waiter| waiter.lsn > batched && !forgotten(waiter);
-        let stuck = self.waiters.extract_if(.., in_vain);
-        let stuck: Vec<Waiter> = stuck.collect();
-        stuck.iter().for_each(|waiter| self.leave(waiter));
-        stuck
+        self.take_waiters(|waiter| waiter.lsn > batched && !forgotten(waiter))
     }
 
     /// Nothing is in flight.
@@ -349,8 +353,7 @@ impl Log {
         self.poisoned.store(true, Ordering::Release);
         state.writing.clear();
         state.syncing = false;
-        let mut waiters = std::mem::take(&mut state.waiters);
-        waiters.iter().for_each(|waiter| state.leave(waiter));
+        let mut waiters = state.take_waiters(|_| true);
         if planted(Mutant::WaiterLostOnError) {
             // All but the keeper's own, which would wait for ever.
             waiters.retain(|waiter| waiter.token == 0);
