@@ -134,8 +134,7 @@ def read(directory):
             if batch is None or (batch.sequence, batch.salt, batch.previous_crc) != (segment.sequence, segment.salt, previous_crc):
                 break
             in_order = batch.first_lsn > last if offset == BLOCK else batch.first_lsn == last + 1
-            beyond = limit is not None and batch.last_lsn > limit
-            if not in_order or beyond or batch.payload_at + batch.payload_bytes > len(segment.data):
+            if not in_order or batch.payload_at + batch.payload_bytes > len(segment.data):
                 break
             at, found = batch.payload_at, []
             for lsn, (disk_id, kind, sector, sectors, crc) in enumerate(batch.descriptors, batch.first_lsn):
@@ -162,6 +161,8 @@ def read(directory):
                 at += size
             if len(found) < len(batch.descriptors):
                 break
+            if limit is not None and batch.last_lsn > limit:
+                raise Damaged(f"{segment.name}: a batch goes to record {batch.last_lsn}, beyond the next segment's begin")
             records += found
             last, previous_crc, offset = batch.last_lsn, batch.crc, -(-at // BLOCK) * BLOCK
         if limit is None or last != limit:

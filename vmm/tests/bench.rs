@@ -140,6 +140,15 @@ fn append_read_and_recover_stand_beside_their_baselines() {
 }
 
 #[test]
+fn a_checkpoint_copies_all_and_stands_beside_its_baseline() {
+    for more in [&[][..], &["--sequential", "--block", "64K"]] {
+        let report = report(&[&["checkpoint", "--bytes", "4M"], more].concat());
+        assert_eq!(report["sequential"], !more.is_empty());
+        assert!(number(&report, "mib_per_s") > 0.0 && number(&report, "raw_mib_per_s") > 0.0);
+    }
+}
+
+#[test]
 fn tables_are_for_people() {
     let directory = directory();
     let table = |arguments: &[&str]| {
@@ -169,7 +178,7 @@ fn tables_are_for_people() {
 #[test]
 fn arguments_that_make_no_sense_are_refused_in_one_line() {
     let directory = directory();
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["commit", "--clients", "0"], "--clients"),
         (
             &["commit", "--clients", "8", "--commits", "7"],
@@ -184,6 +193,7 @@ fn arguments_that_make_no_sense_are_refused_in_one_line() {
         (&["append", "--block", "100"], "--block 100"),
         (&["append", "--bytes", "1K"], "--bytes 1024"),
         (&["read", "--bytes", "10"], "--bytes 10"),
+        (&["checkpoint", "--block", "6K"], "--block 6144"),
         (&["recover", "--bytes", "1000001"], "--bytes 1000001"),
         (&["matrix", "--clients", "1,x"], "--clients"),
     ];
