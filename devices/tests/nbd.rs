@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::nbd::{Export, Listener, Server, Service};
+use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
 
 const SESSIONS: u64 = 600;
 const SECTORS: u64 = 256;
@@ -98,6 +98,7 @@ fn no_message_harms_the_server() {
     let server = Server::start(vec![Service {
         listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
         exports: vec![export],
+        tls: Tls::Off,
     }])
     .unwrap();
     let mut random = Random(0x5eed);

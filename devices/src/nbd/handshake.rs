@@ -1,6 +1,7 @@
 //! The handshake: which export the client wants, and what replies look like.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::{self, ErrorKind, IoSlice};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -12,6 +13,8 @@ use super::protocol::{
     ALLOCATION, ALLOCATION_ID, Fields, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake, info,
     option, option_reply, reply,
 };
+use super::tls::{Tls, TlsConfig};
+use super::wire::Wire;
 use crate::backend::SECTOR_SIZE;
 
 /// How long a client may take to choose its export.
@@ -35,7 +38,13 @@ pub(super) enum Ended {
     Broken(&'static str),
     /// The socket failed.
     #[error(transparent)]
-    Socket(#[from] Errno),
+    Socket(#[from] io::Error),
+}
+
+impl From<Errno> for Ended {
+    fn from(error: Errno) -> Self {
+        Self::Socket(error.into())
+    }
 }
 
 /// What was agreed upon.
@@ -48,7 +57,7 @@ pub(super) struct Agreed<'a> {
 
 /// A non-blocking socket that is waited for, but not forever.
 struct Channel<'a> {
-    socket: &'a OwnedFd,
+    wire: &'a mut Wire,
     stop: BorrowedFd<'a>,
     end: Instant,
 }
@@ -59,47 +68,78 @@ impl Channel<'_> {
         if left.is_zero() {
             return Err(Ended::Broken(TOO_LONG));
         }
-        let timeout = Timespec::try_from(left).ok();
+        let decrypted = events.contains(PollFlags::IN) && self.wire.may_have_data();
+        let timeout = match decrypted {
+            true => Some(Timespec::default()),
+            false => Timespec::try_from(left).ok(),
+        };
         let mut fds = [
-            PollFd::new(self.socket, events),
+            PollFd::new(self.wire, events),
             PollFd::from_borrowed_fd(self.stop, PollFlags::IN),
         ];
         match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) => Err(Ended::Broken(TOO_LONG)),
+            Ok(0) if !decrypted => Err(Ended::Broken(TOO_LONG)),
             Ok(_) if !fds[1].revents().is_empty() => Err(Ended::Gone),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
 
-    fn read(&self, bytes: &mut [u8]) -> Result<(), Ended> {
+    /// Waits after `error`, unless it is a real one.
+    fn wait_after(&self, error: io::Error, events: PollFlags) -> Result<(), Ended> {
+        match error.kind() {
+            ErrorKind::WouldBlock => self.wait(events),
+            ErrorKind::Interrupted => Ok(()),
+            _ => Err(error.into()),
+        }
+    }
+
+    fn read(&mut self, bytes: &mut [u8]) -> Result<(), Ended> {
         let mut done = 0;
         while done < bytes.len() {
-            match rustix::io::read(self.socket, &mut bytes[done..]) {
+            match self.wire.read(&mut bytes[done..]) {
                 Ok(0) => return Err(Ended::Gone),
                 Ok(read) => done += read,
-                Err(Errno::AGAIN) => self.wait(PollFlags::IN)?,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => self.wait_after(error, PollFlags::IN)?,
             }
         }
         Ok(())
     }
 
-    fn array<const N: usize>(&self) -> Result<[u8; N], Ended> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Ended> {
         let mut bytes = [0; N];
         self.read(&mut bytes)?;
         Ok(bytes)
     }
 
-    fn write(&self, mut bytes: &[u8]) -> Result<(), Ended> {
+    fn write(&mut self, mut bytes: &[u8]) -> Result<(), Ended> {
         while !bytes.is_empty() {
-            match rustix::io::write(self.socket, bytes) {
+            match self.wire.write(&[IoSlice::new(bytes)]) {
                 Ok(written) => bytes = &bytes[written..],
-                Err(Errno::AGAIN) => self.wait(PollFlags::OUT)?,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => self.wait_after(error, PollFlags::OUT)?,
             }
+        }
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), Ended> {
+        loop {
+            self.wire.flush()?;
+            if !self.wire.has_unsent() {
+                return Ok(());
+            }
+            self.wait(PollFlags::OUT)?;
+        }
+    }
+
+    /// The TLS handshake: all that follows is encrypted.
+    fn start_tls(&mut self, config: &TlsConfig) -> Result<(), Ended> {
+        self.wire.start_tls(config)?;
+        while self.wire.is_shaking_hands() {
+            if let Err(error) = self.wire.shake_hands() {
+                self.wait_after(error, PollFlags::IN)?;
+            }
+            self.flush()?;
         }
         Ok(())
     }
@@ -110,12 +150,13 @@ impl Channel<'_> {
 /// # Errors
 /// If it goes, breaks the protocol or takes too long, or `stop` becomes readable.
 pub(super) fn negotiate<'a>(
-    socket: &OwnedFd,
+    wire: &mut Wire,
     stop: BorrowedFd<'_>,
     exports: &'a [Export],
+    tls: &Tls,
 ) -> Result<Agreed<'a>, Ended> {
-    let channel = Channel {
-        socket,
+    let mut channel = Channel {
+        wire,
         stop,
         end: Instant::now() + LIMIT,
     };
@@ -128,11 +169,7 @@ pub(super) fn negotiate<'a>(
     if flags & !known != 0 {
         return Err(Ended::Broken("it has unknown handshake flags"));
     }
-    let mut talk = Talk {
-        exports,
-        framing: Framing::Simple,
-        allocation: None,
-    };
+    let mut talk = Talk::new(exports);
     loop {
         // Also for a client that never stops to send options.
         channel.wait(PollFlags::IN)?;
@@ -148,6 +185,30 @@ pub(super) fn negotiate<'a>(
         let mut data = vec![0; len as usize];
         channel.read(&mut data)?;
         let chosen = match option {
+            option::STARTTLS => {
+                let config = match (tls, channel.wire.is_encrypted(), data.is_empty()) {
+                    (_, _, false) => Err((reply::ERR_INVALID, "this option has no data")),
+                    (_, true, _) => Err((reply::ERR_INVALID, "TLS is on already")),
+                    (Tls::Off, ..) => Err((reply::ERR_POLICY, "this server has no TLS")),
+                    (Tls::Offered(config) | Tls::Required(config), ..) => Ok(config),
+                };
+                match config {
+                    Ok(config) => {
+                        channel.write(&option_reply(option, reply::ACK, &[]))?;
+                        channel.start_tls(config)?;
+                        // Somebody may have changed what was said in the clear.
+                        talk = Talk::new(exports);
+                    }
+                    Err((kind, why)) => {
+                        channel.write(&option_reply(option, kind, why.as_bytes()))?;
+                    }
+                }
+                None
+            }
+            option::EXPORT_NAME if tls.forbids(channel.wire) => {
+                // This option has no other way to say no.
+                return Err(Ended::Broken("it asks for an export without TLS"));
+            }
             option::EXPORT_NAME => {
                 let index = talk.find(&data);
                 let index = index.ok_or(Ended::Broken("it asks for an export that is not here"))?;
@@ -165,6 +226,11 @@ pub(super) fn negotiate<'a>(
                 // It need not wait for the answer.
                 let _ = channel.write(&option_reply(option, reply::ACK, &[]));
                 return Err(Ended::Gone);
+            }
+            _ if tls.forbids(channel.wire) => {
+                let why = b"start TLS first";
+                channel.write(&option_reply(option, reply::ERR_TLS_REQUIRED, why))?;
+                None
             }
             _ => {
                 let (out, chosen) = talk.answer(option, &data);
@@ -193,7 +259,15 @@ struct Talk<'a> {
 /// The answer to an option that was wrong.
 type Refusal = (u32, &'static str);
 
-impl Talk<'_> {
+impl<'a> Talk<'a> {
+    fn new(exports: &'a [Export]) -> Self {
+        Self {
+            exports,
+            framing: Framing::Simple,
+            allocation: None,
+        }
+    }
+
     /// The export of a name. The empty name is that of the only one.
     fn find(&self, name: &[u8]) -> Option<usize> {
         if name.is_empty() && self.exports.len() == 1 {

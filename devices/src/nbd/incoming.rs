@@ -1,11 +1,10 @@
 //! What a client sends, cut into requests.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
-
-use rustix::io::Errno;
+use std::io;
 
 use super::protocol::{Framing, MAX_PAYLOAD, Request};
+use super::wire::Wire;
 use crate::backend::Buffer;
 
 /// Bytes read at once: a few dozen requests, or some with a short payload.
@@ -62,12 +61,12 @@ impl Incoming {
     }
 
     /// Reads what is there, once. 0: the client sends no more. To be called when [`next`](Self::next) has nothing left.
-    pub(super) fn receive(&mut self, socket: &OwnedFd) -> Result<usize, Errno> {
+    pub(super) fn receive(&mut self, wire: &mut Wire) -> io::Result<usize> {
         if self.start == self.end
             && let Some(arriving) = &mut self.arriving
             && let Some(space) = arriving.space(self.part)
         {
-            let read = rustix::io::read(socket, space)?;
+            let read = wire.read(space)?;
             arriving.filled += read;
             arriving.left -= read as u64;
             return Ok(read);
@@ -75,7 +74,7 @@ impl Incoming {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
-        let read = rustix::io::read(socket, &mut self.buffer[self.end..])?;
+        let read = wire.read(&mut self.buffer[self.end..])?;
         self.end += read;
         Ok(read)
     }

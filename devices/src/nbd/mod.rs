@@ -3,13 +3,18 @@
 //! ```text
 //!   Server ── a thread a listener: accept
 //!      └───── a thread a connection
-//!               handshake     which export, which kind of replies          handshake.rs
+//!               handshake     TLS, which export, which kind of replies     handshake.rs, tls.rs
 //!               Transmission  event loop over socket and port              transmission.rs
 //!                 incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing         incoming.rs, request.rs, outgoing.rs
+//!               Wire          the socket, bare or under TLS                wire.rs
 //! ```
 //! Requests of a connection run beside each other and are answered as they end. What a connection may keep in memory is
 //! bounded: above the bound nothing more is read from its socket. Nothing is shared between connections but the disk,
 //! and a FLUSH covers the completed writes of all of them (CAN_MULTI_CONN).
+//!
+//! TLS sits between the socket and both halves of a connection: a socket never blocks, and rustls never touches one, so
+//! the loops are the same. The one difference: bytes may be decrypted already when no byte is left in the socket, so that
+//! poll would not tell of them.
 //!
 //! Not from a crate: of those on crates.io `nbd` calls itself a first sketch and serves one request at a time from
 //! anything that can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another
@@ -21,7 +26,9 @@ mod outgoing;
 mod protocol;
 mod request;
 mod server;
+mod tls;
 mod transmission;
+mod wire;
 
 use std::sync::Arc;
 
@@ -30,6 +37,7 @@ use crate::block::BlockMetrics;
 
 pub use protocol::DEFAULT_PORT;
 pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
+pub use tls::{Tls, TlsConfig, TlsError};
 
 /// A disk under a name that clients ask for.
 pub struct Export {

@@ -1,11 +1,9 @@
 //! Replies that wait for the socket to take them.
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
-use std::os::fd::OwnedFd;
+use std::io::{self, IoSlice};
 
-use rustix::io::Errno;
-
+use super::wire::Wire;
 use crate::backend::Buffer;
 
 /// Most pieces handed to the system at once.
@@ -66,7 +64,7 @@ impl Outgoing {
     ///
     /// # Errors
     /// If the client is gone.
-    pub(super) fn send(&mut self, socket: &OwnedFd) -> Result<(), Errno> {
+    pub(super) fn send(&mut self, wire: &mut Wire) -> io::Result<()> {
         while self.bytes > 0 {
             let first = self.pieces.iter().take(1);
             let first = first.map(|piece| IoSlice::new(&piece.bytes()[self.sent..]));
@@ -74,14 +72,14 @@ impl Outgoing {
             let slices: Vec<_> = first
                 .chain(rest.map(|piece| IoSlice::new(piece.bytes())))
                 .collect();
-            match rustix::io::writev(socket, &slices) {
+            match wire.write(&slices) {
                 Ok(written) => self.advance(written),
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(())
+        wire.flush()
     }
 
     fn advance(&mut self, written: usize) {

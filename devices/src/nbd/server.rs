@@ -12,7 +12,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::Export;
 use super::handshake::{Ended, negotiate};
+use super::tls::Tls;
 use super::transmission::Transmission;
+use super::wire::Wire;
 
 /// Most connections of one listener at a time. One more is closed at once.
 pub const MAX_CONNECTIONS: usize = 128;
@@ -70,6 +72,8 @@ pub struct Service {
     pub listener: Listener,
     /// The exports, of different names.
     pub exports: Vec<Export>,
+    /// Whether what clients say is encrypted.
+    pub tls: Tls,
 }
 
 /// A running server. Dropping it stops it.
@@ -90,13 +94,18 @@ impl Server {
             stop: Arc::new(stop),
             listeners: Vec::new(),
         };
-        for Service { listener, exports } in services {
+        for service in services {
+            let Service {
+                listener,
+                exports,
+                tls,
+            } = service;
             listener.set_nonblocking()?;
             let exports: Arc<[Export]> = exports.into();
             let stop = Arc::clone(&server.stop);
             let thread = thread::Builder::new()
                 .name("nbd-listener".into())
-                .spawn(move || listen(&listener, &exports, &stop))?;
+                .spawn(move || listen(&listener, &exports, &tls, &stop))?;
             server.listeners.push(thread);
         }
         Ok(server)
@@ -126,7 +135,7 @@ fn join(thread: JoinHandle<()>) {
 }
 
 /// Accepts clients until `stop` is readable, then waits for their threads.
-fn listen(listener: &Listener, exports: &Arc<[Export]>, stop: &Arc<OwnedFd>) {
+fn listen(listener: &Listener, exports: &Arc<[Export]>, tls: &Tls, stop: &Arc<OwnedFd>) {
     let mut connections: Vec<JoinHandle<()>> = Vec::new();
     loop {
         let mut fds = [
@@ -162,10 +171,10 @@ fn listen(listener: &Listener, exports: &Arc<[Export]>, stop: &Arc<OwnedFd>) {
             );
             continue;
         }
-        let (exports, stop) = (Arc::clone(exports), Arc::clone(stop));
+        let (exports, tls, stop) = (Arc::clone(exports), tls.clone(), Arc::clone(stop));
         let spawned = thread::Builder::new()
             .name("nbd-client".into())
-            .spawn(move || connection(&socket, &exports, &stop));
+            .spawn(move || connection(socket, &exports, &tls, &stop));
         match spawned {
             Ok(thread) => connections.push(thread),
             Err(error) => tracing::warn!("NBD: a client could not be served: {error}"),
@@ -175,10 +184,11 @@ fn listen(listener: &Listener, exports: &Arc<[Export]>, stop: &Arc<OwnedFd>) {
 }
 
 /// Serves one client to its end.
-fn connection(socket: &OwnedFd, exports: &[Export], stop: &OwnedFd) {
-    let outcome = negotiate(socket, stop.as_fd(), exports).and_then(|agreed| {
+fn connection(socket: OwnedFd, exports: &[Export], tls: &Tls, stop: &OwnedFd) {
+    let mut wire = Wire::new(socket);
+    let outcome = negotiate(&mut wire, stop.as_fd(), exports, tls).and_then(|agreed| {
         let name = agreed.export.name();
-        match Transmission::new(agreed, socket, stop.as_fd()) {
+        match Transmission::new(agreed, &mut wire, stop.as_fd()) {
             Ok(transmission) => transmission.run(),
             Err(error) => {
                 tracing::error!("NBD export '{name}': {error}");
@@ -186,7 +196,11 @@ fn connection(socket: &OwnedFd, exports: &[Export], stop: &OwnedFd) {
             }
         }
     });
+    wire.close();
     match outcome {
+        Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
+            tracing::warn!("an NBD client was disconnected: TLS: {error}");
+        }
         Err(Ended::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
         Err(Ended::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
         Ok(()) | Err(Ended::Gone) => {}

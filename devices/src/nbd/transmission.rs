@@ -1,6 +1,7 @@
 //! The transmission phase of a connection: an event loop over its socket and its port to the disk.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::ErrorKind;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -12,6 +13,7 @@ use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::protocol::command;
 use super::request::{Action, Pending, Rules, answer_extents, judge, refuse};
+use super::wire::Wire;
 use crate::backend::{BackendQueue, Completion, SECTOR_SIZE};
 use crate::block::{BlockMetrics, add};
 
@@ -61,7 +63,7 @@ impl InFlight {
 /// A connection that has chosen its export.
 pub(super) struct Transmission<'a> {
     agreed: Agreed<'a>,
-    socket: &'a OwnedFd,
+    wire: &'a mut Wire,
     stop: BorrowedFd<'a>,
     disk: Box<dyn BackendQueue>,
     /// Longest step in bytes.
@@ -84,7 +86,7 @@ impl<'a> Transmission<'a> {
     /// If the system refuses one.
     pub(super) fn new(
         agreed: Agreed<'a>,
-        socket: &'a OwnedFd,
+        wire: &'a mut Wire,
         stop: BorrowedFd<'a>,
     ) -> std::io::Result<Self> {
         let backend = &agreed.export.backend;
@@ -100,7 +102,7 @@ impl<'a> Transmission<'a> {
             closing: false,
             end: None,
             agreed,
-            socket,
+            wire,
             stop,
         })
     }
@@ -112,12 +114,16 @@ impl<'a> Transmission<'a> {
     pub(super) fn run(mut self) -> Result<(), Ended> {
         loop {
             self.work()?;
-            self.outgoing.send(self.socket)?;
-            if self.closing && self.in_flight.len() == 0 && self.outgoing.is_empty() {
+            self.outgoing.send(self.wire)?;
+            if self.closing && self.in_flight.len() == 0 && self.is_all_sent() {
                 return Ok(());
             }
             self.wait()?;
         }
+    }
+
+    fn is_all_sent(&self) -> bool {
+        self.outgoing.is_empty() && !self.wire.has_unsent()
     }
 
     fn has_room(&self) -> bool {
@@ -222,35 +228,44 @@ impl<'a> Transmission<'a> {
     fn wait(&mut self) -> Result<(), Ended> {
         let mut interest = PollFlags::empty();
         interest.set(PollFlags::IN, !self.closing && self.has_room());
-        interest.set(PollFlags::OUT, !self.outgoing.is_empty());
+        interest.set(PollFlags::OUT, !self.is_all_sent());
+        // What was decrypted already wakes nobody.
+        let decrypted = interest.contains(PollFlags::IN) && self.wire.may_have_data();
         let mut fds = vec![PollFd::from_borrowed_fd(self.disk.event(), PollFlags::IN)];
         // The end of a client that is neither read from nor written to would wake this thread over and over.
         let socket = (!interest.is_empty()).then(|| {
-            fds.push(PollFd::new(self.socket, interest));
+            fds.push(PollFd::new(self.wire, interest));
             fds.len() - 1
         });
         let stop = self.end.is_none().then(|| {
             fds.push(PollFd::from_borrowed_fd(self.stop, PollFlags::IN));
             fds.len() - 1
         });
-        let left = self.end.filter(|_| !self.outgoing.is_empty()).map(|end| {
+        let left = self.end.filter(|_| !self.is_all_sent()).map(|end| {
             Timespec::try_from(end.saturating_duration_since(Instant::now())).unwrap_or_default()
         });
+        let left = if decrypted {
+            Some(Timespec::default())
+        } else {
+            left
+        };
         match poll(&mut fds, left.as_ref()) {
-            Ok(0) => return Err(Ended::Gone),
+            Ok(0) if !decrypted => return Err(Ended::Gone),
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
         let ready = |index: Option<usize>| index.is_some_and(|at| !fds[at].revents().is_empty());
-        let (readable, stopped) = (ready(socket), ready(stop));
+        let (readable, stopped) = (decrypted || ready(socket), ready(stop));
         if stopped {
             self.closing = true;
             self.end = Some(Instant::now() + PARTING);
         }
         if readable && interest.contains(PollFlags::IN) && !self.closing {
-            match self.incoming.receive(self.socket) {
+            match self.incoming.receive(self.wire) {
                 Ok(0) => self.closing = true,
-                Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
+                Ok(_) => {}
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
                 Err(error) => return Err(error.into()),
             }
         }

@@ -142,6 +142,7 @@ fn malformed_options_are_answered_and_the_talk_goes_on() {
     let mut client = RawClient::greet(&dir.path().join("s"));
     const INVALID: u32 = (1 << 31) + 3;
     const UNSUPPORTED: u32 = (1 << 31) + 1;
+    const POLICY: u32 = (1 << 31) + 2;
     let name_too_long: &[u8] = &[0xff, 0xff, 0xff, 0xff, 0, 0];
     for (option, data, expected) in [
         (7, &[][..], INVALID),
@@ -151,7 +152,9 @@ fn malformed_options_are_answered_and_the_talk_goes_on() {
         (8, b"x", INVALID),
         // Before structured replies.
         (10, &[0; 8], INVALID),
-        (5, &[], UNSUPPORTED),
+        // TLS, which there is not unless told.
+        (5, &[], POLICY),
+        (5, b"x", INVALID),
         (0xffff_ffff, b"anything", UNSUPPORTED),
         (8, &[], 1),
         (10, &[0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff], INVALID),

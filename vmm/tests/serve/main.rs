@@ -6,6 +6,7 @@ mod crash;
 mod hostile;
 mod lifecycle;
 mod raw_client;
+mod tls;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

@@ -24,7 +24,7 @@ pub struct ServeArguments {
 #[derive(Debug, Subcommand)]
 pub enum Door {
     /// NBD, until SIGTERM or SIGINT; prints where each disk is, as a URI, when it can be had
-    Nbd(DaemonArguments),
+    Nbd(nbd::NbdArguments),
 }
 
 /// What every daemon takes.

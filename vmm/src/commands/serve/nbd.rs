@@ -5,8 +5,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use clap::{Args, ValueEnum};
 use walvisor_devices::backend::SECTOR_SIZE;
-use walvisor_devices::nbd::{Export, Listener, Server, Service};
+use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
 use super::DaemonArguments;
 use super::socket::{SocketFile, Sockets};
@@ -17,6 +18,57 @@ use crate::disks;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::seccomp::{self, Duty};
 use crate::vm::{DiskConfig, TerminationSignals};
+
+/// The arguments of `walvisor serve nbd`.
+#[derive(Args, Debug)]
+pub struct NbdArguments {
+    /// What every daemon takes.
+    #[command(flatten)]
+    pub daemon: DaemonArguments,
+    /// Whether clients may or have to use TLS [default: require with certificates, else off]
+    #[arg(long, value_name = "MODE", value_enum)]
+    pub tls: Option<TlsMode>,
+    /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem (and ca-crl.pem)
+    #[arg(long, value_name = "DIR")]
+    pub tls_certificates: Option<PathBuf>,
+    /// Clients have to show a certificate that the CA has signed
+    #[arg(long, requires = "tls_certificates")]
+    pub tls_verify_peer: bool,
+}
+
+/// The modes of TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TlsMode {
+    /// No client can use it
+    Off,
+    /// Clients may use it
+    On,
+    /// Clients are told nothing without it
+    Require,
+}
+
+impl NbdArguments {
+    /// Reads the certificates.
+    fn tls(&self) -> Result<Tls, CommandError> {
+        let (mode, directory) = match (self.tls, &self.tls_certificates) {
+            (None | Some(TlsMode::Off), None) | (Some(TlsMode::Off), Some(_)) => {
+                return Ok(Tls::Off);
+            }
+            (Some(_), None) => {
+                return Err(CommandError::Usage(
+                    "--tls needs certificates: give --tls-certificates DIR".to_owned(),
+                ));
+            }
+            (mode, Some(directory)) => (mode, directory),
+        };
+        let config = TlsConfig::from_directory(directory, self.tls_verify_peer)
+            .map_err(|error| CommandError::Failed(format!("--tls-certificates: {error}")))?;
+        Ok(match mode {
+            Some(TlsMode::On) => Tls::Offered(config),
+            _ => Tls::Required(config),
+        })
+    }
+}
 
 /// Where disks are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,9 +98,11 @@ enum Uri {
 }
 
 /// Serves until a signal asks to stop.
-pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
+pub(super) fn run(arguments: &NbdArguments) -> Result<(), CommandError> {
+    let mut sockets = Sockets::take(arguments.daemon.mode)?;
+    let tls = arguments.tls()?;
+    let arguments = &arguments.daemon;
     let specs = &arguments.disks;
-    let mut sockets = Sockets::take(arguments.mode)?;
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments
@@ -67,7 +121,7 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)
-        .and_then(|()| serve(specs, &open, &groups, bound, &mut signals));
+        .and_then(|()| serve(specs, &open, &groups, bound, &tls, &mut signals));
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
@@ -84,6 +138,7 @@ fn serve(
     disks: &[DiskConfig],
     groups: &[Group],
     bound: Vec<Bound>,
+    tls: &Tls,
     signals: &mut TerminationSignals,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
@@ -95,13 +150,17 @@ fn serve(
             let described = format!("{}, write-ahead logged by walvisor", disk.name);
             let export = Export::new(&name, &described, Arc::clone(&disk.backend));
             let bytes = disk.backend.sectors() * SECTOR_SIZE;
-            let uri = bound.uri.of(&name);
+            let uri = bound.uri.of(&name, tls);
             lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
             counters.push((member, export.metrics()));
             exports.push(export);
         }
         let listener = bound.listener;
-        services.push(Service { listener, exports });
+        services.push(Service {
+            listener,
+            exports,
+            tls: tls.clone(),
+        });
         files.extend(bound._file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
@@ -213,14 +272,18 @@ fn bind(place: &Place, sockets: &mut Sockets) -> Result<Bound, CommandError> {
 
 impl Uri {
     /// The URI of an export (the NBD project's `doc/uri.md`).
-    fn of(&self, export: &str) -> String {
+    fn of(&self, export: &str, tls: &Tls) -> String {
         let export = escape(export.as_bytes());
+        let scheme = match tls {
+            Tls::Required(_) => "nbds",
+            Tls::Off | Tls::Offered(_) => "nbd",
+        };
         match self {
             Self::Unix(path) => {
                 let path = escape(path.as_os_str().as_encoded_bytes());
-                format!("nbd+unix:///{export}?socket={path}")
+                format!("{scheme}+unix:///{export}?socket={path}")
             }
-            Self::Tcp(address) => format!("nbd://{address}/{export}"),
+            Self::Tcp(address) => format!("{scheme}://{address}/{export}"),
         }
     }
 }
@@ -275,10 +338,10 @@ mod tests {
     fn uris_hold_any_path() {
         let uri = Uri::Unix(PathBuf::from("/run/a b&c"));
         assert_eq!(
-            uri.of("d?.img"),
+            uri.of("d?.img", &Tls::Off),
             "nbd+unix:///d%3F.img?socket=/run/a%20b%26c"
         );
         let uri = Uri::Tcp("[::1]:9".parse().unwrap());
-        assert_eq!(uri.of(""), "nbd://[::1]:9/");
+        assert_eq!(uri.of("", &Tls::Off), "nbd://[::1]:9/");
     }
 }

@@ -1,0 +1,148 @@
+//! TLS: certificates in the layout that QEMU, libvirt and nbdkit share, and whether clients have to use them (the NBD
+//! protocol, "TLS support"). 1.2 and 1.3, by rustls.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::crypto::ring;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
+use rustls::{RootCertStore, ServerConfig};
+
+use super::wire::Wire;
+
+/// Whether clients encrypt what they say.
+#[derive(Clone, Debug, Default)]
+pub enum Tls {
+    /// They cannot (NOTLS).
+    #[default]
+    Off,
+    /// They may (SELECTIVETLS).
+    Offered(TlsConfig),
+    /// They have to, before they are told anything (FORCEDTLS).
+    Required(TlsConfig),
+}
+
+impl Tls {
+    /// Whether a client has to begin with TLS and has not.
+    pub(super) fn forbids(&self, wire: &Wire) -> bool {
+        matches!(self, Self::Required(_)) && !wire.is_encrypted()
+    }
+}
+
+/// The server's key and certificates.
+#[derive(Clone)]
+pub struct TlsConfig {
+    server: Arc<ServerConfig>,
+}
+
+/// Why there is no TLS. Names the file.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {why}", path.display())]
+pub struct TlsError {
+    path: PathBuf,
+    why: Why,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Why {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("it is no PEM file: {0}")]
+    Pem(pem::Error),
+    #[error("it has none of the PEM section that is needed: {0}")]
+    Missing(&'static str),
+    #[error("{0}")]
+    Tls(#[from] rustls::Error),
+    #[error("{0}")]
+    Verifier(#[from] VerifierBuilderError),
+}
+
+impl TlsConfig {
+    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client has to show a certificate
+    /// that is signed by one in `ca-cert.pem`, and that `ca-crl.pem`, where there is one, does not revoke.
+    ///
+    /// # Errors
+    /// If a file cannot be read or used.
+    pub fn from_directory(directory: &Path, verify_peer: bool) -> Result<Self, TlsError> {
+        let at = |name: &str| directory.join(name);
+        let (cert, key) = (at("server-cert.pem"), at("server-key.pem"));
+        let chain: Vec<CertificateDer<'static>> = sections(&cert, "CERTIFICATE")?;
+        let private = PrivateKeyDer::from_pem_file(&key);
+        let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
+        let provider = Arc::new(ring::default_provider());
+        let refused = |path: &Path| {
+            let path = path.to_owned();
+            move |error: rustls::Error| TlsError {
+                path,
+                why: error.into(),
+            }
+        };
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()
+            .map_err(refused(directory))?;
+        let builder = if verify_peer {
+            let ca = at("ca-cert.pem");
+            let mut roots = RootCertStore::empty();
+            for root in sections(&ca, "CERTIFICATE")? {
+                roots.add(root).map_err(refused(&ca))?;
+            }
+            let mut verifier =
+                WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            let crl = at("ca-crl.pem");
+            if crl.exists() {
+                let lists: Vec<CertificateRevocationListDer<'static>> = sections(&crl, "X509 CRL")?;
+                verifier = verifier.with_crls(lists);
+            }
+            let verifier = verifier.build().map_err(|error| TlsError {
+                path: ca,
+                why: error.into(),
+            })?;
+            builder.with_client_cert_verifier(verifier)
+        } else {
+            builder.with_no_client_auth()
+        };
+        let server = builder
+            .with_single_cert(chain, private)
+            .map_err(refused(&cert))?;
+        Ok(Self {
+            server: Arc::new(server),
+        })
+    }
+
+    pub(super) fn server(&self) -> &Arc<ServerConfig> {
+        &self.server
+    }
+}
+
+impl fmt::Debug for TlsConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // It holds a key.
+        f.write_str("TlsConfig")
+    }
+}
+
+/// All sections of one kind in a file; at least one.
+fn sections<T: PemObject>(path: &Path, kind: &'static str) -> Result<Vec<T>, TlsError> {
+    let all = T::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    match all {
+        Ok(all) if all.is_empty() => Err(failed(path, pem::Error::NoItemsFound, kind)),
+        Ok(all) => Ok(all),
+        Err(error) => Err(failed(path, error, kind)),
+    }
+}
+
+fn failed(path: &Path, error: pem::Error, kind: &'static str) -> TlsError {
+    let why = match error {
+        pem::Error::Io(error) => Why::Io(error),
+        pem::Error::NoItemsFound => Why::Missing(kind),
+        error => Why::Pem(error),
+    };
+    TlsError {
+        path: path.to_owned(),
+        why,
+    }
+}

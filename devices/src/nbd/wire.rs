@@ -1,0 +1,195 @@
+//! A connection's socket, bare or under TLS: reads and writes that never block.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustls::ServerConnection;
+
+use super::tls::TlsConfig;
+
+/// A non-blocking socket with what TLS keeps for it.
+pub(super) struct Wire {
+    socket: Socket,
+    tls: Option<Box<ServerConnection>>,
+    /// More may be decrypted already than was read.
+    decrypted: bool,
+}
+
+/// The bare socket, as rustls wants it.
+struct Socket(OwnedFd);
+
+impl Read for Socket {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::io::read(&self.0, bytes)?)
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(rustix::io::write(&self.0, bytes)?)
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        Ok(rustix::io::writev(&self.0, slices)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for Wire {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.0.as_fd()
+    }
+}
+
+impl Wire {
+    /// Talks over `socket`, which must not block.
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket: Socket(socket),
+            tls: None,
+            decrypted: false,
+        }
+    }
+
+    /// Everything from here on is TLS.
+    ///
+    /// # Errors
+    /// If rustls refuses its configuration.
+    pub(super) fn start_tls(&mut self, config: &TlsConfig) -> io::Result<()> {
+        let connection = ServerConnection::new(Arc::clone(config.server()));
+        self.tls = Some(Box::new(connection.map_err(invalid)?));
+        Ok(())
+    }
+
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    pub(super) fn is_shaking_hands(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.is_handshaking())
+    }
+
+    /// Takes what the client has sent for the TLS handshake, once.
+    ///
+    /// # Errors
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if that is nothing; [`InvalidData`](io::ErrorKind::InvalidData) if the
+    /// handshake fails, and the client was told; others if the client is gone.
+    pub(super) fn shake_hands(&mut self) -> io::Result<()> {
+        match self.decrypt()? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads what is there, once. 0: the client sends no more, which under TLS it need not have said in so many words:
+    /// NBD's messages say themselves where they end.
+    ///
+    /// # Errors
+    /// As [`shake_hands`](Self::shake_hands).
+    pub(super) fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let Some(tls) = &mut self.tls else {
+            return self.socket.read(bytes);
+        };
+        let mut read = tls.reader().read(bytes);
+        if matches!(&read, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
+            // Once: a client that sends records without data must not keep its thread here.
+            if self.decrypt()? == 0 {
+                return Ok(0);
+            }
+            read = self
+                .tls
+                .as_mut()
+                .map_or(Ok(0), |tls| tls.reader().read(bytes));
+        }
+        self.decrypted = matches!(read, Ok(read) if read == bytes.len());
+        match read {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
+            read => read,
+        }
+    }
+
+    /// Whether a read may find something although nothing is left in the socket.
+    pub(super) fn may_have_data(&self) -> bool {
+        self.decrypted
+    }
+
+    /// Sends some of `slices`: how many bytes of them.
+    ///
+    /// # Errors
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the socket takes none; others if the client is gone.
+    pub(super) fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.flush()?;
+        let Some(tls) = &mut self.tls else {
+            return self.socket.write_vectored(slices);
+        };
+        // As much as fits into what rustls keeps at most, which is 64 KiB.
+        let written = match tls.wants_write() {
+            true => 0,
+            false => tls.writer().write_vectored(slices)?,
+        };
+        if written == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.flush()?;
+        Ok(written)
+    }
+
+    /// Whether encrypted bytes wait for the socket to take them.
+    pub(super) fn has_unsent(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.wants_write())
+    }
+
+    /// Sends as many encrypted bytes as the socket takes.
+    ///
+    /// # Errors
+    /// If the client is gone.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        let Some(tls) = &mut self.tls else {
+            return Ok(());
+        };
+        while tls.wants_write() {
+            match tls.write_tls(&mut self.socket) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells a client under TLS that nothing more will come, if that can be told at once.
+    pub(super) fn close(&mut self) {
+        if let Some(tls) = &mut self.tls {
+            tls.send_close_notify();
+            let _ = self.flush();
+        }
+    }
+
+    /// Reads encrypted bytes once and makes of them what can be made. 0: the client sends no more.
+    fn decrypt(&mut self) -> io::Result<usize> {
+        let Some(tls) = &mut self.tls else {
+            return Ok(0);
+        };
+        self.decrypted = false;
+        let read = tls.read_tls(&mut self.socket)?;
+        match tls.process_new_packets() {
+            // The end of a handshake may bring data with it.
+            Ok(state) => self.decrypted = state.plaintext_bytes_to_read() > 0,
+            Err(error) => {
+                // The alert that says why.
+                let _ = self.flush();
+                return Err(invalid(error));
+            }
+        }
+        Ok(read)
+    }
+}
+
+fn invalid(error: rustls::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}

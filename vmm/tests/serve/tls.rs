@@ -1,0 +1,265 @@
+//! TLS with clients that others wrote: certificates asked for and shown, and nothing told to whoever comes without.
+
+use std::fs;
+use std::path::Path;
+
+use super::raw_client::RawClient;
+use super::{Daemon, create, foreign, has, run_client, text, walvisor};
+
+const STARTTLS: u32 = 5;
+const TLS_REQUIRED: u32 = (1 << 31) + 5;
+const POLICY: u32 = (1 << 31) + 2;
+
+/// Makes a CA in `dir`/pki with a server's and a client's certificate, in the names that QEMU and libnbd look for, and a
+/// second CA with a client of its own in `dir`/other. `false`: this cannot be done here.
+fn certificates(dir: &Path) -> bool {
+    if !has("certtool", "gnutls-bin") {
+        return false;
+    }
+    for name in ["pki", "other"] {
+        let at = dir.join(name);
+        fs::create_dir(&at).unwrap();
+        let certtool = |arguments: &str| {
+            let output = foreign(&at, "certtool").args(arguments.split(' ')).output();
+            let output = output.unwrap();
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        };
+        let key = |file: &str| {
+            certtool(&format!(
+                "--generate-privkey --key-type=ecdsa --curve=secp256r1 --outfile {file}"
+            ));
+        };
+        fs::write(at.join("ca.info"), "cn = CA\nca\ncert_signing_key\n").unwrap();
+        let server = "cn = localhost\ndns_name = localhost\nip_address = 127.0.0.1\ntls_www_server\nsigning_key\n";
+        fs::write(at.join("server.info"), server).unwrap();
+        fs::write(
+            at.join("client.info"),
+            "cn = client\ntls_www_client\nsigning_key\n",
+        )
+        .unwrap();
+        key("ca-key.pem");
+        certtool(
+            "--generate-self-signed --load-privkey ca-key.pem --template ca.info --outfile ca-cert.pem",
+        );
+        for role in ["server", "client"] {
+            key(&format!("{role}-key.pem"));
+            certtool(&format!(
+                "--generate-certificate --load-ca-certificate ca-cert.pem --load-ca-privkey ca-key.pem \
+                 --load-privkey {role}-key.pem --template {role}.info --outfile {role}-cert.pem"
+            ));
+        }
+    }
+    // The stranger believes the server, but nobody of the server's has signed for the stranger.
+    fs::copy(dir.join("pki/ca-cert.pem"), dir.join("other/ca-cert.pem")).unwrap();
+    true
+}
+
+/// libnbd with the certificates in `pki`, none if that is empty; the exit of a script that has `h` connected.
+fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, String> {
+    let setting = match pki {
+        "" => String::new(),
+        pki => format!("h.set_tls(nbd.TLS_REQUIRE); h.set_tls_certificates('{pki}')\n"),
+    };
+    let script = format!("{setting}{connect}\n{script}");
+    let output = run_client(dir, "nbdsh", &["-c", &script]);
+    match output.status.success() {
+        true => Ok(text(&output.stdout)),
+        false => Err(text(&output.stderr)),
+    }
+}
+
+const TO_SOCKET: &str = "h.connect_unix('s')";
+
+#[test]
+fn clients_of_others_encrypt() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) || !has("nbdsh", "python3-libnbd") || !has("qemu-img", "qemu-utils") {
+        return;
+    }
+    create(dir, "disk.img", "64M");
+    let daemon = Daemon::start(
+        dir,
+        "--disk path=disk.img,port=0 --tls-certificates pki --tls-verify-peer",
+    );
+    let uri = daemon.uri();
+    let address = uri.strip_prefix("nbds://127.0.0.1:").expect(uri);
+    let (port, _) = address.split_once('/').unwrap();
+    let connect = format!("h.connect_tcp('localhost', '{port}')");
+    // Longer than anything that TLS buffers, both ways, with requests beside each other.
+    let script = "
+import os
+assert h.get_tls_negotiated()
+data = os.urandom(32 << 20)
+h.set_strict_mode(0)
+h.pwrite(data, 4096)
+assert h.pread(32 << 20, 4096) == data
+bufs = [nbd.Buffer.from_bytearray(bytearray(data[n << 20:(n + 1) << 20])) for n in range(32)]
+cookies = [h.aio_pwrite(buf, (n << 20) + (1 << 20)) for n, buf in enumerate(bufs)]
+while h.aio_in_flight() > 0:
+    h.poll(-1)
+assert all(h.aio_command_completed(cookie) for cookie in cookies)
+h.flush()
+assert h.pread(32 << 20, 1 << 20) == data
+h.shutdown()
+";
+    nbdsh(dir, "pki", &connect, script).unwrap();
+    fs::create_dir(dir.join("bare")).unwrap();
+    fs::copy(dir.join("pki/ca-cert.pem"), dir.join("bare/ca-cert.pem")).unwrap();
+    let error = nbdsh(dir, "", &connect, "h.pread(512, 0)").unwrap_err();
+    assert!(error.contains("requires TLS"), "{error}");
+    // No certificate, and one that another CA has signed.
+    for pki in ["bare", "other"] {
+        let error = nbdsh(dir, pki, &connect, "h.pread(512, 0)").unwrap_err();
+        assert!(
+            error.contains("TLS") || error.contains("gnutls"),
+            "{pki}: {error}"
+        );
+    }
+    let object = "tls-creds-x509,id=tls0,endpoint=client,dir=pki,verify-peer=yes";
+    let disk = format!("driver=nbd,host=localhost,port={port},export=disk.img,tls-creds=tls0");
+    let output = run_client(
+        dir,
+        "qemu-io",
+        &[
+            "--object",
+            object,
+            "--image-opts",
+            &disk,
+            "-c",
+            "write -P 7 0 2M",
+            "-c",
+            "read -P 7 0 2M",
+        ],
+    );
+    assert!(output.status.success(), "{output:?}");
+    assert!(!text(&output.stdout).contains("fail"), "{output:?}");
+    let output = run_client(
+        dir,
+        "qemu-img",
+        &["info", "--object", object, "--image-opts", &disk],
+    );
+    assert!(text(&output.stdout).contains("64 MiB"), "{output:?}");
+    let errors = daemon.stop();
+    // One line for each that was turned away.
+    assert_eq!(errors.lines().count(), 2, "{errors}");
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    assert!(image[..2 << 20].iter().all(|&byte| byte == 7));
+}
+
+#[test]
+fn whoever_comes_without_tls_is_told_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) || !has("nbdsh", "python3-libnbd") {
+        return;
+    }
+    create(dir, "disk.img", "1M");
+    let serve = "--disk path=disk.img,socket=s --tls-certificates pki";
+    let read = "assert h.pread(512, 0) == bytes(512)";
+
+    let daemon = Daemon::start(dir, serve);
+    let mut client = RawClient::greet(&dir.join("s"));
+    // LIST, INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, EXTENDED_HEADERS, and one that nobody knows.
+    for option in [3, 6, 7, 8, 9, 10, 11, 77] {
+        client.option(option, &[]);
+        let (of, kind, why) = client.option_reply();
+        assert_eq!((of, kind), (option, TLS_REQUIRED), "{}", text(&why));
+    }
+    client.option(1, b"disk.img");
+    assert!(client.is_closed());
+    // In the middle of a handshake: garbage, and the end.
+    let mut client = RawClient::greet(&dir.join("s"));
+    client.option(STARTTLS, &[]);
+    assert_eq!(client.option_reply(), (STARTTLS, 1, vec![]));
+    client.send(&[0x55; 100]);
+    assert!(client.is_closed());
+    let mut client = RawClient::greet(&dir.join("s"));
+    client.option(STARTTLS, &[]);
+    assert_eq!(client.option_reply(), (STARTTLS, 1, vec![]));
+    drop(client);
+    // Without --tls-verify-peer any client will do.
+    nbdsh(dir, "other", TO_SOCKET, read).unwrap();
+    let idle = {
+        // Still in its handshake when the server ends.
+        let mut client = RawClient::greet(&dir.join("s"));
+        client.option(STARTTLS, &[]);
+        client.option_reply();
+        client
+    };
+    let errors = daemon.stop();
+    assert!(
+        errors.contains("without TLS") && errors.contains("TLS: "),
+        "{errors}"
+    );
+    drop(idle);
+
+    let daemon = Daemon::start(dir, &format!("{serve} --tls on"));
+    assert!(daemon.uri().starts_with("nbd+unix:"));
+    nbdsh(dir, "pki", TO_SOCKET, read).unwrap();
+    nbdsh(dir, "", TO_SOCKET, read).unwrap();
+    assert_eq!(daemon.stop(), "");
+
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::greet(&dir.join("s"));
+    client.option(STARTTLS, &[]);
+    assert_eq!(client.option_reply().1, POLICY);
+    client.option(7, &[0; 6]);
+    assert_eq!(client.option_reply().1, 3);
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn bad_certificates_are_told_in_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) {
+        return;
+    }
+    create(dir, "disk.img", "1M");
+    for (name, file, content) in [
+        ("none", "none", ""),
+        ("empty", "server-key.pem", ""),
+        (
+            "garbage",
+            "server-cert.pem",
+            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+        ),
+        ("no-ca", "ca-cert.pem", "text"),
+    ] {
+        let at = dir.join(name);
+        fs::create_dir(&at).unwrap();
+        if name != "none" {
+            for file in ["ca-cert.pem", "server-cert.pem", "server-key.pem"] {
+                fs::copy(dir.join("pki").join(file), at.join(file)).unwrap();
+            }
+        }
+        fs::write(at.join(file), content).unwrap();
+    }
+    fs::create_dir(dir.join("mixed")).unwrap();
+    for (from, file) in [("pki", "server-cert.pem"), ("other", "server-key.pem")] {
+        fs::copy(dir.join(from).join(file), dir.join("mixed").join(file)).unwrap();
+    }
+    for (arguments, status, part) in [
+        ("--tls-certificates none", 1, "none/server-cert.pem"),
+        ("--tls-certificates empty", 1, "empty/server-key.pem"),
+        ("--tls-certificates garbage", 1, "garbage/server-cert.pem"),
+        ("--tls-certificates mixed", 1, "mixed/server-cert.pem"),
+        (
+            "--tls-certificates no-ca --tls-verify-peer",
+            1,
+            "no-ca/ca-cert.pem",
+        ),
+        ("--tls require", 2, "--tls-certificates DIR"),
+        ("--tls-verify-peer", 2, "--tls-certificates"),
+    ] {
+        let output = walvisor(
+            dir,
+            &format!("serve nbd --disk path=disk.img,socket=s {arguments}"),
+        );
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
+        assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+        assert!(error.contains(part), "{arguments}: {error}");
+    }
+}
