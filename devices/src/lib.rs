@@ -1,4 +1,4 @@
-//! Frontends: virtio-blk and its transports, NBD. Knows no KVM. Generic over the [`backend::Backend`] trait.
+//! Frontends: virtio-blk and its transports, vhost-user, NBD. Knows no KVM. Generic over the [`backend::Backend`] trait.
 //!
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
@@ -7,6 +7,7 @@
 //!                               take chains ─▶ parse ─▶ BackendQueue    block/{virtqueue,request}.rs
 //!                               publish used index once ─▶ Interrupt    interrupt.rs
 //!
+//!  vhost-user front-end ──socket──▶ a thread a socket ─▶ queue workers   vhost_user/
 //!  NBD client ──socket──▶ a thread a connection ─▶ BackendQueue            nbd/
 //! ```
 
@@ -16,3 +17,4 @@ pub mod interrupt;
 pub mod nbd;
 mod status;
 pub mod transport;
+pub mod vhost_user;

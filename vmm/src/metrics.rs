@@ -112,7 +112,7 @@ fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
 pub struct DiskMetrics {
     /// Its name.
     pub disk: String,
-    /// How it was reached: `mmio`, `pci`, `nbd`.
+    /// How it was reached: `mmio`, `pci`, `nbd`, `vhost-user`.
     pub transport: &'static str,
     /// What was asked of it.
     pub counts: BlockCounts,

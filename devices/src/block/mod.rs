@@ -34,7 +34,7 @@ pub(crate) use config::CONFIG_LEN;
 pub(crate) use features::Features;
 pub(crate) use metrics::add;
 pub(crate) use virtqueue::QueueSetup;
-pub(crate) use worker::Worker;
+pub(crate) use worker::{QueueStart, Worker};
 
 /// Device type of a block device (virtio 1.2, 5).
 pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
@@ -227,30 +227,30 @@ impl VirtioBlock {
         }
     }
 
-    /// Starts the worker of queue `index`.
+    /// A copy of the doorbell of queue `index`.
+    pub(crate) fn doorbell(&self, index: u16) -> io::Result<EventFd> {
+        self.doorbells
+            .get(usize::from(index))
+            .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?
+            .try_clone()
+    }
+
+    /// Starts the worker of a queue.
     pub(crate) fn start_queue<M: DeviceMemory>(
         &self,
-        index: u16,
-        setup: QueueSetup,
+        queue: QueueStart,
         features: Features,
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<Worker> {
-        let doorbell = self
-            .doorbells
-            .get(usize::from(index))
-            .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?
-            .try_clone()?;
         Worker::start(
             worker::Plan {
-                index,
-                setup,
+                queue,
                 max_size: self.config.queue_size,
                 event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
                 features,
                 id: self.id,
                 flush_after_write: self.flush_after_write(features),
-                doorbell,
                 backend: Arc::clone(&self.backend),
                 metrics: Arc::clone(&self.metrics),
                 status,

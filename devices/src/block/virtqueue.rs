@@ -31,6 +31,9 @@ pub(crate) struct QueueSetup {
     pub(crate) driver: u64,
     /// Guest physical address of the device area (used ring).
     pub(crate) device: u64,
+    /// `None`: a ring as a driver makes it, nothing available yet. Otherwise one that was in use before, with the index
+    /// of the next available chain; how far it is used stands in its used ring.
+    pub(crate) resume_at: Option<u16>,
 }
 
 /// Why a queue cannot go on. The device needs a reset.
@@ -72,9 +75,9 @@ impl Virtqueue {
         event_idx: bool,
         memory: &G,
     ) -> Result<Self, QueueError> {
-        let queue = Queue::try_from(QueueState {
+        let mut queue = Queue::try_from(QueueState {
             max_size,
-            next_avail: 0,
+            next_avail: setup.resume_at.unwrap_or(0),
             next_used: 0,
             event_idx_enabled: event_idx,
             size: setup.size,
@@ -86,6 +89,10 @@ impl Virtqueue {
         .map_err(QueueError::Setup)?;
         if !queue.is_valid(memory) {
             return Err(QueueError::OutsideMemory);
+        }
+        if setup.resume_at.is_some() {
+            let index = GuestAddress(setup.device + 2);
+            queue.set_next_used(u16::from_le(memory.load(index, Ordering::Acquire)?));
         }
         Ok(Self { queue })
     }

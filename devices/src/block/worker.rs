@@ -36,16 +36,24 @@ const DOORBELL: u32 = 0;
 const BACKEND: u32 = 1;
 const STOP: u32 = 2;
 
+/// The queue that a worker is to serve.
+pub(crate) struct QueueStart {
+    /// Its number, from 0.
+    pub(crate) index: u16,
+    /// Its rings.
+    pub(crate) setup: QueueSetup,
+    /// What its driver rings.
+    pub(crate) doorbell: EventFd,
+}
+
 /// Everything a worker needs to know when it starts.
 pub(super) struct Plan {
-    pub(super) index: u16,
-    pub(super) setup: QueueSetup,
+    pub(super) queue: QueueStart,
     pub(super) max_size: u16,
     pub(super) event_idx: bool,
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
-    pub(super) doorbell: EventFd,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) metrics: Arc<BlockMetrics>,
     pub(super) status: Arc<DeviceStatus>,
@@ -61,7 +69,8 @@ struct StopSignal {
 /// without an interrupt, chains still in the ring stay there.
 pub(crate) struct Worker {
     stop: Arc<StopSignal>,
-    thread: Option<JoinHandle<()>>,
+    /// Gives the number of chains taken, modulo 2^16.
+    thread: Option<JoinHandle<Option<u16>>>,
 }
 
 impl Worker {
@@ -72,7 +81,7 @@ impl Worker {
             event: EventFd::new(EFD_NONBLOCK)?,
         });
         let queue = Virtqueue::new(
-            &plan.setup,
+            &plan.queue.setup,
             plan.max_size,
             plan.event_idx,
             &*memory.memory(),
@@ -80,7 +89,7 @@ impl Worker {
         let queue = match queue {
             Ok(queue) => queue,
             Err(error) => {
-                give_up(&plan.status, plan.index, &error);
+                give_up(&plan.status, plan.queue.index, &error);
                 return Ok(Self { stop, thread: None });
             }
         };
@@ -97,7 +106,7 @@ impl Worker {
             broken: false,
             plan,
         };
-        let name = format!("virtio-blk-q{}", worker.plan.index);
+        let name = format!("virtio-blk-q{}", worker.plan.queue.index);
         let mut manager = EventManager::new().map_err(io::Error::other)?;
         let id = manager.add_subscriber(worker);
         std::mem::replace(
@@ -109,9 +118,7 @@ impl Worker {
         )
         .map_err(io::Error::other)?;
         let thread = thread::Builder::new().name(name).spawn(move || {
-            let Ok(worker) = manager.subscriber_mut(id) else {
-                return;
-            };
+            let worker = manager.subscriber_mut(id).ok()?;
             let _announce = ResetOnPanic(Arc::clone(&worker.plan.status));
             // A doorbell may have rung before this thread was there to see it.
             worker.serve();
@@ -121,11 +128,13 @@ impl Worker {
             {
                 if let Err(error) = manager.run() {
                     if let Ok(worker) = manager.subscriber_mut(id) {
-                        give_up(&worker.plan.status, worker.plan.index, &error);
+                        give_up(&worker.plan.status, worker.plan.queue.index, &error);
                     }
                     break;
                 }
             }
+            let worker = manager.subscriber_mut(id).ok()?;
+            Some(worker.queue.taken())
         })?;
         Ok(Self {
             stop,
@@ -139,16 +148,24 @@ impl Worker {
         // A full counter is readable all the same.
         let _ = self.stop.event.write(1);
     }
+
+    /// Drains the queue. Returns the index of the first chain that was not taken; `None` if the worker never ran.
+    pub(crate) fn stop(mut self) -> Option<u16> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Option<u16> {
+        self.request_stop();
+        self.thread.take()?.join().unwrap_or_else(|_| {
+            tracing::error!("a virtio-blk queue worker has panicked");
+            None
+        })
+    }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.request_stop();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("a virtio-blk queue worker has panicked");
-        }
+        self.end();
     }
 }
 
@@ -269,7 +286,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             self.serve_batches(&*memory)
         };
         if let Err(error) = outcome {
-            give_up(&self.plan.status, self.plan.index, &error);
+            give_up(&self.plan.status, self.plan.queue.index, &error);
             self.broken = true;
             self.used.clear();
             // What was submitted before the error still has to be started, to end.
@@ -300,7 +317,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             }
             self.complete(memory)?;
             if self.queue.publish(memory, &self.used)? && taking {
-                self.plan.status.interrupt().queue(self.plan.index);
+                self.plan.status.interrupt().queue(self.plan.queue.index);
             }
             self.used.clear();
             if !taking {
@@ -430,7 +447,7 @@ fn settle<G: GuestMemory>(
 impl<M: DeviceMemory> MutEventSubscriber for QueueWorker<M> {
     fn init(&mut self, ops: &mut EventOps) {
         let sources = [
-            (self.plan.doorbell.as_raw_fd(), DOORBELL),
+            (self.plan.queue.doorbell.as_raw_fd(), DOORBELL),
             (self.disk.event().as_raw_fd(), BACKEND),
             (self.stop.event.as_raw_fd(), STOP),
         ];
@@ -442,13 +459,16 @@ impl<M: DeviceMemory> MutEventSubscriber for QueueWorker<M> {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             DOORBELL => {
-                if let Ok(rings) = self.plan.doorbell.read() {
+                if let Ok(rings) = self.plan.queue.doorbell.read() {
                     add(&self.plan.metrics.doorbells, rings);
                 }
             }
             STOP => {
                 // From here on only the backend is listened to.
-                for fd in [self.plan.doorbell.as_raw_fd(), self.stop.event.as_raw_fd()] {
+                for fd in [
+                    self.plan.queue.doorbell.as_raw_fd(),
+                    self.stop.event.as_raw_fd(),
+                ] {
                     if let Err(error) = ops.remove(Events::empty_raw(fd)) {
                         tracing::error!(%error, "cannot leave the event loop of a queue");
                     }

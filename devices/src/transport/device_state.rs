@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::{BlockMetrics, Features, QueueSetup, VirtioBlock, Worker};
+use crate::block::{BlockMetrics, Features, QueueSetup, QueueStart, VirtioBlock, Worker};
 use crate::interrupt::Interrupt;
 use crate::status::{
     ACKNOWLEDGE, DRIVER, DRIVER_OK, DeviceStatus, FAILED, FEATURES_OK, NEEDS_RESET,
@@ -202,13 +202,16 @@ impl<M: DeviceMemory> DeviceState<M> {
         if !queue.setup.ready || queue.worker.is_some() || !self.status.has(DRIVER_OK) {
             return;
         }
-        let worker = self.block.start_queue(
-            index,
-            queue.setup,
-            self.driver_features,
-            self.memory.clone(),
-            Arc::clone(&self.status),
-        );
+        let worker = self.block.doorbell(index).and_then(|doorbell| {
+            let start = QueueStart {
+                index,
+                setup: queue.setup,
+                doorbell,
+            };
+            let status = Arc::clone(&self.status);
+            self.block
+                .start_queue(start, self.driver_features, self.memory.clone(), status)
+        });
         match worker {
             Ok(worker) => queue.worker = Some(worker),
             Err(error) => {

@@ -7,6 +7,7 @@ mod hostile;
 mod lifecycle;
 mod raw_client;
 mod tls;
+mod vhost_user;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -114,8 +115,14 @@ impl Daemon {
     /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all disks are served.
     #[track_caller]
     fn start(dir: &Path, arguments: &str) -> Self {
+        Self::start_door(dir, "nbd", arguments)
+    }
+
+    /// The same for any door of `walvisor serve`.
+    #[track_caller]
+    fn start_door(dir: &Path, door: &str, arguments: &str) -> Self {
         let child = Command::new(WALVISOR)
-            .args(["serve", "nbd"])
+            .args(["serve", door])
             .args(arguments.split_whitespace())
             .current_dir(dir)
             .stdin(Stdio::null())

@@ -3,6 +3,7 @@
 mod activation;
 mod nbd;
 mod socket;
+mod vhost_user;
 
 use std::path::PathBuf;
 
@@ -25,12 +26,14 @@ pub struct ServeArguments {
 pub enum Door {
     /// NBD, until SIGTERM or SIGINT; prints where each disk is, as a URI, when it can be had
     Nbd(nbd::NbdArguments),
+    /// vhost-user-blk, until SIGTERM or SIGINT; prints where each disk is when it can be had
+    VhostUser(DaemonArguments),
 }
 
 /// What every daemon takes.
 #[derive(Args, Debug)]
 pub struct DaemonArguments {
-    /// A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times
+    /// A disk and where to serve it: path=FILE,socket=PATH or, NBD only, path=FILE,port=N[,address=IP]; may be given several times
     #[arg(long = "disk", value_name = "SPEC", required = true)]
     pub disks: Vec<DiskSpec>,
     /// Permissions of the sockets, octal
@@ -58,5 +61,6 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 pub fn run(arguments: &ServeArguments) -> Result<(), CommandError> {
     match &arguments.door {
         Door::Nbd(arguments) => nbd::run(arguments),
+        Door::VhostUser(arguments) => vhost_user::run(arguments),
     }
 }

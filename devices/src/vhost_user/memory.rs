@@ -1,0 +1,240 @@
+//! The memory that a front-end shares: regions of files, mapped here.
+
+use std::fmt;
+use std::fs::File;
+use std::sync::{Arc, PoisonError};
+
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryAtomic, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MmapRegion,
+};
+
+use super::message::Message;
+use super::{Outcome, refused};
+
+/// Most regions that a front-end may share.
+pub(super) const MAX_REGIONS: usize = 64;
+
+/// Bytes of a region in a message.
+pub(super) const REGION_BYTES: usize = 32;
+
+/// A region as a front-end describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Region {
+    /// Where it lies for the guest.
+    guest: u64,
+    /// Its bytes.
+    size: u64,
+    /// Where it lies for the front-end.
+    user: u64,
+    /// Where it begins in its file.
+    offset: u64,
+}
+
+impl Region {
+    /// Reads the region at byte `at` of a payload.
+    pub(super) fn read(message: &Message, at: usize) -> Outcome<Self> {
+        Ok(Self {
+            guest: message.u64(at)?,
+            size: message.u64(at + 8)?,
+            user: message.u64(at + 16)?,
+            offset: message.u64(at + 24)?,
+        })
+    }
+
+    /// Whether both are the same memory, wherever it comes from.
+    fn is(&self, other: &Self) -> bool {
+        (self.guest, self.size, self.user) == (other.guest, other.size, other.user)
+    }
+}
+
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "memory region of {:#x} bytes at {:#x}",
+            self.size, self.guest
+        )
+    }
+}
+
+/// The regions. Queue workers see changes with their next batch; what they still use stays mapped until then.
+pub(super) struct SharedMemory {
+    map: GuestMemoryAtomic<GuestMemoryMmap>,
+    regions: Vec<Region>,
+}
+
+impl SharedMemory {
+    pub(super) fn new() -> Self {
+        Self {
+            map: GuestMemoryAtomic::new(GuestMemoryMmap::new()),
+            regions: Vec::new(),
+        }
+    }
+
+    /// The memory in guest physical addresses, as queue workers want it.
+    pub(super) fn guest(&self) -> GuestMemoryAtomic<GuestMemoryMmap> {
+        self.map.clone()
+    }
+
+    /// SET_MEM_TABLE: these regions instead of all others.
+    pub(super) fn replace(&mut self, regions: &[Region], files: Vec<File>) -> Outcome<()> {
+        if regions.len() > MAX_REGIONS {
+            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+        }
+        let mut mapped = Vec::new();
+        for (region, file) in regions.iter().zip(files) {
+            mapped.push(Arc::new(map(region, file)?));
+        }
+        mapped.sort_by_key(|region| region.start_addr());
+        let table = GuestMemoryMmap::from_arc_regions(mapped)
+            .map_err(|error| refused(format!("memory regions: {error}")))?;
+        self.publish(table);
+        self.regions = regions.to_vec();
+        Ok(())
+    }
+
+    /// ADD_MEM_REG.
+    pub(super) fn add(&mut self, region: &Region, file: File) -> Outcome<()> {
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+        }
+        let mapped = Arc::new(map(region, file)?);
+        let table = self
+            .current()
+            .insert_region(mapped)
+            .map_err(|error| refused(format!("{region}: {error}")))?;
+        self.publish(table);
+        self.regions.push(*region);
+        Ok(())
+    }
+
+    /// REM_MEM_REG.
+    pub(super) fn remove(&mut self, region: &Region) -> Outcome<()> {
+        let known = self.regions.iter().position(|known| known.is(region));
+        let known = known.ok_or_else(|| refused(format!("there is no {region}")))?;
+        let (table, _) = self
+            .current()
+            .remove_region(GuestAddress(region.guest), region.size)
+            .map_err(|error| refused(format!("{region}: {error}")))?;
+        self.publish(table);
+        self.regions.swap_remove(known);
+        Ok(())
+    }
+
+    /// Where an address of the front-end's lies for its guest.
+    pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
+        self.regions.iter().find_map(|region| {
+            let offset = user.checked_sub(region.user)?;
+            // Regions that would wrap were refused when they came.
+            (offset < region.size).then(|| region.guest + offset)
+        })
+    }
+
+    fn current(&self) -> Arc<GuestMemoryMmap> {
+        use vm_memory::GuestAddressSpace;
+        self.map.memory().into_inner()
+    }
+
+    fn publish(&self, table: GuestMemoryMmap) {
+        // Nothing that holds the lock can panic half-way.
+        self.map
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .replace(table);
+    }
+}
+
+/// Maps a region, if its file is as long as it says: an access behind the end of a file is a SIGBUS.
+fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
+    let failed = |what: &dyn fmt::Display| refused(format!("{region}: {what}"));
+    let length = file.metadata().map_err(|error| failed(&error))?.len();
+    let (offset, size) = (region.offset, region.size);
+    let ends = |start: u64| start.checked_add(size);
+    if ends(offset).is_none_or(|end| end > length) {
+        return Err(failed(&"its file ends before it"));
+    }
+    if ends(region.guest).is_none() || ends(region.user).is_none() {
+        return Err(failed(&"its addresses wrap"));
+    }
+    let size = usize::try_from(size).map_err(|error| failed(&error))?;
+    let mapping = MmapRegion::from_file(FileOffset::new(file, offset), size)
+        .map_err(|error| failed(&error))?;
+    GuestRegionMmap::new(mapping, GuestAddress(region.guest))
+        .ok_or_else(|| failed(&"its addresses wrap"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Ended;
+    use super::*;
+    use std::os::fd::OwnedFd;
+    use vm_memory::{Bytes, GuestAddressSpace};
+
+    fn file(bytes: u64) -> File {
+        let fd: OwnedFd =
+            rustix::fs::memfd_create("memory", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = File::from(fd);
+        file.set_len(bytes).unwrap();
+        file
+    }
+
+    fn region(guest: u64, size: u64, user: u64, offset: u64) -> Region {
+        Region {
+            guest,
+            size,
+            user,
+            offset,
+        }
+    }
+
+    #[test]
+    fn regions_come_and_go_and_are_found_by_the_front_ends_addresses() {
+        let mut memory = SharedMemory::new();
+        let low = region(0, 0x2000, 0x7000_0000, 0);
+        let high = region(0x10_0000, 0x1000, 0x6000_0000, 0x1000);
+        memory
+            .replace(&[high, low], vec![file(0x2000), file(0x2000)])
+            .unwrap();
+        assert_eq!(memory.guest_address(0x7000_1fff), Some(0x1fff));
+        assert_eq!(memory.guest_address(0x7000_2000), None);
+        assert_eq!(memory.guest_address(0x6000_0010), Some(0x10_0010));
+        let third = region(0x2000, 0x1000, 0x5000_0000, 0);
+        memory.add(&third, file(0x1000)).unwrap();
+        let guest = memory.guest();
+        guest
+            .memory()
+            .write_obj(7_u64, GuestAddress(0x1ffc))
+            .unwrap();
+        assert!(memory.add(&third, file(0x1000)).is_err(), "it overlaps");
+        memory.remove(&third).unwrap();
+        assert!(memory.remove(&third).is_err());
+        assert!(
+            guest
+                .memory()
+                .write_obj(7_u64, GuestAddress(0x1ffc))
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn a_region_beyond_its_file_is_refused() {
+        let mut memory = SharedMemory::new();
+        for (size, offset) in [(0x2000, 0), (0x1000, 0x1000), (0x1000, u64::MAX - 0xfff)] {
+            let beyond = region(0, size, 0, offset);
+            let Err(Ended::Refused(error)) = memory.add(&beyond, file(0x1000)) else {
+                panic!("{beyond} was taken");
+            };
+            assert!(error.contains("its file ends before it"), "{error}");
+        }
+        let wraps = region(u64::MAX - 0xfff, 0x2000, 0, 0);
+        assert!(memory.add(&wraps, file(0x2000)).is_err());
+        for _ in 0..MAX_REGIONS {
+            let guest = memory.regions.len() as u64 * 0x1000;
+            let next = region(guest, 0x1000, guest, 0);
+            memory.add(&next, file(0x1000)).unwrap();
+        }
+        let one_more = region(1 << 40, 0x1000, 0, 0);
+        assert!(memory.add(&one_more, file(0x1000)).is_err());
+    }
+}

@@ -1,0 +1,188 @@
+//! Messages on the socket: a header, a payload, and descriptors beside them.
+//!
+//! ```text
+//!  request u32 │ flags u32: version 1, REPLY 4, NEED_REPLY 8 │ size u32 │ payload, native byte order
+//! ```
+
+use std::fs::File;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use super::{Ended, Outcome, refused};
+
+const HEADER: usize = 12;
+const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+const REPLY: u32 = 1 << 2;
+const NEED_REPLY: u32 = 1 << 3;
+/// Longest payload that is taken: a memory table of 32 regions, a configuration space with its header.
+const MAX_PAYLOAD: usize = 4096;
+/// Most descriptors that come with one message.
+const MAX_FILES: usize = 32;
+
+/// What a front-end asks for.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub(super) request: u32,
+    /// Whether it waits for an acknowledgement, if REPLY_ACK was negotiated.
+    pub(super) need_reply: bool,
+    pub(super) payload: Vec<u8>,
+    pub(super) files: Vec<File>,
+}
+
+impl Message {
+    /// The 32-bit field at byte `at` of the payload.
+    pub(super) fn u32(&self, at: usize) -> Outcome<u32> {
+        self.bytes(at).map(u32::from_ne_bytes)
+    }
+
+    /// The 64-bit field at byte `at` of the payload.
+    pub(super) fn u64(&self, at: usize) -> Outcome<u64> {
+        self.bytes(at).map(u64::from_ne_bytes)
+    }
+
+    fn bytes<const N: usize>(&self, at: usize) -> Outcome<[u8; N]> {
+        let bytes = self.payload.get(at..).and_then(<[u8]>::first_chunk);
+        bytes.copied().ok_or_else(|| {
+            let (request, len) = (self.request, self.payload.len());
+            refused(format!("message {request} ends after {len} bytes"))
+        })
+    }
+
+    /// The one descriptor that came with the message, if any.
+    pub(super) fn file(&mut self) -> Outcome<Option<File>> {
+        if self.files.len() > 1 {
+            let request = self.request;
+            return Err(refused(format!(
+                "message {request} has more than one descriptor"
+            )));
+        }
+        Ok(self.files.pop())
+    }
+}
+
+/// A front-end's socket. Non-blocking; whoever waits for it waits for the end of the server too.
+pub(super) struct Channel<'a> {
+    socket: BorrowedFd<'a>,
+    /// Readable once the server is to stop.
+    stop: BorrowedFd<'a>,
+}
+
+impl<'a> Channel<'a> {
+    pub(super) fn new(socket: BorrowedFd<'a>, stop: BorrowedFd<'a>) -> Self {
+        Self { socket, stop }
+    }
+
+    /// The next message.
+    pub(super) fn receive(&self) -> Outcome<Message> {
+        let mut header = [0; HEADER];
+        let mut files = Vec::new();
+        self.fill(&mut header, &mut files, true)?;
+        let field = |at: usize| {
+            let bytes = header[at..].first_chunk().copied();
+            u32::from_ne_bytes(bytes.unwrap_or_default())
+        };
+        let (request, flags, size) = (field(0), field(4), field(8) as usize);
+        if flags & VERSION_MASK != VERSION || flags & !(VERSION_MASK | NEED_REPLY) != 0 {
+            return Err(refused(format!("what it sends is no message: {flags:#x}")));
+        }
+        if size > MAX_PAYLOAD {
+            return Err(refused(format!("message {request} has {size} bytes")));
+        }
+        let mut payload = vec![0; size];
+        self.fill(&mut payload, &mut files, false)?;
+        Ok(Message {
+            request,
+            need_reply: flags & NEED_REPLY != 0,
+            payload,
+            files,
+        })
+    }
+
+    /// Reads until `bytes` is full. `first`: a message begins here, so it may be missing.
+    fn fill(&self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
+        let mut done = 0;
+        while done < bytes.len() {
+            self.wait(PollFlags::IN)?;
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let received = recvmsg(
+                self.socket,
+                &mut [IoSliceMut::new(&mut bytes[done..])],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            );
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                    files.extend(rights.map(File::from));
+                }
+            }
+            match received {
+                Ok(received) if received.bytes == 0 && first && done == 0 => {
+                    return Err(Ended::Gone);
+                }
+                Ok(received) if received.bytes == 0 => {
+                    return Err(refused("it left in the middle of a message"));
+                }
+                Ok(_) if files.len() > MAX_FILES => {
+                    return Err(refused("a message has too many descriptors"));
+                }
+                Ok(received) => done += received.bytes,
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::CONNRESET) => return Err(Ended::Gone),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers `request`.
+    pub(super) fn reply(&self, request: u32, payload: &[u8], file: Option<&File>) -> Outcome<()> {
+        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        for field in [request, VERSION | REPLY, payload.len() as u32] {
+            bytes.extend_from_slice(&field.to_ne_bytes());
+        }
+        bytes.extend_from_slice(payload);
+        let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+        let mut done = 0;
+        while done < bytes.len() {
+            self.wait(PollFlags::OUT)?;
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if done == 0 && !fds.is_empty() {
+                control.push(SendAncillaryMessage::ScmRights(&fds));
+            }
+            let slices = [IoSlice::new(&bytes[done..])];
+            match sendmsg(self.socket, &slices, &mut control, SendFlags::NOSIGNAL) {
+                Ok(sent) => done += sent,
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Gone),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&self, what: PollFlags) -> Outcome<()> {
+        loop {
+            let mut fds = [
+                PollFd::from_borrowed_fd(self.socket, what),
+                PollFd::from_borrowed_fd(self.stop, PollFlags::IN),
+            ];
+            match poll(&mut fds, None) {
+                Ok(_) if !fds[1].revents().is_empty() => return Err(Ended::Gone),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Sockets: a thread each, one front-end at a time.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use super::message::Channel;
+use super::session::Session;
+use super::{Ended, Outcome};
+use crate::block::VirtioBlock;
+
+/// How long a listener rests when the system has no descriptors left.
+const REST: Duration = Duration::from_millis(100);
+
+/// A socket with the disk that is to be had there.
+pub struct Service {
+    /// Where front-ends come in. One is served at a time; the next waits until it has gone.
+    pub listener: UnixListener,
+    /// The device.
+    pub device: VirtioBlock,
+    /// What the disk is called in messages.
+    pub name: String,
+}
+
+/// A running server. Dropping it stops it.
+pub struct Server {
+    /// Readable once the server is to stop; never read.
+    stop: Arc<OwnedFd>,
+    sockets: Vec<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Starts to serve.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor or a thread.
+    pub fn start(services: Vec<Service>) -> io::Result<Self> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let mut server = Self {
+            stop: Arc::new(stop),
+            sockets: Vec::new(),
+        };
+        for service in services {
+            service.listener.set_nonblocking(true)?;
+            let stop = Arc::clone(&server.stop);
+            let thread = thread::Builder::new()
+                .name("vhost-user".into())
+                .spawn(move || listen(&service, &stop))?;
+            server.sockets.push(thread);
+        }
+        Ok(server)
+    }
+
+    /// Accepts nobody more, answers what is in flight, and returns when every front-end is disconnected.
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // A full counter is readable all the same.
+        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
+        for socket in self.sockets.drain(..) {
+            if socket.join().is_err() {
+                tracing::error!("a vhost-user thread has panicked");
+            }
+        }
+    }
+}
+
+/// Serves one front-end after the other until `stop` is readable.
+fn listen(service: &Service, stop: &OwnedFd) {
+    let name = &service.name;
+    loop {
+        let mut fds = [
+            PollFd::new(&service.listener, PollFlags::IN),
+            PollFd::new(stop, PollFlags::IN),
+        ];
+        if let Err(error) = poll(&mut fds, None)
+            && error != rustix::io::Errno::INTR
+        {
+            tracing::error!("disk '{name}': nobody more is served: {error}");
+            return;
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        let accepted = service.listener.accept().and_then(|(stream, _)| {
+            stream.set_nonblocking(true)?;
+            Ok(stream)
+        });
+        let stream = match accepted {
+            Ok(stream) => stream,
+            Err(error) => {
+                use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+                if !matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) {
+                    tracing::warn!("disk '{name}': a front-end could not be accepted: {error}");
+                    thread::sleep(REST);
+                }
+                continue;
+            }
+        };
+        match serve(&service.device, stream.as_fd(), stop.as_fd()) {
+            Ok(()) | Err(Ended::Gone) => {}
+            Err(Ended::Refused(why)) => {
+                tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
+            }
+            Err(Ended::System(error)) => {
+                tracing::warn!("disk '{name}': a front-end was disconnected: {error}");
+            }
+        }
+    }
+}
+
+/// Serves one front-end to its end. Its rings are drained when this returns.
+fn serve(device: &VirtioBlock, socket: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> Outcome<()> {
+    let channel = Channel::new(socket, stop);
+    let mut session = Session::new(device);
+    loop {
+        session.handle(channel.receive()?, &channel)?;
+    }
+}

@@ -1,0 +1,425 @@
+//! One front-end's connection: what its messages say, and what they set going.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
+use super::message::{Channel, Message};
+use super::vring::{Vring, doorbell};
+use super::{Outcome, refused};
+use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
+use crate::interrupt::Interrupt;
+use crate::status::{DRIVER_OK, DeviceStatus};
+
+/// Feature bit 30, the transport's: the front-end knows protocol features, and enables rings itself.
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+
+// Protocol features, by bit.
+const MQ: u64 = 1 << 0;
+const REPLY_ACK: u64 = 1 << 3;
+/// A channel for requests of the back-end. None is made yet, but user-mode Linux gets no interrupt without it.
+const BACKEND_REQ: u64 = 1 << 5;
+const CONFIG: u64 = 1 << 9;
+const RESET_DEVICE: u64 = 1 << 13;
+const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+const OFFERED_PROTOCOL: u64 =
+    MQ | REPLY_ACK | BACKEND_REQ | CONFIG | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
+
+/// Requests of a front-end, those that a back-end of a disk has to know.
+mod request {
+    pub(super) const GET_FEATURES: u32 = 1;
+    pub(super) const SET_FEATURES: u32 = 2;
+    pub(super) const SET_OWNER: u32 = 3;
+    pub(super) const RESET_OWNER: u32 = 4;
+    pub(super) const SET_MEM_TABLE: u32 = 5;
+    pub(super) const SET_VRING_NUM: u32 = 8;
+    pub(super) const SET_VRING_ADDR: u32 = 9;
+    pub(super) const SET_VRING_BASE: u32 = 10;
+    pub(super) const GET_VRING_BASE: u32 = 11;
+    pub(super) const SET_VRING_KICK: u32 = 12;
+    pub(super) const SET_VRING_CALL: u32 = 13;
+    pub(super) const SET_VRING_ERR: u32 = 14;
+    pub(super) const GET_PROTOCOL_FEATURES: u32 = 15;
+    pub(super) const SET_PROTOCOL_FEATURES: u32 = 16;
+    pub(super) const GET_QUEUE_NUM: u32 = 17;
+    pub(super) const SET_VRING_ENABLE: u32 = 18;
+    pub(super) const SET_BACKEND_REQ_FD: u32 = 21;
+    pub(super) const GET_CONFIG: u32 = 24;
+    pub(super) const SET_CONFIG: u32 = 25;
+    pub(super) const RESET_DEVICE: u32 = 34;
+    pub(super) const GET_MAX_MEM_SLOTS: u32 = 36;
+    pub(super) const ADD_MEM_REG: u32 = 37;
+    pub(super) const REM_MEM_REG: u32 = 38;
+}
+
+/// Length of the header in front of a piece of the configuration space.
+const CONFIG_HEADER: usize = 12;
+/// Longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
+const MAX_CONFIG: u32 = 256;
+/// In a message with a ring's descriptor: there is none.
+const NO_DESCRIPTOR: u64 = 1 << 8;
+
+/// What answers a message.
+enum Answer {
+    /// Nothing but an acknowledgement, if it was asked for.
+    Done,
+    /// A payload.
+    Payload(Vec<u8>),
+}
+
+impl Answer {
+    fn number(value: u64) -> Self {
+        Self::Payload(value.to_ne_bytes().to_vec())
+    }
+}
+
+/// A connection. Dropping it drains its rings, and returns the device to its initial state.
+pub(super) struct Session<'a> {
+    device: &'a VirtioBlock,
+    memory: SharedMemory,
+    features: Option<Features>,
+    protocol: u64,
+    rings: Vec<Vring>,
+    /// Where requests to the front-end would go; open as long as it listens there.
+    backend_requests: Option<File>,
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn new(device: &'a VirtioBlock) -> Self {
+        let rings = rings(device);
+        Self {
+            device,
+            memory: SharedMemory::new(),
+            features: None,
+            protocol: 0,
+            rings,
+            backend_requests: None,
+        }
+    }
+
+    fn ring(&mut self, index: u32) -> Outcome<&mut Vring> {
+        let count = self.rings.len();
+        self.rings
+            .get_mut(index as usize)
+            .ok_or_else(|| refused(format!("ring {index}: there are {count}, numbered from 0")))
+    }
+
+    /// A ring whose set-up may be changed: one that does not run.
+    fn resting(&mut self, index: u32) -> Outcome<&mut Vring> {
+        let ring = self.ring(index)?;
+        match ring.worker {
+            Some(_) => Err(refused(format!("ring {index} is changed while it runs"))),
+            None => Ok(ring),
+        }
+    }
+
+    /// Starts a ring as soon as it has everything that it needs.
+    fn start(&mut self, index: u32) -> Outcome<()> {
+        let features = self.features;
+        let enabled_at_once = features.is_none_or(|features| features.0 & PROTOCOL_FEATURES == 0);
+        let ring = self.ring(index)?;
+        if ring.worker.is_some() || !(ring.enabled || enabled_at_once) {
+            return Ok(());
+        }
+        let (Some(kick), Some(addresses)) = (&ring.kick, ring.addresses) else {
+            return Ok(());
+        };
+        let kick = kick.try_clone()?;
+        let (size, next_available) = (ring.size, ring.next_available);
+        let features = features
+            .map(|features| Features(features.0 & !PROTOCOL_FEATURES))
+            .filter(|features| features.acceptable(self.device.offered()))
+            .ok_or_else(|| refused("a ring is started without VIRTIO_F_VERSION_1"))?;
+        let mut places = addresses
+            .into_iter()
+            .map(|address| self.memory.guest_address(address));
+        let [descriptors, driver, device] = [(); 3].map(|()| places.next().flatten());
+        let (Some(descriptors), Some(driver), Some(device)) = (descriptors, driver, device) else {
+            return Err(refused(format!("ring {index} lies outside the memory")));
+        };
+        let start = QueueStart {
+            // There are at most 256.
+            index: index as u16,
+            setup: QueueSetup {
+                size,
+                ready: true,
+                descriptors,
+                driver,
+                device,
+                resume_at: Some(next_available),
+            },
+            doorbell: kick,
+        };
+        let signals = Arc::clone(&self.rings[index as usize].signals);
+        let status = Arc::new(DeviceStatus::new(Arc::clone(&signals) as _));
+        status.insert(DRIVER_OK);
+        let worker = self
+            .device
+            .start_queue(start, features, self.memory.guest(), status)?;
+        self.rings[index as usize].worker = Some(worker);
+        // Something may have been used while nobody could be told.
+        signals.queue(0);
+        Ok(())
+    }
+
+    /// Drains all rings at once.
+    fn pause(&mut self) {
+        for worker in self.rings.iter().filter_map(|ring| ring.worker.as_ref()) {
+            worker.request_stop();
+        }
+        self.rings.iter_mut().for_each(Vring::pause);
+    }
+}
+
+fn rings(device: &VirtioBlock) -> Vec<Vring> {
+    (0..device.queues())
+        .map(|_| Vring::new(device.queue_size(), device.metrics()))
+        .collect()
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        self.pause();
+        self.device.reset();
+    }
+}
+
+impl Session<'_> {
+    /// Does what a message asks for, and answers it.
+    pub(super) fn handle(&mut self, mut message: Message, channel: &Channel<'_>) -> Outcome<()> {
+        let answer = self.answer(&mut message);
+        let acknowledge = message.need_reply && self.protocol & REPLY_ACK != 0;
+        match answer {
+            Ok(Answer::Payload(payload)) => channel.reply(message.request, &payload, None),
+            Ok(Answer::Done) if acknowledge => {
+                channel.reply(message.request, &0_u64.to_ne_bytes(), None)
+            }
+            Ok(Answer::Done) => Ok(()),
+            Err(error) => {
+                if acknowledge {
+                    channel.reply(message.request, &1_u64.to_ne_bytes(), None)?;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn answer(&mut self, message: &mut Message) -> Outcome<Answer> {
+        let descriptor = matches!(
+            message.request,
+            request::SET_MEM_TABLE
+                | request::SET_VRING_KICK
+                | request::SET_VRING_CALL
+                | request::SET_VRING_ERR
+                | request::SET_BACKEND_REQ_FD
+                | request::ADD_MEM_REG
+                // Must be closed unused: front-ends have sent one by mistake.
+                | request::REM_MEM_REG
+        );
+        if !message.files.is_empty() && !descriptor {
+            let request = message.request;
+            return Err(refused(format!("message {request} comes with descriptors")));
+        }
+        match message.request {
+            request::GET_FEATURES => {
+                return Ok(Answer::number(self.device.offered().0 | PROTOCOL_FEATURES));
+            }
+            request::SET_FEATURES => self.set_features(message.u64(0)?)?,
+            request::SET_OWNER => {}
+            request::RESET_OWNER => self.reset_owner(),
+            request::SET_MEM_TABLE => self.set_memory_table(message)?,
+            request::SET_VRING_NUM => self.set_ring_size(message.u32(0)?, message.u32(4)?)?,
+            request::SET_VRING_ADDR => self.set_ring_addresses(message)?,
+            request::SET_VRING_BASE => self.set_ring_base(message.u32(0)?, message.u32(4)?)?,
+            request::GET_VRING_BASE => return self.stop_ring(message.u32(0)?),
+            request::SET_VRING_KICK => {
+                let (index, file) = ring_descriptor(message)?;
+                self.set_kick(index, file)?;
+            }
+            request::SET_VRING_CALL => {
+                let (index, file) = ring_descriptor(message)?;
+                self.ring(index)?.signals.set_call(file)?;
+            }
+            request::SET_VRING_ERR => {
+                let (index, file) = ring_descriptor(message)?;
+                self.ring(index)?.signals.set_error(file)?;
+            }
+            request::GET_PROTOCOL_FEATURES => return Ok(Answer::number(OFFERED_PROTOCOL)),
+            request::SET_PROTOCOL_FEATURES => self.set_protocol_features(message.u64(0)?)?,
+            request::GET_QUEUE_NUM => return Ok(Answer::number(self.device.queues().into())),
+            request::SET_VRING_ENABLE => self.enable_ring(message.u32(0)?, message.u32(4)?)?,
+            request::SET_BACKEND_REQ_FD => self.backend_requests = message.file()?,
+            request::GET_CONFIG => return self.read_config(message),
+            request::SET_CONFIG => self.write_config(message)?,
+            request::RESET_DEVICE => self.reset(),
+            request::GET_MAX_MEM_SLOTS => return Ok(Answer::number(MAX_REGIONS as u64)),
+            request::ADD_MEM_REG => {
+                let file = message.file()?;
+                let file = file.ok_or_else(|| refused("a memory region without a descriptor"))?;
+                // A field of padding comes first.
+                self.memory.add(&Region::read(message, 8)?, file)?;
+            }
+            request::REM_MEM_REG => self.memory.remove(&Region::read(message, 8)?)?,
+            unknown => return Err(refused(format!("message {unknown} is not for a disk"))),
+        }
+        Ok(Answer::Done)
+    }
+
+    fn set_features(&mut self, features: u64) -> Outcome<()> {
+        let offered = self.device.offered().0 | PROTOCOL_FEATURES;
+        if features & !offered != 0 {
+            return Err(refused(format!(
+                "features {features:#x} chosen, {offered:#x} offered"
+            )));
+        }
+        let features = Features(features);
+        if self.features == Some(features) {
+            return Ok(());
+        }
+        if self.rings.iter().any(|ring| ring.worker.is_some()) {
+            return Err(refused("features are changed while a ring runs"));
+        }
+        self.device.negotiated(features);
+        self.features = Some(features);
+        Ok(())
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Outcome<()> {
+        if features & !OFFERED_PROTOCOL != 0 {
+            return Err(refused(format!(
+                "protocol features {features:#x} chosen, {OFFERED_PROTOCOL:#x} offered"
+            )));
+        }
+        self.protocol = features;
+        Ok(())
+    }
+
+    /// What is left of this old message: all rings are disabled.
+    fn reset_owner(&mut self) {
+        self.pause();
+        self.rings.iter_mut().for_each(|ring| ring.enabled = false);
+    }
+
+    /// Everything but the memory and the protocol is as it was at first.
+    fn reset(&mut self) {
+        self.pause();
+        self.rings = rings(self.device);
+        self.features = None;
+        self.device.reset();
+    }
+
+    fn set_memory_table(&mut self, message: &mut Message) -> Outcome<()> {
+        let count = message.u32(0)? as usize;
+        let files = std::mem::take(&mut message.files);
+        if files.len() != count {
+            let files = files.len();
+            return Err(refused(format!(
+                "{count} memory regions with {files} descriptors"
+            )));
+        }
+        // The message may be longer: user-mode Linux always leaves room for two.
+        let regions: Vec<Region> = (0..count)
+            .map(|index| Region::read(message, 8 + index * REGION_BYTES))
+            .collect::<Outcome<_>>()?;
+        self.memory.replace(&regions, files)
+    }
+
+    fn set_ring_size(&mut self, index: u32, size: u32) -> Outcome<()> {
+        let most = self.device.queue_size();
+        let valid = u16::try_from(size).ok();
+        let valid = valid.filter(|size| size.is_power_of_two() && *size <= most);
+        self.resting(index)?.size = valid.ok_or_else(|| {
+            refused(format!(
+                "ring {index} has {size} descriptors: it may have a power of two up to queue-size={most}"
+            ))
+        })?;
+        Ok(())
+    }
+
+    fn set_ring_addresses(&mut self, message: &Message) -> Outcome<()> {
+        let (index, flags) = (message.u32(0)?, message.u32(4)?);
+        if flags != 0 {
+            return Err(refused("a log of memory writes was not offered"));
+        }
+        let (descriptors, used, available) = (message.u64(8)?, message.u64(16)?, message.u64(24)?);
+        let addresses = Some([descriptors, available, used]);
+        let ring = self.ring(index)?;
+        // A front-end may repeat itself while the ring runs.
+        if ring.worker.is_some() && ring.addresses != addresses {
+            return Err(refused(format!("ring {index} is moved while it runs")));
+        }
+        ring.addresses = addresses;
+        self.start(index)
+    }
+
+    fn set_ring_base(&mut self, index: u32, base: u32) -> Outcome<()> {
+        let base = u16::try_from(base)
+            .map_err(|_| refused(format!("ring {index}: index {base} has more than 16 bits")))?;
+        self.resting(index)?.next_available = base;
+        Ok(())
+    }
+
+    /// Stops the ring: it is drained, and starts again with its next kick descriptor.
+    fn stop_ring(&mut self, index: u32) -> Outcome<Answer> {
+        let ring = self.ring(index)?;
+        ring.pause();
+        ring.kick = None;
+        let mut payload = index.to_ne_bytes().to_vec();
+        payload.extend_from_slice(&u32::from(ring.next_available).to_ne_bytes());
+        Ok(Answer::Payload(payload))
+    }
+
+    fn set_kick(&mut self, index: u32, file: Option<File>) -> Outcome<()> {
+        let file = file.ok_or_else(|| refused(format!("ring {index} is to be polled")))?;
+        let kick = doorbell(file)?;
+        let ring = self.ring(index)?;
+        ring.pause();
+        ring.kick = Some(kick);
+        self.start(index)
+    }
+
+    fn enable_ring(&mut self, index: u32, enable: u32) -> Outcome<()> {
+        let ring = self.ring(index)?;
+        ring.enabled = enable != 0;
+        if ring.enabled {
+            return self.start(index);
+        }
+        ring.pause();
+        Ok(())
+    }
+
+    fn read_config(&self, message: &Message) -> Outcome<Answer> {
+        let (offset, size) = (message.u32(0)?, message.u32(4)?);
+        if size > MAX_CONFIG {
+            return Err(refused(format!("{size} bytes of configuration at once")));
+        }
+        let mut payload = message.payload[..8].to_vec();
+        payload.resize(CONFIG_HEADER + size as usize, 0);
+        self.device
+            .read_config(offset.into(), &mut payload[CONFIG_HEADER..]);
+        Ok(Answer::Payload(payload))
+    }
+
+    fn write_config(&self, message: &Message) -> Outcome<()> {
+        let (offset, size) = (message.u32(0)?, message.u32(4)? as usize);
+        let data = message.payload.get(CONFIG_HEADER..);
+        let data = data.and_then(|data| data.get(..size));
+        let data = data.ok_or_else(|| refused("a configuration write without its data"))?;
+        if let Some(features) = self.features {
+            self.device.write_config(offset.into(), data, features);
+        }
+        Ok(())
+    }
+}
+
+/// The ring that a message is about, and the descriptor that it brings.
+fn ring_descriptor(message: &mut Message) -> Outcome<(u32, Option<File>)> {
+    let value = message.u64(0)?;
+    let file = message.file()?;
+    if file.is_none() != (value & NO_DESCRIPTOR != 0) {
+        return Err(refused(
+            "a ring's descriptor is announced and not there, or the reverse",
+        ));
+    }
+    Ok(((value & 0xff) as u32, file))
+}

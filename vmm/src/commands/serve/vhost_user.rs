@@ -1,0 +1,159 @@
+//! `walvisor serve vhost-user`: disks as virtio-blk devices of other VMMs.
+
+use std::io::Write;
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+
+use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::vhost_user::{Server, Service};
+
+use super::DaemonArguments;
+use super::socket::{SocketFile, Sockets};
+use crate::commands::CommandError;
+use crate::commands::metrics_file::MetricsFile;
+use crate::disk_spec::{DiskSpec, MAX_QUEUES, TransportKind};
+use crate::disks;
+use crate::metrics::{DiskMetrics, render_served};
+use crate::vm::{DiskConfig, TerminationSignals};
+
+/// A socket that listens, and its name in the file system.
+type Bound = (std::os::unix::net::UnixListener, Option<SocketFile>);
+
+/// Serves until a signal asks to stop.
+pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
+    let specs = &arguments.disks;
+    let mut sockets = Sockets::take(arguments.mode)?;
+    let places = places(specs).map_err(CommandError::Usage)?;
+    disks::check(specs).map_err(CommandError::Usage)?;
+    let metrics = arguments
+        .metrics
+        .as_deref()
+        .map(MetricsFile::open)
+        .transpose()?;
+    // Before the first thread is there: a signal is for the one that waits for it.
+    let mut signals = TerminationSignals::block().map_err(CommandError::failed)?;
+    // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
+    let bound = places
+        .iter()
+        .map(|place| sockets.unix(place))
+        .collect::<Result<Vec<_>, _>>()?;
+    sockets.finish()?;
+    let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
+    let served = serve(&open, &places, bound, &mut signals);
+    let told = match (&served, metrics) {
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        _ => Ok(()),
+    };
+    drop(open);
+    // However it ended; what went wrong first is what is told.
+    let closed = logs.close().map_err(CommandError::failed);
+    served.map(|_| ()).and(told).and(closed)
+}
+
+/// As many as this machine has CPUs: a front-end takes no more than its guest has, and one that is not used costs nothing.
+fn default_queues() -> u8 {
+    let cpus = thread::available_parallelism().map_or(1, NonZero::get);
+    u8::try_from(cpus.min(MAX_QUEUES.into())).unwrap_or(1)
+}
+
+/// Serves open disks until a signal comes. Returns what was done with them.
+fn serve(
+    disks: &[DiskConfig],
+    places: &[PathBuf],
+    bound: Vec<Bound>,
+    signals: &mut TerminationSignals,
+) -> Result<Vec<DiskMetrics>, CommandError> {
+    let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
+    let mut counters = Vec::new();
+    for ((disk, place), (listener, file)) in disks.iter().zip(places).zip(bound) {
+        let device = VirtioBlock::new(Arc::clone(&disk.backend), disk.device.clone())
+            .map_err(CommandError::failed)?;
+        let bytes = disk.backend.sectors() * SECTOR_SIZE;
+        let socket = std::path::absolute(place).unwrap_or_else(|_| place.clone());
+        lines.push_str(&format!(
+            "serving {}: {bytes} bytes at {}\n",
+            disk.name,
+            socket.display()
+        ));
+        counters.push((disk, device.metrics()));
+        services.push(Service {
+            listener,
+            device,
+            name: disk.name.clone(),
+        });
+        files.extend(file);
+    }
+    let server = Server::start(services).map_err(CommandError::failed)?;
+    // Nobody has to listen.
+    let mut stdout = std::io::stdout();
+    let _ = stdout
+        .write_all(lines.as_bytes())
+        .and_then(|()| stdout.flush());
+    let signal = signals.take().map_err(CommandError::failed);
+    server.stop();
+    drop(files);
+    signal?;
+    let metrics = counters.into_iter().map(|(disk, metrics)| DiskMetrics {
+        disk: disk.name.clone(),
+        transport: "vhost-user",
+        counts: metrics.counts(),
+        log: disk.backend.log_counters(),
+    });
+    Ok(metrics.collect())
+}
+
+/// The socket of each disk: they differ.
+fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
+    let mut places: Vec<PathBuf> = Vec::new();
+    for spec in specs {
+        let name = spec.name();
+        if spec.transport != TransportKind::default() {
+            return Err(format!(
+                "disk '{name}': transport= is for guests of walvisor run: leave it out"
+            ));
+        }
+        let Some(socket) = spec.socket.as_deref() else {
+            return Err(format!("disk '{name}': say where to serve it: socket=PATH"));
+        };
+        let place = disks::real_path(socket);
+        if places.contains(&place) {
+            return Err(format!(
+                "disk '{name}': another disk is served at {}: a socket has one disk, name another",
+                Path::display(socket)
+            ));
+        }
+        places.push(place);
+    }
+    Ok(places)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_disk_has_a_socket_of_its_own() {
+        let places = |texts: &[&str]| {
+            let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+            places(&specs)
+        };
+        assert_eq!(
+            places(&["path=a,socket=s", "path=b,socket=t,queues=4"])
+                .unwrap()
+                .len(),
+            2
+        );
+        for (texts, part) in [
+            (&["path=a"][..], "socket=PATH"),
+            (&["path=a,port=1"], "socket=PATH"),
+            (&["path=a,socket=s", "path=b,socket=./s"], "name another"),
+            (&["path=a,socket=s,transport=pci"], "leave it out"),
+        ] {
+            let error = places(texts).unwrap_err();
+            assert!(error.contains(part), "{texts:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! `walvisor serve vhost-user`, as front-ends see it.
+
+mod client;
+mod requests;
+
+use std::path::Path;
+
+use super::Daemon;
+
+/// Starts the daemon.
+#[track_caller]
+fn daemon(dir: &Path, arguments: &str) -> Daemon {
+    Daemon::start_door(dir, "vhost-user", arguments)
+}
