@@ -9,10 +9,12 @@
 //!   …                                                             ┘
 //! ```
 
+mod chain;
 mod config;
 mod features;
 mod metrics;
 mod request;
+mod tracker;
 mod virtqueue;
 mod worker;
 
@@ -33,6 +35,7 @@ pub use metrics::{BlockCounts, BlockMetrics};
 pub(crate) use config::CONFIG_LEN;
 pub(crate) use features::Features;
 pub(crate) use metrics::add;
+pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
 pub(crate) use worker::{QueueStart, Worker};
 
@@ -245,12 +248,15 @@ impl VirtioBlock {
     ) -> io::Result<Worker> {
         Worker::start(
             worker::Plan {
+                // Whoever goes on after this process expects what has completed to be there, flushed or not: and it is
+                // in this process's memory alone until it is flushed.
+                flush_after_write: self.flush_after_write(features)
+                    || queue.tracker.is_some() && self.capabilities.flush,
                 queue,
                 max_size: self.config.queue_size,
                 event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
                 features,
                 id: self.id,
-                flush_after_write: self.flush_after_write(features),
                 backend: Arc::clone(&self.backend),
                 metrics: Arc::clone(&self.metrics),
                 status,

@@ -15,9 +15,9 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
     VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
 };
-use virtio_queue::DescriptorChain;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
+use super::chain::Chain;
 use super::config::MAX_ERASE_SECTORS;
 use super::features::Features;
 use super::metrics::{BlockMetrics, add};
@@ -191,10 +191,10 @@ struct NotAccessible;
 /// Takes one chain apart. An error means that the chain cannot even be answered.
 pub(super) fn parse<G: GuestMemory>(
     memory: &G,
-    chain: DescriptorChain<&G>,
+    chain: Chain<'_, G>,
     rules: &Rules,
 ) -> Result<(Pending, Action), QueueError> {
-    let head = chain.head_index();
+    let head = chain.head();
     let (mut readable, mut data) = collect(chain, rules.max_descriptors)
         .map_err(|reason| QueueError::Chain { head, reason })?;
     let status =
@@ -219,7 +219,7 @@ pub(super) fn parse<G: GuestMemory>(
 
 /// Splits a chain into what is device-readable and what is device-writable (2.7.4.2: in this order).
 fn collect<G: GuestMemory>(
-    chain: DescriptorChain<&G>,
+    chain: Chain<'_, G>,
     max_descriptors: usize,
 ) -> Result<(Readable, Vec<Segment>), &'static str> {
     let mut readable = Vec::new();

@@ -11,9 +11,12 @@
 //! the index after every element, and its `needs_notification` knows no VRING_AVAIL_F_NO_INTERRUPT, so
 //! the used half is done here.
 
+use std::collections::VecDeque;
 use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
 
+use super::chain::Chain;
+use super::tracker::Tracker;
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{AvailIter, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
@@ -65,6 +68,37 @@ pub(crate) struct Used {
 /// A running split virtqueue.
 pub(crate) struct Virtqueue {
     queue: Queue,
+    tracker: Option<Tracker>,
+    /// Heads of chains that were in flight when the device before this one died.
+    left_over: VecDeque<u16>,
+}
+
+/// The chains that are available: first those that were in flight before, in their order.
+pub(crate) struct Available<'a, G> {
+    memory: &'a G,
+    table: GuestAddress,
+    size: u16,
+    ring: AvailIter<'a, &'a G>,
+    tracker: Option<&'a mut Tracker>,
+    left_over: &'a mut VecDeque<u16>,
+}
+
+impl<'a, G: GuestMemory> Iterator for Available<'a, G> {
+    type Item = Chain<'a, G>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let head = match self.left_over.pop_front() {
+            Some(head) => head,
+            None => {
+                let head = self.ring.next()?.head_index();
+                if let Some(tracker) = &mut self.tracker {
+                    tracker.take(head);
+                }
+                head
+            }
+        };
+        Some(Chain::new(self.memory, self.table, self.size, head))
+    }
 }
 
 impl Virtqueue {
@@ -74,6 +108,7 @@ impl Virtqueue {
         max_size: u16,
         event_idx: bool,
         memory: &G,
+        mut tracker: Option<Tracker>,
     ) -> Result<Self, QueueError> {
         let mut queue = Queue::try_from(QueueState {
             max_size,
@@ -90,11 +125,22 @@ impl Virtqueue {
         if !queue.is_valid(memory) {
             return Err(QueueError::OutsideMemory);
         }
+        let mut left_over = VecDeque::new();
         if setup.resume_at.is_some() {
             let index = GuestAddress(setup.device + 2);
-            queue.set_next_used(u16::from_le(memory.load(index, Ordering::Acquire)?));
+            let used = u16::from_le(memory.load(index, Ordering::Acquire)?);
+            queue.set_next_used(used);
+            if let Some(heads) = tracker.as_mut().and_then(|tracker| tracker.resume(used)) {
+                // Whoever has no word from a device that died says that what is used was available, and no more.
+                queue.set_next_avail(used.wrapping_add(heads.len() as u16));
+                left_over = heads.into();
+            }
         }
-        Ok(Self { queue })
+        Ok(Self {
+            queue,
+            tracker,
+            left_over,
+        })
     }
 
     /// Number of descriptors, the most chains a well-behaved driver can have in flight.
@@ -106,8 +152,16 @@ impl Virtqueue {
     pub(crate) fn available<'a, G: GuestMemory>(
         &'a mut self,
         memory: &'a G,
-    ) -> Result<AvailIter<'a, &'a G>, QueueError> {
-        self.queue.iter(memory).map_err(QueueError::Available)
+    ) -> Result<Available<'a, G>, QueueError> {
+        let (table, size) = (GuestAddress(self.queue.desc_table()), self.queue.size());
+        Ok(Available {
+            memory,
+            table,
+            size,
+            ring: self.queue.iter(memory).map_err(QueueError::Available)?,
+            tracker: self.tracker.as_mut(),
+            left_over: &mut self.left_over,
+        })
     }
 
     /// Number of chains taken so far, modulo 2^16.
@@ -159,9 +213,15 @@ impl Virtqueue {
             memory.write_slice(&element, GuestAddress(ring + 4 + slot * 8))?;
             index += 1;
         }
+        if let Some(tracker) = &mut self.tracker {
+            tracker.link(batch);
+        }
         // Release: whoever sees the index sees the elements, and the data and status bytes before them.
         memory.store(index.0.to_le(), GuestAddress(ring + 2), Ordering::Release)?;
         self.queue.set_next_used(index.0);
+        if let Some(tracker) = &mut self.tracker {
+            tracker.forget(batch, index.0);
+        }
 
         // The index must be visible before the driver's wish is read: it does the opposite order.
         fence(Ordering::SeqCst);

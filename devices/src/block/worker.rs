@@ -23,6 +23,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::features::Features;
 use super::metrics::{BlockMetrics, add};
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
+use super::tracker::Tracker;
 use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
 use crate::backend::{Backend, BackendQueue, Completion, Operation};
 use crate::status::DeviceStatus;
@@ -44,6 +45,8 @@ pub(crate) struct QueueStart {
     pub(crate) setup: QueueSetup,
     /// What its driver rings.
     pub(crate) doorbell: EventFd,
+    /// Where its chains in flight are recorded, for a front-end that outlives this process.
+    pub(crate) tracker: Option<Tracker>,
 }
 
 /// Everything a worker needs to know when it starts.
@@ -75,7 +78,7 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// Starts the thread. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
-    pub(super) fn start<M: DeviceMemory>(plan: Plan, memory: M) -> io::Result<Self> {
+    pub(super) fn start<M: DeviceMemory>(mut plan: Plan, memory: M) -> io::Result<Self> {
         let stop = Arc::new(StopSignal {
             requested: AtomicBool::new(false),
             event: EventFd::new(EFD_NONBLOCK)?,
@@ -85,6 +88,7 @@ impl Worker {
             plan.max_size,
             plan.event_idx,
             &*memory.memory(),
+            plan.queue.tracker.take(),
         );
         let queue = match queue {
             Ok(queue) => queue,

@@ -207,6 +207,7 @@ impl<M: DeviceMemory> DeviceState<M> {
                 index,
                 setup: queue.setup,
                 doorbell,
+                tracker: None,
             };
             let status = Arc::clone(&self.status);
             self.block

@@ -49,6 +49,11 @@ impl Message {
         self.bytes(at).map(u64::from_ne_bytes)
     }
 
+    /// The 16-bit field at byte `at` of the payload.
+    pub(super) fn u16(&self, at: usize) -> Outcome<u16> {
+        self.bytes(at).map(u16::from_ne_bytes)
+    }
+
     fn bytes<const N: usize>(&self, at: usize) -> Outcome<[u8; N]> {
         let bytes = self.payload.get(at..).and_then(<[u8]>::first_chunk);
         bytes.copied().ok_or_else(|| {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
 use super::message::{Channel, Message};
 use super::vring::{Vring, doorbell};
@@ -20,10 +21,11 @@ const REPLY_ACK: u64 = 1 << 3;
 /// A channel for requests of the back-end. None is made yet, but user-mode Linux gets no interrupt without it.
 const BACKEND_REQ: u64 = 1 << 5;
 const CONFIG: u64 = 1 << 9;
+const INFLIGHT_SHMFD: u64 = 1 << 12;
 const RESET_DEVICE: u64 = 1 << 13;
 const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const OFFERED_PROTOCOL: u64 =
-    MQ | REPLY_ACK | BACKEND_REQ | CONFIG | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
+    MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
 
 /// Requests of a front-end, those that a back-end of a disk has to know.
 mod request {
@@ -46,6 +48,8 @@ mod request {
     pub(super) const SET_BACKEND_REQ_FD: u32 = 21;
     pub(super) const GET_CONFIG: u32 = 24;
     pub(super) const SET_CONFIG: u32 = 25;
+    pub(super) const GET_INFLIGHT_FD: u32 = 31;
+    pub(super) const SET_INFLIGHT_FD: u32 = 32;
     pub(super) const RESET_DEVICE: u32 = 34;
     pub(super) const GET_MAX_MEM_SLOTS: u32 = 36;
     pub(super) const ADD_MEM_REG: u32 = 37;
@@ -65,6 +69,8 @@ enum Answer {
     Done,
     /// A payload.
     Payload(Vec<u8>),
+    /// A payload with a descriptor.
+    WithFile(Vec<u8>, File),
 }
 
 impl Answer {
@@ -80,6 +86,8 @@ pub(super) struct Session<'a> {
     features: Option<Features>,
     protocol: u64,
     rings: Vec<Vring>,
+    /// Where chains in flight are recorded.
+    inflight: Option<InflightArea>,
     /// Where requests to the front-end would go; open as long as it listens there.
     backend_requests: Option<File>,
 }
@@ -93,6 +101,7 @@ impl<'a> Session<'a> {
             features: None,
             protocol: 0,
             rings,
+            inflight: None,
             backend_requests: None,
         }
     }
@@ -137,6 +146,10 @@ impl<'a> Session<'a> {
         let (Some(descriptors), Some(driver), Some(device)) = (descriptors, driver, device) else {
             return Err(refused(format!("ring {index} lies outside the memory")));
         };
+        let tracker = match &self.inflight {
+            Some(area) => Some(area.tracker(index as u16, size)?),
+            None => None,
+        };
         let start = QueueStart {
             // There are at most 256.
             index: index as u16,
@@ -149,6 +162,7 @@ impl<'a> Session<'a> {
                 resume_at: Some(next_available),
             },
             doorbell: kick,
+            tracker,
         };
         let signals = Arc::clone(&self.rings[index as usize].signals);
         let status = Arc::new(DeviceStatus::new(Arc::clone(&signals) as _));
@@ -191,6 +205,9 @@ impl Session<'_> {
         let acknowledge = message.need_reply && self.protocol & REPLY_ACK != 0;
         match answer {
             Ok(Answer::Payload(payload)) => channel.reply(message.request, &payload, None),
+            Ok(Answer::WithFile(payload, file)) => {
+                channel.reply(message.request, &payload, Some(&file))
+            }
             Ok(Answer::Done) if acknowledge => {
                 channel.reply(message.request, &0_u64.to_ne_bytes(), None)
             }
@@ -212,6 +229,7 @@ impl Session<'_> {
                 | request::SET_VRING_CALL
                 | request::SET_VRING_ERR
                 | request::SET_BACKEND_REQ_FD
+                | request::SET_INFLIGHT_FD
                 | request::ADD_MEM_REG
                 // Must be closed unused: front-ends have sent one by mistake.
                 | request::REM_MEM_REG
@@ -251,6 +269,18 @@ impl Session<'_> {
             request::SET_BACKEND_REQ_FD => self.backend_requests = message.file()?,
             request::GET_CONFIG => return self.read_config(message),
             request::SET_CONFIG => self.write_config(message)?,
+            request::GET_INFLIGHT_FD => {
+                let (payload, file) = InflightArea::create(message, self.device)?;
+                return Ok(Answer::WithFile(payload, file));
+            }
+            request::SET_INFLIGHT_FD => {
+                let file = message.file()?;
+                let file = file.ok_or_else(|| refused("an inflight area without a descriptor"))?;
+                if self.rings.iter().any(|ring| ring.worker.is_some()) {
+                    return Err(refused("the inflight area is changed while a ring runs"));
+                }
+                self.inflight = Some(InflightArea::open(message, file)?);
+            }
             request::RESET_DEVICE => self.reset(),
             request::GET_MAX_MEM_SLOTS => return Ok(Answer::number(MAX_REGIONS as u64)),
             request::ADD_MEM_REG => {

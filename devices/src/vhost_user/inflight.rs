@@ -1,0 +1,91 @@
+//! The area in which chains in flight are recorded: made here, kept by the front-end, and given to the back-end that comes
+//! after this one.
+//!
+//! ```text
+//!  message: size u64 │ offset u64 │ queues u16 │ queue size u16 │ 4 unused
+//!  area:    a record (block/tracker.rs) for each queue
+//! ```
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use vm_memory::{FileOffset, MmapRegion};
+
+use super::message::Message;
+use super::{Outcome, refused};
+use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
+
+/// An area that the front-end has given.
+pub(super) struct InflightArea {
+    area: Arc<MmapRegion>,
+    queues: u16,
+    queue_size: u16,
+}
+
+/// The queues and the descriptors of each that a message speaks of.
+fn extent(message: &Message) -> Outcome<(u16, u16)> {
+    Ok((message.u16(16)?, message.u16(18)?))
+}
+
+impl InflightArea {
+    /// GET_INFLIGHT_FD: a new area, and what to say with it.
+    pub(super) fn create(message: &Message, device: &VirtioBlock) -> Outcome<(Vec<u8>, File)> {
+        let (queues, queue_size) = extent(message)?;
+        let most = device.queues();
+        if !(1..=most).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
+            return Err(refused(format!(
+                "an inflight area for {queues} queues of {queue_size}: there are {most} of {MAX_QUEUE_SIZE} at most"
+            )));
+        }
+        let bytes = usize::from(queues) * Tracker::bytes(queue_size);
+        let fd: OwnedFd = memfd_create(
+            "vhost-user-inflight",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?;
+        let file = File::from(fd);
+        file.set_len(bytes as u64)?;
+        // Nobody can cut off what is mapped.
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let mut payload = Vec::from((bytes as u64).to_ne_bytes());
+        payload.extend_from_slice(&0_u64.to_ne_bytes());
+        payload.extend_from_slice(&queues.to_ne_bytes());
+        payload.extend_from_slice(&queue_size.to_ne_bytes());
+        payload.extend_from_slice(&[0; 4]);
+        Ok((payload, file))
+    }
+
+    /// SET_INFLIGHT_FD.
+    pub(super) fn open(message: &Message, file: File) -> Outcome<Self> {
+        let (size, offset) = (message.u64(0)?, message.u64(8)?);
+        let (queues, queue_size) = extent(message)?;
+        let needed = usize::from(queues) * Tracker::bytes(queue_size);
+        let length = file.metadata()?.len();
+        if size < needed as u64 || offset.checked_add(size).is_none_or(|end| end > length) {
+            return Err(refused(format!(
+                "an inflight area of {size} bytes at {offset} of {length}: {queues} queues of {queue_size} take {needed}"
+            )));
+        }
+        let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
+            .map_err(|error| refused(format!("the inflight area: {error}")))?;
+        Ok(Self {
+            area: Arc::new(area),
+            queues,
+            queue_size,
+        })
+    }
+
+    /// The record of the ring `index`, of `size` descriptors.
+    pub(super) fn tracker(&self, index: u16, size: u16) -> Outcome<Tracker> {
+        let fits = index < self.queues && size <= self.queue_size;
+        fits.then(|| Tracker::new(Arc::clone(&self.area), index, self.queue_size))
+            .flatten()
+            .ok_or_else(|| {
+                let (queues, most) = (self.queues, self.queue_size);
+                refused(format!(
+                    "ring {index} of {size} has no room in an inflight area for {queues} of {most}"
+                ))
+            })
+    }
+}
