@@ -190,7 +190,14 @@ impl OpenBase {
 pub(crate) fn set_size(file: &File, path: &Path, size: u64) -> Result<()> {
     file.set_len(size)
         .and_then(|()| file.sync_all())
-        .map_err(|error| Error::io("size the disk", path, error))
+        .map_err(|error| match error.kind() {
+            std::io::ErrorKind::FileTooLarge => invalid(format!(
+                "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB): use one that does, such \
+                 as XFS, or a smaller disk",
+                path.display()
+            )),
+            _ => Error::io("size the disk", path, error),
+        })
 }
 
 pub(crate) fn canonical(path: &Path) -> Result<PathBuf> {

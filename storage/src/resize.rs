@@ -54,7 +54,7 @@ fn resize(
 ) -> Result<Resize> {
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
         return Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be: give a positive multiple of 512",
+            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
             path.display()
         )));
     }

@@ -142,7 +142,7 @@ pub fn default_log_dir(disk: &Path) -> PathBuf {
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
         return Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be made: give a positive multiple of 512",
+            "{}: a disk of {size} bytes can't be made: give a positive multiple of 512 below 2^63",
             path.display()
         )));
     }

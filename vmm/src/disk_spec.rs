@@ -230,7 +230,11 @@ impl DiskSpec {
             }
             "size" => {
                 let bytes = parse_size(value).map_err(|_| {
-                    wrong("size", value, "a number of bytes, or one with K, M, G or T")
+                    wrong(
+                        "size",
+                        value,
+                        "a number of bytes, or one with K, M, G, T, P or E",
+                    )
                 })?;
                 if bytes == 0 || !bytes.is_multiple_of(SECTOR_SIZE) {
                     return Err(wrong("size", value, "a positive multiple of 512 bytes"));

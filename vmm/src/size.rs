@@ -1,8 +1,10 @@
-//! Sizes as the command line takes them: a number of bytes with an optional K, M, G or T (powers of 1024).
+//! Sizes as the command line takes them: a number of bytes with an optional K, M, G, T, P or E (powers of 1024).
 
 /// Why a size was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not a size: give a number of bytes, or one with K, M, G or T, such as 512M")]
+#[error(
+    "'{text}' is not a size: give a number of bytes, or one with K, M, G, T, P or E, such as 512M"
+)]
 pub struct SizeError {
     text: String,
 }
@@ -20,6 +22,8 @@ pub fn parse_size(text: &str) -> Result<u64, SizeError> {
         Some('M' | 'm') => (&text[..text.len() - 1], 20),
         Some('G' | 'g') => (&text[..text.len() - 1], 30),
         Some('T' | 't') => (&text[..text.len() - 1], 40),
+        Some('P' | 'p') => (&text[..text.len() - 1], 50),
+        Some('E' | 'e') => (&text[..text.len() - 1], 60),
         _ => (text, 0),
     };
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -40,6 +44,8 @@ mod tests {
         assert_eq!(parse_size("512M"), Ok(512 << 20));
         assert_eq!(parse_size("3G"), Ok(3 << 30));
         assert_eq!(parse_size("1T"), Ok(1 << 40));
+        assert_eq!(parse_size("2P"), Ok(2 << 50));
+        assert_eq!(parse_size("15E"), Ok(15 << 60));
     }
 
     #[test]
@@ -55,6 +61,7 @@ mod tests {
             "0x10",
             "99999999999999999999",
             "17179869184G",
+            "16E",
             "é",
         ] {
             assert!(parse_size(text).is_err(), "{text:?} was taken");

@@ -28,7 +28,7 @@ enum Action {
     Create {
         #[command(flatten)]
         disk: DiskPath,
-        /// Bytes, a multiple of 512; K, M, G and T are powers of 1024.
+        /// Bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
         #[arg(long, value_parser = parse_size)]
         size: u64,
     },

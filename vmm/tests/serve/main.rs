@@ -4,6 +4,7 @@ mod activation;
 mod clients;
 mod crash;
 mod hostile;
+mod largest;
 mod lifecycle;
 mod raw_client;
 mod tls;

@@ -44,7 +44,7 @@ pub(super) struct Export {
 pub(super) struct Resize {
     #[command(flatten)]
     disk: DiskPath,
-    /// New bytes, a multiple of 512; K, M, G and T are powers of 1024.
+    /// New bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
     #[arg(long, value_parser = parse_size)]
     size: u64,
     /// Shrink the disk even if data is lost.

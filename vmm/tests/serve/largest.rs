@@ -1,0 +1,131 @@
+//! Disks as large as offsets reach. Their base images are sparse, on a file system that holds files of any length.
+
+use std::fs::File;
+use std::path::Path;
+
+use super::raw_client::{BLOCK_STATUS, FLUSH, RawClient, WRITE, WRITE_ZEROES};
+use super::{Daemon, MIB, client, create, has, text, walvisor};
+
+/// The last sector that Linux and the NBD protocol can address ends here: offsets are signed.
+const LARGEST: u64 = (1 << 63) - 512;
+/// The largest that QEMU takes: it rounds 2^63 - 1 down to its greatest alignment of 1 GiB.
+const LARGEST_OF_QEMU: u64 = (1 << 63) - (1 << 30);
+
+/// A directory on a file system that holds files of any length; why there is none.
+fn roomy() -> Option<tempfile::TempDir> {
+    let dir = tempfile::tempdir_in("/dev/shm");
+    let holds = |dir: &Path| File::create(dir.join("probe")).and_then(|file| file.set_len(LARGEST));
+    match dir.and_then(|dir| holds(dir.path()).map(|()| dir)) {
+        Ok(dir) => Some(dir),
+        Err(error) => {
+            println!("skipped: /dev/shm holds no file of {LARGEST} bytes: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn the_last_sector_of_the_largest_disk() {
+    if !has("nbdsh", "python3-libnbd") || !has("qemu-io", "qemu-utils") {
+        return;
+    }
+    let Some(dir) = roomy() else {
+        return;
+    };
+    let dir = dir.path();
+    create(dir, "largest.img", &format!("{LARGEST} --log logs"));
+    create(dir, "qemu.img", &format!("{LARGEST_OF_QEMU} --log logs"));
+    let serve = "--disk path=largest.img,log=logs,socket=s --disk path=qemu.img,log=logs,socket=q";
+    let daemon = Daemon::start(dir, serve);
+    let told = client(dir, "nbdinfo", &["--size", daemon.uri()]);
+    assert_eq!(told.trim(), LARGEST.to_string());
+    daemon.nbdsh(
+        "n = h.get_size()
+h.pwrite(b'a' * 4096, n - 4096)
+h.trim(512, n - 1024)
+h.zero(512, n - 512, nbd.CMD_FLAG_FUA)
+h.pwrite(b'b' * 512, n - 512)
+h.flush()
+h.set_strict_mode(0)
+for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), lambda: h.zero(512, (1 << 64) - 512)]:
+    try:
+        call()
+    except nbd.Error:
+        continue
+    assert False",
+    );
+    let last = "assert h.pread(4096, h.get_size() - 4096) == b'a' * 3072 + bytes(512) + b'b' * 512";
+    daemon.nbdsh(last);
+    let write = format!("write -f -P 9 {} 1M", LARGEST_OF_QEMU - MIB);
+    let read = format!("read -P 9 {} 1M", LARGEST_OF_QEMU - MIB);
+    let commands = ["-f", "raw", "-c", &write, "-c", &read, &daemon.uris[1]];
+    let out = client(dir, "qemu-io", &commands);
+    assert!(!out.contains("fail"), "{out}");
+
+    // A range that only extended headers can say: the server tells as much of it as it likes. Then the end.
+    let mut raw = RawClient::extended(&dir.join("s"));
+    let mut map = |offset: u64| {
+        raw.request(0, BLOCK_STATUS, 1, offset, LARGEST - offset);
+        let data = raw.reply().data;
+        let longs = data[8..].chunks(8);
+        let longs = longs.map(|long| u64::from_be_bytes(long.try_into().unwrap()));
+        longs.collect::<Vec<_>>()
+    };
+    let start = map(0);
+    assert!(start[0] >= 1 << 32 && start[1] == 3, "{start:?}");
+    let end = map(LARGEST - (1 << 30));
+    assert_eq!(end, [(1 << 30) - 4096, 3, 3072, 0, 512, 3, 512, 0]);
+    // The last 5 TiB but two sectors: more than one record can say.
+    raw.request(0, WRITE_ZEROES, 2, LARGEST - (5 << 40), (5 << 40) - 1024);
+    assert_eq!(raw.reply().kind, 0);
+    raw.request(1 << 5, WRITE, 3, LARGEST - 1024, 512);
+    raw.send(&[3; 512]);
+    assert_eq!(raw.reply().kind, 0);
+    raw.request(0, FLUSH, 4, 0, 0);
+    assert_eq!(raw.reply().kind, 0);
+    // Through the log, and then in the base image.
+    daemon.kill();
+    let last =
+        "assert h.pread(4096, h.get_size() - 4096) == bytes(3072) + b'\\x03' * 512 + b'b' * 512";
+    for _ in 0..2 {
+        let daemon = Daemon::start(dir, serve);
+        daemon.nbdsh(last);
+        assert_eq!(daemon.stop(), "");
+    }
+    let output = walvisor(dir, "disk check largest.img --log logs");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let too_long = |size: u64| {
+        let file = File::create(dir.join("probe")).unwrap();
+        file.set_len(size).is_err()
+    };
+    let mut cases = vec![((1_u64 << 63).to_string(), "below 2^63")];
+    // ext4's longest file; other file systems hold it.
+    if too_long(17 << 40) {
+        cases.push(("17T".to_owned(), "the file system holds no file"));
+    }
+    for (size, part) in cases {
+        let output = walvisor(dir, &format!("disk create disk.img --size {size}"));
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+        assert!(error.contains(part), "{error}");
+        assert!(!dir.join("disk.img").exists() && !dir.join("disk.img.wal").exists());
+    }
+    create(dir, "disk.img", "1M");
+    if too_long(17 << 40) {
+        let output = walvisor(dir, "disk resize disk.img --size 17T");
+        let error = text(&output.stderr);
+        assert!(error.contains("the file system holds no file"), "{error}");
+        let output = walvisor(dir, "disk check disk.img");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+        daemon.stop();
+        assert_eq!(std::fs::metadata(dir.join("disk.img")).unwrap().len(), MIB);
+    }
+}
