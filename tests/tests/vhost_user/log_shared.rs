@@ -1,0 +1,71 @@
+//! Two guests on one log: their flushes share its syncs.
+
+use std::fs;
+use std::path::Path;
+
+use walvisor_guest_images::GuestImages;
+
+use super::guest::{Guest, have, images};
+use super::{Daemon, succeed};
+
+/// Each write waits for its FLUSH, and the guest's kernel has none to merge it with.
+const STORM: &str = "
+echo guest: ready
+fio --name=storm --filename=/dev/vda --rw=randwrite --bs=4k --size=16M --number_ios=1500 --fdatasync=1 --minimal >/dev/null
+echo guest: fio $?
+";
+
+#[test]
+fn two_guests_on_one_log_need_fewer_syncs_for_a_flush_than_one() {
+    if !have("linux.uml", "user-mode-linux") {
+        return;
+    }
+    let images = images();
+    let alone = syncs_per_flush(&images, &["a"]);
+    let together = syncs_per_flush(&images, &["a", "b"]);
+    println!("syncs per flush: alone {alone:.3}, two guests {together:.3}");
+    assert!(together < alone, "alone {alone}, two guests {together}");
+}
+
+fn syncs_per_flush(images: &GuestImages, disks: &[&str]) -> f64 {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut arguments = "--metrics metrics.txt".to_owned();
+    for disk in disks {
+        succeed(dir, &format!("disk create {disk}.img --size 32M --log log"));
+        arguments.push_str(&format!(
+            " --disk path={disk}.img,log=log,socket={disk}.sock"
+        ));
+    }
+    let daemon = Daemon::start(dir, &arguments);
+    let mut guests: Vec<Guest> = disks
+        .iter()
+        .map(|disk| {
+            let own = dir.join(disk);
+            fs::create_dir(&own).unwrap();
+            let socket = dir.join(format!("{disk}.sock"));
+            Guest::user_mode(&own, images, &socket, STORM)
+        })
+        .collect();
+    for guest in &mut guests {
+        guest.wait_for("guest: ready");
+    }
+    for guest in &mut guests {
+        assert_eq!(guest.wait_for("guest: fio"), "guest: fio 0");
+    }
+    for guest in guests {
+        guest.end();
+    }
+    daemon.stop();
+    let metrics = fs::read_to_string(Path::new(dir).join("metrics.txt")).unwrap();
+    metric(&metrics, "walvisor_log_syncs_total") / metric(&metrics, "walvisor_log_flushes_total")
+}
+
+/// The value of a metric of the log, of its first disk: they all tell the same.
+fn metric(metrics: &str, name: &str) -> f64 {
+    let line = metrics
+        .lines()
+        .find(|line| line.starts_with(&format!("{name}{{")));
+    let value = line.and_then(|line| line.rsplit(' ').next());
+    value.expect(name).parse().unwrap()
+}
