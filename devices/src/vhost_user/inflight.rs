@@ -13,13 +13,14 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
+use super::cut_off::Guarded;
 use super::message::Message;
 use super::{Outcome, refused};
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
 /// An area that the front-end has given.
 pub(super) struct InflightArea {
-    area: Arc<MmapRegion>,
+    area: Guarded<MmapRegion>,
     queues: u16,
     queue_size: u16,
 }
@@ -70,7 +71,7 @@ impl InflightArea {
         let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
             .map_err(|error| refused(format!("the inflight area: {error}")))?;
         Ok(Self {
-            area: Arc::new(area),
+            area: Guarded::new(Arc::new(area))?,
             queues,
             queue_size,
         })
@@ -79,7 +80,7 @@ impl InflightArea {
     /// The record of the ring `index`, of `size` descriptors.
     pub(super) fn tracker(&self, index: u16, size: u16) -> Outcome<Tracker> {
         let fits = index < self.queues && size <= self.queue_size;
-        fits.then(|| Tracker::new(Arc::clone(&self.area), index, self.queue_size))
+        fits.then(|| Tracker::new(Arc::clone(self.area.mapping()), index, self.queue_size))
             .flatten()
             .ok_or_else(|| {
                 let (queues, most) = (self.queues, self.queue_size);

@@ -9,6 +9,7 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion,
 };
 
+use super::cut_off::Guarded;
 use super::message::Message;
 use super::{Outcome, refused};
 
@@ -62,6 +63,8 @@ impl fmt::Display for Region {
 pub(super) struct SharedMemory {
     map: GuestMemoryAtomic<GuestMemoryMmap>,
     regions: Vec<Region>,
+    /// What is mapped, also what was removed while a worker still uses it.
+    guarded: Vec<Guarded<GuestRegionMmap>>,
 }
 
 impl SharedMemory {
@@ -69,6 +72,7 @@ impl SharedMemory {
         Self {
             map: GuestMemoryAtomic::new(GuestMemoryMmap::new()),
             regions: Vec::new(),
+            guarded: Vec::new(),
         }
     }
 
@@ -84,7 +88,7 @@ impl SharedMemory {
         }
         let mut mapped = Vec::new();
         for (region, file) in regions.iter().zip(files) {
-            mapped.push(Arc::new(map(region, file)?));
+            mapped.push(self.map(region, file)?);
         }
         mapped.sort_by_key(|region| region.start_addr());
         let table = GuestMemoryMmap::from_arc_regions(mapped)
@@ -99,7 +103,7 @@ impl SharedMemory {
         if self.regions.len() >= MAX_REGIONS {
             return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
         }
-        let mapped = Arc::new(map(region, file)?);
+        let mapped = self.map(region, file)?;
         let table = self
             .current()
             .insert_region(mapped)
@@ -136,12 +140,19 @@ impl SharedMemory {
         self.map.memory().into_inner()
     }
 
-    fn publish(&self, table: GuestMemoryMmap) {
+    fn publish(&mut self, table: GuestMemoryMmap) {
         // Nothing that holds the lock can panic half-way.
         self.map
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .replace(table);
+        self.guarded.retain(Guarded::in_use);
+    }
+
+    fn map(&mut self, region: &Region, file: File) -> Outcome<Arc<GuestRegionMmap>> {
+        let mapped = Arc::new(map(region, file)?);
+        self.guarded.push(Guarded::new(Arc::clone(&mapped))?);
+        Ok(mapped)
     }
 }
 
@@ -215,6 +226,30 @@ mod tests {
                 .write_obj(7_u64, GuestAddress(0x1ffc))
                 .is_err()
         );
+    }
+
+    #[test]
+    fn a_file_that_is_cut_off_reads_as_zeroes() {
+        let mut memory = SharedMemory::new();
+        let (cut, whole) = (file(0x2000), file(0x1000));
+        for (region, file) in [
+            (region(0, 0x2000, 0, 0), &cut),
+            (region(0x2000, 0x1000, 0x2000, 0), &whole),
+        ] {
+            memory.add(&region, file.try_clone().unwrap()).unwrap();
+        }
+        let guest = memory.guest().memory().into_inner();
+        for address in [0, 0x1ff8, 0x2000] {
+            guest.write_obj(7_u64, GuestAddress(address)).unwrap();
+        }
+        cut.set_len(0).unwrap();
+        let read = |address| guest.read_obj::<u64>(GuestAddress(address)).unwrap();
+        assert_eq!((read(0x1ff8), read(0), read(0x2000)), (0, 0, 7));
+        guest.write_obj(8_u64, GuestAddress(0x1000)).unwrap();
+        assert_eq!(read(0x1000), 8);
+        drop(guest);
+        memory.remove(&region(0, 0x2000, 0, 0)).unwrap();
+        assert_eq!(memory.guarded.len(), 1);
     }
 
     #[test]

@@ -15,6 +15,7 @@
 //! A front-end is as little trusted as a guest. What it sends is checked before it is used, its memory is mapped only as
 //! far as the files behind it reach, and whatever it does wrong ends its own connection.
 
+mod cut_off;
 mod inflight;
 mod memory;
 mod message;

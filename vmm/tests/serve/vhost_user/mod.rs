@@ -1,6 +1,8 @@
 //! `walvisor serve vhost-user`, as front-ends see it.
 
 mod client;
+mod front_end;
+mod hostile;
 mod requests;
 
 use std::path::Path;

@@ -1,0 +1,258 @@
+//! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms nobody.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::client::Client;
+use super::daemon;
+use super::front_end::*;
+use crate::{Daemon, create, noise};
+
+const PATIENCE: Timespec = Timespec {
+    tv_sec: 10,
+    tv_nsec: 0,
+};
+
+/// Two disks on one log. What is done at socket `bad` must not matter at `good`.
+fn two_disks(dir: &Path) -> (Daemon, Client) {
+    for name in ["a.img", "b.img"] {
+        let output = crate::walvisor(dir, &format!("disk create {name} --size 1M --log log"));
+        assert!(output.status.success());
+    }
+    let daemon = daemon(
+        dir,
+        "--disk path=a.img,log=log,socket=bad --disk path=b.img,log=log,socket=good",
+    );
+    let client = Client::connect(&dir.join("good"), 1);
+    (daemon, client)
+}
+
+/// One write, flush and read at the good disk.
+fn works(client: &mut Client, data: &[u8]) {
+    client.write(0, 0, 4096, data);
+    client.finish(0, 1);
+    client.flush(0, 0);
+    client.finish(0, 1);
+    client.read(0, 1, 4096, data.len());
+    client.finish(0, 1);
+    assert_eq!(client.data(1, data.len()), data);
+}
+
+type Attack = fn(&mut FrontEnd);
+
+/// What front-ends do, and what is said about it.
+const ATTACKS: [(&str, Attack); 26] = [
+    ("no message", |it| it.send(&[0xff; 64])),
+    ("left in the middle", |it| {
+        it.send(&header(GET_FEATURES, 0)[..7]);
+        it.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    }),
+    ("left in the middle", |it| {
+        it.send(&header(SET_FEATURES, 8));
+        it.send(&[0; 3]);
+        it.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    }),
+    ("message 2 has 4294967295 bytes", |it| {
+        it.send(&header(SET_FEATURES, u32::MAX));
+    }),
+    ("message 2 ends after 4 bytes", |it| {
+        it.message(SET_FEATURES, &[0; 4], &[]);
+    }),
+    ("message 77 is not for a disk", |it| it.fields(77, &[])),
+    ("comes with descriptors", |it| {
+        let file = memory(1);
+        it.message(GET_FEATURES, &[], &[file.as_fd()]);
+    }),
+    ("features 0xffffffffffffffff chosen", |it| {
+        it.fields(SET_FEATURES, &[u64::MAX]);
+    }),
+    ("protocol features", |it| {
+        it.fields(SET_PROTOCOL_FEATURES, &[1 << 40]);
+    }),
+    ("1 memory regions with 0 descriptors", |it| {
+        it.fields(SET_MEM_TABLE, &[1, 0, 0x1000, 0, 0]);
+    }),
+    ("message 5 ends after 8 bytes", |it| {
+        let file = memory(0x1000);
+        it.message(SET_MEM_TABLE, &payload(&[1]), &[file.as_fd()]);
+    }),
+    ("its file ends before it", |it| {
+        let file = memory(0x1000);
+        let region = payload(&[1, 0, 0x2000, 0, 0]);
+        it.message(SET_MEM_TABLE, &region, &[file.as_fd()]);
+    }),
+    ("regions intersect", |it| {
+        let file = memory(0x1000);
+        let regions = payload(&[2, 0, 0x1000, 0, 0, 0x800, 0x1000, 0x1000, 0]);
+        it.message(SET_MEM_TABLE, &regions, &[file.as_fd(), file.as_fd()]);
+    }),
+    ("without a descriptor", |it| {
+        it.fields(ADD_MEM_REG, &[0, 0, 0x1000, 0, 0]);
+    }),
+    ("ring 7: there are", |it| {
+        it.fields(SET_VRING_NUM, &[pair(7, 4)]);
+    }),
+    ("ring 0 has 3 descriptors", |it| {
+        it.fields(SET_VRING_NUM, &[pair(0, 3)]);
+    }),
+    ("ring 0 has 32768 descriptors", |it| {
+        it.fields(SET_VRING_NUM, &[pair(0, 32768)]);
+    }),
+    ("more than 16 bits", |it| {
+        it.fields(SET_VRING_BASE, &[pair(0, 65536)]);
+    }),
+    ("a kick descriptor is no event descriptor", |it| {
+        let (end, _other) = std::io::pipe().unwrap();
+        it.message(SET_VRING_KICK, &payload(&[0]), &[end.as_fd()]);
+    }),
+    ("a call descriptor is a file", |it| {
+        let file = File::open("/dev/zero").unwrap();
+        it.message(SET_VRING_CALL, &payload(&[0]), &[file.as_fd()]);
+    }),
+    ("to be polled", |it| it.fields(SET_VRING_KICK, &[1 << 8])),
+    ("ring 0 lies outside the memory", |it| {
+        let [kick, error] = events();
+        it.start_ring(&kick, &error);
+    }),
+    ("of configuration at once", |it| {
+        it.fields(GET_CONFIG, &[pair(0, 4000), 0]);
+    }),
+    ("a configuration write without its data", |it| {
+        it.fields(SET_CONFIG, &[pair(32, 40), 0]);
+    }),
+    ("an inflight area for 300 queues", |it| {
+        it.fields(GET_INFLIGHT_FD, &[0, 0, 128 << 16 | 300]);
+    }),
+    ("an inflight area of 4096 bytes", |it| {
+        let file = memory(100);
+        let area = payload(&[4096, 0, 128 << 16 | 1]);
+        it.message(SET_INFLIGHT_FD, &area, &[file.as_fd()]);
+    }),
+];
+
+fn events() -> [std::os::fd::OwnedFd; 2] {
+    [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap())
+}
+
+#[test]
+fn a_bad_front_end_is_told_about_and_harms_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let data = noise(4096);
+    for (part, attack) in ATTACKS {
+        let mut bad = FrontEnd::connect(&dir.join("bad"));
+        attack(&mut bad);
+        assert!(bad.is_closed(), "{part}");
+        works(&mut good, &data);
+    }
+    // The disk itself is as good as before.
+    let mut client = Client::connect(&dir.join("bad"), 1);
+    works(&mut client, &data);
+    drop((client, good));
+    let errors = daemon.stop();
+    let lines: Vec<&str> = errors.lines().collect();
+    assert_eq!(lines.len(), ATTACKS.len(), "{errors}");
+    for ((part, _), line) in ATTACKS.iter().zip(lines) {
+        assert!(line.contains("disk 'a.img'"), "{line}");
+        assert!(line.contains(part), "{part:?}: {line}");
+    }
+}
+
+#[test]
+fn memory_that_is_cut_off_harms_nobody_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let (file, [kick, error]) = (memory(0x1000), events());
+    let mut bad = FrontEnd::connect(&dir.join("bad"));
+    bad.share_page(&file);
+    bad.start_ring(&kick, &error);
+    // All is said when this is answered.
+    bad.fields(GET_FEATURES, &[]);
+    bad.reply(GET_FEATURES);
+    file.set_len(0).unwrap();
+    rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();
+    // The worker takes the doorbell, and looks at the ring that is no more.
+    let rung = || {
+        let mut fds = [PollFd::new(&kick, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    };
+    while rung() {
+        works(&mut good, &noise(4096));
+    }
+    works(&mut good, &noise(4096));
+    // An answer says that the daemon lives.
+    bad.fields(GET_FEATURES, &[]);
+    bad.reply(GET_FEATURES);
+    drop(bad);
+    let mut client = Client::connect(&dir.join("bad"), 1);
+    works(&mut client, &noise(4096));
+    drop((client, good));
+    daemon.stop();
+}
+
+#[test]
+fn a_broken_ring_is_signalled_and_others_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let (file, [kick, error]) = (memory(0x1000), events());
+    // More available than there are descriptors.
+    file.write_all_at(&100_u16.to_le_bytes(), 0x102).unwrap();
+    let mut bad = FrontEnd::connect(&dir.join("bad"));
+    bad.share_page(&file);
+    bad.start_ring(&kick, &error);
+    let mut fds = [PollFd::new(&error, PollFlags::IN)];
+    assert_eq!(poll(&mut fds, Some(&PATIENCE)).unwrap(), 1);
+    works(&mut good, &noise(4096));
+    // The connection is as good as ever.
+    bad.fields(GET_FEATURES, &[]);
+    assert_eq!(bad.reply(GET_FEATURES).len(), 8);
+    drop((bad, good));
+    let errors = daemon.stop();
+    assert!(errors.contains("available ring is broken"), "{errors}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+}
+
+#[test]
+fn half_a_message_keeps_no_daemon_from_ending() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let daemon = daemon(dir, "--disk path=disk.img,socket=s");
+    let mut half = FrontEnd::connect(&dir.join("s"));
+    half.send(&header(SET_FEATURES, 8));
+    // And one that waits its turn.
+    let _waiting = FrontEnd::connect(&dir.join("s"));
+    assert_eq!(daemon.stop(), "");
+    assert!(half.is_closed());
+}
+
+#[test]
+fn a_front_end_that_never_reads_keeps_no_daemon_from_ending() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let daemon = daemon(dir, "--disk path=disk.img,socket=s");
+    let mut deaf = FrontEnd::connect(&dir.join("s"));
+    deaf.socket.set_nonblocking(true).unwrap();
+    let ask = header(GET_FEATURES, 0).repeat(1000);
+    // Until neither side takes any more.
+    let mut idle = 0;
+    while idle < 20 {
+        match deaf.socket.write(&ask) {
+            Ok(written) if written > 0 => idle = 0,
+            _ => {
+                idle += 1;
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+        }
+    }
+    assert_eq!(daemon.stop(), "");
+}
