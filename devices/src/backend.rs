@@ -54,6 +54,12 @@ pub trait Backend: Send + Sync {
     /// If the system refuses a descriptor, a ring or a thread.
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>>;
 
+    /// Whether a queue's [`submit`](BackendQueue::submit) reads in its caller's thread, so that others who share the
+    /// queue wait for the medium too.
+    fn blocks(&self) -> bool {
+        false
+    }
+
     /// Longest READ or WRITE in bytes, a multiple of [`SECTOR_SIZE`]; a longer one fails with [`Failure::TooLarge`].
     fn max_request_bytes(&self) -> usize {
         MAX_REQUEST_BYTES

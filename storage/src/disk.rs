@@ -78,6 +78,11 @@ impl Disk {
         self.state.write_cache.store(on, Ordering::Release);
     }
 
+    /// Whether a [`Port`] reads in the thread that submits: so with the blocking engine.
+    pub fn reads_block(&self) -> bool {
+        self.log.medium.blocks()
+    }
+
     /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), less where the log's segments
     /// are small.
     pub fn max_request_bytes(&self) -> usize {

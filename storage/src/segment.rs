@@ -24,6 +24,11 @@ pub(crate) trait Medium: Send + Sync {
     /// A number that no earlier segment had: random.
     fn salt(&self) -> u64;
 
+    /// Whether its engines read in the thread that submits.
+    fn blocks(&self) -> bool {
+        true
+    }
+
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 }
@@ -124,6 +129,10 @@ impl Medium for Directory {
 
     fn salt(&self) -> u64 {
         u64::from_le_bytes(file::random())
+    }
+
+    fn blocks(&self) -> bool {
+        self.engine == EngineKind::Blocking
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {

@@ -117,6 +117,11 @@ const STORE: &[c_long] = &[
 /// What NBD clients take.
 const NBD: &[c_long] = &[
     libc::SYS_accept4,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_epoll_wait,
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_shutdown,

@@ -38,6 +38,10 @@ impl Backend for Disk {
         }
     }
 
+    fn blocks(&self) -> bool {
+        Disk::reads_block(self)
+    }
+
     fn max_request_bytes(&self) -> usize {
         Disk::max_request_bytes(self)
     }

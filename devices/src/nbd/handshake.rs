@@ -2,6 +2,7 @@
 
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -48,8 +49,8 @@ impl From<Errno> for Ended {
 }
 
 /// What was agreed upon.
-pub(super) struct Agreed<'a> {
-    pub(super) export: &'a Export,
+pub(super) struct Agreed {
+    pub(super) export: Arc<Export>,
     pub(super) framing: Framing,
     /// BLOCK_STATUS tells `base:allocation`.
     pub(super) allocation: bool,
@@ -149,12 +150,12 @@ impl Channel<'_> {
 ///
 /// # Errors
 /// If it goes, breaks the protocol or takes too long, or `stop` becomes readable.
-pub(super) fn negotiate<'a>(
+pub(super) fn negotiate(
     wire: &mut Wire,
     stop: BorrowedFd<'_>,
-    exports: &'a [Export],
+    exports: &[Arc<Export>],
     tls: &Tls,
-) -> Result<Agreed<'a>, Ended> {
+) -> Result<Agreed, Ended> {
     let mut channel = Channel {
         wire,
         stop,
@@ -240,7 +241,7 @@ pub(super) fn negotiate<'a>(
         };
         if let Some(index) = chosen {
             return Ok(Agreed {
-                export: &exports[index],
+                export: Arc::clone(&exports[index]),
                 framing: talk.framing,
                 allocation: talk.allocation == Some(index),
             });
@@ -250,7 +251,7 @@ pub(super) fn negotiate<'a>(
 
 /// What the options so far have agreed upon.
 struct Talk<'a> {
-    exports: &'a [Export],
+    exports: &'a [Arc<Export>],
     framing: Framing,
     /// The export whose allocation was asked for: it counts for that export alone.
     allocation: Option<usize>,
@@ -260,7 +261,7 @@ struct Talk<'a> {
 type Refusal = (u32, &'static str);
 
 impl<'a> Talk<'a> {
-    fn new(exports: &'a [Export]) -> Self {
+    fn new(exports: &'a [Arc<Export>]) -> Self {
         Self {
             exports,
             framing: Framing::Simple,

@@ -1,12 +1,12 @@
 //! The disk for NBD clients: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
 //!
 //! ```text
-//!   Server ── a thread a listener: accept
-//!      └───── a thread a connection
-//!               handshake     TLS, which export, which kind of replies     handshake.rs, tls.rs
-//!               Transmission  event loop over socket and port              transmission.rs
-//!                 incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing         incoming.rs, request.rs, outgoing.rs
-//!               Wire          the socket, bare or under TLS                wire.rs
+//!   Server     a thread a listener: accept                                    server.rs
+//!     ├─────   a thread a client that chooses: TLS, export, kind of replies   handshake.rs, tls.rs
+//!     └ Pool   a thread a processor: an event loop over sockets and ports     worker.rs
+//!         Connection                                                          connection.rs
+//!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
+//!           Wire   the socket, bare or under TLS                              wire.rs
 //! ```
 //! Requests of a connection run beside each other and are answered as they end. What a connection may keep in memory is
 //! bounded: above the bound nothing more is read from its socket. Nothing is shared between connections but the disk,
@@ -14,12 +14,13 @@
 //!
 //! TLS sits between the socket and both halves of a connection: a socket never blocks, and rustls never touches one, so
 //! the loops are the same. The one difference: bytes may be decrypted already when no byte is left in the socket, so that
-//! poll would not tell of them.
+//! epoll would not tell of them.
 //!
 //! Not from a crate: of those on crates.io `nbd` calls itself a first sketch and serves one request at a time from
 //! anything that can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another
 //! server. The codec is small, and pipelining, back-pressure and group commit are what this door is for.
 
+mod connection;
 mod handshake;
 mod incoming;
 mod outgoing;
@@ -27,8 +28,8 @@ mod protocol;
 mod request;
 mod server;
 mod tls;
-mod transmission;
 mod wire;
+mod worker;
 
 use std::sync::Arc;
 

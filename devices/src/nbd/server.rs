@@ -1,20 +1,22 @@
-//! Listeners and connections: a thread each, all ended by one event.
+//! Listeners, and clients that still choose: a thread each, all ended by one event. Who has chosen goes to a worker.
 
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::Export;
+use super::connection::{Connection, Seat};
 use super::handshake::{Ended, negotiate};
 use super::tls::Tls;
-use super::transmission::Transmission;
 use super::wire::Wire;
+use super::worker::Pool;
 
 /// Most connections of one listener at a time. One more is closed at once.
 pub const MAX_CONNECTIONS: usize = 128;
@@ -81,6 +83,7 @@ pub struct Server {
     /// Readable once the server is to stop; never read.
     stop: Arc<OwnedFd>,
     listeners: Vec<JoinHandle<()>>,
+    pool: Arc<Pool>,
 }
 
 impl Server {
@@ -90,8 +93,10 @@ impl Server {
     /// If the system refuses a descriptor or a thread.
     pub fn start(services: Vec<Service>) -> io::Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let stop = Arc::new(stop);
         let mut server = Self {
-            stop: Arc::new(stop),
+            pool: Arc::new(Pool::new(Arc::clone(&stop))),
+            stop,
             listeners: Vec::new(),
         };
         for service in services {
@@ -101,11 +106,11 @@ impl Server {
                 tls,
             } = service;
             listener.set_nonblocking()?;
-            let exports: Arc<[Export]> = exports.into();
-            let stop = Arc::clone(&server.stop);
+            let exports = exports.into_iter().map(Arc::new).collect();
+            let (stop, pool) = (Arc::clone(&server.stop), Arc::clone(&server.pool));
             let thread = thread::Builder::new()
                 .name("nbd-listener".into())
-                .spawn(move || listen(&listener, &exports, &tls, &stop))?;
+                .spawn(move || listen(&listener, &exports, &tls, &stop, &pool))?;
             server.listeners.push(thread);
         }
         Ok(server)
@@ -125,18 +130,26 @@ impl Drop for Server {
         for thread in self.listeners.drain(..) {
             join(thread);
         }
+        self.pool.join();
     }
 }
 
-fn join(thread: JoinHandle<()>) {
+pub(super) fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
         tracing::error!("an NBD thread has panicked");
     }
 }
 
-/// Accepts clients until `stop` is readable, then waits for their threads.
-fn listen(listener: &Listener, exports: &Arc<[Export]>, tls: &Tls, stop: &Arc<OwnedFd>) {
-    let mut connections: Vec<JoinHandle<()>> = Vec::new();
+/// Accepts clients until `stop` is readable, then waits for those that still choose.
+fn listen(
+    listener: &Listener,
+    exports: &Arc<[Arc<Export>]>,
+    tls: &Tls,
+    stop: &Arc<OwnedFd>,
+    pool: &Arc<Pool>,
+) {
+    let seats = Arc::new(AtomicUsize::new(0));
+    let mut choosing: Vec<JoinHandle<()>> = Vec::new();
     loop {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -151,9 +164,9 @@ fn listen(listener: &Listener, exports: &Arc<[Export]>, tls: &Tls, stop: &Arc<Ow
         if !fds[1].revents().is_empty() {
             break;
         }
-        let (ended, alive) = connections.drain(..).partition(JoinHandle::is_finished);
-        connections = alive;
-        Vec::into_iter(ended).for_each(join);
+        for ended in choosing.extract_if(.., |thread| thread.is_finished()) {
+            join(ended);
+        }
         let socket = match listener.accept() {
             Ok(socket) => socket,
             Err(error) => {
@@ -165,38 +178,46 @@ fn listen(listener: &Listener, exports: &Arc<[Export]>, tls: &Tls, stop: &Arc<Ow
                 continue;
             }
         };
-        if connections.len() >= MAX_CONNECTIONS {
+        if seats.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
             tracing::warn!(
                 "NBD: {MAX_CONNECTIONS} clients are connected: one more was turned away"
             );
             continue;
         }
-        let (exports, tls, stop) = (Arc::clone(exports), tls.clone(), Arc::clone(stop));
+        let (exports, tls, seat) = (Arc::clone(exports), tls.clone(), Seat::take(&seats));
+        let (stop, pool) = (Arc::clone(stop), Arc::clone(pool));
         let spawned = thread::Builder::new()
-            .name("nbd-client".into())
-            .spawn(move || connection(socket, &exports, &tls, &stop));
+            .name("nbd-handshake".into())
+            .spawn(move || report(choose(socket, &exports, &tls, &stop, seat, &pool)));
         match spawned {
-            Ok(thread) => connections.push(thread),
+            Ok(thread) => choosing.push(thread),
             Err(error) => tracing::warn!("NBD: a client could not be served: {error}"),
         }
     }
-    connections.into_iter().for_each(join);
+    choosing.into_iter().for_each(join);
 }
 
-/// Serves one client to its end.
-fn connection(socket: OwnedFd, exports: &[Export], tls: &Tls, stop: &OwnedFd) {
+/// Lets a client choose its export, and gives it to a worker.
+fn choose(
+    socket: OwnedFd,
+    exports: &[Arc<Export>],
+    tls: &Tls,
+    stop: &OwnedFd,
+    seat: Seat,
+    pool: &Pool,
+) -> Result<(), Ended> {
     let mut wire = Wire::new(socket);
-    let outcome = negotiate(&mut wire, stop.as_fd(), exports, tls).and_then(|agreed| {
-        let name = agreed.export.name();
-        match Transmission::new(agreed, &mut wire, stop.as_fd()) {
-            Ok(transmission) => transmission.run(),
-            Err(error) => {
-                tracing::error!("NBD export '{name}': {error}");
-                Err(Ended::Gone)
-            }
+    match negotiate(&mut wire, stop.as_fd(), exports, tls) {
+        Ok(agreed) => Ok(pool.serve(Connection::new(agreed, wire, seat))?),
+        Err(ended) => {
+            wire.close();
+            Err(ended)
         }
-    });
-    wire.close();
+    }
+}
+
+/// Tells why a connection has ended, if that is worth to be known.
+pub(super) fn report(outcome: Result<(), Ended>) {
     match outcome {
         Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
             tracing::warn!("an NBD client was disconnected: TLS: {error}");

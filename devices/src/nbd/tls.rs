@@ -51,6 +51,8 @@ pub struct TlsError {
 enum Why {
     #[error("{0}")]
     Io(#[from] io::Error),
+    #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` writes a key so that it can be read here")]
+    Key(rustls::Error),
     #[error("it is no PEM file: {0}")]
     Pem(pem::Error),
     #[error("it has none of the PEM section that is needed: {0}")]
@@ -74,6 +76,12 @@ impl TlsConfig {
         let private = PrivateKeyDer::from_pem_file(&key);
         let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
         let provider = Arc::new(ring::default_provider());
+        // Here, since further down the certificate would be blamed.
+        let loaded = provider.key_provider.load_private_key(private.clone_key());
+        loaded.map_err(|error| TlsError {
+            path: key,
+            why: Why::Key(error),
+        })?;
         let refused = |path: &Path| {
             let path = path.to_owned();
             move |error: rustls::Error| TlsError {

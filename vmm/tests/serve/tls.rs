@@ -25,8 +25,9 @@ fn certificates(dir: &Path) -> bool {
             assert!(output.status.success(), "{}", text(&output.stderr));
         };
         let key = |file: &str| {
+            // Not ECDSA: half of the keys that GnuTLS 3.7 makes have a byte too many, which rustls refuses.
             certtool(&format!(
-                "--generate-privkey --key-type=ecdsa --curve=secp256r1 --outfile {file}"
+                "--generate-privkey --key-type=rsa --bits=2048 --outfile {file}"
             ));
         };
         fs::write(at.join("ca.info"), "cn = CA\nca\ncert_signing_key\n").unwrap();
@@ -226,6 +227,11 @@ fn bad_certificates_are_told_in_a_line() {
             "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
         ),
         ("no-ca", "ca-cert.pem", "text"),
+        (
+            "no-key",
+            "server-key.pem",
+            "-----BEGIN EC PRIVATE KEY-----\nAAAA\n-----END EC PRIVATE KEY-----\n",
+        ),
     ] {
         let at = dir.join(name);
         fs::create_dir(&at).unwrap();
@@ -245,6 +251,7 @@ fn bad_certificates_are_told_in_a_line() {
         ("--tls-certificates empty", 1, "empty/server-key.pem"),
         ("--tls-certificates garbage", 1, "garbage/server-cert.pem"),
         ("--tls-certificates mixed", 1, "mixed/server-cert.pem"),
+        ("--tls-certificates no-key", 1, "no-key/server-key.pem: "),
         (
             "--tls-certificates no-ca --tls-verify-peer",
             1,

@@ -1,0 +1,223 @@
+//! The transmission phase of a connection: what its client has sent becomes requests, what has ended becomes replies.
+//! Nothing here waits.
+
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::event::epoll::EventFlags;
+
+use super::Export;
+use super::handshake::{Agreed, Ended};
+use super::incoming::Incoming;
+use super::outgoing::Outgoing;
+use super::protocol::command;
+use super::request::{Action, Pending, Rules, answer_extents, judge, refuse};
+use super::wire::Wire;
+use crate::backend::{Failure, SECTOR_SIZE};
+use crate::block::{BlockMetrics, add};
+
+/// Bytes of requests in flight and replies not sent above which nothing more is read. One request may overshoot it.
+const MAX_BYTES: usize = 32 << 20;
+/// Most requests in flight.
+const MAX_REQUESTS: usize = 256;
+
+/// A client counted among those of a listener, until it is dropped.
+pub(super) struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    pub(super) fn take(seats: &Arc<AtomicUsize>) -> Self {
+        seats.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(seats))
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A connection that has chosen its export.
+pub(super) struct Connection {
+    agreed: Agreed,
+    wire: Wire,
+    incoming: Incoming,
+    outgoing: Outgoing,
+    /// Requests in flight, and the bytes that they keep.
+    requests: usize,
+    bytes: usize,
+    /// Nothing more is read: what is in flight ends and is answered.
+    closing: bool,
+    _seat: Seat,
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.wire.as_fd()
+    }
+}
+
+impl Connection {
+    pub(super) fn new(agreed: Agreed, wire: Wire, seat: Seat) -> Self {
+        let part = part(&agreed.export);
+        Self {
+            incoming: Incoming::new(agreed.framing, part),
+            outgoing: Outgoing::default(),
+            requests: 0,
+            bytes: 0,
+            closing: false,
+            _seat: seat,
+            agreed,
+            wire,
+        }
+    }
+
+    pub(super) fn export(&self) -> &Arc<Export> {
+        &self.agreed.export
+    }
+
+    /// Requests in flight.
+    pub(super) fn requests(&self) -> usize {
+        self.requests
+    }
+
+    /// Takes no more requests.
+    pub(super) fn close(&mut self) {
+        self.closing = true;
+    }
+
+    /// All is answered that ever will be.
+    pub(super) fn is_over(&self) -> bool {
+        self.closing && self.requests == 0 && !self.has_unsent()
+    }
+
+    pub(super) fn has_unsent(&self) -> bool {
+        !self.outgoing.is_empty() || self.wire.has_unsent()
+    }
+
+    /// What the socket is to be watched for.
+    pub(super) fn interest(&self) -> EventFlags {
+        let mut interest = EventFlags::empty();
+        interest.set(EventFlags::IN, self.is_listening());
+        interest.set(EventFlags::OUT, self.has_unsent());
+        interest
+    }
+
+    /// There is something to read although the socket will not tell of it.
+    pub(super) fn has_decrypted(&self) -> bool {
+        self.is_listening() && self.wire.may_have_data()
+    }
+
+    fn is_listening(&self) -> bool {
+        !self.closing && self.has_room()
+    }
+
+    fn has_room(&self) -> bool {
+        self.bytes + self.outgoing.len() < MAX_BYTES && self.requests < MAX_REQUESTS
+    }
+
+    /// Reads once what the client has sent.
+    ///
+    /// # Errors
+    /// If the socket fails.
+    pub(super) fn receive(&mut self) -> Result<(), Ended> {
+        if !self.is_listening() {
+            return Ok(());
+        }
+        match self.incoming.receive(&mut self.wire) {
+            Ok(0) => self.closing = true,
+            Ok(_) => {}
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// The next request for the disk that is there and has room; others are answered.
+    ///
+    /// # Errors
+    /// If the client breaks the protocol. What it has asked for before is carried out all the same.
+    pub(super) fn next(&mut self) -> Result<Option<Pending>, Ended> {
+        while !self.closing && self.has_room() {
+            let broken = |_| Ended::Broken("a request does not begin as one");
+            let Some(message) = self.incoming.next().map_err(broken)? else {
+                break;
+            };
+            let export = &self.agreed.export;
+            let rules = Rules {
+                backend: export.backend.as_ref(),
+                capabilities: export.backend.capabilities(),
+                framing: self.agreed.framing,
+                allocation: self.agreed.allocation,
+            };
+            add(&export.metrics.requests, 1);
+            count(&export.metrics, message.request.command);
+            match judge(message, &rules) {
+                Action::Run(pending) => {
+                    self.requests += 1;
+                    self.bytes += pending.bytes();
+                    return Ok(Some(pending));
+                }
+                Action::Extents(request, extents) => {
+                    answer_extents(&request, &extents, rules.framing, &mut self.outgoing);
+                }
+                Action::Refuse(request, error) => {
+                    add(&export.metrics.errors, 1);
+                    refuse(&request, error, rules.framing, &mut self.outgoing);
+                }
+                Action::Disconnect => self.closing = true,
+            }
+        }
+        Ok(None)
+    }
+
+    /// Answers a request that [`next`](Self::next) gave.
+    pub(super) fn answer(&mut self, pending: Pending, result: Result<(), Failure>) {
+        let metrics = &self.agreed.export.metrics;
+        let (command, bytes) = (pending.command(), pending.bytes());
+        self.requests -= 1;
+        self.bytes -= bytes;
+        let answered = pending.answer(result, self.agreed.framing, &mut self.outgoing);
+        match command {
+            _ if !answered => add(&metrics.errors, 1),
+            command::READ => add(&metrics.bytes_read, bytes as u64),
+            command::WRITE => add(&metrics.bytes_written, bytes as u64),
+            _ => {}
+        }
+    }
+
+    /// Sends as many replies as the socket takes.
+    ///
+    /// # Errors
+    /// If the client is gone.
+    pub(super) fn send(&mut self) -> Result<(), Ended> {
+        Ok(self.outgoing.send(&mut self.wire)?)
+    }
+
+    /// Tells the client that it was the last, if that can be told at once.
+    pub(super) fn say_goodbye(&mut self) {
+        self.wire.close();
+    }
+}
+
+/// Longest step of a request of an export, in bytes.
+pub(super) fn part(export: &Export) -> usize {
+    let sector = SECTOR_SIZE as usize;
+    (export.backend.max_request_bytes() / sector).max(1) * sector
+}
+
+/// Counts a request by its kind.
+fn count(metrics: &BlockMetrics, command: u16) {
+    let counter = match command {
+        command::READ => &metrics.reads,
+        command::WRITE => &metrics.writes,
+        command::FLUSH => &metrics.flushes,
+        command::TRIM => &metrics.discards,
+        command::WRITE_ZEROES => &metrics.write_zeroes,
+        _ => return,
+    };
+    add(counter, 1);
+}

@@ -1,0 +1,573 @@
+//! Threads that serve connections: each an event loop over many sockets, and a port to each disk that they use.
+//!
+//! A thread a connection would cost two changes of thread for each request, which with many clients that flush is most
+//! of what a request costs. A processor serves a dozen clients better in one turn: what all of them have sent goes to
+//! the disk as one batch, and a commit group wakes the thread once for all whom it served.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use rustix::time::Timespec;
+use slab::Slab;
+
+use super::Export;
+use super::connection::{Connection, part};
+use super::handshake::Ended;
+use super::request::Pending;
+use super::server::{join, report};
+use crate::backend::{BackendQueue, Completion};
+
+/// How long clients may take to read their last replies when the server stops.
+const PARTING: Duration = Duration::from_secs(2);
+/// Events taken at once.
+const EVENTS: usize = 64;
+
+/// What an event is about: a kind in the upper half, a key in the lower.
+const INBOX: u64 = 0;
+const STOP: u64 = 1 << 32;
+const DESK: u64 = 2 << 32;
+const CLIENT: u64 = 3 << 32;
+const KEY: u64 = (1 << 32) - 1;
+
+/// The threads of a server. They are started as connections come, up to one a processor.
+pub(super) struct Pool {
+    /// Readable once the server is to stop.
+    stop: Arc<OwnedFd>,
+    most: usize,
+    workers: Mutex<Vec<Handle>>,
+}
+
+struct Handle {
+    inbox: Arc<Inbox>,
+    /// It serves one connection and no other.
+    alone: bool,
+    thread: JoinHandle<()>,
+}
+
+/// Where a thread gets its connections from.
+struct Inbox {
+    newcomers: Mutex<Newcomers>,
+    event: OwnedFd,
+    /// Connections that it has.
+    load: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Newcomers {
+    connections: Vec<Connection>,
+    /// No more will come.
+    closed: bool,
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, Newcomers> {
+        // A list and a flag are right between any two steps.
+        self.newcomers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, connection: Connection) {
+        self.load.fetch_add(1, Ordering::Relaxed);
+        self.lock().connections.push(connection);
+        self.ring();
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.ring();
+    }
+
+    fn ring(&self) {
+        // A full counter is readable all the same.
+        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Pool {
+    pub(super) fn new(stop: Arc<OwnedFd>) -> Self {
+        Self {
+            stop,
+            most: thread::available_parallelism().map_or(1, usize::from),
+            workers: Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Handle>> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves a connection to its end.
+    ///
+    /// # Errors
+    /// If the system refuses a thread or a descriptor.
+    pub(super) fn serve(&self, connection: Connection) -> io::Result<()> {
+        let mut workers = self.lock();
+        for ended in workers.extract_if(.., |worker| worker.thread.is_finished()) {
+            join(ended.thread);
+        }
+        // A read that blocks must not hold up other clients.
+        let alone = connection.export().backend.blocks();
+        let shared = || workers.iter().filter(|worker| !worker.alone);
+        let least = shared().min_by_key(|worker| worker.inbox.load.load(Ordering::Relaxed));
+        match least {
+            Some(worker)
+                if !alone
+                    && (shared().count() >= self.most
+                        || worker.inbox.load.load(Ordering::Relaxed) == 0) =>
+            {
+                worker.inbox.put(connection);
+            }
+            _ => {
+                let worker = start(&self.stop, alone)?;
+                worker.inbox.put(connection);
+                if alone {
+                    worker.inbox.close();
+                }
+                workers.push(worker);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until every connection has ended, which they do once the server is to stop. To be called when no more come.
+    pub(super) fn join(&self) {
+        let workers: Vec<Handle> = self.lock().drain(..).collect();
+        workers.iter().for_each(|worker| worker.inbox.close());
+        workers.into_iter().for_each(|worker| join(worker.thread));
+    }
+}
+
+fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
+    let inbox = Arc::new(Inbox {
+        newcomers: Mutex::default(),
+        event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        load: AtomicUsize::new(0),
+    });
+    let events = epoll::create(CreateFlags::CLOEXEC)?;
+    watch(&events, &inbox.event, INBOX, EventFlags::IN)?;
+    watch(&events, stop, STOP, EventFlags::IN)?;
+    let worker = Worker {
+        events,
+        stop: Arc::clone(stop),
+        inbox: Arc::clone(&inbox),
+        desks: Slab::new(),
+        clients: Slab::new(),
+        touched: Vec::new(),
+        decrypted: Vec::new(),
+        ended: Vec::new(),
+        closed: false,
+        end: None,
+    };
+    let thread = thread::Builder::new()
+        .name("nbd-worker".into())
+        .spawn(move || worker.run())?;
+    Ok(Handle {
+        inbox,
+        alone,
+        thread,
+    })
+}
+
+fn watch(events: &OwnedFd, what: impl AsFd, data: u64, flags: EventFlags) -> io::Result<()> {
+    Ok(epoll::add(events, what, EventData::new_u64(data), flags)?)
+}
+
+/// The way to one disk, which the connections of a thread share.
+struct Desk {
+    export: Arc<Export>,
+    queue: Box<dyn BackendQueue>,
+    part: usize,
+    /// Requests in flight by token, each with its client's key.
+    in_flight: Slab<(usize, Pending)>,
+    clients: usize,
+    /// Something was submitted since the last kick.
+    submitted: bool,
+    /// Something may have ended.
+    rung: bool,
+}
+
+impl Desk {
+    /// Submits the next step of a request; `false`: there is none.
+    fn step(&mut self, token: usize) -> bool {
+        let pending = self.in_flight.get_mut(token);
+        let Some(operation) = pending.and_then(|(_, pending)| pending.step(self.part)) else {
+            return false;
+        };
+        self.queue.submit(token as u64, operation);
+        self.submitted = true;
+        true
+    }
+}
+
+struct Client {
+    /// `None`: it is gone, but not all of its requests have ended.
+    connection: Option<Connection>,
+    /// Requests in flight of one that is gone.
+    left: usize,
+    desk: usize,
+    /// What its socket is watched for; nothing: it is not.
+    watched: EventFlags,
+    /// It is in the list of those that were touched.
+    touched: bool,
+}
+
+struct Worker {
+    events: OwnedFd,
+    stop: Arc<OwnedFd>,
+    inbox: Arc<Inbox>,
+    desks: Slab<Desk>,
+    clients: Slab<Client>,
+    /// Those that have something to send, or to be watched for something else.
+    touched: Vec<usize>,
+    /// Those that have something to read of which their sockets do not tell.
+    decrypted: Vec<usize>,
+    /// Completions being worked on; kept for its memory.
+    ended: Vec<Completion>,
+    /// No more connections come.
+    closed: bool,
+    /// The server is to stop: when clients are left alone with what they have not read.
+    end: Option<Instant>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        while !(self.closed && self.clients.is_empty()) {
+            if let Err(error) = self.turn() {
+                tracing::error!(
+                    "NBD: {} clients were disconnected: {error}",
+                    self.clients.len()
+                );
+                return;
+            }
+        }
+    }
+
+    /// Waits for something to do, and does it.
+    fn turn(&mut self) -> io::Result<()> {
+        let mut list = [const {
+            epoll::Event {
+                flags: EventFlags::empty(),
+                data: EventData::new_u64(0),
+            }
+        }; EVENTS];
+        let timeout = self.timeout();
+        let count = match epoll::wait(&self.events, &mut list[..], timeout.as_ref()) {
+            Ok(count) => count,
+            Err(Errno::INTR) => 0,
+            Err(error) => return Err(error.into()),
+        };
+        let mut newcomers = false;
+        for key in std::mem::take(&mut self.decrypted) {
+            self.receive(key);
+        }
+        for event in &list[..count] {
+            let (data, flags) = (event.data.u64(), event.flags);
+            let key = (data & KEY) as usize;
+            match data & !KEY {
+                INBOX => newcomers = true,
+                STOP => self.part()?,
+                DESK => {
+                    if let Some(desk) = self.desks.get_mut(key) {
+                        desk.rung = true;
+                    }
+                }
+                // Whatever happened to the socket, a read or a write tells.
+                _ if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) => {
+                    self.receive(key);
+                }
+                _ => self.touch(key),
+            }
+        }
+        self.serve_desks();
+        self.settle();
+        // Last: no event in the list is about them, whatever key they get.
+        if newcomers {
+            self.welcome();
+        }
+        Ok(())
+    }
+
+    fn timeout(&self) -> Option<Timespec> {
+        if !self.decrypted.is_empty() {
+            return Some(Timespec::default());
+        }
+        let waits = |client: &Client| {
+            client
+                .connection
+                .as_ref()
+                .is_some_and(Connection::has_unsent)
+        };
+        let end = self
+            .end
+            .filter(|_| self.clients.iter().any(|(_, client)| waits(client)))?;
+        let left = end.saturating_duration_since(Instant::now());
+        Some(Timespec::try_from(left).unwrap_or_default())
+    }
+
+    /// The server is to stop: clients get what they have asked for, and that is all.
+    fn part(&mut self) -> io::Result<()> {
+        epoll::delete(&self.events, &self.stop)?;
+        self.end = Some(Instant::now() + PARTING);
+        let keys: Vec<usize> = self.clients.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            if let Some(connection) = &mut self.clients[key].connection {
+                connection.close();
+            }
+            self.touch(key);
+        }
+        Ok(())
+    }
+
+    /// Takes new connections.
+    fn welcome(&mut self) {
+        // Cleared first: who comes from here on rings again.
+        let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
+        let connections = {
+            let mut newcomers = self.inbox.lock();
+            self.closed = newcomers.closed;
+            std::mem::take(&mut newcomers.connections)
+        };
+        for mut connection in connections {
+            let desk = match self.desk(connection.export()) {
+                Ok(desk) => desk,
+                Err(error) => {
+                    let name = connection.export().name();
+                    tracing::error!("NBD export '{name}': {error}: a client was turned away");
+                    self.inbox.load.fetch_sub(1, Ordering::Relaxed);
+                    continue;
+                }
+            };
+            self.desks[desk].clients += 1;
+            if self.end.is_some() {
+                connection.close();
+            }
+            let key = self.clients.insert(Client {
+                connection: Some(connection),
+                left: 0,
+                desk,
+                watched: EventFlags::empty(),
+                touched: false,
+            });
+            // It may have sent something already that lies decrypted.
+            self.receive(key);
+        }
+        self.serve_desks();
+        self.settle();
+    }
+
+    /// The way to an export's disk.
+    fn desk(&mut self, export: &Arc<Export>) -> io::Result<usize> {
+        let same = |(_, desk): &(usize, &Desk)| Arc::ptr_eq(&desk.export, export);
+        if let Some((key, _)) = self.desks.iter().find(same) {
+            return Ok(key);
+        }
+        let queue = export.backend.open_queue()?;
+        let vacant = self.desks.vacant_entry();
+        let key = vacant.key();
+        watch(
+            &self.events,
+            queue.event(),
+            DESK | key as u64,
+            EventFlags::IN,
+        )?;
+        vacant.insert(Desk {
+            export: Arc::clone(export),
+            part: part(export),
+            queue,
+            in_flight: Slab::new(),
+            clients: 0,
+            submitted: false,
+            rung: false,
+        });
+        Ok(key)
+    }
+
+    /// Reads what a client has sent, and submits what it asks for.
+    fn receive(&mut self, key: usize) {
+        let client = self.clients.get_mut(key);
+        let Some(connection) = client.and_then(|client| client.connection.as_mut()) else {
+            return;
+        };
+        match connection.receive() {
+            Ok(()) => self.submit(key),
+            Err(ended) => self.leave(key, Err(ended)),
+        }
+    }
+
+    /// Submits what a client has asked for, as far as there is room.
+    fn submit(&mut self, key: usize) {
+        loop {
+            let client = &mut self.clients[key];
+            let Some(connection) = &mut client.connection else {
+                return;
+            };
+            let pending = match connection.next() {
+                Ok(Some(pending)) => pending,
+                Ok(None) => break,
+                Err(ended) => return self.leave(key, Err(ended)),
+            };
+            let desk = &mut self.desks[client.desk];
+            let token = desk.in_flight.insert((key, pending));
+            // There is always a first step.
+            desk.step(token);
+        }
+        self.touch(key);
+    }
+
+    /// Starts what was submitted and answers what has ended, until the disks have nothing to say.
+    fn serve_desks(&mut self) {
+        let mut ended = std::mem::take(&mut self.ended);
+        while let Some(key) = self.busy_desk() {
+            let desk = &mut self.desks[key];
+            if std::mem::take(&mut desk.submitted) {
+                desk.queue.kick();
+            }
+            desk.rung = false;
+            desk.queue.completions(&mut ended);
+            for Completion { token, result } in ended.drain(..) {
+                self.end_step(key, token as usize, result);
+            }
+        }
+        self.ended = ended;
+    }
+
+    fn busy_desk(&self) -> Option<usize> {
+        let mut desks = self.desks.iter();
+        let busy = desks.find(|(_, desk)| desk.submitted || desk.rung);
+        busy.map(|(key, _)| key)
+    }
+
+    /// A step of a request has ended: goes on with the next, or answers.
+    fn end_step(
+        &mut self,
+        desk: usize,
+        token: usize,
+        result: Result<Option<crate::backend::Buffer>, crate::backend::Failure>,
+    ) {
+        let desk = &mut self.desks[desk];
+        let Some((key, pending)) = desk.in_flight.get_mut(token) else {
+            debug_assert!(false, "completion of unknown token {token}");
+            return;
+        };
+        let key = *key;
+        let gone = self.clients[key].connection.is_none();
+        let result = match result {
+            Ok(data) => {
+                pending.stepped(data);
+                if !gone && desk.step(token) {
+                    return;
+                }
+                Ok(())
+            }
+            Err(failure) => Err(failure),
+        };
+        let (_, pending) = desk.in_flight.remove(token);
+        let client = &mut self.clients[key];
+        match &mut client.connection {
+            Some(connection) => {
+                connection.answer(pending, result);
+                // There may be room now for what has come already.
+                self.submit(key);
+            }
+            None => {
+                client.left -= 1;
+                self.forget(key);
+            }
+        }
+    }
+
+    fn touch(&mut self, key: usize) {
+        if let Some(client) = self.clients.get_mut(key)
+            && !std::mem::replace(&mut client.touched, true)
+        {
+            self.touched.push(key);
+        }
+    }
+
+    /// Sends what there is to be sent, watches sockets for what may come next, and lets go whose time is over.
+    fn settle(&mut self) {
+        for key in std::mem::take(&mut self.touched) {
+            let Some(client) = self.clients.get_mut(key) else {
+                continue;
+            };
+            client.touched = false;
+            let Some(connection) = &mut client.connection else {
+                continue;
+            };
+            if let Err(ended) = connection.send() {
+                self.leave(key, Err(ended));
+                continue;
+            }
+            if connection.is_over() {
+                self.leave(key, Ok(()));
+                continue;
+            }
+            if connection.has_decrypted() {
+                self.decrypted.push(key);
+            }
+            let (wanted, data) = (
+                connection.interest(),
+                EventData::new_u64(CLIENT | key as u64),
+            );
+            let watched = match (client.watched.is_empty(), wanted.is_empty()) {
+                _ if client.watched == wanted => Ok(()),
+                (true, _) => epoll::add(&self.events, &*connection, data, wanted),
+                // A client that is neither read from nor written to, and goes, would wake this thread over and over.
+                (_, true) => epoll::delete(&self.events, &*connection),
+                _ => epoll::modify(&self.events, &*connection, data, wanted),
+            };
+            match watched {
+                Ok(()) => client.watched = wanted,
+                Err(error) => self.leave(key, Err(error.into())),
+            }
+        }
+        if self.end.is_some_and(|end| end <= Instant::now()) {
+            let waits = |client: &Client| {
+                let connection = client.connection.as_ref();
+                connection.is_some_and(Connection::has_unsent)
+            };
+            let late = self.clients.iter().filter(|(_, client)| waits(client));
+            for key in late.map(|(key, _)| key).collect::<Vec<_>>() {
+                self.leave(key, Err(Ended::Gone));
+            }
+        }
+    }
+
+    /// A connection has ended. What it has asked for in full is carried out all the same.
+    fn leave(&mut self, key: usize, outcome: Result<(), Ended>) {
+        let client = &mut self.clients[key];
+        if let Some(mut connection) = client.connection.take() {
+            connection.say_goodbye();
+            client.left = connection.requests();
+            report(outcome);
+        }
+        self.forget(key);
+    }
+
+    /// Forgets a client that is gone, once nothing of it is in flight; and a disk that nobody uses.
+    fn forget(&mut self, key: usize) {
+        let client = &self.clients[key];
+        if client.connection.is_some() || client.left > 0 {
+            return;
+        }
+        let desk = client.desk;
+        self.clients.remove(key);
+        self.inbox.load.fetch_sub(1, Ordering::Relaxed);
+        self.desks[desk].clients -= 1;
+        if self.desks[desk].clients == 0 {
+            let desk = self.desks.remove(desk);
+            // A waiter on its way elsewhere may keep the descriptor open for a moment.
+            if let Err(error) = epoll::delete(&self.events, desk.queue.event()) {
+                tracing::debug!("NBD: a queue's event was not watched: {error}");
+            }
+        }
+    }
+}
