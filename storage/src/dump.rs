@@ -115,7 +115,14 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             in_base: found.in_base,
         });
     };
-    recovery::scan(&medium, log_dir, &control.control, &mut each).map(drop)
+    recovery::scan(
+        &medium,
+        log_dir,
+        &control.control,
+        &mut each,
+        &mut |_, _| {},
+    )
+    .map(drop)
 }
 
 /// As [`dump_records`], a call a commit group. All batches of one cid are one group.

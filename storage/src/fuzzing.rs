@@ -222,7 +222,8 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let path = Path::new("log");
     let mut control = read_control(Box::new(files.file(0)), path.into())?;
     // As the commands that only look do.
-    let looked = read_log(files, path, &control.control).map(|(scan, _)| scan.last_lsn);
+    let looked =
+        read_log(files, path, &control.control, &mut |_, _| {}).map(|(scan, _)| scan.last_lsn);
     let mut states: Vec<Arc<DiskState>> = Vec::new();
     for disk in &control.control.disks {
         states.push(Arc::new(DiskState {
@@ -238,7 +239,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
             index: RwLock::default(),
         }));
     }
-    let recovered = recover(files, path, &mut control, &mut states);
+    let recovered = recover(files, path, &mut control, &mut states, &mut |_, _| {});
     let scan = recovered?;
     assert_eq!(looked?, scan.last_lsn, "looking and recovering differ");
     let mut extents = Extents::new();

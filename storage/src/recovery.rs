@@ -18,6 +18,7 @@ use crate::format::{
 };
 use crate::mutant::{Mutant, planted};
 use crate::segment::{Medium, Segment};
+use crate::transfer::Progress;
 use crate::window::Window;
 
 /// A segment that holds part of the log.
@@ -130,7 +131,7 @@ pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
 }
 
 /// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order.
-/// Changes nothing.
+/// Changes nothing. `progress` is told after each segment.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -139,6 +140,7 @@ pub(crate) fn scan(
     dir: &Path,
     control: &Control,
     visit: Visitor<'_>,
+    progress: Progress<'_>,
 ) -> Result<Scan> {
     let (root, size) = (&control.header, control.header.segment_size.get());
     let first_sequence = root.first_sequence.get();
@@ -151,6 +153,7 @@ pub(crate) fn scan(
     };
     let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
+    let total = (candidates.len() + suspects.len()) as u64 * size;
     let mut end = candidates.len();
     let mut end_offset = None;
     for (i, candidate) in candidates.iter().enumerate() {
@@ -186,6 +189,7 @@ pub(crate) fn scan(
             &mut scan,
             visit,
         )?;
+        progress((i + 1) as u64 * size, total);
         scan.live.push(LiveSegment {
             segment: candidate.segment.clone(),
             sequence: candidate.header.sequence.get(),
@@ -213,8 +217,9 @@ pub(crate) fn scan(
         )?;
     }
     let behind = candidates[end..].iter().map(|candidate| &candidate.segment);
-    for segment in behind.chain(&suspects) {
+    for (i, segment) in (end as u64 + 1..).zip(behind.chain(&suspects)) {
         look_behind(segment, root, None, BLOCK as u64, &mut scan, &mut evidence)?;
+        progress(i * size, total);
     }
     if evidence > scan.last_lsn {
         let (path, offset) = match end_offset {

@@ -27,6 +27,7 @@ use crate::segment::{Directory, Medium};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex, RwLock};
+use crate::transfer::Progress;
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// How a log is made and run.
@@ -190,7 +191,7 @@ fn refuse_unapplied(path: &Path, log_dir: &Path, control: &Control) -> Result<()
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, indexes) = read_log(&medium, log_dir, control)?;
+    let (_, indexes) = read_log(&medium, log_dir, control, &mut |_, _| {})?;
     match indexes.contains_key(&old.id.get()) {
         false => Ok(()),
         true => Err(Error::new(
@@ -232,6 +233,7 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
         &directory(log_dir, EngineKind::Blocking),
         log_dir,
         &control.control,
+        &mut |_, _| {},
     )?;
     let header = &control.control.header;
     let log = LogReport {
@@ -260,6 +262,19 @@ impl Store {
     /// # Errors
     /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing was changed on the medium.
     pub fn open(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<Self> {
+        Self::open_telling(log_dir, disks, options, &mut |_, _| {})
+    }
+
+    /// As [`open`](Self::open), and tells of recovery as it goes on: of a log that was closed there is none to tell of.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_telling(
+        log_dir: &Path,
+        disks: &[DiskOptions],
+        options: &StoreOptions,
+        progress: Progress<'_>,
+    ) -> Result<Self> {
         check_options(options)?;
         let engine = engine::probe(options.engine)
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
@@ -289,7 +304,8 @@ impl Store {
             states.push(Arc::new(base.attach(&mut control, log_dir)?));
         }
         let attached = states.len();
-        let (log, keeper) = assemble(Box::new(medium), log_dir, control, &mut states, options)?;
+        let medium = Box::new(medium);
+        let (log, keeper) = assemble(medium, log_dir, control, &mut states, options, progress)?;
         let disks = states[..attached]
             .iter()
             .map(|state| Disk {
@@ -367,8 +383,9 @@ pub(crate) fn assemble(
     mut control: ControlFile,
     states: &mut Vec<Arc<DiskState>>,
     options: &StoreOptions,
+    progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Keeper)> {
-    let scan = recover(medium.as_ref(), log_dir, &mut control, states)?;
+    let scan = recover(medium.as_ref(), log_dir, &mut control, states, progress)?;
     for state in states.iter() {
         let marked = state.base.write_mark(Some(&state.uuid));
         marked.map_err(|error| Error::io("mark", &state.path, error))?;
@@ -387,6 +404,7 @@ pub(crate) fn read_log(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
+    progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     let mut indexes = Indexes::new();
     let sizes: HashMap<u32, u64> = control
@@ -429,6 +447,7 @@ pub(crate) fn read_log(
             index.active.insert(sector, sectors, lsn, place);
             *last_lsn = lsn;
         },
+        progress,
     )?;
     match stray {
         None => Ok((scan, indexes)),
@@ -449,8 +468,9 @@ pub(crate) fn recover(
     log_dir: &Path,
     control: &mut ControlFile,
     states: &mut Vec<Arc<DiskState>>,
+    progress: Progress<'_>,
 ) -> Result<Scan> {
-    let (scan, mut indexes) = read_log(medium, log_dir, &control.control)?;
+    let (scan, mut indexes) = read_log(medium, log_dir, &control.control, progress)?;
     for entry in control
         .control
         .disks

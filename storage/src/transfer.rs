@@ -31,7 +31,8 @@ pub struct Transfer {
     pub copied: u64,
 }
 
-/// Is told, as a transfer goes on, how many bytes of the disk are behind it (holes included), and how many there are.
+/// Is told, as long work goes on, how many bytes are behind it, and how many there are: of the disk in a transfer (holes
+/// included), of the log's segments in a recovery.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 /// Makes a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log in

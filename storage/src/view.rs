@@ -58,7 +58,7 @@ impl View {
         let control = open_control(log_dir)?;
         let found = base.find(&control, log_dir)?;
         let medium = directory(log_dir, EngineKind::Blocking);
-        let (_, mut indexes) = read_log(&medium, log_dir, &control.control)?;
+        let (_, mut indexes) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
         let entry = &control.control.disks[found];
         let index = indexes.remove(&entry.id.get());
         Ok(Self {

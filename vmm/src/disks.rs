@@ -10,6 +10,7 @@ use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{CommitWait, DiskOptions, Store, StoreOptions};
 
 use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
+use crate::progress::with_bar;
 use crate::vm::DiskConfig;
 
 /// The logs behind a command line's disks. Dropping them closes them too, but swallows errors.
@@ -48,7 +49,17 @@ pub fn open(
             commit_wait: commit_wait(specs, &members).unwrap_or_default(),
             ..StoreOptions::default()
         };
-        let store = Store::open(&log, &options, &store_options)?;
+        let mut read = 0;
+        let store = with_bar("recovering", |progress| {
+            Store::open_telling(&log, &options, &store_options, &mut |passed, total| {
+                read = total;
+                progress(passed, total);
+            })
+        })?;
+        if read > 0 {
+            let log = log.display();
+            tracing::info!("log {log}: recovered from {read} bytes of segments");
+        }
         for (member, disk) in members.iter().zip(store.disks()) {
             backends.insert(*member, Arc::new(disk.clone()));
         }

@@ -18,6 +18,7 @@ pub mod disks;
 pub mod metrics;
 pub mod pci;
 pub mod probe;
+pub mod progress;
 pub mod seccomp;
 pub mod size;
 pub mod vm;

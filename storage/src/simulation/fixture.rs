@@ -116,7 +116,14 @@ impl Fixture {
             })
             .collect();
         let medium = Box::new(self.medium.clone());
-        let (log, keeper) = assemble(medium, Path::new("log"), control, &mut states, &options)?;
+        let (log, keeper) = assemble(
+            medium,
+            Path::new("log"),
+            control,
+            &mut states,
+            &options,
+            &mut |_, _| {},
+        )?;
         let disks = states
             .into_iter()
             .map(|state| Disk {

@@ -7,6 +7,7 @@ mod hostile;
 mod largest;
 mod lifecycle;
 mod raw_client;
+mod recovery;
 mod tls;
 mod vhost_user;
 

@@ -4,12 +4,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use walvisor_storage::{self as storage, StoreOptions};
 
 use super::DiskPath;
 use crate::commands::CommandError;
+use crate::progress::with_bar;
 use crate::size::parse_size;
 
 /// The arguments of `walvisor disk import`.
@@ -55,30 +55,6 @@ pub(super) struct Resize {
     json: bool,
 }
 
-/// A bar on a terminal; nothing elsewhere.
-fn bar(doing: &'static str) -> ProgressBar {
-    let style = ProgressStyle::with_template(
-        "{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left",
-    );
-    let bar = ProgressBar::new(0).with_message(doing);
-    bar.set_style(style.expect("a template that indicatif knows"));
-    bar
-}
-
-/// Runs `work` under a bar, which is gone when it is done.
-fn with_bar<T>(
-    doing: &'static str,
-    work: impl FnOnce(storage::Progress<'_>) -> storage::Result<T>,
-) -> Result<T, CommandError> {
-    let bar = bar(doing);
-    let done = work(&mut |passed, total| {
-        bar.set_length(total);
-        bar.set_position(passed);
-    });
-    bar.finish_and_clear();
-    done.map_err(CommandError::failed)
-}
-
 fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &str) {
     let storage::Transfer { size, copied } = done;
     match json {
@@ -98,7 +74,8 @@ pub(super) fn import(arguments: &Import) -> Result<(), CommandError> {
     let done = with_bar("importing", |progress| {
         let options = StoreOptions::default();
         storage::import_disk(&disk.path, raw, &disk.log(), &options, progress)
-    })?;
+    })
+    .map_err(CommandError::failed)?;
     let said = format!("{}: imported {}", disk.path.display(), raw.display());
     report(*json, &disk.path, raw, done, &said);
     Ok(())
@@ -114,7 +91,8 @@ pub(super) fn export(arguments: &Export) -> Result<(), CommandError> {
     } = arguments;
     let done = with_bar("exporting", |progress| {
         storage::export_disk(&disk.path, &disk.log(), raw, *force, progress)
-    })?;
+    })
+    .map_err(CommandError::failed)?;
     let said = format!("{}: exported {}", raw.display(), disk.path.display());
     report(*json, &disk.path, raw, done, &said);
     Ok(())

@@ -1,0 +1,38 @@
+//! What opening a log tells of recovery as it goes on.
+
+mod support;
+
+use support::{Place, flush, small, write};
+use walvisor_storage::{DiskOptions, EngineKind, Store};
+
+#[test]
+fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
+    let place = Place::new();
+    let store = place.open();
+    let mut port = store.disks()[0].open_port().unwrap();
+    // More than a segment, and less than leads to a checkpoint.
+    for i in 0..6 {
+        write(&mut port, i * 512, 1, 512);
+    }
+    flush(&mut port);
+    let crashed = place.crash();
+    let open = |place: &Place| {
+        let mut told = Vec::new();
+        let options = [DiskOptions::new(&place.disk)];
+        let store = Store::open_telling(
+            &place.log(),
+            &options,
+            &small(EngineKind::Auto),
+            &mut |passed, total| told.push((passed, total)),
+        );
+        store.unwrap().close().unwrap();
+        told
+    };
+    let told = open(&crashed);
+    let segment = 1 << 20;
+    assert!(told.len() >= 2, "{told:?}");
+    for (index, step) in (1..).zip(&told) {
+        assert_eq!(*step, (index * segment, told.len() as u64 * segment));
+    }
+    assert_eq!(open(&crashed), []);
+}
