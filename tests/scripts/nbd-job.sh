@@ -78,6 +78,25 @@ e2fsck -fn /dev/nbd0 >e2fsck.log 2>&1
 echo "job: e2fsck: status $?"
 [ "$(sum pattern)" = "$(sum /dev/nbd1)" ] && echo 'job: raw disk still reads back'
 
+progress 'the largest disk'
+# Sparse, on a file system that holds a file of any length: the last sector that Linux can address.
+walvisor disk create /tmp/largest.img --size 9223372036854775296 --log /tmp/largest || exit
+walvisor serve nbd --disk path=/tmp/largest.img,log=/tmp/largest,socket="$WORK/l" >largest 2>largest.log &
+until [ -s largest ]; do sleep 0.2; done
+nbd-client -unix "$WORK/l" /dev/nbd2 -N largest.img >attached 2>&1 || cat attached largest.log
+echo "job: nbd2 has $(cat /sys/block/nbd2/size) sectors"
+last=$(($(cat /sys/block/nbd2/size) - 1))
+head -c 512 pattern >sector
+dd if=sector of=/dev/nbd2 bs=512 seek=$last oflag=direct conv=notrunc,fsync 2>/dev/null
+echo "job: last sector: write status $?"
+dd if=/dev/nbd2 of=sector.back bs=512 skip=$last count=1 iflag=direct 2>/dev/null
+cmp sector sector.back && echo 'job: last sector reads back'
+nbd-client -d /dev/nbd2 >/dev/null
+kill -TERM $!
+wait $!
+echo "job: daemon of the largest disk: status $?"
+cat largest.log
+
 progress 'the end'
 sum /dev/nbd0 >last
 detach

@@ -41,6 +41,8 @@ pub enum Seccomp {
 pub enum Duty {
     /// Serve disks to NBD clients.
     Nbd,
+    /// Serve disks to vhost-user front-ends.
+    VhostUser,
 }
 
 /// The system refused the filter.
@@ -127,6 +129,19 @@ const NBD: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
+const VHOST_USER: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
+    libc::SYS_memfd_create,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_shutdown,
+];
+
 /// Restricts every thread of this process, and those that they will start. Nothing takes it back.
 ///
 /// # Errors
@@ -162,6 +177,7 @@ fn install(
 fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler::BackendError> {
     let own = match duty {
         Duty::Nbd => NBD,
+        Duty::VhostUser => VHOST_USER,
     };
     let mut rules: BTreeMap<_, _> = [RUNTIME, STORE, own]
         .into_iter()
@@ -198,6 +214,8 @@ fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler
         libc::F_GETFL,
         libc::F_SETFL,
         libc::F_DUPFD_CLOEXEC,
+        libc::F_ADD_SEALS,
+        libc::F_GET_SEALS,
     ];
     when(
         libc::SYS_fcntl,

@@ -81,6 +81,11 @@ fn every_thread_is_restricted() {
         assert!(filters.len() >= 4, "{filters:?}");
         assert!(filters.iter().all(|found| found == state), "{filters:?}");
         assert_eq!(daemon.stop(), "");
+        let arguments = format!("--disk path=disk.img,socket=s {option}");
+        let daemon = Daemon::start_door(dir, "vhost-user", &arguments);
+        let filters = self::filters(&daemon);
+        assert!(filters.iter().all(|found| found == state), "{filters:?}");
+        assert_eq!(daemon.stop(), "");
     }
 }
 

@@ -17,6 +17,7 @@ use crate::commands::metrics_file::MetricsFile;
 use crate::disk_spec::{DiskSpec, MAX_QUEUES, TransportKind};
 use crate::disks;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::seccomp::{self, Duty};
 use crate::vm::{DiskConfig, TerminationSignals};
 
 /// A socket that listens, and its name in the file system.
@@ -42,7 +43,9 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
     let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
-    let served = serve(&open, &places, bound, &mut signals);
+    let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
+        .map_err(CommandError::failed)
+        .and_then(|()| serve(&open, &places, bound, &mut signals));
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
