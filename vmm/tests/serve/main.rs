@@ -3,6 +3,7 @@
 mod activation;
 mod clients;
 mod crash;
+mod documents;
 mod hostile;
 mod largest;
 mod lifecycle;
