@@ -132,9 +132,11 @@ const NBD: &[c_long] = &[
 /// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
 const VHOST_USER: &[c_long] = &[
     libc::SYS_accept4,
+    libc::SYS_dup,
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
     libc::SYS_epoll_wait,
     libc::SYS_memfd_create,
     libc::SYS_recvmsg,
