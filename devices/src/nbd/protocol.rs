@@ -116,6 +116,7 @@ pub(super) enum Error {
     Io = 5,
     Invalid = 22,
     NoSpace = 28,
+    Shutdown = 108,
 }
 
 /// Longest payload of a request or reply in bytes, whatever block size was agreed upon: what clients that ask for no

@@ -44,6 +44,8 @@ pub(super) struct Pending {
     sector: u64,
     /// A FLUSH is the last step, still to be taken.
     flush_after: bool,
+    /// It ends before it is done.
+    cut: bool,
 }
 
 enum Work {
@@ -140,6 +142,7 @@ fn check(message: Message, rules: &Rules<'_>) -> Result<Action, Error> {
         request,
         sector: request.offset / SECTOR_SIZE,
         flush_after,
+        cut: false,
         work,
     }))
 }
@@ -212,6 +215,17 @@ impl Pending {
         Some(operation)
     }
 
+    /// Lets a request that zeroes more than a step end now: there may be millions of steps to come.
+    pub(super) fn cut(&mut self) {
+        if let Work::Zero { left, .. } = &mut self.work
+            && *left > 0
+        {
+            *left = 0;
+            self.flush_after = false;
+            self.cut = true;
+        }
+    }
+
     /// Takes what a step has brought.
     pub(super) fn stepped(&mut self, data: Option<Buffer>) {
         if let (Work::Read { done, .. }, Some(data)) = (&mut self.work, data) {
@@ -228,7 +242,7 @@ impl Pending {
     ) -> bool {
         let request = &self.request;
         let error = match result {
-            Ok(()) => None,
+            Ok(()) => self.cut.then_some(Error::Shutdown),
             Err(Failure::OutOfRange | Failure::TooLarge) => Some(Error::Invalid),
             Err(Failure::ReadOnly) => Some(Error::Permission),
             Err(Failure::Io) => Some(Error::Io),

@@ -116,7 +116,8 @@ impl Server {
         Ok(server)
     }
 
-    /// Accepts nobody more, answers what is in flight, and returns when every connection has ended. A client that does
+    /// Accepts nobody more, answers what is in flight (which cuts off zeroes of more than a TiB: ESHUTDOWN), and returns
+    /// when every connection has ended. A client that does
     /// not read its replies is waited for two seconds.
     pub fn stop(self) {
         drop(self);

@@ -28,6 +28,9 @@ use crate::backend::{BackendQueue, Completion};
 const PARTING: Duration = Duration::from_secs(2);
 /// Events taken at once.
 const EVENTS: usize = 64;
+/// How often disks are asked for what has ended before sockets are looked at again: steps of one long request may end as
+/// they are submitted, for a long time.
+const ROUNDS: usize = 64;
 
 /// What an event is about: a kind in the upper half, a key in the lower.
 const INBOX: u64 = 0;
@@ -163,6 +166,7 @@ fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
         touched: Vec::new(),
         decrypted: Vec::new(),
         ended: Vec::new(),
+        next_desk: 0,
         closed: false,
         end: None,
     };
@@ -231,6 +235,8 @@ struct Worker {
     decrypted: Vec<usize>,
     /// Completions being worked on; kept for its memory.
     ended: Vec<Completion>,
+    /// The desk after the one that was served last.
+    next_desk: usize,
     /// No more connections come.
     closed: bool,
     /// The server is to stop: when clients are left alone with what they have not read.
@@ -296,7 +302,7 @@ impl Worker {
     }
 
     fn timeout(&self) -> Option<Timespec> {
-        if !self.decrypted.is_empty() {
+        if !self.decrypted.is_empty() || self.busy_desk().is_some() {
             return Some(Timespec::default());
         }
         let waits = |client: &Client| {
@@ -422,10 +428,14 @@ impl Worker {
         self.touch(key);
     }
 
-    /// Starts what was submitted and answers what has ended, until the disks have nothing to say.
+    /// Starts what was submitted and answers what has ended, until the disks have nothing to say or others want to be heard.
     fn serve_desks(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
-        while let Some(key) = self.busy_desk() {
+        for _ in 0..ROUNDS {
+            let Some(key) = self.busy_desk() else {
+                break;
+            };
+            self.next_desk = key + 1;
             let desk = &mut self.desks[key];
             if std::mem::take(&mut desk.submitted) {
                 desk.queue.kick();
@@ -439,10 +449,13 @@ impl Worker {
         self.ended = ended;
     }
 
+    /// A desk with something to do: each in turn.
     fn busy_desk(&self) -> Option<usize> {
+        let busy = |(_, desk): &(usize, &Desk)| desk.submitted || desk.rung;
         let mut desks = self.desks.iter();
-        let busy = desks.find(|(_, desk)| desk.submitted || desk.rung);
-        busy.map(|(key, _)| key)
+        let next = desks.find(|desk| desk.0 >= self.next_desk && busy(desk));
+        let found = next.or_else(|| self.desks.iter().find(busy));
+        found.map(|(key, _)| key)
     }
 
     /// A step of a request has ended: goes on with the next, or answers.
@@ -462,6 +475,9 @@ impl Worker {
         let result = match result {
             Ok(data) => {
                 pending.stepped(data);
+                if self.end.is_some() {
+                    pending.cut();
+                }
                 if !gone && desk.step(token) {
                     return;
                 }

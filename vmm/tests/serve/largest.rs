@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
-use super::raw_client::{BLOCK_STATUS, FLUSH, RawClient, WRITE, WRITE_ZEROES};
+use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use super::{Daemon, MIB, client, create, has, text, walvisor};
 
 /// The last sector that Linux and the NBD protocol can address ends here: offsets are signed.
@@ -128,4 +128,31 @@ fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
         daemon.stop();
         assert_eq!(std::fs::metadata(dir.join("disk.img")).unwrap().len(), MIB);
     }
+}
+
+#[test]
+fn zeroes_without_end_hold_up_nobody_and_not_the_end() {
+    let Some(dir) = roomy() else {
+        return;
+    };
+    let dir = dir.path();
+    create(dir, "largest.img", &LARGEST.to_string());
+    let daemon = Daemon::start(dir, "--disk path=largest.img,socket=s");
+    // Millions of records, one after the other.
+    let mut endless = RawClient::extended(&dir.join("s"));
+    endless.request(0, WRITE_ZEROES, 1, 0, LARGEST);
+    let mut others = [(); 4].map(|()| RawClient::extended(&dir.join("s")));
+    for round in 0..8 {
+        for other in &mut others {
+            other.request(0, READ, round, LARGEST - 4096, 4096);
+            assert_eq!(other.reply().data[8..], [0; 4096]);
+            other.request(0, FLUSH, round, 0, 0);
+            assert_eq!(other.reply().kind, 0);
+        }
+    }
+    assert_eq!(daemon.stop(), "");
+    // ESHUTDOWN, for a part of it was not done.
+    let reply = endless.reply();
+    assert_eq!((reply.kind, reply.cookie), ((1 << 15) + 1, 1));
+    assert_eq!(reply.data[..4], 108_u32.to_be_bytes());
 }
