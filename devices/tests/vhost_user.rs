@@ -158,7 +158,7 @@ fn attack(path: &Path, random: &mut Random) {
         let flags = if random.below(20) == 0 {
             random.field() as u32
         } else {
-            1 | 8 * random.below(2) as u32
+            1 | (random.below(2) as u32) << 3
         };
         let mut payload = fields(&payload);
         payload.truncate(payload.len() - random.below(8).min(payload.len() as u64) as usize);

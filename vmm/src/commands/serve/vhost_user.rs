@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::vhost_user::{Server, Service};
@@ -36,6 +37,7 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
         .transpose()?;
     // Before the first thread is there: a signal is for the one that waits for it.
     let mut signals = TerminationSignals::block().map_err(CommandError::failed)?;
+    raise_descriptor_limit();
     // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
     let bound = places
         .iter()
@@ -54,6 +56,21 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
     // However it ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     served.map(|_| ()).and(told).and(closed)
+}
+
+/// Front-ends bring descriptors, some hundreds each if they like: none may take the last one that the logs need.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(
+            "the limit of open files stays at {:?}: {error}",
+            limit.current
+        );
+    }
 }
 
 /// As many as this machine has CPUs: a front-end takes no more than its guest has, and one that is not used costs nothing.
