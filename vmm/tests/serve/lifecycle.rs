@@ -4,11 +4,12 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 
-use super::raw_client::{READ, RawClient, WRITE};
-use super::{Daemon, create, text, walvisor};
+use super::raw_client::{FLUSH, READ, RawClient, WRITE};
+use super::{Daemon, WALVISOR, create, has, text, walvisor};
 
 /// Asserts exit `status` and one line on stderr with each of `parts`.
 #[track_caller]
@@ -87,6 +88,58 @@ fn every_thread_is_restricted() {
         assert!(filters.iter().all(|found| found == state), "{filters:?}");
         assert_eq!(daemon.stop(), "");
     }
+}
+
+/// Starts its arguments where there is no io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
+const WITHOUT_IO_URING: &str = "
+import ctypes, os, struct, sys
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
+code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *step) for step in code))
+class Program(ctypes.Structure):
+    _fields_ = [('len', ctypes.c_ushort), ('filter', ctypes.c_void_p)]
+prctl = ctypes.CDLL(None).prctl
+assert prctl(38, 1, 0, 0, 0) == 0
+assert prctl(22, 2, ctypes.byref(Program(4, ctypes.addressof(code))), 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+";
+
+#[test]
+fn a_restricted_daemon_does_without_io_uring_too() {
+    if !has("python3", "python3-minimal") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "256M");
+    let mut python = Command::new("python3");
+    python.args(["-c", WITHOUT_IO_URING, WALVISOR, "serve", "nbd"]);
+    python.args(["--disk", "path=disk.img,socket=s"]);
+    let python = python.current_dir(dir).stdin(Stdio::null());
+    let python = python.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let daemon = Daemon::attach(dir, python.spawn().unwrap(), 1);
+    // One thread more than with io_uring: the one that writes.
+    let threads = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
+    let names = threads.map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap());
+    assert!(names.into_iter().any(|name| name.trim() == "log-sync"));
+    let mut client = RawClient::extended(&dir.join("s"));
+    // More than the log's first segments hold: new ones, and checkpoints.
+    let data = vec![7; 4 << 20];
+    for piece in 0..48 {
+        client.request(
+            1 << 5,
+            WRITE,
+            piece,
+            piece * data.len() as u64,
+            data.len() as u64,
+        );
+        client.send(&data);
+        assert_eq!(client.reply().kind, 0);
+        client.request(0, FLUSH, piece, 0, 0);
+        assert_eq!(client.reply().kind, 0);
+    }
+    client.request(0, READ, 99, 100 << 20, 4 << 20);
+    assert!(client.reply().data[8..] == data);
+    assert_eq!(daemon.stop(), "");
 }
 
 #[test]
