@@ -9,7 +9,6 @@ use super::message::{Channel, Message};
 use super::vring::{Vring, doorbell};
 use super::{Outcome, refused};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
-use crate::interrupt::Interrupt;
 use crate::status::{DRIVER_OK, DeviceStatus};
 
 /// Feature bit 30, the transport's: the front-end knows protocol features, and enables rings itself.
@@ -171,8 +170,7 @@ impl<'a> Session<'a> {
             .device
             .start_queue(start, features, self.memory.guest(), status)?;
         self.rings[index as usize].worker = Some(worker);
-        // Something may have been used while nobody could be told.
-        signals.queue(0);
+        signals.remind();
         Ok(())
     }
 

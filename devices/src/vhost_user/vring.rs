@@ -64,11 +64,16 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    /// SET_VRING_CALL. Rings at once: something may have been used while nobody could be told.
+    /// SET_VRING_CALL.
     pub(super) fn set_call(&self, file: Option<File>) -> Outcome<()> {
         *lock(&self.call) = file.map(signal).transpose()?;
-        self.queue(0);
+        self.remind();
         Ok(())
+    }
+
+    /// Rings for whatever may have been used while nobody could be told, perhaps by the back-end before this one.
+    pub(super) fn remind(&self) {
+        ring(&lock(&self.call));
     }
 
     /// SET_VRING_ERR.

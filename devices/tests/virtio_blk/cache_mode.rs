@@ -6,7 +6,7 @@ use walvisor_devices::backend::ram::RamDisk;
 
 use crate::driver::*;
 
-on_both_transports!(
+on_every_transport!(
     a_flush_makes_writes_stable_and_nothing_else_does,
     without_flush_every_write_is_stable,
     without_flush_every_write_is_stable_on_a_disk_that_cannot_be_switched,

@@ -6,7 +6,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use crate::driver::*;
 use crate::gate::Gate;
 
-on_both_transports!(
+on_every_transport!(
     a_batch_is_one_doorbell_one_kick_and_one_interrupt,
     used_event_holds_interrupts_back,
     the_interrupt_flag_holds_interrupts_back,

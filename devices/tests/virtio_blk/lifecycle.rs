@@ -9,7 +9,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use crate::driver::*;
 use crate::gate::Gate;
 
-on_both_transports!(
+on_every_transport!(
     a_reset_waits_for_what_is_in_flight,
     dropping_a_device_waits_for_what_is_in_flight,
     a_device_can_be_reset_again_and_again,

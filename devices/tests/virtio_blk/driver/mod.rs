@@ -4,16 +4,19 @@
 mod mmio;
 mod pci;
 mod ring;
+mod vhost_user;
 
+use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, BlockCounts, BlockMetrics, VirtioBlock};
@@ -21,6 +24,7 @@ use walvisor_devices::block::{BlockConfig, BlockCounts, BlockMetrics, VirtioBloc
 pub use mmio::MmioDriver;
 pub use pci::PciDriver;
 pub use ring::{Piece, Ring};
+pub use vhost_user::VhostUserDriver;
 
 pub const ACKNOWLEDGE: u8 = 1;
 pub const DRIVER: u8 = 2;
@@ -54,11 +58,15 @@ pub const REGION: u64 = 32 << 20;
 pub const MEMORY_END: u64 = 2 * REGION;
 
 pub fn guest_memory() -> Memory {
-    let ranges = [
-        (GuestAddress(0), REGION as usize),
-        (GuestAddress(REGION), REGION as usize),
-    ];
-    Arc::new(GuestMemoryMmap::from_ranges(&ranges).expect("guest memory"))
+    // Of a file, so that it can be shared.
+    let fd = memfd_create("guest memory", MemfdFlags::CLOEXEC).expect("a file");
+    let file = Arc::new(File::from(fd));
+    file.set_len(MEMORY_END).expect("memory");
+    let regions = [0, REGION].map(|start| {
+        let file = FileOffset::from_arc(Arc::clone(&file), start);
+        (GuestAddress(start), REGION as usize, Some(file))
+    });
+    Arc::new(GuestMemoryMmap::from_ranges_with_files(regions).expect("guest memory"))
 }
 
 /// The transports.
@@ -66,6 +74,7 @@ pub fn guest_memory() -> Memory {
 pub enum Kind {
     Mmio,
     Pci,
+    VhostUser,
 }
 
 /// Turns functions that take a [`Kind`] into one test per transport.
@@ -76,6 +85,16 @@ macro_rules! on_both_transports {
         }
         mod pci {
             $(#[test] fn $name() { super::$name($crate::driver::Kind::Pci); })*
+        }
+    };
+}
+
+/// The same with one for vhost-user, but for those behind the semicolon.
+macro_rules! on_every_transport {
+    ($($name:ident,)* $(; $($registers:ident,)*)?) => {
+        on_both_transports! { $($name,)* $($($registers,)*)? }
+        mod vhost_user {
+            $(#[test] fn $name() { super::$name($crate::driver::Kind::VhostUser); })*
         }
     };
 }
@@ -113,6 +132,8 @@ pub struct Driver {
     pub rings: Vec<Ring>,
     pub metrics: Arc<BlockMetrics>,
     pub features: u64,
+    /// Doorbells rung.
+    pub kicks: u64,
     doorbells: Vec<EventFd>,
     next_page: Arc<AtomicU64>,
 }
@@ -162,6 +183,7 @@ impl Driver {
         let registers: Box<dyn Registers> = match kind {
             Kind::Mmio => Box::new(MmioDriver::new(device, Arc::clone(&memory))),
             Kind::Pci => Box::new(PciDriver::new(device, Arc::clone(&memory))),
+            Kind::VhostUser => Box::new(VhostUserDriver::new(device, Arc::clone(&memory))),
         };
         Self {
             doorbells: registers.doorbells(),
@@ -170,6 +192,7 @@ impl Driver {
             rings: Vec::new(),
             metrics,
             features: 0,
+            kicks: 0,
             next_page: Arc::new(AtomicU64::new(0x1000)),
         }
     }
@@ -298,6 +321,7 @@ impl Driver {
         let wanted = self.rings[queue].publish();
         if wanted {
             self.doorbells[queue].write(1).expect("doorbell");
+            self.kicks += 1;
         }
         wanted
     }

@@ -1,0 +1,251 @@
+//! Registers as a vhost-user front-end has them: what the protocol does not carry is kept here.
+
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::vhost_user::{Server, Service};
+
+use super::{DRIVER_OK, FEATURES_OK, Memory, NEEDS_RESET, PATIENCE, Registers};
+
+const NEED_REPLY: u32 = 8;
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+/// MQ, REPLY_ACK, CONFIG, RESET_DEVICE.
+const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 13;
+
+/// One queue's descriptors.
+struct Queue {
+    kick: EventFd,
+    call: EventFd,
+    error: EventFd,
+}
+
+/// A vhost-user front-end, with the server that it talks to.
+pub struct VhostUserDriver {
+    socket: UnixStream,
+    features: u64,
+    status: u8,
+    queues: Vec<Queue>,
+    broken: bool,
+    errors: u64,
+    /// After the socket: its front-end goes first.
+    _server: Server,
+}
+
+impl VhostUserDriver {
+    pub fn new(device: VirtioBlock, memory: Memory) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("s");
+        let service = Service {
+            listener: UnixListener::bind(&path).expect("a socket"),
+            device,
+            name: "test".to_owned(),
+        };
+        let server = Server::start(vec![service]).expect("a server");
+        let socket = UnixStream::connect(&path).expect("the server listens");
+        socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let mut driver = Self {
+            socket,
+            features: 0,
+            status: 0,
+            queues: Vec::new(),
+            broken: false,
+            errors: 0,
+            _server: server,
+        };
+        driver.send(16, 0, &fields(&[PROTOCOL]), &[]);
+        let count = driver.ask(17, &[]);
+        driver.queues = (0..u64::from_ne_bytes(count[..].try_into().expect("8 bytes")))
+            .map(|_| Queue {
+                kick: event(),
+                call: event(),
+                error: event(),
+            })
+            .collect();
+        let mut table = vec![memory.num_regions() as u64];
+        let mut files = Vec::new();
+        for region in memory.iter() {
+            let (start, file) = (region.start_addr().0, region.file_offset().expect("a file"));
+            table.extend([start, region.len(), start, file.start()]);
+            files.push(file.arc().as_fd());
+        }
+        driver.tell(5, &table, &files);
+        driver
+    }
+
+    fn send(&mut self, request: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
+        let mut bytes = Vec::new();
+        for field in [request, 1 | flags, payload.len() as u32] {
+            bytes.extend_from_slice(&field.to_ne_bytes());
+        }
+        bytes.extend_from_slice(payload);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
+        let slices = [IoSlice::new(&bytes)];
+        sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL).expect("a message");
+    }
+
+    fn reply(&mut self) -> Vec<u8> {
+        let mut header = [0; 12];
+        self.socket.read_exact(&mut header).expect("a reply");
+        let len = u32::from_ne_bytes(header[8..].try_into().expect("4 bytes"));
+        let mut payload = vec![0; len as usize];
+        self.socket.read_exact(&mut payload).expect("a reply");
+        payload
+    }
+
+    fn ask(&mut self, request: u32, payload: &[u8]) -> Vec<u8> {
+        self.send(request, 0, payload, &[]);
+        self.reply()
+    }
+
+    /// Something that is only acknowledged.
+    fn tell(&mut self, request: u32, values: &[u64], files: &[BorrowedFd<'_>]) {
+        self.send(request, NEED_REPLY, &fields(values), files);
+        assert_eq!(self.reply(), [0; 8], "request {request}");
+    }
+
+    fn look_at_errors(&mut self) {
+        let broken = self
+            .queues
+            .iter()
+            .filter(|queue| queue.error.read().is_ok());
+        let errors = broken.count() as u64;
+        self.broken |= errors > 0;
+        self.errors += errors;
+    }
+}
+
+fn event() -> EventFd {
+    EventFd::new(EFD_NONBLOCK).expect("an eventfd")
+}
+
+fn fields(values: &[u64]) -> Vec<u8> {
+    values
+        .iter()
+        .flat_map(|value| value.to_ne_bytes())
+        .collect()
+}
+
+fn config_header(offset: u64, size: usize) -> Vec<u8> {
+    let fields = [offset as u32, size as u32, 0];
+    fields
+        .iter()
+        .flat_map(|field| field.to_ne_bytes())
+        .collect()
+}
+
+impl Registers for VhostUserDriver {
+    fn device_features(&mut self) -> u64 {
+        let features = self.ask(1, &[]);
+        u64::from_ne_bytes(features[..].try_into().expect("8 bytes")) & !PROTOCOL_FEATURES
+    }
+
+    fn set_driver_features(&mut self, features: u64) {
+        self.features = features;
+    }
+
+    fn status(&mut self) -> u8 {
+        self.look_at_errors();
+        self.status | if self.broken { NEEDS_RESET } else { 0 }
+    }
+
+    fn set_status(&mut self, status: u8) {
+        if status == 0 {
+            self.tell(34, &[], &[]);
+            self.look_at_errors();
+            (self.status, self.broken, self.errors) = (0, false, 0);
+            return;
+        }
+        let new = status & !self.status;
+        self.status |= status;
+        if new & FEATURES_OK != 0 {
+            self.tell(2, &[self.features | PROTOCOL_FEATURES], &[]);
+        }
+        if new & DRIVER_OK != 0 {
+            for queue in 0..self.queues.len() {
+                self.tell(18, &[queue as u64 | 1 << 32], &[]);
+                // A ring that begins to run tells so: something may have been used before.
+                let _ = self.queues[queue].call.read();
+            }
+        }
+    }
+
+    fn generation(&mut self) -> u32 {
+        0
+    }
+
+    fn read_config(&mut self, offset: u64, data: &mut [u8]) {
+        let mut payload = config_header(offset, data.len());
+        payload.resize(12 + data.len(), 0);
+        let reply = self.ask(24, &payload);
+        data.copy_from_slice(&reply[12..]);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        let mut payload = config_header(offset, data.len());
+        payload.extend_from_slice(data);
+        self.send(25, NEED_REPLY, &payload, &[]);
+        assert_eq!(self.reply(), [0; 8]);
+    }
+
+    fn queue_max(&mut self, queue: u16) -> u16 {
+        if usize::from(queue) >= self.queues.len() {
+            return 0;
+        }
+        // The protocol does not say it. seg_max does: a request has a header and a status too.
+        let mut bytes = [0; 4];
+        self.read_config(12, &mut bytes);
+        u32::from_le_bytes(bytes) as u16 + 2
+    }
+
+    fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]) {
+        let index = u64::from(queue);
+        let [descriptors, available, used] = addresses;
+        self.tell(8, &[index | u64::from(size) << 32], &[]);
+        self.tell(10, &[index], &[]);
+        self.tell(9, &[index, descriptors, used, available, 0], &[]);
+        let Queue { kick, call, error } = &self.queues[usize::from(queue)];
+        let fds = [call, error, kick].map(EventFd::as_raw_fd);
+        for (request, fd) in [13, 14, 12].into_iter().zip(fds) {
+            // SAFETY: the queue's descriptors are open as long as the driver.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            self.tell(request, &[index], &[fd]);
+        }
+    }
+
+    fn notify(&mut self, queue: u16) {
+        self.queues[usize::from(queue)]
+            .kick
+            .write(1)
+            .expect("a doorbell");
+    }
+
+    fn scribble_on_queue(&mut self, _queue: u16) {
+        // Refused, with the end of the connection: the server's own tests.
+    }
+
+    fn doorbells(&self) -> Vec<EventFd> {
+        let copy = |queue: &Queue| queue.kick.try_clone().expect("an eventfd");
+        self.queues.iter().map(copy).collect()
+    }
+
+    fn take_queue_interrupts(&mut self, queue: u16) -> u64 {
+        self.queues[usize::from(queue)].call.read().unwrap_or(0)
+    }
+
+    fn take_config_interrupts(&mut self) -> u64 {
+        self.look_at_errors();
+        std::mem::take(&mut self.errors)
+    }
+
+    fn capacity_changed(&mut self) {
+        // A disk that is served keeps its size.
+    }
+}
