@@ -1,7 +1,7 @@
 //! A program with a virtio driver of its own: what libblkio is made of.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
 
@@ -157,31 +157,42 @@ impl Client {
 
     /// Waits for an interrupt of `queue`, and then for nothing more: the slots that have ended with their status.
     pub fn completions(&mut self, queue: usize) -> Vec<(usize, i32)> {
-        let ended = |queue: &mut VirtioBlkQueue<'static, usize>| -> Vec<_> {
-            queue
-                .completions()
-                .map(|completion| (completion.context, completion.ret))
-                .collect()
-        };
         loop {
-            // The wish for an interrupt must be visible before the ring is looked at.
-            self.queues[queue].set_used_notif_enabled(true);
-            fence(Ordering::SeqCst);
-            let done = ended(&mut self.queues[queue]);
+            let done = self.ended(queue);
             if !done.is_empty() {
                 return done;
             }
-            let event = self.transport.get_completion_fd(queue);
-            // The driver's descriptors are of another version of rustix.
-            // SAFETY: `event` is open as long as it is borrowed.
-            let fd = unsafe { rustix::fd::BorrowedFd::borrow_raw(event.as_raw_fd()) };
-            let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+            let mut fds = [PollFd::from_borrowed_fd(self.event(queue), PollFlags::IN)];
             assert!(
                 poll(&mut fds, Some(&PATIENCE)).unwrap() > 0,
                 "queue {queue}: no interrupt"
             );
-            event.read().unwrap();
+            self.clear(queue);
         }
+    }
+
+    /// The slots of `queue` that have ended, with their status. If there are none, an interrupt will tell of the next.
+    pub fn ended(&mut self, queue: usize) -> Vec<(usize, i32)> {
+        let queue = &mut self.queues[queue];
+        // The wish for an interrupt must be visible before the ring is looked at.
+        queue.set_used_notif_enabled(true);
+        fence(Ordering::SeqCst);
+        let done = queue.completions();
+        done.map(|completion| (completion.context, completion.ret))
+            .collect()
+    }
+
+    /// Readable when `queue` has had an interrupt.
+    pub fn event(&self, queue: usize) -> BorrowedFd<'_> {
+        let event = self.transport.get_completion_fd(queue);
+        // The driver's descriptors are of another version of rustix.
+        // SAFETY: the transport keeps `event` open, and it is borrowed as long as this.
+        unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
+    }
+
+    /// Makes [`event`](Self::event) unreadable until the next interrupt.
+    pub fn clear(&self, queue: usize) {
+        self.transport.get_completion_fd(queue).read().unwrap();
     }
 
     /// Rings, and waits for `count` requests of `queue`, all of which must succeed.
