@@ -90,6 +90,11 @@ pub trait Backend: Send + Sync {
 ///
 /// A FLUSH, and a write in writethrough mode, completes later without blocking the requests beside it.
 pub trait BackendQueue: Send {
+    /// Tells how many clients share the queue, each of which waits for its FLUSH before it goes on; 1 unless told.
+    fn set_clients(&mut self, clients: usize) {
+        let _ = clients;
+    }
+
     /// Hands in one request. Its completion carries `token`. Never blocks on the medium's sync.
     fn submit(&mut self, token: u64, operation: Operation);
 

@@ -24,20 +24,19 @@ pub(crate) struct Committer {
     spare: Spare,
     /// Memory for what has ended.
     ended: Vec<Done>,
-    /// A port's: it may bring waiters, and counts as one who may join a group.
-    client: bool,
     /// Set when going away: no new group is taken.
     resigned: bool,
 }
 
 impl Committer {
-    pub(crate) fn new(log: Arc<Log>, client: bool) -> io::Result<Self> {
+    /// For `clients` who may join a group.
+    pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
         let mailbox = Arc::new(Mailbox::new(event));
         let mut state = log.lock();
         state.ports.push(Arc::downgrade(&mailbox));
-        state.open_ports += usize::from(client);
+        state.set_clients(&mailbox, clients);
         drop(state);
         Ok(Self {
             log,
@@ -47,7 +46,6 @@ impl Committer {
             next_task: TASKS,
             spare: Spare::default(),
             ended: Vec::new(),
-            client,
             resigned: false,
         })
     }
@@ -191,7 +189,7 @@ impl Drop for Committer {
         let mut state = self.log.lock();
         // Nobody is told: the port is going away.
         state.take_waiters(|waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
-        state.open_ports -= usize::from(self.client);
+        state.set_clients(&self.mailbox, 0);
         drop(state);
         self.resign();
     }

@@ -20,7 +20,8 @@ const MOST_MISSES: u32 = 6;
 /// How long a commit group may wait for more FLUSHes, and writes in writethrough mode, to join it. The default is
 /// adaptive: at most half the time of a sync, and only while that makes groups larger.
 ///
-/// No group waits once every open [`Port`](crate::Port) has a FLUSH in it.
+/// No group waits once every client has a FLUSH in it: each open [`Port`](crate::Port) is one, unless it
+/// [says otherwise](crate::Port::set_clients).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitWait {
     /// The longest wait; zero for none. `None`: adaptive, or 100 ms if a `count` is given.

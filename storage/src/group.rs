@@ -108,7 +108,7 @@ impl Log {
             state.gather.interrupt();
             return Verdict::Start;
         }
-        let complete = state.waiting_ports >= state.open_ports;
+        let complete = state.waiting_clients >= state.open_clients;
         state.gather.ask(state.waiters.len(), complete)
     }
 

@@ -32,8 +32,9 @@ const UNAPPLIED_LIMIT: u64 = 1 << 20;
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
     pub event: Event,
-    /// Its waiters in the log. Changed under the log's lock only.
+    /// Its waiters in the log, and how many may wait at a time by what its owner says. Changed under the log's lock only.
     waiting: AtomicUsize,
+    clients: AtomicUsize,
 }
 
 impl Mailbox {
@@ -42,6 +43,7 @@ impl Mailbox {
             completions: Mutex::default(),
             event,
             waiting: AtomicUsize::new(0),
+            clients: AtomicUsize::new(0),
         }
     }
 
@@ -125,9 +127,9 @@ pub(crate) struct State {
     /// Bytes of pending records alone.
     pub queued_bytes: usize,
     pub waiters: Vec<Waiter>,
-    /// Ports that have a waiter, and all that are open.
-    pub waiting_ports: usize,
-    pub open_ports: usize,
+    /// Clients of all ports who wait, and all that there are.
+    pub waiting_clients: usize,
+    pub open_clients: usize,
     /// Batches being written, and those written behind one that still is, in the log's order.
     pub writing: VecDeque<Writing>,
     /// Last LSN and end, by [`Segment::position`], of each batch that is not durable.
@@ -150,10 +152,19 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn join(&mut self, waiter: Waiter) {
-        if waiter.mailbox.waiting.fetch_add(1, Ordering::Relaxed) == 0 {
-            self.waiting_ports += 1;
+        let clients = waiter.mailbox.clients.load(Ordering::Relaxed);
+        if waiter.mailbox.waiting.fetch_add(1, Ordering::Relaxed) < clients {
+            self.waiting_clients += 1;
         }
         self.waiters.push(waiter);
+    }
+
+    /// So many clients use a port from now on.
+    pub(crate) fn set_clients(&mut self, port: &Mailbox, clients: usize) {
+        let before = port.clients.swap(clients, Ordering::Relaxed);
+        let waiting = port.waiting.load(Ordering::Relaxed);
+        self.open_clients = self.open_clients - before + clients;
+        self.waiting_clients = self.waiting_clients - waiting.min(before) + waiting.min(clients);
     }
 
     /// Takes those waiters away that `chosen` chooses.
@@ -165,8 +176,9 @@ impl State {
 
     /// A waiter is no longer among the waiters.
     pub(crate) fn leave(&mut self, waiter: &Waiter) {
-        if waiter.mailbox.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.waiting_ports -= 1;
+        let clients = waiter.mailbox.clients.load(Ordering::Relaxed);
+        if waiter.mailbox.waiting.fetch_sub(1, Ordering::Relaxed) <= clients {
+            self.waiting_clients -= 1;
         }
     }
 

@@ -58,13 +58,20 @@ impl Port {
     pub(crate) fn new(disk: &Disk) -> io::Result<Self> {
         Ok(Self {
             disk: disk.state.clone(),
-            committer: Committer::new(disk.log.clone(), true)?,
+            committer: Committer::new(disk.log.clone(), 1)?,
             done: Vec::new(),
             parked: VecDeque::new(),
             reads: Slab::new(),
             pieces: Vec::new(),
             ended: Vec::new(),
         })
+    }
+
+    /// Tells how many clients use the port, each of which waits for its FLUSH before it goes on; 1 unless told. A commit
+    /// group waits for no more to join once all clients of the log are in it.
+    pub fn set_clients(&mut self, clients: usize) {
+        let mailbox = &self.committer.mailbox;
+        self.committer.log.lock().set_clients(mailbox, clients);
     }
 
     /// Hands in one request; its completion carries `token`. Never waits for the medium, except that the

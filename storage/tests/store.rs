@@ -255,6 +255,16 @@ fn a_group_waits_for_others_to_join() {
         drop(ports.remove(0));
         flush(&mut ports[0]);
         assert_eq!(store.log_counters().syncs, 3, "{engine:?}");
+        // A port of two clients is there in full only with both.
+        let port = &mut ports[0];
+        port.set_clients(2);
+        write(port, 0, 5, 8);
+        for token in [9, 10] {
+            port.submit(token, Operation::Flush);
+            port.kick();
+        }
+        wait_all(&mut [port], 2);
+        assert_eq!(store.log_counters().syncs, 4, "{engine:?}");
     }
 }
 

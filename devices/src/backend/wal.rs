@@ -56,6 +56,10 @@ impl Backend for Disk {
 }
 
 impl BackendQueue for Port {
+    fn set_clients(&mut self, clients: usize) {
+        Port::set_clients(self, clients);
+    }
+
     fn submit(&mut self, token: u64, operation: Operation) {
         Port::submit(self, token, operation);
     }

@@ -199,6 +199,12 @@ struct Desk {
 }
 
 impl Desk {
+    /// Clients come or go.
+    fn count(&mut self, more: isize) {
+        self.clients = self.clients.saturating_add_signed(more);
+        self.queue.set_clients(self.clients);
+    }
+
     /// Submits the next step of a request; `false`: there is none.
     fn step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
@@ -351,7 +357,7 @@ impl Worker {
                     continue;
                 }
             };
-            self.desks[desk].clients += 1;
+            self.desks[desk].count(1);
             if self.end.is_some() {
                 connection.close();
             }
@@ -577,7 +583,7 @@ impl Worker {
         let desk = client.desk;
         self.clients.remove(key);
         self.inbox.load.fetch_sub(1, Ordering::Relaxed);
-        self.desks[desk].clients -= 1;
+        self.desks[desk].count(-1);
         if self.desks[desk].clients == 0 {
             let desk = self.desks.remove(desk);
             // A waiter on its way elsewhere may keep the descriptor open for a moment.
