@@ -3,7 +3,7 @@
 //! host does: `cache.direct`, io_uring, FLUSH = fdatasync.
 //!
 //! `cargo bench -p walvisor-benches --bench peers`; with `-- --json`, the same as JSON; `-- --dir DIR`: on the file system
-//! of DIR. Over vhost-user the client is a virtio driver in this process, one thread; over NBD it is fio.
+//! of DIR; `-- --job TEXT`: only the jobs with TEXT in their name. Over vhost-user the client is a virtio driver in this process, one thread; over NBD it is fio.
 
 #[path = "../../vmm/tests/serve/vhost_user/client.rs"]
 #[allow(dead_code)]
@@ -125,11 +125,15 @@ fn main() -> ExitCode {
 fn run() -> Outcome<()> {
     let arguments: Vec<String> = std::env::args().collect();
     let as_json = arguments.iter().any(|argument| argument == "--json");
-    let named = arguments.iter().position(|argument| argument == "--dir");
-    let directory = match named {
-        Some(at) => tempfile::tempdir_in(arguments.get(at + 1).ok_or("--dir: name a directory")?)?,
+    let value = |name: &str| {
+        let at = arguments.iter().position(|argument| argument == name)?;
+        arguments.get(at + 1).cloned()
+    };
+    let directory = match value("--dir") {
+        Some(directory) => tempfile::tempdir_in(directory)?,
         None => tempfile::tempdir()?,
     };
+    let wanted = value("--job").unwrap_or_default();
     let directory = directory.path();
     for (program, package) in [
         ("qemu-storage-daemon", "qemu-system-common"),
@@ -142,8 +146,8 @@ fn run() -> Outcome<()> {
     }
     let walvisor = walvisor_binary("release")?;
     make_images(&walvisor, directory)?;
-    let mut rows = vhost_user(&walvisor, directory)?;
-    rows.extend(nbd(&walvisor, directory)?);
+    let mut rows = vhost_user(&walvisor, directory, &wanted)?;
+    rows.extend(nbd(&walvisor, directory, &wanted)?);
     match as_json {
         true => println!("{}", serde_json::to_string_pretty(&to_json(&rows))?),
         false => print(&rows),
@@ -224,7 +228,7 @@ impl Drop for Daemon {
     }
 }
 
-fn vhost_user(walvisor: &Path, directory: &Path) -> Outcome<Vec<Row>> {
+fn vhost_user(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Row>> {
     let sockets = |side: &str| -> Vec<String> {
         (0..DISKS)
             .map(|disk| format!("{side}-{disk}.sock"))
@@ -265,7 +269,7 @@ fn vhost_user(walvisor: &Path, directory: &Path) -> Outcome<Vec<Row>> {
         Ok(drive(&mut clients, job))
     };
     let mut rows = Vec::new();
-    for job in &VHOST_USER {
+    for job in VHOST_USER.iter().filter(|job| job.name.contains(wanted)) {
         rows.push(compare("vhost-user", "qemu-storage-daemon", job, |own| {
             rate(if own { &our_sockets } else { &their_sockets }, job)
         })?);
@@ -356,7 +360,7 @@ fn wait(clients: &[Client], queues: usize) {
     }
 }
 
-fn nbd(walvisor: &Path, directory: &Path) -> Outcome<Vec<Row>> {
+fn nbd(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Row>> {
     let (our_socket, their_socket) = ("ours.nbd", "peer.nbd");
     let mut ours = Command::new(walvisor);
     ours.args(["serve", "nbd", "--disk"]);
@@ -379,7 +383,7 @@ fn nbd(walvisor: &Path, directory: &Path) -> Outcome<Vec<Row>> {
     let _ours = Daemon::walvisor(&mut ours, 1, directory)?;
     let _theirs = Daemon::start(&mut theirs, &[their_socket.to_owned()], directory)?;
     let mut rows = Vec::new();
-    for job in &NBD {
+    for job in NBD.iter().filter(|job| job.name.contains(wanted)) {
         rows.push(compare("nbd", "qemu-nbd", job, |own| {
             fio(directory, if own { our_socket } else { their_socket }, job)
         })?);
@@ -442,7 +446,10 @@ fn compare(
     let (Some(ours), Some(theirs)) = (Spread::of(&ours), Spread::of(&theirs)) else {
         return Err("no round was run".into());
     };
-    eprintln!("{door}: {}: {:.2}", job.name, ours.median / theirs.median);
+    eprintln!(
+        "{door}: {}: {:.0} beside {:.0}",
+        job.name, ours.median, theirs.median
+    );
     Ok(Row {
         door,
         peer,

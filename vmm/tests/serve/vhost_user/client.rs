@@ -17,7 +17,7 @@ const PATIENCE: Timespec = Timespec {
 };
 /// What a request may transfer, each in a buffer of its own.
 pub const BUFFER: usize = 64 << 10;
-const QUEUE_SIZE: u16 = 64;
+const QUEUE_SIZE: u16 = 128;
 
 /// Memory that both sides see.
 struct Shared {
