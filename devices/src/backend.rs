@@ -80,6 +80,26 @@ pub trait Backend: Send + Sync {
         }])
     }
 
+    /// Makes the disk longer while it is in use, to `bytes`; requests submitted after the call reach all of it.
+    ///
+    /// # Errors
+    /// If `bytes` is no size that the disk can have, or less than it has; `Unsupported` from a backend of one size.
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        let _ = bytes;
+        Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "a disk of this kind keeps its size",
+        ))
+    }
+
+    /// Copies what the disk's log holds to its base image; nothing, where there is no log.
+    ///
+    /// # Errors
+    /// If the log has failed or the copy fails.
+    fn checkpoint(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// What the disk's log has done so far, where it has one.
     fn log_counters(&self) -> Option<LogCounters> {
         None

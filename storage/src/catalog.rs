@@ -175,7 +175,7 @@ impl OpenBase {
             id: entry.id.get(),
             uuid: entry.disk,
             path: self.options.path,
-            sectors: entry.size.get() / SECTOR_SIZE,
+            sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
             base: Arc::new(self.file),
             read_only: self.options.read_only,
             no_flush: self.options.cache == CacheMode::Unsafe,
@@ -187,9 +187,8 @@ impl OpenBase {
 }
 
 /// Gives a base image its length, durably.
-pub(crate) fn set_size(file: &File, path: &Path, size: u64) -> Result<()> {
+pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()> {
     file.set_len(size)
-        .and_then(|()| file.sync_all())
         .map_err(|error| match error.kind() {
             std::io::ErrorKind::FileTooLarge => invalid(format!(
                 "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB): use one that does, such \

@@ -2,13 +2,17 @@
 
 use std::path::PathBuf;
 
+use crate::SECTOR_SIZE;
+use crate::catalog::invalid;
 use crate::counters::LogCounters;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
 use crate::index::Index;
 use crate::log::Log;
+use crate::orders::Task;
 use crate::port::Port;
+use crate::resize::{Resize, check_size};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -30,7 +34,8 @@ pub(crate) struct DiskState {
     pub id: u32,
     pub uuid: Uuid,
     pub path: PathBuf,
-    pub sectors: u64,
+    /// Capacity. It grows while the disk is open.
+    pub sectors: AtomicU64,
     pub base: Arc<dyn DataFile>,
     pub read_only: bool,
     pub no_flush: bool,
@@ -41,6 +46,10 @@ pub(crate) struct DiskState {
 }
 
 impl DiskState {
+    pub(crate) fn sectors(&self) -> u64 {
+        self.sectors.load(Ordering::Acquire)
+    }
+
     pub(crate) fn index(&self) -> RwLockReadGuard<'_, Index> {
         self.index.read().expect("index lock")
     }
@@ -60,7 +69,7 @@ pub struct Disk {
 impl Disk {
     /// Capacity in sectors of 512 bytes.
     pub fn sectors(&self) -> u64 {
-        self.state.sectors
+        self.state.sectors()
     }
 
     /// Whether writes are refused.
@@ -96,6 +105,37 @@ impl Disk {
     pub fn open_port(&self) -> Result<Port> {
         Port::new(self)
             .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
+    }
+
+    /// Copies all that has been written so far to the base images of the disk's log, while requests go on. Returns the
+    /// LSN up to which they hold everything now.
+    ///
+    /// # Errors
+    /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
+    pub fn checkpoint(&self) -> Result<u64> {
+        let newest = self.log.lock().appended;
+        self.log.order(Task::Checkpoint(newest))?;
+        Ok(newest)
+    }
+
+    /// Makes the disk longer while it is in use: `size` in bytes. What is new reads as zeroes. A crash leaves the old or
+    /// the new size. A live disk does not shrink: see [`resize_disk`](crate::resize_disk).
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the present one or more
+    /// than the file system holds; or the files cannot be changed. The disk is as it was then.
+    pub fn grow(&self, size: u64) -> Result<Resize> {
+        let disk = Arc::clone(&self.state);
+        check_size(&disk.path, size)?;
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size < old_size {
+            return Err(invalid(format!(
+                "{}: in use, so it cannot shrink from {old_size} to {size} bytes: stop its user, then 'walvisor disk resize'",
+                disk.path.display()
+            )));
+        }
+        self.log.order(Task::Grow(disk, size))?;
+        Ok(Resize { old_size, size })
     }
 
     /// What the disk's log has done since it was opened.

@@ -24,6 +24,8 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     fn sync_data(&self) -> io::Result<()>;
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
+    /// Gives the file another length, durably. What is new reads as zeroes.
+    fn set_len(&self, len: u64) -> io::Result<()>;
     /// Makes a range read as zeroes, giving its space back if `unmap`.
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
     /// Sets or removes the mark of a disk whose newest bytes may be in a log.
@@ -56,6 +58,11 @@ impl DataFile for File {
 
     fn len(&self) -> io::Result<u64> {
         Ok(self.metadata()?.len())
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        File::set_len(self, len)?;
+        self.sync_all()
     }
 
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {

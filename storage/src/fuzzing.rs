@@ -163,6 +163,11 @@ impl DataFile for MemoryFile {
         Ok(self.files.bytes.lock().expect("one thread")[self.index].len() as u64)
     }
 
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.files.bytes.lock().expect("one thread")[self.index].resize(len as usize, 0);
+        Ok(())
+    }
+
     fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
         self.with(offset, len as usize, |bytes| bytes.fill(0))
     }
@@ -230,7 +235,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
             id: disk.id.get(),
             uuid: disk.disk,
             path: path.into(),
-            sectors: disk.size.get() / SECTOR_SIZE,
+            sectors: AtomicU64::new(disk.size.get() / SECTOR_SIZE),
             base: Arc::new(files.file(0)),
             read_only: false,
             no_flush: false,
@@ -248,7 +253,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
         let index = state.index();
         for piece in index.frozen.iter().flat_map(|frozen| frozen.iter()) {
             let end = piece.sector + piece.sectors;
-            assert!(end <= state.sectors, "an extent beyond the disk");
+            assert!(end <= state.sectors(), "an extent beyond the disk");
             let before = ends.insert(state.id, end).unwrap_or(0);
             assert!(before <= piece.sector, "extents overlap");
             let place = match piece.place {

@@ -49,10 +49,15 @@ impl ControlFile {
     /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
     /// asks later whether it still has to be written gets the medium's answer.
     pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
+        self.change(|control| change(&mut control.header))
+    }
+
+    /// Changes anything and writes it, as [`update`](Self::update) does.
+    pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
         // A failed attempt is repeated on the same slot: the other one is the good one.
         let generation = self.control.header.generation.get() + 1;
         let mut next = self.control.clone();
-        change(&mut next.header);
+        change(&mut next);
         next.header.generation = U64::new(generation);
         if !next.header.counted() {
             return Err(Error::new(
@@ -108,9 +113,9 @@ impl Troubles {
 
 /// See the module's documentation.
 pub(crate) struct Keeper {
-    log: Arc<Log>,
+    pub(crate) log: Arc<Log>,
     disks: Vec<Arc<DiskState>>,
-    control: ControlFile,
+    pub(crate) control: ControlFile,
     committer: Committer,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
@@ -149,6 +154,7 @@ impl Keeper {
                 self.log.refuse(self.log.lock());
                 return closed;
             }
+            self.serve_orders();
             // A checkpoint that failed has its pause, a segment file that is needed is made meanwhile.
             let done = match paused {
                 true => self.provide(),
@@ -160,10 +166,15 @@ impl Keeper {
             paused |= done.is_err();
             if !self.retiring.is_empty() {
                 // A reader holds a segment for the time of one read: look again soon.
-                sync::sleep(Duration::from_millis(1));
-                self.retire();
+                self.rest();
             }
         }
+    }
+
+    /// Lets readers end, and takes back what they held.
+    pub(crate) fn rest(&mut self) {
+        sync::sleep(Duration::from_millis(1));
+        self.retire();
     }
 
     /// Sleeps until there is something to do; returns whether that is to stop. `paused`: an attempt has just failed;
@@ -172,7 +183,7 @@ impl Keeper {
         let urgent = |state: &State| {
             let keeper = &state.keeper;
             let short = state.free.len() < READY && keeper.files < self.log.max_segments;
-            keeper.stop || (short && !keeper.cramped)
+            keeper.stop || !keeper.orders.is_empty() || (short && !keeper.cramped)
         };
         let mut state = self.log.lock();
         let wanted = &self.log.keeper_wanted;

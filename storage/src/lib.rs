@@ -41,6 +41,7 @@ mod index;
 mod keeper;
 mod log;
 mod mutant;
+mod orders;
 mod port;
 mod recovery;
 mod request;

@@ -15,6 +15,7 @@ use crate::format::{Kind, Uuid};
 use crate::gather::Gather;
 use crate::index::Place;
 use crate::mutant::{Mutant, planted};
+use crate::orders::Order;
 use crate::segment::{Medium, Segment};
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
@@ -225,6 +226,10 @@ pub(crate) struct KeeperState {
     pub cramped: bool,
     /// The last attempt to make room failed, by a checkpoint or by a segment file.
     pub failed: bool,
+    /// What somebody waits for.
+    pub orders: Vec<Order>,
+    /// There is no keeper any more.
+    pub gone: bool,
 }
 
 /// Why a record was not appended.

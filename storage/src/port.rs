@@ -137,7 +137,7 @@ impl Port {
 
     fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
         let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
-        if sectors == 0 || end > self.disk.sectors {
+        if sectors == 0 || end > self.disk.sectors() {
             Err(Failure::OutOfRange)
         } else {
             Ok(())

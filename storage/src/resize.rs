@@ -52,12 +52,7 @@ fn resize(
     lose_data: bool,
     reached: &mut dyn FnMut(Step) -> Result<()>,
 ) -> Result<Resize> {
-    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
-        return Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
-            path.display()
-        )));
-    }
+    check_size(path, size)?;
     let view = View::open(path, log_dir)?;
     let view = match size < view.size && !view.extents.is_empty() {
         false => view,
@@ -100,6 +95,17 @@ fn resize(
     (entry.size, entry.resizing) = (U64::new(size), U16::new(0));
     control.write()?;
     Ok(done)
+}
+
+/// Refuses what is no size of a disk.
+pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
+    match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
+        false => Ok(()),
+        true => Err(invalid(format!(
+            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
+            path.display()
+        ))),
+    }
 }
 
 fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {

@@ -547,7 +547,7 @@ fn open_absent(entry: &DiskEntry, log_dir: &Path) -> Result<DiskState> {
         id: entry.id.get(),
         uuid: entry.disk,
         path,
-        sectors: entry.size.get() / SECTOR_SIZE,
+        sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
         base: Arc::new(base.file),
         read_only: true,
         no_flush: false,

@@ -50,6 +50,16 @@ impl Backend for Disk {
         Disk::extents(self, sector, sectors, most).map_err(io::Error::other)
     }
 
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        Disk::grow(self, bytes).map_err(io::Error::other)?;
+        Ok(())
+    }
+
+    fn checkpoint(&self) -> io::Result<()> {
+        Disk::checkpoint(self).map_err(io::Error::other)?;
+        Ok(())
+    }
+
     fn log_counters(&self) -> Option<LogCounters> {
         Some(Disk::log_counters(self))
     }

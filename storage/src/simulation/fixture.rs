@@ -105,7 +105,7 @@ impl Fixture {
                     id: disk as u32 + 1,
                     uuid: [disk as u8 + 1; 16],
                     path: format!("base-{disk}").into(),
-                    sectors: self.shape.sectors,
+                    sectors: AtomicU64::new(self.shape.sectors),
                     base: self.medium.file(&format!("base-{disk}")).into(),
                     read_only: false,
                     no_flush: false,

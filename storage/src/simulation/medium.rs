@@ -446,6 +446,18 @@ impl DataFile for SimulatedFile {
         Ok(self.medium.lock().files[self.index].current.len() as u64)
     }
 
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let mut world = self.medium.lock();
+        if world.crashed {
+            return Err(io::Error::other("power lost"));
+        }
+        let file = &mut world.files[self.index];
+        for bytes in [&mut file.durable, &mut file.current] {
+            Arc::make_mut(bytes).resize(len as usize, 0);
+        }
+        Ok(())
+    }
+
     fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
         self.write_all_at(&vec![0; len as usize], offset)
     }

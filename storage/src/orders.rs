@@ -1,0 +1,259 @@
+//! What somebody asks the keeper to do, and waits for: a checkpoint now, a longer disk.
+//!
+//! ```text
+//!   Disk::checkpoint ─┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
+//!   Disk::grow ───────┴─▶ Log::order ─▶ orders ──┴─▶ keeper: control file, base image, control file
+//!           ▲                                                │
+//!           └──────────────────── answer ────────────────────┘
+//! ```
+//! The keeper does both because it alone writes the control file and the base images.
+
+use zerocopy::little_endian::{U16, U64};
+
+use crate::SECTOR_SIZE;
+use crate::catalog::set_size;
+use crate::disk::DiskState;
+use crate::error::{Error, ErrorKind, Result};
+use crate::keeper::Keeper;
+use crate::log::Log;
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, mpsc};
+
+/// Something to be done once.
+pub(crate) enum Task {
+    /// Bring the base images up to this LSN.
+    Checkpoint(u64),
+    /// Give a disk this many bytes, no fewer than it has.
+    Grow(Arc<DiskState>, u64),
+}
+
+/// A task, and who waits for it.
+pub(crate) struct Order {
+    task: Task,
+    answer: mpsc::Sender<Result<()>>,
+}
+
+impl Log {
+    /// Has the keeper carry out `task`, and waits for that.
+    ///
+    /// # Errors
+    /// As the task; or the log is being closed.
+    pub(crate) fn order(&self, task: Task) -> Result<()> {
+        let (answer, answered) = mpsc::channel();
+        let mut state = self.lock();
+        // Before this is looked at again, the keeper takes its leave under the same lock.
+        if !state.keeper.gone && !state.keeper.stop {
+            state.keeper.orders.push(Order { task, answer });
+            self.keeper_wanted.notify_all();
+        } else {
+            drop(answer);
+        }
+        drop(state);
+        answered.recv().unwrap_or_else(|_| {
+            Err(Error::new(
+                ErrorKind::Io,
+                format!("{}: the log is being closed", self.dir.display()),
+            ))
+        })
+    }
+}
+
+impl Keeper {
+    /// Carries out what was ordered, first come first served.
+    pub(crate) fn serve_orders(&mut self) {
+        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
+        for Order { task, answer } in orders {
+            let done = match task {
+                Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
+                Task::Grow(disk, size) => self.grow(&disk, size),
+            };
+            // Who has gone does not want to know.
+            let _ = answer.send(done);
+        }
+    }
+
+    fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
+        loop {
+            let done = self.step(true);
+            if self.log.lock().applied >= lsn {
+                return Ok(());
+            }
+            done?;
+            // What an earlier attempt had begun came first, or a reader holds the room that this takes.
+            self.rest();
+        }
+    }
+
+    /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
+    /// that they may write behind the old one is certain to be found again.
+    fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u16| {
+            self.control.change(|control| {
+                for entry in &mut control.disks {
+                    if entry.id.get() == disk.id {
+                        (entry.size, entry.resizing) = (U64::new(size), U16::new(resizing));
+                    }
+                }
+            })
+        };
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size == old_size {
+            return Ok(());
+        }
+        set(old_size, 1)?;
+        set_size(disk.base.as_ref(), &disk.path, size)?;
+        set(size, 0)?;
+        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let mut state = self.log.lock();
+        state.keeper.gone = true;
+        // Who waits is told by the end of the channel.
+        state.keeper.orders.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::{
+        Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
+        default_log_dir, inspect,
+    };
+
+    const MIB: u64 = 1 << 20;
+
+    fn end(port: &mut Port, operation: Operation) -> Option<Buffer> {
+        port.submit(1, operation);
+        port.kick();
+        let mut done: Vec<Completion> = Vec::new();
+        loop {
+            port.completions(&mut done);
+            match done.pop() {
+                Some(ended) => return ended.result.unwrap(),
+                None => port.sleep_for_test(),
+            }
+        }
+    }
+
+    fn fill(port: &mut Port, sector: u64, byte: u8) {
+        let data = Buffer::from(&[byte; 4096][..]);
+        end(port, Operation::Write { sector, data });
+    }
+
+    fn page(port: &mut Port, sector: u64) -> Vec<u8> {
+        end(port, Operation::Read { sector, sectors: 8 })
+            .unwrap()
+            .to_vec()
+    }
+
+    fn open(disk: &Path) -> Store {
+        let options = [DiskOptions::new(disk)];
+        Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
+    }
+
+    fn create(dir: &Path) -> std::path::PathBuf {
+        let disk = dir.join("disk.img");
+        let options = StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, MIB, &default_log_dir(&disk), &options).unwrap();
+        disk
+    }
+
+    /// What a crash at this moment leaves, as another disk.
+    fn crashed(disk: &Path, to: &Path) -> std::path::PathBuf {
+        let (log, copy) = (default_log_dir(disk), to.join("disk.img"));
+        std::fs::create_dir_all(default_log_dir(&copy)).unwrap();
+        for entry in std::fs::read_dir(&log).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), default_log_dir(&copy).join(entry.file_name())).unwrap();
+        }
+        std::fs::copy(disk, &copy).unwrap();
+        copy
+    }
+
+    #[test]
+    fn a_disk_grows_in_use_and_what_is_new_survives_a_crash() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = create(dir.path());
+        let store = open(&disk);
+        let live = &store.disks()[0];
+        let mut port = live.open_port().unwrap();
+        fill(&mut port, 0, 1);
+        let beyond = MIB / SECTOR_SIZE;
+        port.submit(
+            7,
+            Operation::Read {
+                sector: beyond,
+                sectors: 8,
+            },
+        );
+        let mut done = Vec::new();
+        port.completions(&mut done);
+        assert!(done.pop().unwrap().result.is_err(), "behind the end");
+        let resized = live.grow(4 * MIB).unwrap();
+        assert_eq!((resized.old_size, resized.size), (MIB, 4 * MIB));
+        assert_eq!(live.sectors() * SECTOR_SIZE, 4 * MIB);
+        assert_eq!(page(&mut port, beyond), [0; 4096]);
+        fill(&mut port, 4 * MIB / SECTOR_SIZE - 8, 2);
+        end(&mut port, Operation::Flush);
+        for (size, part) in [(2 * MIB, "cannot shrink"), (4 * MIB + 1, "multiple of 512")] {
+            let error = live.grow(size).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+            assert!(error.to_string().contains(part), "{error}");
+        }
+        live.grow(4 * MIB).unwrap();
+
+        let copy = crashed(&disk, &dir.path().join("copy"));
+        let recovered = open(&copy);
+        assert_eq!(recovered.disks()[0].sectors() * SECTOR_SIZE, 4 * MIB);
+        let mut port_of_copy = recovered.disks()[0].open_port().unwrap();
+        assert_eq!(page(&mut port_of_copy, 0), [1; 4096]);
+        assert_eq!(
+            page(&mut port_of_copy, 4 * MIB / SECTOR_SIZE - 8),
+            [2; 4096]
+        );
+        drop(port_of_copy);
+        recovered.close().unwrap();
+
+        drop(port);
+        store.close().unwrap();
+        assert_eq!(disk.metadata().unwrap().len(), 4 * MIB);
+        assert_eq!(
+            inspect(&disk, &default_log_dir(&disk)).unwrap().size,
+            4 * MIB
+        );
+    }
+
+    #[test]
+    fn a_checkpoint_in_use_brings_the_base_image_up_to_date() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = create(dir.path());
+        let store = open(&disk);
+        let live = &store.disks()[0];
+        let mut port = live.open_port().unwrap();
+        for round in 1..=3 {
+            fill(&mut port, 8, round);
+            let lsn = live.checkpoint().unwrap();
+            assert_eq!(lsn, u64::from(round));
+            let image = std::fs::read(&disk).unwrap();
+            assert_eq!(image[4096..8192], [round; 4096]);
+            // With nothing new there is nothing to wait for.
+            assert_eq!(live.checkpoint().unwrap(), lsn);
+        }
+        let live = live.clone();
+        drop(port);
+        store.close().unwrap();
+        let error = live.checkpoint().unwrap_err().to_string();
+        assert!(error.contains("being closed"), "{error}");
+        assert!(live.grow(2 * MIB).is_err());
+    }
+}
