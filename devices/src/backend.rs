@@ -30,6 +30,10 @@ pub struct Capabilities {
     pub discard: bool,
     /// WRITE_ZEROES works.
     pub write_zeroes: bool,
+    /// A WRITE_ZEROES without `unmap`, once a FLUSH after it has completed, leaves no copy of what the sectors held
+    /// before, neither on the medium nor in a log. Together with [`flush`](Self::flush) and
+    /// [`write_zeroes`](Self::write_zeroes) that is SECURE_ERASE.
+    pub secure_erase: bool,
 }
 
 /// A disk that any number of queues can be opened on.

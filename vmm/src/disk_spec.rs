@@ -14,7 +14,7 @@ use walvisor_storage::CommitWait;
 use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
-const KEYS: &str = "path, log, backend, transport, queues, queue-size, cache, readonly, serial, size, commit-wait-usec, \
+const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, cache, readonly, serial, size, commit-wait-usec, \
      commit-wait-count, socket, port, address";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
@@ -79,6 +79,10 @@ pub struct DiskSpec {
     pub queues: Option<u16>,
     /// Descriptors in each queue, a power of two.
     pub queue_size: u16,
+    /// Logical block in bytes, 512 or 4096.
+    pub block_size: u32,
+    /// Whether requests may be answered in the order in which they were made, should the guest want it so.
+    pub in_order: bool,
     /// When a write completes.
     pub cache: CacheMode,
     /// Whether the guest may only read.
@@ -144,6 +148,8 @@ impl FromStr for DiskSpec {
             transport: TransportKind::default(),
             queues: None,
             queue_size: DEFAULT_QUEUE_SIZE,
+            block_size: SECTOR_SIZE as u32,
+            in_order: false,
             cache: CacheMode::default(),
             read_only: false,
             serial: None,
@@ -205,6 +211,14 @@ impl DiskSpec {
                         wrong("queue-size", value, range)
                     })?;
             }
+            "block-size" => {
+                self.block_size = match value {
+                    "512" => 512,
+                    "4096" => 4096,
+                    _ => return Err(wrong("block-size", value, "512 or 4096")),
+                }
+            }
+            "in-order" => self.in_order = switch("in-order", value)?,
             "cache" => {
                 self.cache = match value {
                     "writeback" => CacheMode::Writeback,
@@ -213,13 +227,7 @@ impl DiskSpec {
                     _ => return Err(wrong("cache", value, "writeback, writethrough or unsafe")),
                 }
             }
-            "readonly" => {
-                self.read_only = match value {
-                    "on" => true,
-                    "off" => false,
-                    _ => return Err(wrong("readonly", value, "on or off")),
-                }
-            }
+            "readonly" => self.read_only = switch("readonly", value)?,
             "serial" => {
                 let printable = value.bytes().all(|byte| byte.is_ascii_graphic());
                 if value.is_empty() || value.len() > MAX_SERIAL_BYTES || !printable {
@@ -353,6 +361,15 @@ fn path(key: &'static str, value: &str) -> Result<PathBuf, DiskSpecError> {
     }
 }
 
+/// A value that is on or off.
+fn switch(key: &'static str, value: &str) -> Result<bool, DiskSpecError> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(wrong(key, value, "on or off")),
+    }
+}
+
 /// A value that is a number in a range.
 fn number<T: FromStr + PartialOrd + fmt::Display>(
     key: &'static str,
@@ -407,6 +424,9 @@ mod tests {
         assert!(spec.read_only);
         assert_eq!(spec.serial.as_deref(), Some("S1"));
         assert_eq!(spec.commit_wait, CommitWait::default());
+        assert_eq!((spec.block_size, spec.in_order), (512, false));
+        let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
+        assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
         let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
         let wait = CommitWait {
             longest: Some(Duration::from_micros(500)),
@@ -468,6 +488,9 @@ mod tests {
             "path=a,queues=65",
             "path=a,queue-size=100",
             "path=a,queue-size=65536",
+            "path=a,block-size=1024",
+            "path=a,block-size=0x200",
+            "path=a,in-order=yes",
             "path=a,readonly=yes",
             "path=a,serial=",
             "path=a,serial=123456789012345678901",

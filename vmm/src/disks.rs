@@ -76,6 +76,8 @@ pub fn open(
                 queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
                 queue_size: spec.queue_size,
                 serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
+                block_size: spec.block_size,
+                in_order: spec.in_order,
             },
         })
         .collect();

@@ -149,11 +149,11 @@ impl Shared {
         });
     }
 
-    /// Writes zeroes; whole chunks give their memory back.
-    fn zero(&self, offset: u64, len: u64) {
+    /// Writes zeroes. With `release` whole chunks give their memory back; without, it is overwritten.
+    fn zero(&self, offset: u64, len: u64, release: bool) {
         self.pieces(offset, len, |chunk, at, range| {
             let mut chunk = chunk.write().unwrap_or_else(PoisonError::into_inner);
-            if range.len() as u64 == CHUNK_LEN {
+            if release && range.len() as u64 == CHUNK_LEN {
                 *chunk = None;
             } else if let Some(data) = chunk.as_mut() {
                 data[at..at + range.len()].fill(0);
@@ -198,6 +198,14 @@ impl Shared {
         }
     }
 
+    fn erase(&self, sector: u64, sectors: u32, release: bool) -> Result<(), Failure> {
+        let sectors = u64::from(sectors);
+        self.check(sector, sectors)?;
+        let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
+        self.change(sector, sectors, || self.zero(offset, len, release));
+        Ok(())
+    }
+
     fn run(&self, operation: Operation) -> Result<Option<Buffer>, Failure> {
         if self.read_only && !matches!(operation, Operation::Read { .. } | Operation::Flush) {
             return Err(Failure::ReadOnly);
@@ -221,15 +229,12 @@ impl Shared {
                 self.check(sector, sectors)?;
                 self.change(sector, sectors, || self.write(sector * SECTOR_SIZE, &data));
             }
-            Operation::Discard { sector, sectors }
-            | Operation::WriteZeroes {
-                sector, sectors, ..
-            } => {
-                let sectors = u64::from(sectors);
-                self.check(sector, sectors)?;
-                let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
-                self.change(sector, sectors, || self.zero(offset, len));
-            }
+            Operation::Discard { sector, sectors } => self.erase(sector, sectors, true)?,
+            Operation::WriteZeroes {
+                sector,
+                sectors,
+                unmap,
+            } => self.erase(sector, sectors, unmap)?,
             Operation::Flush => self.flush(),
         }
         Ok(None)
@@ -248,6 +253,8 @@ impl Backend for RamDisk {
             write_cache_toggle: self.shared.toggle,
             discard: true,
             write_zeroes: true,
+            // What a volatile cache hides from the medium is kept until a FLUSH, and then merely let go.
+            secure_erase: self.shared.durable.is_none(),
         }
     }
 

@@ -20,6 +20,9 @@ impl Backend for Disk {
             write_cache_toggle: writable,
             discard: writable,
             write_zeroes: writable,
+            // Zeroes are a record like any other: what they cover stays in older segments of the log until those are
+            // used again, and in blocks that the file system gives back.
+            secure_erase: false,
         }
     }
 

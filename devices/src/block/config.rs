@@ -1,34 +1,38 @@
 //! The device configuration space of virtio-blk (virtio 1.2, 5.2.4).
 
-use crate::backend::{MAX_REQUEST_BYTES, SECTOR_SIZE};
+use crate::backend::SECTOR_SIZE;
 
-/// Length of the configuration space in bytes: up to and with `write_zeroes_may_unmap` and its padding.
-pub(crate) const CONFIG_LEN: usize = 60;
+/// Length of the configuration space in bytes: up to and with `secure_erase_sector_alignment`.
+pub(crate) const CONFIG_LEN: usize = 72;
 
 /// Offset of `writeback`, the only field that a driver may write.
 pub(super) const WRITEBACK: usize = 32;
 
-/// Most sectors one DISCARD or WRITE_ZEROES may cover: 2 GiB, so that no single request is unbounded work.
+/// Most sectors one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that no single request is unbounded work.
 pub(super) const MAX_ERASE_SECTORS: u32 = 1 << 22;
 
 /// Most data segments a request may have, whatever the queue size. With [`size_max`] this keeps every
-/// request that a driver may make within [`MAX_REQUEST_BYTES`].
+/// request that a driver may make within what the backend takes.
 const MAX_SEGMENTS: u32 = 254;
 
-/// Physical block of 4096 bytes as a power of two of logical blocks: what the log aligns to.
-const PHYSICAL_BLOCK_EXP: u8 = 3;
+/// Smallest segment that a driver must be able to send: a page.
+const PAGE: u32 = 4096;
 
-/// `seg_max`: a queue must also hold the header and the status.
-pub(super) fn seg_max(queue_size: u16) -> u32 {
+/// Physical block in bytes: what the log aligns to, and base images on today's media like.
+const PHYSICAL_BLOCK: u32 = 4096;
+
+/// `seg_max`: a queue must also hold the header and the status, and the backend a page in each.
+pub(super) fn seg_max(queue_size: u16, max_request: u32) -> u32 {
     u32::from(queue_size)
         .saturating_sub(2)
+        .min(max_request / PAGE)
         .clamp(1, MAX_SEGMENTS)
 }
 
-/// `size_max`: the largest power of two for which `seg_max` segments stay within [`MAX_REQUEST_BYTES`].
-pub(super) fn size_max(queue_size: u16) -> u32 {
-    let fair = MAX_REQUEST_BYTES as u32 / seg_max(queue_size);
-    1 << fair.ilog2()
+/// `size_max`: the largest power of two for which `seg_max` segments stay within `max_request` bytes.
+pub(super) fn size_max(queue_size: u16, max_request: u32) -> u32 {
+    let fair = max_request / seg_max(queue_size, max_request);
+    1 << fair.max(SECTOR_SIZE as u32).ilog2()
 }
 
 /// The values of the fields that differ from device to device.
@@ -38,6 +42,11 @@ pub(super) struct Fields {
     pub(super) queues: u16,
     pub(super) writeback: bool,
     pub(super) may_unmap: bool,
+    pub(super) secure_erase: bool,
+    /// Logical block in bytes.
+    pub(super) block_size: u32,
+    /// Longest request in bytes that the backend takes.
+    pub(super) max_request: u32,
 }
 
 /// The configuration space, little-endian.
@@ -45,21 +54,29 @@ pub(super) fn layout(fields: &Fields) -> [u8; CONFIG_LEN] {
     let mut space = [0; CONFIG_LEN];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &fields.capacity.to_le_bytes());
-    put(8, &size_max(fields.queue_size).to_le_bytes());
-    put(12, &seg_max(fields.queue_size).to_le_bytes());
+    let (queue_size, max_request) = (fields.queue_size, fields.max_request);
+    put(8, &size_max(queue_size, max_request).to_le_bytes());
+    put(12, &seg_max(queue_size, max_request).to_le_bytes());
     // 16: geometry, not offered.
-    put(20, &(SECTOR_SIZE as u32).to_le_bytes()); // blk_size
-    put(24, &[PHYSICAL_BLOCK_EXP, 0]); // physical_block_exp, alignment_offset
-    put(26, &(1u16 << PHYSICAL_BLOCK_EXP).to_le_bytes()); // min_io_size in logical blocks
+    put(20, &fields.block_size.to_le_bytes()); // blk_size
+    let blocks = PHYSICAL_BLOCK / fields.block_size;
+    put(24, &[blocks.ilog2() as u8, 0]); // physical_block_exp, alignment_offset
+    put(26, &(blocks as u16).to_le_bytes()); // min_io_size in logical blocks
     // 28: opt_io_size, none.
     put(WRITEBACK, &[u8::from(fields.writeback)]);
     put(34, &fields.queues.to_le_bytes());
     put(36, &MAX_ERASE_SECTORS.to_le_bytes()); // max_discard_sectors
     put(40, &1u32.to_le_bytes()); // max_discard_seg
-    put(44, &(1u32 << PHYSICAL_BLOCK_EXP).to_le_bytes()); // discard_sector_alignment
+    let alignment = PHYSICAL_BLOCK / SECTOR_SIZE as u32;
+    put(44, &alignment.to_le_bytes()); // discard_sector_alignment
     put(48, &MAX_ERASE_SECTORS.to_le_bytes()); // max_write_zeroes_sectors
     put(52, &1u32.to_le_bytes()); // max_write_zeroes_seg
     put(56, &[u8::from(fields.may_unmap)]); // write_zeroes_may_unmap
+    if fields.secure_erase {
+        put(60, &MAX_ERASE_SECTORS.to_le_bytes()); // max_secure_erase_sectors
+        put(64, &1u32.to_le_bytes()); // max_secure_erase_seg
+        put(68, &alignment.to_le_bytes()); // secure_erase_sector_alignment
+    }
     space
 }
 
@@ -69,16 +86,16 @@ mod tests {
 
     #[test]
     fn a_request_within_the_limits_is_never_too_large() {
-        for exponent in 2..=10 {
-            let size = 1 << exponent;
-            assert!(seg_max(size) + 2 <= u32::from(size));
-            let most = u64::from(seg_max(size)) * u64::from(size_max(size));
-            assert!(
-                most <= MAX_REQUEST_BYTES as u64,
-                "queue size {size}: {most}"
-            );
-            assert!(most > MAX_REQUEST_BYTES as u64 / 2);
-            assert!(size_max(size) >= 4096, "5.2.5: a page fits a segment");
+        for limit in [4096, 64 << 10, 256 << 10, 5_000_000, 16 << 20] {
+            for exponent in 2..=10 {
+                let size = 1 << exponent;
+                let (segments, bytes) = (seg_max(size, limit), size_max(size, limit));
+                assert!(segments >= 1 && segments + 2 <= u32::from(size));
+                let most = u64::from(segments) * u64::from(bytes);
+                assert!(most <= u64::from(limit), "queue size {size}: {most}");
+                assert!(most > u64::from(limit) / 3, "queue size {size}: {most}");
+                assert!(bytes >= PAGE, "a page fits a segment");
+            }
         }
     }
 }

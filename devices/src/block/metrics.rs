@@ -40,6 +40,8 @@ block_metrics! {
     discards,
     /// WRITE_ZEROES requests.
     write_zeroes,
+    /// SECURE_ERASE requests.
+    secure_erases,
     /// GET_ID requests.
     get_ids,
     /// Bytes given to the driver by IN requests that succeeded.

@@ -13,6 +13,7 @@ mod chain;
 mod config;
 mod features;
 mod metrics;
+mod order;
 mod request;
 mod tracker;
 mod virtqueue;
@@ -21,7 +22,10 @@ mod worker;
 use std::io;
 use std::sync::Arc;
 
-use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SECURE_ERASE,
+};
+use virtio_bindings::virtio_config::VIRTIO_F_IN_ORDER;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -58,15 +62,23 @@ pub struct BlockConfig {
     pub queue_size: u16,
     /// What GET_ID returns: at most 20 bytes.
     pub serial: String,
+    /// Logical block in bytes, 512 or 4096: what a driver should make its requests multiples of. Requests of whole
+    /// sectors work all the same (virtio 1.2, 5.2.5).
+    pub block_size: u32,
+    /// Whether IN_ORDER is offered: a driver that takes it gets its requests back in the order in which it made them,
+    /// so that each waits for the slowest before it.
+    pub in_order: bool,
 }
 
 impl Default for BlockConfig {
-    /// One queue of 256 descriptors, no serial.
+    /// One queue of 256 descriptors, no serial, blocks of 512 bytes, any order.
     fn default() -> Self {
         Self {
             queues: 1,
             queue_size: 256,
             serial: String::new(),
+            block_size: SECTOR_SIZE as u32,
+            in_order: false,
         }
     }
 }
@@ -83,6 +95,14 @@ pub enum BlockError {
     /// [`BlockConfig::serial`] is too long.
     #[error("serial={0}: must be at most {ID_LEN} bytes")]
     Serial(String),
+    /// [`BlockConfig::block_size`] is not one of the two.
+    #[error("block-size={0}: give 512 or 4096")]
+    BlockSize(u32),
+    /// The disk does not end with a whole block.
+    #[error(
+        "block-size={0}: the disk has {1} sectors of 512 bytes, which are no whole blocks: give block-size=512"
+    )]
+    PartialBlock(u32, u64),
     /// The backend's capacity in bytes does not fit 64 bits.
     #[error("the disk has {0} sectors: more than 2^55 - 1")]
     Capacity(u64),
@@ -123,7 +143,14 @@ impl VirtioBlock {
             Some(start) => start.copy_from_slice(config.serial.as_bytes()),
             None => return Err(BlockError::Serial(config.serial)),
         }
+        let block_size = config.block_size;
+        if !matches!(block_size, 512 | 4096) {
+            return Err(BlockError::BlockSize(block_size));
+        }
         let capacity = backend.sectors();
+        if !capacity.is_multiple_of(u64::from(block_size) / SECTOR_SIZE) {
+            return Err(BlockError::PartialBlock(block_size, capacity));
+        }
         if capacity.checked_mul(SECTOR_SIZE).is_none() {
             return Err(BlockError::Capacity(capacity));
         }
@@ -165,7 +192,11 @@ impl VirtioBlock {
 
     /// The features on offer.
     pub(crate) fn offered(&self) -> Features {
-        Features::offered(self.capabilities, self.config.queues)
+        let mut features = Features::offered(self.capabilities, self.config.queues);
+        if self.config.in_order {
+            features.insert(VIRTIO_F_IN_ORDER);
+        }
+        features
     }
 
     /// Whether the driver expects every write to be stable on completion, and the device must do it
@@ -197,7 +228,10 @@ impl VirtioBlock {
 
     /// Takes over a new capacity of the backend. `true` if it has changed, and the driver is to be told.
     pub(crate) fn refresh_capacity(&mut self) -> bool {
-        let before = std::mem::replace(&mut self.capacity, self.backend.sectors());
+        let block = u64::from(self.config.block_size) / SECTOR_SIZE;
+        // A block that is there in part is not there for the driver.
+        let whole = self.backend.sectors() / block * block;
+        let before = std::mem::replace(&mut self.capacity, whole);
         before != self.capacity
     }
 
@@ -209,6 +243,10 @@ impl VirtioBlock {
             queues: self.config.queues,
             writeback: self.backend.write_cache(),
             may_unmap: self.capabilities.discard,
+            secure_erase: self.offered().has(VIRTIO_BLK_F_SECURE_ERASE),
+            block_size: self.config.block_size,
+            // At most 16 MiB, MAX_REQUEST_BYTES.
+            max_request: u32::try_from(self.backend.max_request_bytes()).unwrap_or(u32::MAX),
         });
         let from = usize::try_from(offset).unwrap_or(usize::MAX);
         for (index, byte) in data.iter_mut().enumerate() {
@@ -255,6 +293,7 @@ impl VirtioBlock {
                 queue,
                 max_size: self.config.queue_size,
                 event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
+                in_order: features.has(VIRTIO_F_IN_ORDER),
                 features,
                 id: self.id,
                 backend: Arc::clone(&self.backend),

@@ -10,10 +10,10 @@
 use std::sync::atomic::AtomicU64;
 
 use virtio_bindings::virtio_blk::{
-    VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK,
-    VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID,
-    VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
-    VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+    VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_SECURE_ERASE, VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_S_IOERR,
+    VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
+    VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_SECURE_ERASE,
+    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
 };
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
@@ -22,7 +22,7 @@ use super::config::MAX_ERASE_SECTORS;
 use super::features::Features;
 use super::metrics::{BlockMetrics, add};
 use super::virtqueue::{QueueError, Used};
-use crate::backend::{Buffer, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+use crate::backend::{Buffer, Operation, SECTOR_SIZE};
 
 /// Length of the request header in bytes.
 const HEADER_LEN: usize = 16;
@@ -67,6 +67,10 @@ pub(super) struct Rules<'a> {
     pub(super) read_only: bool,
     /// Whether FLUSH means something to the backend.
     pub(super) flush: bool,
+    /// Whether a change must be stable when it is answered.
+    pub(super) flush_after_write: bool,
+    /// Longest IN or OUT in bytes that the backend takes.
+    pub(super) max_request: usize,
     /// Capacity in sectors.
     pub(super) capacity: u64,
     /// The string that GET_ID returns, padded with zero bytes.
@@ -110,8 +114,8 @@ pub(super) struct Pending {
     pub(super) transfer: Transfer,
     /// Payload bytes, what the request costs in host memory.
     pub(super) bytes: u32,
-    /// Whether the request changes the disk.
-    pub(super) modifies: bool,
+    /// Whether a FLUSH follows before the answer.
+    pub(super) flush_after: bool,
     settled: bool,
 }
 
@@ -207,7 +211,7 @@ pub(super) fn parse<G: GuestMemory>(
         data_len,
         transfer: Transfer::None,
         bytes: 0,
-        modifies: false,
+        flush_after: false,
         settled: false,
     };
     let action = match read_header(memory, &mut readable) {
@@ -361,13 +365,13 @@ fn decide<G: GuestMemory>(
         }
         VIRTIO_BLK_T_DISCARD => {
             counted(&metrics.discards);
-            pending.modifies = true;
+            pending.flush_after = rules.flush_after_write;
             erase(memory, readable, rules, VIRTIO_BLK_F_DISCARD)
                 .map(|(sector, sectors, _)| Operation::Discard { sector, sectors })
         }
         VIRTIO_BLK_T_WRITE_ZEROES => {
             counted(&metrics.write_zeroes);
-            pending.modifies = true;
+            pending.flush_after = rules.flush_after_write;
             erase(memory, readable, rules, VIRTIO_BLK_F_WRITE_ZEROES).map(
                 |(sector, sectors, unmap)| Operation::WriteZeroes {
                     sector,
@@ -376,6 +380,19 @@ fn decide<G: GuestMemory>(
                 },
             )
         }
+        VIRTIO_BLK_T_SECURE_ERASE => {
+            counted(&metrics.secure_erases);
+            // Erased is what no power loss brings back.
+            pending.flush_after = true;
+            erase(memory, readable, rules, VIRTIO_BLK_F_SECURE_ERASE).map(|(sector, sectors, _)| {
+                Operation::WriteZeroes {
+                    sector,
+                    sectors,
+                    unmap: false,
+                }
+            })
+        }
+        // GET_LIFETIME too: the feature is never offered.
         _ => Err(Status::Unsupported),
     };
     match operation {
@@ -405,16 +422,16 @@ fn write<G: GuestMemory>(
         .map_err(|NotAccessible| Status::IoError)?;
     pending.transfer = Transfer::FromDriver;
     pending.bytes = data.len() as u32;
-    pending.modifies = true;
+    pending.flush_after = rules.flush_after_write;
     Ok(Operation::Write { sector, data })
 }
 
 /// Checks the range of an IN or OUT request and returns its length in sectors.
 fn data_range(sector: u64, bytes: u64, rules: &Rules) -> Result<u32, Status> {
-    if bytes > MAX_REQUEST_BYTES as u64 || !bytes.is_multiple_of(SECTOR_SIZE) {
+    if bytes > rules.max_request as u64 || !bytes.is_multiple_of(SECTOR_SIZE) {
         return Err(Status::IoError);
     }
-    // At most MAX_REQUEST_BYTES, so the cast loses nothing.
+    // At most 16 MiB, MAX_REQUEST_BYTES, so the cast loses nothing.
     let sectors = (bytes / SECTOR_SIZE) as u32;
     in_range(sector, sectors, rules.capacity)?;
     Ok(sectors)
@@ -429,7 +446,7 @@ fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), Status> {
     }
 }
 
-/// DISCARD and WRITE_ZEROES: one segment `{ sector u64, num_sectors u32, flags u32 }`.
+/// DISCARD, WRITE_ZEROES and SECURE_ERASE: one segment `{ sector u64, num_sectors u32, flags u32 }`.
 fn erase<G: GuestMemory>(
     memory: &G,
     mut readable: Readable,
@@ -439,7 +456,7 @@ fn erase<G: GuestMemory>(
     if !rules.features.has(feature) {
         return Err(Status::Unsupported);
     }
-    // max_discard_seg and max_write_zeroes_seg are 1.
+    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1.
     if readable.len() != ERASE_SEGMENT_LEN as u64 {
         return Err(Status::IoError);
     }
@@ -449,10 +466,10 @@ fn erase<G: GuestMemory>(
         .map_err(|NotAccessible| Status::IoError)?;
     let (sector, sectors, flags) = (le64(&segment, 0), le32(&segment, 8), le32(&segment, 12));
     // 5.2.6.2: UNSUPP for an unknown flag, and for unmap in a discard.
-    let known = if feature == VIRTIO_BLK_F_DISCARD {
-        0
-    } else {
+    let known = if feature == VIRTIO_BLK_F_WRITE_ZEROES {
         VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP
+    } else {
+        0
     };
     if flags & !known != 0 {
         return Err(Status::Unsupported);
@@ -492,7 +509,7 @@ mod tests {
             data_len: 0,
             transfer: Transfer::None,
             bytes: 0,
-            modifies: false,
+            flush_after: false,
             settled: false,
         }
     }

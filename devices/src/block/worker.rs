@@ -22,6 +22,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::features::Features;
 use super::metrics::{BlockMetrics, add};
+use super::order::Batch;
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
 use super::tracker::Tracker;
 use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
@@ -54,6 +55,7 @@ pub(super) struct Plan {
     pub(super) queue: QueueStart,
     pub(super) max_size: u16,
     pub(super) event_idx: bool,
+    pub(super) in_order: bool,
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
@@ -106,7 +108,7 @@ impl Worker {
             started: Ok(()),
             submitted: false,
             ended: Vec::new(),
-            used: Vec::new(),
+            batch: Batch::new(plan.in_order),
             broken: false,
             plan,
         };
@@ -227,12 +229,12 @@ impl InFlight {
         slot.into()
     }
 
-    /// Whether the request has changed the disk and not been flushed yet; answers `true` once.
-    fn take_modifies(&mut self, token: u64) -> bool {
+    /// Whether the request has yet to be flushed before it is answered; answers `true` once.
+    fn take_flush_after(&mut self, token: u64) -> bool {
         usize::try_from(token)
             .ok()
             .and_then(|slot| self.slots.get_mut(slot)?.as_mut())
-            .is_some_and(|pending| std::mem::take(&mut pending.modifies))
+            .is_some_and(|pending| std::mem::take(&mut pending.flush_after))
     }
 
     fn remove(&mut self, token: u64) -> Option<Pending> {
@@ -265,8 +267,8 @@ struct QueueWorker<M> {
     submitted: bool,
     /// Completions being worked on; empty between batches, kept for its memory.
     ended: Vec<Completion>,
-    /// Chains to be published with this batch; likewise.
-    used: Vec<Used>,
+    /// Chains to be published next.
+    batch: Batch,
     /// The queue has met an error: requests in flight end, nothing is taken or answered any more.
     broken: bool,
 }
@@ -292,7 +294,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         if let Err(error) = outcome {
             give_up(&self.plan.status, self.plan.queue.index, &error);
             self.broken = true;
-            self.used.clear();
+            self.batch.clear();
             // What was submitted before the error still has to be started, to end.
             self.disk.kick();
             self.submitted = false;
@@ -320,17 +322,17 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 self.submitted = false;
             }
             self.complete(memory)?;
-            if self.queue.publish(memory, &self.used)? && taking {
+            if self.queue.publish(memory, self.batch.ready())? && taking {
                 self.plan.status.interrupt().queue(self.plan.queue.index);
             }
-            self.used.clear();
+            self.batch.clear();
             if !taking {
                 return Ok(());
             }
             if !took_all {
                 // Full. Completions wake the worker; until then doorbells have nothing to say.
                 promised = false;
-                if self.in_flight.vacancy().is_none() {
+                if self.in_flight.vacancy().is_none() || self.batch.is_full(self.queue.size()) {
                     return Ok(());
                 }
             } else {
@@ -350,19 +352,26 @@ impl<M: DeviceMemory> QueueWorker<M> {
             features: plan.features,
             read_only: capabilities.read_only,
             flush: capabilities.flush,
+            flush_after_write: plan.flush_after_write,
+            max_request: plan.backend.max_request_bytes(),
             capacity: plan.backend.sectors(),
             id: &plan.id,
             max_descriptors: usize::from(plan.max_size),
             metrics: &plan.metrics,
         };
+        let size = self.queue.size();
         let mut available = self.queue.available(memory)?;
         loop {
             let Some(slot) = self.in_flight.vacancy() else {
                 return Ok(false);
             };
+            if self.batch.is_full(size) {
+                return Ok(false);
+            }
             let Some(chain) = available.next() else {
                 return Ok(true);
             };
+            self.batch.taken(chain.head());
             add(&plan.metrics.requests, 1);
             let (pending, action) =
                 parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
@@ -376,7 +385,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 Action::Answer(status) => (status, None),
                 Action::AnswerId => (Status::Ok, Some(rules.id.as_slice())),
             };
-            self.used
+            self.batch
                 .push(settle(&plan.metrics, memory, pending, status, data)?);
         }
     }
@@ -389,12 +398,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let mut flushing = false;
             for completion in self.ended.drain(..) {
                 let Completion { token, result } = completion;
-                if self.plan.flush_after_write
-                    && !self.broken
-                    && result.is_ok()
-                    && self.in_flight.take_modifies(token)
-                {
-                    // Second half of a writethrough write.
+                if !self.broken && result.is_ok() && self.in_flight.take_flush_after(token) {
+                    // Second half of a writethrough write, or of a SECURE_ERASE.
                     self.disk.submit(token, Operation::Flush);
                     flushing = true;
                     continue;
@@ -417,7 +422,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     _ => (Status::IoError, None),
                 };
                 match settle(&self.plan.metrics, memory, pending, status, data.as_deref()) {
-                    Ok(used) => self.used.push(used),
+                    Ok(used) => self.batch.push(used),
                     Err(error) => outcome = Err(error),
                 }
             }

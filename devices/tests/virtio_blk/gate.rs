@@ -1,14 +1,17 @@
 //! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test decides
 //! what is in flight, and can change the capacity.
 
+use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend, BackendQueue, Capabilities, Completion, Operation};
+use walvisor_devices::backend::{
+    Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation,
+};
 
 /// Clones are the same gate.
 #[derive(Clone)]
@@ -19,6 +22,8 @@ pub struct Gate {
 
 struct Shared {
     open: AtomicBool,
+    only_flushes: AtomicBool,
+    max_request: AtomicUsize,
     events: Mutex<Vec<EventFd>>,
     sectors: AtomicU64,
     submitted: AtomicU64,
@@ -32,6 +37,8 @@ impl Gate {
     pub fn new(disk: RamDisk) -> Self {
         let shared = Shared {
             open: AtomicBool::new(false),
+            only_flushes: AtomicBool::new(false),
+            max_request: AtomicUsize::new(MAX_REQUEST_BYTES),
             events: Mutex::default(),
             sectors: AtomicU64::new(disk.sectors()),
             submitted: AtomicU64::new(0),
@@ -43,6 +50,16 @@ impl Gate {
             disk,
             shared: Arc::new(shared),
         }
+    }
+
+    /// Lets everything pass but FLUSH.
+    pub fn hold_flushes(&self) {
+        self.shared.only_flushes.store(true, Ordering::SeqCst);
+    }
+
+    /// The longest request that the disk says it takes.
+    pub fn set_max_request(&self, bytes: usize) {
+        self.shared.max_request.store(bytes, Ordering::SeqCst);
     }
 
     pub fn open(&self) {
@@ -94,6 +111,10 @@ impl Backend for Gate {
         self.disk.set_write_cache(on);
     }
 
+    fn max_request_bytes(&self) -> usize {
+        self.shared.max_request.load(Ordering::SeqCst)
+    }
+
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
         let event = EventFd::new(EFD_NONBLOCK)?;
         self.shared
@@ -108,6 +129,7 @@ impl Backend for Gate {
             event,
             batch: Vec::new(),
             held: Vec::new(),
+            flushes: HashSet::new(),
             in_flight: 0,
         }))
     }
@@ -120,12 +142,17 @@ struct GateQueue {
     /// Submitted and not kicked yet: not started, by the contract.
     batch: Vec<(u64, Operation)>,
     held: Vec<Completion>,
+    /// Tokens of FLUSH requests.
+    flushes: HashSet<u64>,
     in_flight: usize,
 }
 
 impl BackendQueue for GateQueue {
     fn submit(&mut self, token: u64, operation: Operation) {
         self.in_flight += 1;
+        if matches!(operation, Operation::Flush) {
+            self.flushes.insert(token);
+        }
         self.shared.submitted.fetch_add(1, Ordering::SeqCst);
         self.batch.push((token, operation));
     }
@@ -146,9 +173,17 @@ impl BackendQueue for GateQueue {
     fn completions(&mut self, done: &mut Vec<Completion>) {
         let _ = self.event.read();
         self.inner.completions(&mut self.held);
-        if self.shared.open.load(Ordering::SeqCst) {
-            self.in_flight -= self.held.len();
-            done.append(&mut self.held);
+        let open = self.shared.open.load(Ordering::SeqCst);
+        let only_flushes = self.shared.only_flushes.load(Ordering::SeqCst);
+        for completion in std::mem::take(&mut self.held) {
+            let flush = self.flushes.contains(&completion.token);
+            if open || only_flushes && !flush {
+                self.flushes.remove(&completion.token);
+                self.in_flight -= 1;
+                done.push(completion);
+            } else {
+                self.held.push(completion);
+            }
         }
     }
 }

@@ -5,6 +5,7 @@ mod driver;
 
 mod cache_mode;
 mod event_index;
+mod features;
 mod gate;
 mod hostile;
 mod lifecycle;

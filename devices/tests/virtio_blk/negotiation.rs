@@ -29,6 +29,7 @@ fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
         VIRTIO_BLK_F_MQ,
         VIRTIO_BLK_F_DISCARD,
         VIRTIO_BLK_F_WRITE_ZEROES,
+        VIRTIO_BLK_F_SECURE_ERASE,
     ];
     let expected = expected
         .iter()
@@ -141,7 +142,9 @@ fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
     // Any width, and zeroes beyond the end.
     assert_eq!(driver.read_config::<1>(1), [0x67]);
     assert_eq!(driver.read_config::<2>(1), [0x67, 0x45]);
-    assert_eq!(driver.read_config::<8>(58), [0; 8]);
+    assert_eq!(u32_at(&mut driver, 64), 1, "max_secure_erase_seg");
+    assert_eq!(u32_at(&mut driver, 68), 8, "secure_erase_sector_alignment");
+    assert_eq!(driver.read_config::<8>(70), [0; 8]);
     assert_eq!(driver.read_config::<4>(0xe00), [0; 4]);
 }
 

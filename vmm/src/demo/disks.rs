@@ -65,6 +65,7 @@ impl DemoDisks {
                     queues: QUEUES,
                     queue_size: QUEUE_SIZE,
                     serial: format!("walvisor-{name}"),
+                    ..BlockConfig::default()
                 },
             })
         })

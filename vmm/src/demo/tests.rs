@@ -171,6 +171,7 @@ fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
             queues: 2,
             queue_size: 64,
             serial: name.to_owned(),
+            ..BlockConfig::default()
         },
     };
     let disks = [

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtio_bindings::virtio_blk::*;
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_config::{VIRTIO_F_IN_ORDER, VIRTIO_F_VERSION_1};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
@@ -35,6 +35,7 @@ pub const NEEDS_RESET: u8 = 64;
 pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
 pub const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
 pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
+pub const IN_ORDER: u64 = 1 << VIRTIO_F_IN_ORDER;
 pub const FLUSH: u64 = 1 << VIRTIO_BLK_F_FLUSH;
 pub const CONFIG_WCE: u64 = 1 << VIRTIO_BLK_F_CONFIG_WCE;
 /// Whatever the device offers.
@@ -171,6 +172,7 @@ pub fn config(queues: u16) -> BlockConfig {
         queues,
         queue_size: 64,
         serial: "serial-of-a-disk".into(),
+        ..BlockConfig::default()
     }
 }
 

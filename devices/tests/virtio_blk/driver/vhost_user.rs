@@ -202,7 +202,8 @@ impl Registers for VhostUserDriver {
         // The protocol does not say it. seg_max does: a request has a header and a status too.
         let mut bytes = [0; 4];
         self.read_config(12, &mut bytes);
-        u32::from_le_bytes(bytes) as u16 + 2
+        let most = u32::from_le_bytes(bytes) as u16 + 2;
+        1 << most.ilog2()
     }
 
     fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]) {

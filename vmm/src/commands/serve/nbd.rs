@@ -189,11 +189,13 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
     for (index, spec) in specs.iter().enumerate() {
         let virtio = spec.transport != TransportKind::default()
             || spec.queues.is_some()
-            || spec.queue_size != DEFAULT_QUEUE_SIZE;
+            || spec.queue_size != DEFAULT_QUEUE_SIZE
+            || spec.block_size != 512
+            || spec.in_order;
         if virtio {
             let name = spec.name();
             return Err(format!(
-                "disk '{name}': transport=, queues= and queue-size= are for virtio: leave them out"
+                "disk '{name}': transport=, queues=, queue-size=, block-size= and in-order= are for virtio: leave them out"
             ));
         }
         let place = place(spec)?;
