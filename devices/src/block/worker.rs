@@ -155,6 +155,11 @@ impl Worker {
         let _ = self.stop.event.write(1);
     }
 
+    /// Whether the queue is drained: then dropping the worker waits for nothing.
+    pub(crate) fn finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Drains the queue. Returns the index of the first chain that was not taken; `None` if the worker never ran.
     pub(crate) fn stop(mut self) -> Option<u16> {
         self.end()

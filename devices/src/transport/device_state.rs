@@ -9,6 +9,7 @@
 use std::io;
 use std::sync::Arc;
 
+use virtio_bindings::virtio_config::VIRTIO_F_RING_RESET;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::block::{BlockMetrics, Features, QueueSetup, QueueStart, VirtioBlock, Worker};
@@ -39,6 +40,14 @@ pub(super) enum Half {
 struct QueueState {
     setup: QueueSetup,
     worker: Option<Worker>,
+    /// The worker that the queue had before its reset, until it has drained.
+    draining: Option<Worker>,
+}
+
+impl QueueState {
+    fn workers(&self) -> impl Iterator<Item = &Worker> {
+        self.worker.iter().chain(&self.draining)
+    }
 }
 
 /// The state that a driver sees and changes through either transport's registers.
@@ -52,6 +61,8 @@ pub(super) struct DeviceState<M> {
     queue_select: u32,
     queues: Vec<QueueState>,
     generation: u32,
+    /// Whether the driver has read any of the configuration since the generation changed.
+    config_read: bool,
 }
 
 impl<M: DeviceMemory> DeviceState<M> {
@@ -60,6 +71,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             .map(|_| QueueState {
                 setup: initial_setup(&block),
                 worker: None,
+                draining: None,
             })
             .collect();
         Self {
@@ -72,6 +84,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             queue_select: 0,
             queues,
             generation: 0,
+            config_read: false,
         }
     }
 
@@ -90,6 +103,13 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Features (2.2).
 
+    /// What the device offers, and what a transport adds: queues that are reset alone (2.6.1).
+    fn offered(&self) -> Features {
+        let mut features = self.block.offered();
+        features.insert(VIRTIO_F_RING_RESET);
+        features
+    }
+
     pub(super) fn device_features_select(&self) -> u32 {
         self.device_features_select
     }
@@ -101,8 +121,8 @@ impl<M: DeviceMemory> DeviceState<M> {
     /// The selected 32 feature bits on offer; none beyond bit 63.
     pub(super) fn device_features(&self) -> u32 {
         match self.device_features_select {
-            0 => self.block.offered().0 as u32,
-            1 => (self.block.offered().0 >> 32) as u32,
+            0 => self.offered().0 as u32,
+            1 => (self.offered().0 >> 32) as u32,
             _ => 0,
         }
     }
@@ -171,11 +191,11 @@ impl<M: DeviceMemory> DeviceState<M> {
     fn accept_features(&mut self) {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
-        } else if self.driver_features.acceptable(self.block.offered()) {
+        } else if self.driver_features.acceptable(self.offered()) {
             self.block.negotiated(self.driver_features);
             self.status.insert(FEATURES_OK);
         } else {
-            let (chosen, offered) = (self.driver_features.0, self.block.offered().0);
+            let (chosen, offered) = (self.driver_features.0, self.offered().0);
             tracing::warn!(
                 "features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
             );
@@ -239,13 +259,10 @@ impl<M: DeviceMemory> DeviceState<M> {
     }
 
     fn stop_workers(&mut self) {
-        for queue in &self.queues {
-            if let Some(worker) = &queue.worker {
-                worker.request_stop();
-            }
-        }
+        let workers = self.queues.iter().flat_map(QueueState::workers);
+        workers.for_each(Worker::request_stop);
         for queue in &mut self.queues {
-            queue.worker = None;
+            (queue.worker, queue.draining) = (None, None);
         }
     }
 
@@ -314,8 +331,12 @@ impl<M: DeviceMemory> DeviceState<M> {
         };
     }
 
-    /// Enables the selected queue.
+    /// Enables the selected queue, unless its reset is still going on: the driver has to wait for that (2.6.1).
     pub(super) fn enable_queue(&mut self) {
+        if self.queue_resetting() {
+            tracing::debug!("a queue was enabled while it is being reset: ignored");
+            return;
+        }
         if let Some(setup) = self.selected_setup() {
             setup.ready = true;
         }
@@ -332,6 +353,37 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
+    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated: its registers are as after a reset of
+    /// the device, it takes no more requests and sends no more interrupts. Those in flight end first, and until then
+    /// [`queue_resetting`](Self::queue_resetting): no register access waits for the disk. Whether it was done.
+    pub(super) fn reset_queue(&mut self) -> bool {
+        if !self.status.has(FEATURES_OK) || !self.driver_features.has(VIRTIO_F_RING_RESET) {
+            tracing::debug!("a queue reset without VIRTIO_F_RING_RESET: ignored");
+            return false;
+        }
+        let initial = initial_setup(&self.block);
+        let Some(queue) = self.queues.get_mut(self.queue_select as usize) else {
+            return false;
+        };
+        queue.setup = initial;
+        if let Some(worker) = queue.worker.take() {
+            worker.request_stop();
+            queue.draining = Some(worker);
+        }
+        true
+    }
+
+    /// Whether the reset of the selected queue is still going on.
+    pub(super) fn queue_resetting(&mut self) -> bool {
+        let Some(queue) = self.queues.get_mut(self.queue_select as usize) else {
+            return false;
+        };
+        if queue.draining.as_ref().is_some_and(Worker::finished) {
+            queue.draining = None;
+        }
+        queue.draining.is_some()
+    }
+
     /// Available buffer notification that came as an exit instead of through an ioeventfd.
     pub(super) fn notify(&self, queue: u32) {
         match self.block.doorbells().get(queue as usize) {
@@ -343,12 +395,13 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Configuration space (2.5).
 
-    /// Changes whenever the configuration does (2.5.2).
+    /// Another one than before if the configuration has changed since the driver last read any of it (2.5.2).
     pub(super) fn generation(&self) -> u32 {
         self.generation
     }
 
-    pub(super) fn read_config(&self, offset: u64, data: &mut [u8]) {
+    pub(super) fn read_config(&mut self, offset: u64, data: &mut [u8]) {
+        self.config_read = true;
         self.block.read_config(offset, data);
     }
 
@@ -361,7 +414,11 @@ impl<M: DeviceMemory> DeviceState<M> {
     /// The backend may have another capacity now: if so, a new generation and an interrupt (5.2.6).
     pub(super) fn capacity_changed(&mut self) {
         if self.block.refresh_capacity() {
-            self.generation = self.generation.wrapping_add(1);
+            // Changes that nobody has read in between count once: over PCI the counter has 8 bits, and must not come
+            // back to where the driver saw it (4.1.4.3.1).
+            if std::mem::take(&mut self.config_read) {
+                self.generation = self.generation.wrapping_add(1);
+            }
             if self.status.has(DRIVER_OK) {
                 self.status.interrupt().config();
             }
@@ -372,9 +429,8 @@ impl<M: DeviceMemory> DeviceState<M> {
 impl<M> Drop for DeviceState<M> {
     fn drop(&mut self) {
         // All at once: each would otherwise drain only after the one before it.
-        for worker in self.queues.iter().filter_map(|queue| queue.worker.as_ref()) {
-            worker.request_stop();
-        }
+        let workers = self.queues.iter().flat_map(QueueState::workers);
+        workers.for_each(Worker::request_stop);
     }
 }
 

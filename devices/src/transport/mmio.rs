@@ -17,6 +17,8 @@ const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
 /// "WALV", little-endian; the specification leaves the vendor ID to the implementer.
 const VENDOR: u32 = 0x564c_4157;
+/// QueueReset.
+const QUEUE_RESET: u32 = 0xc0;
 /// Reads as the length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
 const NO_REGION: u32 = !0;
 
@@ -95,7 +97,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
         }
     }
 
-    fn read_register(&self, register: u32) -> u32 {
+    fn read_register(&mut self, register: u32) -> u32 {
         match register {
             reg::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
             reg::VIRTIO_MMIO_VERSION => VERSION,
@@ -111,7 +113,8 @@ impl<M: DeviceMemory> MmioTransport<M> {
             | reg::VIRTIO_MMIO_SHM_BASE_LOW
             | reg::VIRTIO_MMIO_SHM_BASE_HIGH => NO_REGION,
             reg::VIRTIO_MMIO_CONFIG_GENERATION => self.state.generation(),
-            // Write-only, reserved, or of a feature that is not offered (QueueReset).
+            QUEUE_RESET => self.state.queue_resetting().into(),
+            // Write-only or reserved.
             _ => 0,
         }
     }
@@ -127,6 +130,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
             reg::VIRTIO_MMIO_QUEUE_NUM => state.set_queue_size(value.try_into().unwrap_or(0)),
             reg::VIRTIO_MMIO_QUEUE_READY if value == 0 => state.disable_queue(),
             reg::VIRTIO_MMIO_QUEUE_READY => state.enable_queue(),
+            QUEUE_RESET if value == 1 => drop(state.reset_queue()),
             reg::VIRTIO_MMIO_QUEUE_NOTIFY => state.notify(value),
             reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt.acknowledge(value),
             // The field is 8 bits; only a true zero resets.

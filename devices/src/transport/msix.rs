@@ -241,6 +241,11 @@ impl PciInterrupt {
         self.isr.swap(0, Ordering::SeqCst)
     }
 
+    /// Whether the ISR status asks for an interrupt while MSI-X is off (4.1.4.5.1).
+    pub(super) fn asserted(&self) -> bool {
+        !self.msix.enabled() && self.isr.load(Ordering::SeqCst) != 0
+    }
+
     /// `config_msix_vector`.
     pub(super) fn config_vector(&self) -> u16 {
         self.config_vector.load(Ordering::SeqCst)
@@ -274,24 +279,24 @@ impl PciInterrupt {
             NO_VECTOR
         }
     }
-
-    /// The ISR status tells what happened while MSI-X is off; with MSI-X the vector does (4.1.4.5.1).
-    fn raise(&self, isr: u32, vector: u16) {
-        if self.msix.enabled() {
-            self.msix.trigger(vector);
-        } else {
-            self.isr.fetch_or(isr as u8, Ordering::SeqCst);
-        }
-    }
 }
 
 impl Interrupt for PciInterrupt {
+    /// The ISR status tells what happened while MSI-X is off; with MSI-X the vector does (4.1.4.5.1).
     fn queue(&self, queue: u16) {
-        self.raise(INTERRUPT_QUEUE, self.queue_vector(queue.into()));
+        if self.msix.enabled() {
+            self.msix.trigger(self.queue_vector(queue.into()));
+        } else {
+            self.isr.fetch_or(INTERRUPT_QUEUE as u8, Ordering::SeqCst);
+        }
     }
 
+    /// The ISR status tells this one in either case, and before the message does (4.1.4.5.1).
     fn config(&self) {
-        self.raise(INTERRUPT_CONFIG, self.config_vector());
+        self.isr.fetch_or(INTERRUPT_CONFIG as u8, Ordering::SeqCst);
+        if self.msix.enabled() {
+            self.msix.trigger(self.config_vector());
+        }
     }
 
     fn reset(&self) {

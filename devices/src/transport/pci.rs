@@ -12,7 +12,9 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, Ring};
-use super::msix::{CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, PciInterrupt};
+use super::msix::{
+    CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
+};
 use super::pci_config::{Identity, PciConfig};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
 use crate::interrupt::MsiRouter;
@@ -34,8 +36,8 @@ const CONFIG_BAR_LEN: u32 = 4 * PAGE;
 const NOTIFY_BAR_LEN: u32 = PAGE;
 
 const COMMON_OFFSET: u64 = 0;
-/// Up to `queue_device`: `queue_notify_data` and `queue_reset` come with features that are not offered.
-const COMMON_LEN: u64 = 0x38;
+/// Up to and with `queue_reset`. `queue_notify_data` before it comes with a feature that is not offered, and is zero.
+const COMMON_LEN: u64 = 0x3c;
 const ISR_OFFSET: u64 = 0x1000;
 const DEVICE_OFFSET: u64 = 0x2000;
 const NOTIFY_OFF_MULTIPLIER: u32 = 4;
@@ -221,6 +223,8 @@ impl<M: DeviceMemory> PciTransport<M> {
             self.config
                 .set(self.pci_cfg_capability + PCI_CFG_DATA, &bytes[..len]);
         }
+        // 4.1.4.5.1: what a function with an interrupt pin would assert.
+        self.config.set_interrupt_status(self.interrupt.asserted());
         self.config.read(offset, data);
     }
 
@@ -304,7 +308,8 @@ impl<M: DeviceMemory> PciTransport<M> {
     }
 
     /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect.
-    fn read_common(&self, offset: usize, data: &mut [u8]) {
+    fn read_common(&mut self, offset: usize, data: &mut [u8]) {
+        let resetting = self.state.queue_resetting();
         let state = &self.state;
         let select = state.queue_select();
         let queue = state.queue_setup();
@@ -330,6 +335,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         put(0x20, &queue.descriptors.to_le_bytes());
         put(0x28, &queue.driver.to_le_bytes());
         put(0x30, &queue.device.to_le_bytes());
+        put(0x3a, &u16::from(resetting).to_le_bytes());
         for (byte, &value) in data.iter_mut().zip(&space[offset..]) {
             *byte = value;
         }
@@ -368,6 +374,13 @@ impl<M: DeviceMemory> PciTransport<M> {
                 .set_queue_vector(self.state.queue_select(), value),
             // 4.1.4.3.2: the driver MUST NOT write 0.
             0x1c if value == 1 => self.state.enable_queue(),
+            // 4.1.4.3.2: nor anything but 1 here.
+            0x3a if value == 1 => {
+                if self.state.reset_queue() {
+                    let queue = self.state.queue_select();
+                    self.interrupt.set_queue_vector(queue, NO_VECTOR);
+                }
+            }
             _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
         }
     }

@@ -14,6 +14,8 @@ const CAPABILITIES_POINTER: usize = 0x34;
 const INTERRUPT_LINE: usize = 0x3c;
 /// Command register: memory space enable.
 const COMMAND_MEMORY: u8 = 1 << 1;
+/// Status register: an interrupt is pending that no message has carried.
+const STATUS_INTERRUPT: u8 = 1 << 3;
 /// Status register: there is a list of capabilities.
 const STATUS_CAPABILITIES: u8 = 1 << 4;
 
@@ -85,6 +87,12 @@ impl PciConfig {
     /// Sets registers, whether software may write them or not.
     pub(super) fn set(&mut self, offset: usize, bytes: &[u8]) {
         self.registers[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Interrupt Status, bit 3 of the Status register.
+    pub(super) fn set_interrupt_status(&mut self, asserted: bool) {
+        let others = self.registers[STATUS] & !STATUS_INTERRUPT;
+        self.registers[STATUS] = others | if asserted { STATUS_INTERRUPT } else { 0 };
     }
 
     /// The two bytes at `offset`.

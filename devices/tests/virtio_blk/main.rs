@@ -14,3 +14,4 @@ mod negotiation;
 mod pci;
 mod random;
 mod requests;
+mod ring_reset;

@@ -61,7 +61,7 @@ fn registers_that_do_not_exist_read_as_the_specification_says() {
             "no shared memory region: {offset:#x}"
         );
     }
-    // Write-only and reserved ones, and QueueReset, whose feature is not offered.
+    // Write-only and reserved ones, and QueueReset, whose feature is not negotiated.
     for offset in [
         0x14, 0x20, 0x24, 0x30, 0x38, 0x50, 0x64, 0x80, 0xa4, 0xc0, 0xf8,
     ] {

@@ -33,7 +33,9 @@ fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
     ];
     let expected = expected
         .iter()
-        .fold(VERSION_1 | EVENT_IDX | INDIRECT, |set, bit| set | 1 << bit);
+        .fold(VERSION_1 | EVENT_IDX | INDIRECT | RING_RESET, |set, bit| {
+            set | 1 << bit
+        });
     let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
     assert_eq!(driver.features, expected);
     driver.write(1, 3, &pattern(1, 512));
@@ -174,6 +176,7 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
     gate.open();
     gate.set_sectors(32);
     let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    driver.read_config::<8>(0);
     let generation = driver.registers.generation();
     driver.registers.capacity_changed();
     assert_eq!(
@@ -193,6 +196,14 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
     assert_eq!(driver.registers.take_config_interrupts(), 1);
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64);
     assert_eq!(driver.request(0, VIRTIO_BLK_T_IN, 63, &[], 512).status, OK);
+    // However often it changes, even 256 times in 8 bits: not the generation with which it was read.
+    let generation = driver.registers.generation();
+    for round in 0..256 {
+        gate.set_sectors(16 + round % 2);
+        driver.registers.capacity_changed();
+    }
+    assert_ne!(driver.registers.generation(), generation);
+    assert!(driver.registers.take_config_interrupts() > 0);
 }
 
 fn queue_registers_do_not_change_while_enabled(kind: Kind) {

@@ -111,6 +111,26 @@ impl Registers for MmioDriver {
         assert_eq!(self.get(0x44), 1);
     }
 
+    fn reset_queue(&mut self, queue: u16) {
+        self.set(0x30, queue.into());
+        self.set(0xc0, 1);
+    }
+
+    fn queue_resetting(&mut self, queue: u16) -> bool {
+        self.set(0x30, queue.into());
+        self.get(0xc0) != 0
+    }
+
+    fn enable_queue(&mut self, queue: u16) {
+        self.set(0x30, queue.into());
+        self.set(0x44, 1);
+    }
+
+    fn queue_enabled(&mut self, queue: u16) -> bool {
+        self.set(0x30, queue.into());
+        self.get(0x44) != 0
+    }
+
     fn scribble_on_queue(&mut self, queue: u16) {
         self.set(0x30, queue.into());
         for register in [0x38, 0x80, 0x84, 0x90, 0x94, 0xa0, 0xa4] {

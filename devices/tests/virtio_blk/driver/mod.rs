@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use virtio_bindings::virtio_blk::*;
-use virtio_bindings::virtio_config::{VIRTIO_F_IN_ORDER, VIRTIO_F_VERSION_1};
+use virtio_bindings::virtio_config::{VIRTIO_F_IN_ORDER, VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
@@ -36,6 +36,7 @@ pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
 pub const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
 pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
 pub const IN_ORDER: u64 = 1 << VIRTIO_F_IN_ORDER;
+pub const RING_RESET: u64 = 1 << VIRTIO_F_RING_RESET;
 pub const FLUSH: u64 = 1 << VIRTIO_BLK_F_FLUSH;
 pub const CONFIG_WCE: u64 = 1 << VIRTIO_BLK_F_CONFIG_WCE;
 /// Whatever the device offers.
@@ -115,6 +116,14 @@ pub trait Registers {
     fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]);
     /// Doorbell by a register access: an exit to user space.
     fn notify(&mut self, queue: u16);
+    /// Starts the reset of `queue` alone (2.6.1).
+    fn reset_queue(&mut self, queue: u16);
+    /// Whether that is still going on.
+    fn queue_resetting(&mut self, queue: u16) -> bool;
+    /// Enables `queue` as it is, whatever comes of it.
+    fn enable_queue(&mut self, queue: u16);
+    /// Whether `queue` is enabled.
+    fn queue_enabled(&mut self, queue: u16) -> bool;
     /// Writes nonsense into the size and address registers of `queue`.
     fn scribble_on_queue(&mut self, queue: u16);
     /// The eventfds that an ioeventfd would write to.

@@ -295,6 +295,26 @@ impl Registers for PciDriver {
         assert_eq!(self.get(0x1c), 1u16.to_le_bytes());
     }
 
+    fn reset_queue(&mut self, queue: u16) {
+        self.set(0x16, queue.to_le_bytes());
+        self.set(0x3a, 1u16.to_le_bytes());
+    }
+
+    fn queue_resetting(&mut self, queue: u16) -> bool {
+        self.set(0x16, queue.to_le_bytes());
+        self.get(0x3a) != [0, 0]
+    }
+
+    fn enable_queue(&mut self, queue: u16) {
+        self.set(0x16, queue.to_le_bytes());
+        self.set(0x1c, 1u16.to_le_bytes());
+    }
+
+    fn queue_enabled(&mut self, queue: u16) -> bool {
+        self.set(0x16, queue.to_le_bytes());
+        self.get(0x1c) != [0, 0]
+    }
+
     fn scribble_on_queue(&mut self, queue: u16) {
         self.set(0x16, queue.to_le_bytes());
         self.set(0x18, 0x5670u16.to_le_bytes());

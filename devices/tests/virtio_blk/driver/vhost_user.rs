@@ -228,6 +228,22 @@ impl Registers for VhostUserDriver {
             .expect("a doorbell");
     }
 
+    fn reset_queue(&mut self, _queue: u16) {
+        // The front-end's affair: RING_RESET is not offered here.
+    }
+
+    fn queue_resetting(&mut self, _queue: u16) -> bool {
+        false
+    }
+
+    fn enable_queue(&mut self, queue: u16) {
+        self.tell(18, &[u64::from(queue) | 1 << 32], &[]);
+    }
+
+    fn queue_enabled(&mut self, _queue: u16) -> bool {
+        self.status & DRIVER_OK != 0
+    }
+
     fn scribble_on_queue(&mut self, _queue: u16) {
         // Refused, with the end of the connection: the server's own tests.
     }
