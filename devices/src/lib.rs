@@ -13,6 +13,7 @@
 
 pub mod backend;
 pub mod block;
+pub mod control;
 pub mod interrupt;
 pub mod nbd;
 mod status;

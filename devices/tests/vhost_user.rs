@@ -180,12 +180,9 @@ fn no_message_harms_the_server() {
     };
     let device = VirtioBlock::new(Arc::new(RamDisk::new(SECTORS)), config).unwrap();
     let metrics = device.metrics();
-    let server = Server::start(vec![Service {
-        listener: UnixListener::bind(&path).unwrap(),
-        device,
-        name: "ram".to_owned(),
-    }])
-    .unwrap();
+    let listener = UnixListener::bind(&path).unwrap();
+    let service = Service::new(listener, device, "ram").unwrap();
+    let server = Server::start(vec![service]).unwrap();
     for seed in 1..=2000 {
         attack(&path, &mut Random(seed));
     }

@@ -21,6 +21,7 @@ mod worker;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SECURE_ERASE,
@@ -30,6 +31,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
+use crate::control::CacheSwitch;
 use crate::status::DeviceStatus;
 use crate::transport::DeviceMemory;
 use request::ID_LEN;
@@ -117,9 +119,9 @@ pub struct VirtioBlock {
     config: BlockConfig,
     id: [u8; ID_LEN],
     capabilities: Capabilities,
-    capacity: u64,
-    /// The cache mode chosen by whoever runs the device; a reset returns to it.
-    default_write_cache: bool,
+    /// As the driver was told.
+    capacity: AtomicU64,
+    cache: Arc<CacheSwitch>,
     metrics: Arc<BlockMetrics>,
     doorbells: Vec<EventFd>,
 }
@@ -161,8 +163,8 @@ impl VirtioBlock {
         Ok(Self {
             id,
             capabilities: backend.capabilities(),
-            capacity,
-            default_write_cache: backend.write_cache(),
+            capacity: AtomicU64::new(capacity),
+            cache: Arc::new(CacheSwitch::new(Arc::clone(&backend))),
             metrics: Arc::default(),
             doorbells,
             backend,
@@ -212,36 +214,34 @@ impl VirtioBlock {
     /// Without FLUSH the driver cannot make a write stable, so writes must be stable when they complete
     /// (5.2.6.2), and `writeback` starts as 0 (5.2.5.2). Otherwise the mode is the configured one.
     pub(crate) fn negotiated(&self, features: Features) {
-        self.set_write_cache(self.default_write_cache && !expects_writethrough(features));
+        self.cache.negotiated(!expects_writethrough(features));
     }
 
     /// Reset: back to the configured cache mode. Only once no worker runs.
     pub(crate) fn reset(&self) {
-        self.set_write_cache(self.default_write_cache);
+        self.cache.set_for_driver(None);
     }
 
-    fn set_write_cache(&self, on: bool) {
-        if self.capabilities.write_cache_toggle && self.backend.write_cache() != on {
-            self.backend.set_write_cache(on);
-        }
+    /// The cache mode, for whoever runs the device.
+    pub(crate) fn cache(&self) -> &Arc<CacheSwitch> {
+        &self.cache
     }
 
     /// Takes over a new capacity of the backend. `true` if it has changed, and the driver is to be told.
-    pub(crate) fn refresh_capacity(&mut self) -> bool {
+    pub(crate) fn refresh_capacity(&self) -> bool {
         let block = u64::from(self.config.block_size) / SECTOR_SIZE;
         // A block that is there in part is not there for the driver.
         let whole = self.backend.sectors() / block * block;
-        let before = std::mem::replace(&mut self.capacity, whole);
-        before != self.capacity
+        self.capacity.swap(whole, Ordering::Relaxed) != whole
     }
 
     /// Reads the configuration space; zero bytes beyond its end.
     pub(crate) fn read_config(&self, offset: u64, data: &mut [u8]) {
         let space = config::layout(&config::Fields {
-            capacity: self.capacity,
+            capacity: self.capacity.load(Ordering::Relaxed),
             queue_size: self.config.queue_size,
             queues: self.config.queues,
-            writeback: self.backend.write_cache(),
+            writeback: self.cache.driver_sees(),
             may_unmap: self.capabilities.discard,
             secure_erase: self.offered().has(VIRTIO_BLK_F_SECURE_ERASE),
             block_size: self.config.block_size,
@@ -264,7 +264,7 @@ impl VirtioBlock {
         if let (config::WRITEBACK, [value]) = (offset as usize, data)
             && features.has(VIRTIO_BLK_F_CONFIG_WCE)
         {
-            self.set_write_cache(*value != 0);
+            self.cache.set_for_driver(Some(*value != 0));
         }
     }
 

@@ -17,6 +17,7 @@ use super::request::{Action, Pending, Rules, answer_extents, judge, refuse};
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
 use crate::block::{BlockMetrics, add};
+use crate::control::Pass;
 
 /// Bytes of requests in flight and replies not sent above which nothing more is read. One request may overshoot it.
 const MAX_BYTES: usize = 32 << 20;
@@ -115,7 +116,8 @@ impl Connection {
     }
 
     fn has_room(&self) -> bool {
-        self.bytes + self.outgoing.len() < MAX_BYTES && self.requests < MAX_REQUESTS
+        let full = self.bytes + self.outgoing.len() >= MAX_BYTES || self.requests >= MAX_REQUESTS;
+        !full && !self.export().gate.is_closed()
     }
 
     /// Reads once what the client has sent.
@@ -136,12 +138,17 @@ impl Connection {
         Ok(())
     }
 
-    /// The next request for the disk that is there and has room; others are answered.
+    /// The next request for the disk that is there and has room; others are answered. It is inside of its export's gate
+    /// until its last step has ended.
     ///
     /// # Errors
     /// If the client breaks the protocol. What it has asked for before is carried out all the same.
     pub(super) fn next(&mut self) -> Result<Option<Pending>, Ended> {
         while !self.closing && self.has_room() {
+            // It counts as in flight before it is looked at: who closes the gate waits for it.
+            let Some(pass) = Pass::take(&self.agreed.export.gate) else {
+                break;
+            };
             let broken = |_| Ended::Broken("a request does not begin as one");
             let Some(message) = self.incoming.next().map_err(broken)? else {
                 break;
@@ -157,6 +164,7 @@ impl Connection {
             count(&export.metrics, message.request.command);
             match judge(message, &rules) {
                 Action::Run(pending) => {
+                    pass.keep();
                     self.requests += 1;
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));

@@ -31,10 +31,12 @@ mod tls;
 mod wire;
 mod worker;
 
+use std::io;
 use std::sync::Arc;
 
 use crate::backend::{Backend, SECTOR_SIZE};
 use crate::block::BlockMetrics;
+use crate::control::{DeviceControl, Gate};
 
 pub use protocol::DEFAULT_PORT;
 pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
@@ -46,6 +48,7 @@ pub struct Export {
     description: String,
     backend: Arc<dyn Backend>,
     metrics: Arc<BlockMetrics>,
+    gate: Arc<Gate>,
 }
 
 impl Export {
@@ -60,6 +63,7 @@ impl Export {
             description: cut(description),
             backend,
             metrics: Arc::default(),
+            gate: Arc::default(),
         }
     }
 
@@ -71,6 +75,14 @@ impl Export {
     /// What clients have asked for so far.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
+    }
+
+    /// The export in use, for its owner.
+    pub fn control(&self) -> Arc<dyn DeviceControl> {
+        Arc::new(ExportControl {
+            gate: Arc::clone(&self.gate),
+            backend: Arc::clone(&self.backend),
+        })
     }
 
     /// Bytes of the disk.
@@ -93,5 +105,33 @@ impl Export {
             | when(can.write_zeroes, flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO)
             // A read is answered as one chunk anyway.
             | when(structured, flag::SEND_DF)
+    }
+}
+
+/// An export as its owner sees it.
+struct ExportControl {
+    gate: Arc<Gate>,
+    backend: Arc<dyn Backend>,
+}
+
+impl DeviceControl for ExportControl {
+    /// The protocol has no word for it: who connects from now on learns the size, and others reach all of it too.
+    fn capacity_changed(&self) {}
+
+    /// Clients are told of FLUSH whatever the mode, so they flush where they have to.
+    fn set_write_cache(&self, on: bool) -> bool {
+        if self.backend.capabilities().write_cache_toggle {
+            self.backend.set_write_cache(on);
+        }
+        self.backend.write_cache()
+    }
+
+    fn pause(&self) -> io::Result<()> {
+        self.gate.close();
+        Ok(())
+    }
+
+    fn resume(&self) {
+        self.gate.open();
     }
 }

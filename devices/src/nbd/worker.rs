@@ -23,6 +23,7 @@ use super::handshake::Ended;
 use super::request::Pending;
 use super::server::{join, report};
 use crate::backend::{BackendQueue, Completion};
+use crate::control::Wake;
 
 /// How long clients may take to read their last replies when the server stops.
 const PARTING: Duration = Duration::from_secs(2);
@@ -91,6 +92,12 @@ impl Inbox {
     fn ring(&self) {
         // A full counter is readable all the same.
         let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Wake for Inbox {
+    fn wake(&self) {
+        self.ring();
     }
 }
 
@@ -217,6 +224,15 @@ impl Desk {
     }
 }
 
+impl Drop for Desk {
+    /// What is still in flight, after an error, nobody will hear of.
+    fn drop(&mut self) {
+        for _ in self.in_flight.drain() {
+            self.export.gate.leave();
+        }
+    }
+}
+
 struct Client {
     /// `None`: it is gone, but not all of its requests have ended.
     connection: Option<Connection>,
@@ -338,7 +354,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes new connections.
+    /// Takes new connections, and looks at all others again.
     fn welcome(&mut self) {
         // Cleared first: who comes from here on rings again.
         let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
@@ -347,6 +363,9 @@ impl Worker {
             self.closed = newcomers.closed;
             std::mem::take(&mut newcomers.connections)
         };
+        // A gate may have opened, or closed: what has come waits, and sockets are watched or not.
+        let keys: Vec<usize> = self.clients.iter().map(|(key, _)| key).collect();
+        keys.into_iter().for_each(|key| self.submit(key));
         for mut connection in connections {
             let desk = match self.desk(connection.export()) {
                 Ok(desk) => desk,
@@ -382,6 +401,8 @@ impl Worker {
             return Ok(key);
         }
         let queue = export.backend.open_queue()?;
+        let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
+        export.gate.watch(Arc::downgrade(&watcher));
         let vacant = self.desks.vacant_entry();
         let key = vacant.key();
         watch(
@@ -492,6 +513,7 @@ impl Worker {
             Err(failure) => Err(failure),
         };
         let (_, pending) = desk.in_flight.remove(token);
+        desk.export.gate.leave();
         let client = &mut self.clients[key];
         match &mut client.connection {
             Some(connection) => {

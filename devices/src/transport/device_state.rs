@@ -63,6 +63,8 @@ pub(super) struct DeviceState<M> {
     generation: u32,
     /// Whether the driver has read any of the configuration since the generation changed.
     config_read: bool,
+    /// No queue runs until [`resume`](Self::resume).
+    paused: bool,
 }
 
 impl<M: DeviceMemory> DeviceState<M> {
@@ -85,6 +87,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             queues,
             generation: 0,
             config_read: false,
+            paused: false,
         }
     }
 
@@ -219,7 +222,8 @@ impl<M: DeviceMemory> DeviceState<M> {
         let Some(queue) = self.queues.get_mut(usize::from(index)) else {
             return;
         };
-        if !queue.setup.ready || queue.worker.is_some() || !self.status.has(DRIVER_OK) {
+        let rests = !queue.setup.ready || queue.worker.is_some() || self.paused;
+        if rests || !self.status.has(DRIVER_OK) {
             return;
         }
         let worker = self.block.doorbell(index).and_then(|doorbell| {
@@ -240,6 +244,38 @@ impl<M: DeviceMemory> DeviceState<M> {
                 self.status.needs_reset();
             }
         }
+    }
+
+    /// Drains the queues. What comes meanwhile waits in the rings.
+    pub(super) fn pause(&mut self) {
+        self.paused = true;
+        let workers = self.queues.iter().flat_map(QueueState::workers);
+        workers.for_each(Worker::request_stop);
+        for queue in &mut self.queues {
+            queue.draining = None;
+            let taken = queue.worker.take().and_then(Worker::stop);
+            queue.setup.resume_at = taken.or(queue.setup.resume_at);
+        }
+    }
+
+    /// Goes on with what waits in the rings.
+    pub(super) fn resume(&mut self) {
+        if !std::mem::take(&mut self.paused) {
+            return;
+        }
+        for index in 0..self.block.queues() {
+            self.start_queue(index);
+            let queue = &self.queues[usize::from(index)];
+            if queue.worker.is_some() {
+                // Draining told nobody of what it has used.
+                self.status.interrupt().queue(index);
+            }
+        }
+    }
+
+    /// See [`DeviceControl::set_write_cache`](crate::control::DeviceControl::set_write_cache).
+    pub(super) fn set_write_cache(&self, on: bool) -> bool {
+        self.block.cache().set_for_owner(on)
     }
 
     /// Device reset (2.4): drains the queues, stops the workers, and forgets what the driver has set.
@@ -350,6 +386,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         if let Some(queue) = self.queues.get_mut(self.queue_select as usize) {
             queue.worker = None;
             queue.setup.ready = false;
+            queue.setup.resume_at = None;
         }
     }
 

@@ -8,6 +8,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, Ring};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use crate::control::ControlTransport;
 use crate::interrupt::LineInterrupt;
 use crate::transport::DeviceMemory;
 
@@ -65,6 +66,16 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// The backend may have another capacity now: tells the driver if so.
     pub fn capacity_changed(&mut self) {
         self.state.capacity_changed();
+    }
+
+    /// Drains the queues and leaves what comes in the rings, until [`resume`](Self::resume). A reset does not end it.
+    pub fn pause(&mut self) {
+        self.state.pause();
+    }
+
+    /// Goes on after [`pause`](Self::pause).
+    pub fn resume(&mut self) {
+        self.state.resume();
     }
 
     /// Register read of `data.len()` bytes at `offset`.
@@ -156,5 +167,23 @@ impl<M: DeviceMemory> MmioTransport<M> {
             }
             _ => tracing::debug!("virtio-mmio: write of {value:#x} to {register:#x}: ignored"),
         }
+    }
+}
+
+impl<M: DeviceMemory> ControlTransport for MmioTransport<M> {
+    fn capacity_changed(&mut self) {
+        self.state.capacity_changed();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        self.state.set_write_cache(on)
+    }
+
+    fn pause(&mut self) {
+        self.state.pause();
+    }
+
+    fn resume(&mut self) {
+        self.state.resume();
     }
 }

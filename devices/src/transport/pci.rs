@@ -17,6 +17,7 @@ use super::msix::{
 };
 use super::pci_config::{Identity, PciConfig};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use crate::control::ControlTransport;
 use crate::interrupt::MsiRouter;
 use crate::transport::DeviceMemory;
 
@@ -180,6 +181,16 @@ impl<M: DeviceMemory> PciTransport<M> {
     /// The backend may have another capacity now: tells the driver if so.
     pub fn capacity_changed(&mut self) {
         self.state.capacity_changed();
+    }
+
+    /// Drains the queues and leaves what comes in the rings, until [`resume`](Self::resume). A reset does not end it.
+    pub fn pause(&mut self) {
+        self.state.pause();
+    }
+
+    /// Goes on after [`pause`](Self::pause).
+    pub fn resume(&mut self) {
+        self.state.resume();
     }
 
     /// The function's BARs and where they decode now. To be looked at again after each
@@ -401,6 +412,24 @@ impl<M: DeviceMemory> PciTransport<M> {
             0x30 | 0x34 => state.set_queue_address(Ring::Device, half, value),
             _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
         }
+    }
+}
+
+impl<M: DeviceMemory> ControlTransport for PciTransport<M> {
+    fn capacity_changed(&mut self) {
+        self.state.capacity_changed();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        self.state.set_write_cache(on)
+    }
+
+    fn pause(&mut self) {
+        self.state.pause();
+    }
+
+    fn resume(&mut self) {
+        self.state.resume();
     }
 }
 

@@ -86,6 +86,21 @@ impl<'a> Channel<'a> {
         Self { socket, stop }
     }
 
+    /// Waits for what comes first: a message (`true`), or `other` being readable.
+    pub(super) fn wait_for_message(&self, other: BorrowedFd<'_>) -> Outcome<bool> {
+        loop {
+            let mut fds = [self.socket, self.stop, other]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            match poll(&mut fds, None) {
+                Ok(_) if !fds[1].revents().is_empty() => return Err(Ended::Gone),
+                Ok(_) if !fds[2].revents().is_empty() => return Ok(false),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(true),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
     /// The next message.
     pub(super) fn receive(&self) -> Outcome<Message> {
         let mut header = [0; HEADER];
@@ -190,4 +205,16 @@ impl<'a> Channel<'a> {
             }
         }
     }
+}
+
+/// Sends a request without payload to a front-end, on the channel that it has given for them. Waits for nobody: a
+/// front-end that does not look there misses it.
+pub(super) fn send_to_front_end(channel: &File, request: u32) -> Result<(), Errno> {
+    let mut bytes = [0; HEADER];
+    for (at, field) in [(0, request), (4, VERSION), (8, 0)] {
+        bytes[at..at + 4].copy_from_slice(&field.to_ne_bytes());
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let mut control = SendAncillaryBuffer::default();
+    sendmsg(channel, &[IoSlice::new(&bytes)], &mut control, flags).map(drop)
 }

@@ -19,6 +19,7 @@ mod cut_off;
 mod inflight;
 mod memory;
 mod message;
+mod owner;
 mod server;
 mod session;
 mod vring;

@@ -10,21 +10,54 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::message::Channel;
+use super::owner::{Owner, ServiceControl};
 use super::session::Session;
 use super::{Ended, Outcome};
 use crate::block::VirtioBlock;
+use crate::control::DeviceControl;
 
 /// How long a listener rests when the system has no descriptors left.
 const REST: Duration = Duration::from_millis(100);
 
 /// A socket with the disk that is to be had there.
 pub struct Service {
-    /// Where front-ends come in. One is served at a time; the next waits until it has gone.
-    pub listener: UnixListener,
-    /// The device.
-    pub device: VirtioBlock,
-    /// What the disk is called in messages.
-    pub name: String,
+    listener: UnixListener,
+    device: VirtioBlock,
+    name: String,
+    owner: Arc<Owner>,
+}
+
+impl Service {
+    /// `device` for front-ends that come in at `listener`. One is served at a time; the next waits until it has gone.
+    /// `name` is what the disk is called in messages.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub fn new(listener: UnixListener, device: VirtioBlock, name: &str) -> io::Result<Self> {
+        Ok(Self {
+            listener,
+            device,
+            name: name.to_owned(),
+            owner: Arc::new(Owner::new()?),
+        })
+    }
+
+    /// The disk in use, for its owner.
+    pub fn control(&self) -> Arc<dyn DeviceControl> {
+        Arc::new(ServiceControl {
+            owner: Arc::clone(&self.owner),
+            cache: Arc::clone(self.device.cache()),
+        })
+    }
+}
+
+/// Tells the owner that nobody serves the disk any more, after a panic too.
+struct OverGuard<'a>(&'a Owner);
+
+impl Drop for OverGuard<'_> {
+    fn drop(&mut self) {
+        self.0.over();
+    }
 }
 
 /// A running server. Dropping it stops it.
@@ -76,11 +109,13 @@ impl Drop for Server {
 
 /// Serves one front-end after the other until `stop` is readable.
 fn listen(service: &Service, stop: &OwnedFd) {
-    let name = &service.name;
+    let (name, owner) = (&service.name, &*service.owner);
+    let _over = OverGuard(owner);
     loop {
         let mut fds = [
             PollFd::new(&service.listener, PollFlags::IN),
             PollFd::new(stop, PollFlags::IN),
+            PollFd::from_borrowed_fd(owner.event(), PollFlags::IN),
         ];
         if let Err(error) = poll(&mut fds, None)
             && error != rustix::io::Errno::INTR
@@ -90,6 +125,13 @@ fn listen(service: &Service, stop: &OwnedFd) {
         }
         if !fds[1].revents().is_empty() {
             return;
+        }
+        if !fds[2].revents().is_empty() {
+            let wishes = owner.hear();
+            // Whoever comes reads the configuration as it is then.
+            service.device.refresh_capacity();
+            owner.rests(wishes.rest);
+            continue;
         }
         let accepted = service.listener.accept().and_then(|(stream, _)| {
             stream.set_nonblocking(true)?;
@@ -106,7 +148,7 @@ fn listen(service: &Service, stop: &OwnedFd) {
                 continue;
             }
         };
-        match serve(&service.device, stream.as_fd(), stop.as_fd()) {
+        match serve(service, stream.as_fd(), stop.as_fd()) {
             Ok(()) | Err(Ended::Gone) => {}
             Err(Ended::Refused(why)) => {
                 tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
@@ -119,10 +161,23 @@ fn listen(service: &Service, stop: &OwnedFd) {
 }
 
 /// Serves one front-end to its end. Its rings are drained when this returns.
-fn serve(device: &VirtioBlock, socket: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> Outcome<()> {
+fn serve(service: &Service, socket: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> Outcome<()> {
+    let owner = &*service.owner;
     let channel = Channel::new(socket, stop);
-    let mut session = Session::new(device);
+    let mut session = Session::new(&service.device);
+    // What was wanted before it came.
+    service.device.refresh_capacity();
+    session.set_resting(owner.hear().rest)?;
     loop {
-        session.handle(channel.receive()?, &channel)?;
+        if channel.wait_for_message(owner.event())? {
+            session.handle(channel.receive()?, &channel)?;
+            continue;
+        }
+        let wishes = owner.hear();
+        session.set_resting(wishes.rest)?;
+        owner.rests(wishes.rest);
+        if wishes.announce {
+            session.capacity_changed();
+        }
     }
 }

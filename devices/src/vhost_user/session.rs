@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
-use super::message::{Channel, Message};
+use super::message::{Channel, Message, send_to_front_end};
 use super::vring::{Vring, doorbell};
 use super::{Outcome, refused};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
@@ -17,7 +17,7 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 // Protocol features, by bit.
 const MQ: u64 = 1 << 0;
 const REPLY_ACK: u64 = 1 << 3;
-/// A channel for requests of the back-end. None is made yet, but user-mode Linux gets no interrupt without it.
+/// A channel for requests of the back-end: a changed configuration. User-mode Linux gets no interrupt without it.
 const BACKEND_REQ: u64 = 1 << 5;
 const CONFIG: u64 = 1 << 9;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
@@ -55,6 +55,8 @@ mod request {
     pub(super) const REM_MEM_REG: u32 = 38;
 }
 
+/// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the one request of this back-end.
+const CONFIG_CHANGE: u32 = 2;
 /// Length of the header in front of a piece of the configuration space.
 const CONFIG_HEADER: usize = 12;
 /// Longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
@@ -87,8 +89,10 @@ pub(super) struct Session<'a> {
     rings: Vec<Vring>,
     /// Where chains in flight are recorded.
     inflight: Option<InflightArea>,
-    /// Where requests to the front-end would go; open as long as it listens there.
+    /// Where requests to the front-end go; open as long as it listens there.
     backend_requests: Option<File>,
+    /// The owner wants no ring to run.
+    resting: bool,
 }
 
 impl<'a> Session<'a> {
@@ -102,6 +106,7 @@ impl<'a> Session<'a> {
             rings,
             inflight: None,
             backend_requests: None,
+            resting: false,
         }
     }
 
@@ -123,10 +128,10 @@ impl<'a> Session<'a> {
 
     /// Starts a ring as soon as it has everything that it needs.
     fn start(&mut self, index: u32) -> Outcome<()> {
-        let features = self.features;
+        let (features, resting) = (self.features, self.resting);
         let enabled_at_once = features.is_none_or(|features| features.0 & PROTOCOL_FEATURES == 0);
         let ring = self.ring(index)?;
-        if ring.worker.is_some() || !(ring.enabled || enabled_at_once) {
+        if ring.worker.is_some() || !(ring.enabled || enabled_at_once) || resting {
             return Ok(());
         }
         let (Some(kick), Some(addresses)) = (&ring.kick, ring.addresses) else {
@@ -172,6 +177,30 @@ impl<'a> Session<'a> {
         self.rings[index as usize].worker = Some(worker);
         signals.remind();
         Ok(())
+    }
+
+    /// Drains all rings and starts none, or starts those again that are to run.
+    pub(super) fn set_resting(&mut self, resting: bool) -> Outcome<()> {
+        if std::mem::replace(&mut self.resting, resting) == resting {
+            return Ok(());
+        }
+        match resting {
+            true => self.pause(),
+            false => (0..self.rings.len() as u32).try_for_each(|index| self.start(index))?,
+        }
+        Ok(())
+    }
+
+    /// The disk may be longer: tells the front-end, if it wants to know.
+    pub(super) fn capacity_changed(&mut self) {
+        let wanted = self.protocol & CONFIG != 0 && self.protocol & BACKEND_REQ != 0;
+        let changed = self.device.refresh_capacity();
+        let Some(channel) = self.backend_requests.as_ref().filter(|_| wanted && changed) else {
+            return;
+        };
+        if let Err(error) = send_to_front_end(channel, CONFIG_CHANGE) {
+            tracing::warn!("a front-end was not told that its disk has another size: {error}");
+        }
     }
 
     /// Drains all rings at once.

@@ -4,6 +4,7 @@
 mod driver;
 
 mod cache_mode;
+mod control;
 mod event_index;
 mod features;
 mod gate;

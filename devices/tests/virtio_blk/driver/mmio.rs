@@ -2,6 +2,7 @@
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::control::ControlTransport;
 use walvisor_devices::transport::MmioTransport;
 
 use super::{Memory, Registers};
@@ -158,5 +159,17 @@ impl Registers for MmioDriver {
 
     fn capacity_changed(&mut self) {
         self.transport.capacity_changed();
+    }
+
+    fn pause(&mut self) {
+        self.transport.pause();
+    }
+
+    fn resume(&mut self) {
+        self.transport.resume();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        ControlTransport::set_write_cache(&mut self.transport, on)
     }
 }

@@ -133,6 +133,9 @@ pub trait Registers {
     /// Configuration change interrupts since the last call.
     fn take_config_interrupts(&mut self) -> u64;
     fn capacity_changed(&mut self);
+    fn pause(&mut self);
+    fn resume(&mut self);
+    fn set_write_cache(&mut self, on: bool) -> bool;
 }
 
 /// A driver with a device of its own.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 use vmm_sys_util::eventfd::EventFd;
 use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::control::ControlTransport;
 use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 use walvisor_devices::transport::PciTransport;
 
@@ -357,5 +358,17 @@ impl Registers for PciDriver {
 
     fn capacity_changed(&mut self) {
         self.transport.capacity_changed();
+    }
+
+    fn pause(&mut self) {
+        self.transport.pause();
+    }
+
+    fn resume(&mut self) {
+        self.transport.resume();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        ControlTransport::set_write_cache(&mut self.transport, on)
     }
 }

@@ -4,19 +4,21 @@ use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::control::DeviceControl;
 use walvisor_devices::vhost_user::{Server, Service};
 
 use super::{DRIVER_OK, FEATURES_OK, Memory, NEEDS_RESET, PATIENCE, Registers};
 
 const NEED_REPLY: u32 = 8;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-/// MQ, REPLY_ACK, CONFIG, RESET_DEVICE.
-const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 13;
+/// MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE.
+const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13;
 
 /// One queue's descriptors.
 struct Queue {
@@ -33,6 +35,9 @@ pub struct VhostUserDriver {
     queues: Vec<Queue>,
     broken: bool,
     errors: u64,
+    control: Arc<dyn DeviceControl>,
+    /// Where the back-end tells of a changed configuration.
+    from_back_end: UnixStream,
     /// After the socket: its front-end goes first.
     _server: Server,
 }
@@ -41,14 +46,16 @@ impl VhostUserDriver {
     pub fn new(device: VirtioBlock, memory: Memory) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
-        let service = Service {
-            listener: UnixListener::bind(&path).expect("a socket"),
-            device,
-            name: "test".to_owned(),
-        };
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let service = Service::new(listener, device, "test").expect("a service");
+        let control = service.control();
         let server = Server::start(vec![service]).expect("a server");
         let socket = UnixStream::connect(&path).expect("the server listens");
         socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        let (from_back_end, to_front_end) = UnixStream::pair().expect("a channel");
+        from_back_end
+            .set_read_timeout(Some(PATIENCE))
+            .expect("a timeout");
         let mut driver = Self {
             socket,
             features: 0,
@@ -56,9 +63,12 @@ impl VhostUserDriver {
             queues: Vec::new(),
             broken: false,
             errors: 0,
+            control,
+            from_back_end,
             _server: server,
         };
         driver.send(16, 0, &fields(&[PROTOCOL]), &[]);
+        driver.tell(21, &[], &[to_front_end.as_fd()]);
         let count = driver.ask(17, &[]);
         driver.queues = (0..u64::from_ne_bytes(count[..].try_into().expect("8 bytes")))
             .map(|_| Queue {
@@ -263,6 +273,24 @@ impl Registers for VhostUserDriver {
     }
 
     fn capacity_changed(&mut self) {
-        // A disk that is served keeps its size.
+        self.control.capacity_changed();
+        let mut message = [0; 12];
+        self.from_back_end
+            .read_exact(&mut message)
+            .expect("the back-end tells");
+        let words = [2_u32, 1, 0].map(u32::to_ne_bytes);
+        assert_eq!(message, *words.as_flattened());
+    }
+
+    fn pause(&mut self) {
+        self.control.pause().expect("a pause");
+    }
+
+    fn resume(&mut self) {
+        self.control.resume();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        self.control.set_write_cache(on)
     }
 }

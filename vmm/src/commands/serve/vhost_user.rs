@@ -99,11 +99,8 @@ fn serve(
             socket.display()
         ));
         counters.push((disk, device.metrics()));
-        services.push(Service {
-            listener,
-            device,
-            name: disk.name.clone(),
-        });
+        let service = Service::new(listener, device, &disk.name).map_err(CommandError::failed)?;
+        services.push(service);
         files.extend(file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
