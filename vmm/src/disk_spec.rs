@@ -9,12 +9,14 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_devices::block::MAX_POLL;
 use walvisor_storage::CommitWait;
 
 use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
-const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, cache, readonly, serial, size, commit-wait-usec, \
+const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
+     cache, readonly, serial, size, commit-wait-usec, \
      commit-wait-count, socket, port, address";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
@@ -29,6 +31,8 @@ pub const MAX_QUEUE_SIZE: u16 = 1024;
 pub const MAX_COMMIT_WAIT_US: u32 = 1_000_000;
 /// Most FLUSHes that a commit group can be told to wait for.
 pub const MAX_COMMIT_WAIT_COUNT: u32 = 65_536;
+/// Largest number of a processor: more than the kernel knows of.
+const MAX_CPU: u16 = 1023;
 /// Queue size if none is given.
 pub const DEFAULT_QUEUE_SIZE: u16 = 256;
 
@@ -83,6 +87,10 @@ pub struct DiskSpec {
     pub block_size: u32,
     /// Whether requests may be answered in the order in which they were made, should the guest want it so.
     pub in_order: bool,
+    /// Processors for the queues' workers, by queue, again from the first when there are more queues. Empty: any.
+    pub worker_cpus: Vec<u16>,
+    /// How long an idle worker looks at its ring before it sleeps.
+    pub poll: Duration,
     /// When a write completes.
     pub cache: CacheMode,
     /// Whether the guest may only read.
@@ -150,6 +158,8 @@ impl FromStr for DiskSpec {
             queue_size: DEFAULT_QUEUE_SIZE,
             block_size: SECTOR_SIZE as u32,
             in_order: false,
+            worker_cpus: Vec::new(),
+            poll: Duration::ZERO,
             cache: CacheMode::default(),
             read_only: false,
             serial: None,
@@ -219,6 +229,15 @@ impl DiskSpec {
                 }
             }
             "in-order" => self.in_order = switch("in-order", value)?,
+            "worker-cpus" => {
+                let expected = "CPU numbers and ranges joined by '+', such as 0-3+8";
+                self.worker_cpus =
+                    cpus(value).ok_or_else(|| wrong("worker-cpus", value, expected))?;
+            }
+            "poll-usec" => {
+                let most = MAX_POLL.as_micros() as u64;
+                self.poll = Duration::from_micros(number("poll-usec", value, 0..=most)?);
+            }
             "cache" => {
                 self.cache = match value {
                     "writeback" => CacheMode::Writeback,
@@ -361,6 +380,20 @@ fn path(key: &'static str, value: &str) -> Result<PathBuf, DiskSpecError> {
     }
 }
 
+/// A list of processors: numbers and ranges joined by `+`, for a comma ends the value.
+fn cpus(value: &str) -> Option<Vec<u16>> {
+    let mut list = Vec::new();
+    for part in value.split('+') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u16, u16) = (first.parse().ok()?, last.parse().ok()?);
+        if first > last || last > MAX_CPU {
+            return None;
+        }
+        list.extend(first..=last);
+    }
+    Some(list)
+}
+
 /// A value that is on or off.
 fn switch(key: &'static str, value: &str) -> Result<bool, DiskSpecError> {
     match value {
@@ -427,6 +460,9 @@ mod tests {
         assert_eq!((spec.block_size, spec.in_order), (512, false));
         let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
         assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
+        let pinned = parse("path=a,worker-cpus=2-4+0,poll-usec=50").unwrap();
+        assert_eq!(pinned.worker_cpus, [2, 3, 4, 0]);
+        assert_eq!(pinned.poll, Duration::from_micros(50));
         let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
         let wait = CommitWait {
             longest: Some(Duration::from_micros(500)),
@@ -491,6 +527,13 @@ mod tests {
             "path=a,block-size=1024",
             "path=a,block-size=0x200",
             "path=a,in-order=yes",
+            "path=a,worker-cpus=",
+            "path=a,worker-cpus=1-",
+            "path=a,worker-cpus=3-1",
+            "path=a,worker-cpus=0+",
+            "path=a,worker-cpus=70000",
+            "path=a,worker-cpus=0-1024",
+            "path=a,poll-usec=1001",
             "path=a,readonly=yes",
             "path=a,serial=",
             "path=a,serial=123456789012345678901",

@@ -78,6 +78,8 @@ pub fn open(
                 serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
                 block_size: spec.block_size,
                 in_order: spec.in_order,
+                worker_cpus: spec.worker_cpus.clone(),
+                poll: spec.poll,
             },
         })
         .collect();

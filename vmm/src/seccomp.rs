@@ -74,6 +74,8 @@ const RUNTIME: &[c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
+    // A queue's worker keeps to its processor.
+    libc::SYS_sched_setaffinity,
     libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,

@@ -52,6 +52,8 @@ block_metrics! {
     errors,
     /// Doorbells seen by the queue workers: writes to the queues' event descriptors.
     doorbells,
+    /// Nanoseconds of processor time spent on looking at rings before going to sleep, found anything or not.
+    poll_ns,
     /// Interrupts sent to the driver, of queues and of the configuration.
     interrupts,
 }

@@ -22,7 +22,9 @@ mod worker;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use rustix::thread::{CpuSet, sched_getaffinity};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SECURE_ERASE,
 };
@@ -52,6 +54,8 @@ pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
 pub const MAX_QUEUES: u16 = 256;
 /// Largest queue size in descriptors.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
+/// Longest time to look at a ring before going to sleep.
+pub const MAX_POLL: Duration = Duration::from_millis(1);
 /// Smallest queue size in descriptors: a header, a status and a segment need three.
 pub const MIN_QUEUE_SIZE: u16 = 4;
 
@@ -70,6 +74,12 @@ pub struct BlockConfig {
     /// Whether IN_ORDER is offered: a driver that takes it gets its requests back in the order in which it made them,
     /// so that each waits for the slowest before it.
     pub in_order: bool,
+    /// Processors for the queues' workers: that of queue `i` runs on the one at `i` modulo their number, and nowhere
+    /// else. Empty: the system decides.
+    pub worker_cpus: Vec<u16>,
+    /// How long a worker with nothing in flight looks at its ring for the next request before it goes to sleep, at most
+    /// [`MAX_POLL`]. Zero: not at all. It costs a processor for as long, and saves the doorbell and the wake-up.
+    pub poll: Duration,
 }
 
 impl Default for BlockConfig {
@@ -81,6 +91,8 @@ impl Default for BlockConfig {
             serial: String::new(),
             block_size: SECTOR_SIZE as u32,
             in_order: false,
+            worker_cpus: Vec::new(),
+            poll: Duration::ZERO,
         }
     }
 }
@@ -105,6 +117,14 @@ pub enum BlockError {
         "block-size={0}: the disk has {1} sectors of 512 bytes, which are no whole blocks: give block-size=512"
     )]
     PartialBlock(u32, u64),
+    /// [`BlockConfig::worker_cpus`] names a processor that the process may not run on.
+    #[error(
+        "worker-cpus: CPU {0} is not there, or not for this process: give some of those that 'nproc' counts"
+    )]
+    Cpu(u16),
+    /// [`BlockConfig::poll`] is too long.
+    #[error("poll-usec={}: give at most {}", .0.as_micros(), MAX_POLL.as_micros())]
+    Poll(Duration),
     /// The backend's capacity in bytes does not fit 64 bits.
     #[error("the disk has {0} sectors: more than 2^55 - 1")]
     Capacity(u64),
@@ -144,6 +164,20 @@ impl VirtioBlock {
         match id.get_mut(..config.serial.len()) {
             Some(start) => start.copy_from_slice(config.serial.as_bytes()),
             None => return Err(BlockError::Serial(config.serial)),
+        }
+        if config.poll > MAX_POLL {
+            return Err(BlockError::Poll(config.poll));
+        }
+        if !config.worker_cpus.is_empty() {
+            // One that cannot be asked is no reason to refuse: the workers say what does not work.
+            let allowed = sched_getaffinity(None).ok();
+            let forbidden = |cpu: &&u16| {
+                usize::from(**cpu) >= CpuSet::MAX_CPU
+                    || allowed.is_some_and(|allowed| !allowed.is_set((**cpu).into()))
+            };
+            if let Some(&cpu) = config.worker_cpus.iter().find(forbidden) {
+                return Err(BlockError::Cpu(cpu));
+            }
         }
         let block_size = config.block_size;
         if !matches!(block_size, 512 | 4096) {
@@ -290,6 +324,12 @@ impl VirtioBlock {
                 // in this process's memory alone until it is flushed.
                 flush_after_write: self.flush_after_write(features)
                     || queue.tracker.is_some() && self.capabilities.flush,
+                cpu: {
+                    let cpus = &self.config.worker_cpus;
+                    let at = usize::from(queue.index).checked_rem(cpus.len());
+                    at.and_then(|at| cpus.get(at)).copied()
+                },
+                poll: self.config.poll,
                 queue,
                 max_size: self.config.queue_size,
                 event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),

@@ -169,6 +169,15 @@ impl Virtqueue {
         self.queue.next_avail()
     }
 
+    /// Whether there is a chain to be taken. Changes nothing.
+    pub(crate) fn has_available<G: GuestMemory>(&self, memory: &G) -> Result<bool, QueueError> {
+        let index = self
+            .queue
+            .avail_idx(memory, Ordering::Acquire)
+            .map_err(QueueError::Available)?;
+        Ok(index.0 != self.queue.next_avail())
+    }
+
     /// Asks the driver not to ring the doorbell. With EVENT_IDX nothing has to be done: it rings once for
     /// each `avail_event` only.
     pub(crate) fn disable_doorbell<G: GuestMemory>(

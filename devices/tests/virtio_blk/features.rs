@@ -21,6 +21,8 @@ on_every_transport!(
     in_order_the_chains_that_wait_are_bounded,
     without_in_order_a_read_overtakes_a_flush,
     a_queue_of_1024_descriptors_is_used_to_its_end,
+    workers_keep_to_their_processors,
+    a_polled_ring_needs_no_doorbell,
 );
 
 // Not in `virtio-bindings`.
@@ -261,6 +263,81 @@ fn in_order_the_chains_that_wait_are_bounded(kind: Kind) {
     driver.initialise(EVERYTHING);
     driver.flush(0);
     assert_eq!(gate.leaked(), 0);
+}
+
+/// The processors that threads named `name` of this process may run on.
+fn processors(name: &str) -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
+    let mut found = Vec::new();
+    for task in tasks.flatten() {
+        // One that has just ended is none.
+        let Ok(status) = std::fs::read_to_string(task.path().join("status")) else {
+            continue;
+        };
+        let field = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key));
+            line.map_or("", str::trim).to_owned()
+        };
+        if field("Name:") == name {
+            found.push(field("Cpus_allowed_list:"));
+        }
+    }
+    found
+}
+
+fn workers_keep_to_their_processors(kind: Kind) {
+    let allowed = rustix::thread::sched_getaffinity(None).expect("an affinity");
+    let cpus: Vec<u16> = (0..1024)
+        .filter(|&cpu| allowed.is_set(usize::from(cpu)))
+        .collect();
+    let last = *cpus.last().expect("a processor");
+    let pinned = BlockConfig {
+        worker_cpus: vec![last, cpus[0]],
+        ..config(8)
+    };
+    let mut driver = Driver::start(kind, RamDisk::new(64), pinned, EVERYTHING);
+    driver.flush(7);
+    driver.flush(6);
+    // Other tests' workers have the same names, but no other has these numbers pinned.
+    for (name, cpu) in [("virtio-blk-q7", cpus[0]), ("virtio-blk-q6", last)] {
+        assert!(processors(name).contains(&cpu.to_string()), "{name}");
+    }
+    let absent = BlockConfig {
+        worker_cpus: vec![1023],
+        ..config(1)
+    };
+    if !allowed.is_set(1023) {
+        let refused = VirtioBlock::new(Arc::new(RamDisk::new(8)), absent).err();
+        assert!(refused.is_some_and(|error| error.to_string().contains("CPU 1023")));
+    }
+}
+
+fn a_polled_ring_needs_no_doorbell(kind: Kind) {
+    for features in [EVERYTHING, EVERYTHING & !EVENT_IDX] {
+        let polled = BlockConfig {
+            poll: walvisor_devices::block::MAX_POLL,
+            ..config(1)
+        };
+        let mut driver = Driver::start(kind, RamDisk::new(64), polled, features);
+        for round in 0..2000 {
+            driver.write(0, round % 64, &[round as u8; 512]);
+        }
+        let counts = driver.counts();
+        assert_eq!((counts.requests, counts.errors), (2000, 0));
+        // Each request follows the one before at once, so few find the worker asleep.
+        assert!(driver.kicks < 1900, "{} doorbells", driver.kicks);
+        assert!(counts.poll_ns > 0);
+        // And a worker that has given up polling is woken.
+        for _ in 0..3 {
+            std::thread::sleep(A_WHILE);
+            driver.flush(0);
+        }
+        assert!(driver.kicks >= 3);
+    }
+    // Off by default.
+    let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
+    driver.flush(0);
+    assert_eq!(driver.counts().poll_ns, 0);
 }
 
 fn a_queue_of_1024_descriptors_is_used_to_its_end(kind: Kind) {

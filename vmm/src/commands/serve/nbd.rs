@@ -191,11 +191,13 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
             || spec.queues.is_some()
             || spec.queue_size != DEFAULT_QUEUE_SIZE
             || spec.block_size != 512
-            || spec.in_order;
+            || spec.in_order
+            || !spec.worker_cpus.is_empty()
+            || !spec.poll.is_zero();
         if virtio {
             let name = spec.name();
             return Err(format!(
-                "disk '{name}': transport=, queues=, queue-size=, block-size= and in-order= are for virtio: leave them out"
+                "disk '{name}': transport=, queues=, queue-size=, block-size=, in-order=, worker-cpus= and poll-usec= are for virtio: leave them out"
             ));
         }
         let place = place(spec)?;
