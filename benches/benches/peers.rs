@@ -16,7 +16,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use client::Client;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use walvisor_benches::spread::Spread;
@@ -146,8 +146,12 @@ fn run() -> Outcome<()> {
     }
     let walvisor = walvisor_binary("release")?;
     make_images(&walvisor, directory)?;
-    let mut rows = vhost_user(&walvisor, directory, &wanted)?;
-    rows.extend(nbd(&walvisor, directory, &wanted)?);
+    let wanted = |jobs: &'static [Job]| -> Vec<&'static Job> {
+        let jobs = jobs.iter();
+        jobs.filter(|job| job.name.contains(&wanted)).collect()
+    };
+    let mut rows = vhost_user(&walvisor, directory, &wanted(&VHOST_USER))?;
+    rows.extend(nbd(&walvisor, directory, &wanted(&NBD))?);
     match as_json {
         true => println!("{}", serde_json::to_string_pretty(&to_json(&rows))?),
         false => print(&rows),
@@ -220,15 +224,26 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
-            // Gone already is as good.
-            let _ = kill_process(pid, Signal::TERM);
+        // Asked again and again: qemu-nbd does not hear it while it starts.
+        for _ in 0..100 {
+            if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
+                // Gone already is as good.
+                let _ = kill_process(pid, Signal::TERM);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            if !matches!(self.0.try_wait(), Ok(None)) {
+                return;
+            }
         }
+        let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn vhost_user(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Row>> {
+fn vhost_user(walvisor: &Path, directory: &Path, jobs: &[&'static Job]) -> Outcome<Vec<Row>> {
+    if jobs.is_empty() {
+        return Ok(Vec::new());
+    }
     let sockets = |side: &str| -> Vec<String> {
         (0..DISKS)
             .map(|disk| format!("{side}-{disk}.sock"))
@@ -269,7 +284,7 @@ fn vhost_user(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Ro
         Ok(drive(&mut clients, job))
     };
     let mut rows = Vec::new();
-    for job in VHOST_USER.iter().filter(|job| job.name.contains(wanted)) {
+    for &job in jobs {
         rows.push(compare("vhost-user", "qemu-storage-daemon", job, |own| {
             rate(if own { &our_sockets } else { &their_sockets }, job)
         })?);
@@ -353,14 +368,22 @@ fn wait(clients: &[Client], queues: usize) {
     let mut fds: Vec<_> = each()
         .map(|(client, queue)| PollFd::from_borrowed_fd(client.event(queue), PollFlags::IN))
         .collect();
-    poll(&mut fds, None).expect("poll");
+    let patience = Timespec {
+        tv_sec: 20,
+        tv_nsec: 0,
+    };
+    let ready = poll(&mut fds, Some(&patience)).expect("poll");
+    assert!(ready > 0, "no request has ended for 20 s");
     let rung = fds.iter().map(|fd| !fd.revents().is_empty());
     for ((client, queue), _) in each().zip(rung).filter(|(_, rung)| *rung) {
         client.clear(queue);
     }
 }
 
-fn nbd(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Row>> {
+fn nbd(walvisor: &Path, directory: &Path, jobs: &[&'static Job]) -> Outcome<Vec<Row>> {
+    if jobs.is_empty() {
+        return Ok(Vec::new());
+    }
     let (our_socket, their_socket) = ("ours.nbd", "peer.nbd");
     let mut ours = Command::new(walvisor);
     ours.args(["serve", "nbd", "--disk"]);
@@ -383,7 +406,7 @@ fn nbd(walvisor: &Path, directory: &Path, wanted: &str) -> Outcome<Vec<Row>> {
     let _ours = Daemon::walvisor(&mut ours, 1, directory)?;
     let _theirs = Daemon::start(&mut theirs, &[their_socket.to_owned()], directory)?;
     let mut rows = Vec::new();
-    for job in NBD.iter().filter(|job| job.name.contains(wanted)) {
+    for &job in jobs {
         rows.push(compare("nbd", "qemu-nbd", job, |own| {
             fio(directory, if own { our_socket } else { their_socket }, job)
         })?);
