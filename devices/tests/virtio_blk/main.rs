@@ -12,6 +12,7 @@ mod hostile;
 mod lifecycle;
 mod mmio;
 mod negotiation;
+mod odd;
 mod pci;
 mod random;
 mod requests;

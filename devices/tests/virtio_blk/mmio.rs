@@ -156,3 +156,30 @@ fn a_queue_can_be_disabled_and_enabled_again() {
     mmio.set_queue(0, 64, ring.addresses());
     assert_eq!(mmio.get(0x70), 15, "the device is still live");
 }
+
+#[test]
+fn a_queue_that_is_not_ready_is_not_looked_at() {
+    let mut driver = live();
+    driver.write(0, 1, &[1; 512]);
+    let requests = driver.counts().requests;
+    let size = driver.rings[0].size;
+    // 4.2.2.1: not with chains in the ring, and not with doorbells.
+    driver.registers.disable_queue(0);
+    driver.post(
+        0,
+        virtio_bindings::virtio_blk::VIRTIO_BLK_T_FLUSH,
+        0,
+        &[],
+        0,
+    );
+    driver.kick(0);
+    driver.registers.notify(0);
+    std::thread::sleep(A_WHILE);
+    assert_eq!(driver.counts().requests, requests);
+    // Another ring of another size in its place works from its start.
+    let at = driver.allocate(Ring::bytes(size / 2));
+    let ring = Ring::new(driver.memory.clone(), size / 2, at, true);
+    driver.registers.set_queue(0, size / 2, ring.addresses());
+    driver.rings[0] = ring;
+    assert_eq!(driver.read(0, 1, 512), [1; 512]);
+}

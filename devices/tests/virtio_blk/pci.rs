@@ -378,3 +378,186 @@ fn zero_does_not_disable_a_queue() {
     assert_eq!(live.pci.get(0x1c), 1u16.to_le_bytes(), "4.1.4.3.2");
     live.flush();
 }
+
+#[test]
+fn the_isr_names_configuration_changes_even_under_msix() {
+    let mut live = live(1);
+    // A queue that breaks: DEVICE_NEEDS_RESET, announced.
+    live.ring.offer(u16::MAX);
+    live.ring.publish();
+    live.pci.notify(0);
+    wait_until("an interrupt", || live.pci.router.take(0) == 1);
+    assert_eq!(status_interrupt(&mut live), 0, "messages need no pin");
+    let mut isr = [0];
+    let place = live.pci.isr;
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!(isr, [2], "4.1.4.5.1");
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!(isr, [0]);
+}
+
+/// Interrupt Status of the PCI Status register.
+fn status_interrupt(live: &mut Live) -> u8 {
+    live.pci.config::<1>(0x06)[0] & 1 << 3
+}
+
+#[test]
+fn without_msix_the_interrupt_status_bit_follows_the_isr() {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(1)).expect("a device");
+    let pci = PciDriver::discover(device, Arc::clone(&memory));
+    let mut live = Live::start(pci, memory);
+    assert_eq!(status_interrupt(&mut live), 0);
+    live.flush();
+    wait_until("the bit", || status_interrupt(&mut live) != 0);
+    // It is read-only, and reading it clears nothing.
+    live.pci.transport.config_write(0x06, &[0, 0]);
+    assert_ne!(status_interrupt(&mut live), 0);
+    let (mut isr, place) = ([0], live.pci.isr);
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!((isr, status_interrupt(&mut live)), ([1], 0));
+}
+
+#[test]
+fn the_common_configuration_is_read_at_every_width_and_offset() {
+    let mut pci = device(2);
+    for status in [1, 3] {
+        pci.set_status(status);
+    }
+    pci.set(0x16, 1u16.to_le_bytes());
+    pci.set(0x28, 0x1122_3344_5566_7788u64.to_le_bytes());
+    pci.set(0x20, 0x99aa_bbccu32.to_le_bytes());
+    pci.set(0x24, 0xddee_ff00u32.to_le_bytes());
+    assert_eq!(
+        pci.get(0x20),
+        0xddee_ff00_99aa_bbccu64.to_le_bytes(),
+        "4.1.3.2: halves on their own"
+    );
+    let len = pci.common.len as usize;
+    let whole: Vec<u8> = (0..len as u64).map(|at| pci.get::<1>(at)[0]).collect();
+    for at in 0..len {
+        for width in [2, 3, 4, 8] {
+            let mut bytes = vec![0xaa; width];
+            pci.transport
+                .bar_read(pci.common.bar, at as u64, &mut bytes);
+            let mut expected = whole[at..len.min(at + width)].to_vec();
+            expected.resize(width, 0);
+            assert_eq!(bytes, expected, "{width} bytes at {at:#x}");
+        }
+    }
+    // A write in another width than the field's does nothing (4.1.3.1).
+    for (at, bytes) in [
+        (0x18, &[0xff][..]),
+        (0x18, &[0xff; 4]),
+        (0x19, &[0xff, 0xff]),
+        (0x1c, &[1]),
+        (0x1c, &[1, 0, 0, 0]),
+        (0x20, &[0xff; 2]),
+        (0x22, &[0xff; 4]),
+        (0x24, &[0xff; 8]),
+        (0x14, &[0; 2]),
+        (0x14, &[0; 4]),
+        (0x12, &[0xff; 2]),
+        (0x15, &[0xff]),
+        (0x1e, &[0xff; 2]),
+        (0x38, &[0xff; 2]),
+        (0x04, &[0xff; 4]),
+        (0x16, &[0; 8]),
+    ] {
+        pci.transport.bar_write(pci.common.bar, at, bytes);
+    }
+    let after: Vec<u8> = (0..len as u64).map(|at| pci.get::<1>(at)[0]).collect();
+    assert_eq!(after, whole);
+}
+
+#[test]
+fn every_event_can_have_every_vector_and_none() {
+    let mut live = live(3);
+    for vector in 0..4u16 {
+        live.pci.set(0x16, 0u16.to_le_bytes());
+        live.pci.set(0x1a, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x1a), vector.to_le_bytes());
+        live.flush();
+        wait_until("an interrupt", || live.pci.router.take(vector) == 1);
+        live.pci.set(0x10, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x10), vector.to_le_bytes());
+    }
+    // 4.1.5.3.1, 4.1.5.4.1: without a vector, nothing.
+    for field in [0x1a, 0x10] {
+        live.pci.set(field, 0xffffu16.to_le_bytes());
+    }
+    live.flush();
+    live.ring.offer(u16::MAX);
+    live.ring.publish();
+    live.pci.notify(0);
+    wait_until("DEVICE_NEEDS_RESET", || {
+        live.pci.status() & NEEDS_RESET != 0
+    });
+    std::thread::sleep(A_WHILE);
+    for vector in 0..4 {
+        assert_eq!(live.pci.router.take(vector), 0);
+        assert!(!live.pci.pending(vector));
+    }
+}
+
+#[test]
+fn pending_bits_are_read_only_and_end_with_a_reset() {
+    let mut live = live(1);
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    let pba = u32::from_le_bytes(live.pci.config(live.pci.msix + 8));
+    let (bar, at) = ((pba & 7) as usize, u64::from(pba & !7));
+    live.pci.transport.bar_write(bar, at, &[0; 8]);
+    live.pci.transport.bar_write(bar, at, &[0xff; 8]);
+    assert!(live.pci.pending(1) && !live.pci.pending(0));
+    // Off and on again: what was pending still is, and goes when it may.
+    let control = live.pci.msix + 3;
+    live.pci.transport.config_write(control, &[0]);
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.take(1), 0);
+    live.pci.transport.config_write(control, &[0x80]);
+    assert_eq!(live.pci.router.take(1), 1);
+    // A reset of the device takes back what nobody has seen.
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    live.pci.set_status(0);
+    live.pci.mask_vector(1, false);
+    assert_eq!((live.pci.router.take(1), live.pci.pending(1)), (0, false));
+}
+
+#[test]
+fn a_queue_reset_unmaps_its_vector() {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(1)).expect("a device");
+    let mut pci = PciDriver::new(device, Arc::clone(&memory));
+    for status in [1, 3] {
+        pci.set_status(status);
+    }
+    pci.set_driver_features(VERSION_1 | RING_RESET);
+    pci.set_status(11);
+    let at = vm_memory::GuestAddress(0x1000);
+    let ring = Ring::new(memory, 64, at, false);
+    pci.set_queue(0, 64, ring.addresses());
+    pci.set_status(15);
+    assert_eq!(pci.get(0x1a), [1, 0]);
+    pci.reset_queue(0);
+    wait_until("the end of the reset", || !pci.queue_resetting(0));
+    assert_eq!(pci.get(0x1a), [0xff; 2], "2.6.1.1: the default state");
+    assert_eq!(pci.get(0x20), [0; 24], "no addresses");
+    assert_eq!(pci.get(0x18), 64u16.to_le_bytes());
+    assert_eq!(
+        pci.get(0x10),
+        [0, 0],
+        "the configuration's is not the queue's"
+    );
+}

@@ -127,6 +127,12 @@ impl Registers for MmioDriver {
         self.set(0x44, 1);
     }
 
+    fn disable_queue(&mut self, queue: u16) {
+        self.set(0x30, queue.into());
+        self.set(0x44, 0);
+        assert_eq!(self.get(0x44), 0);
+    }
+
     fn queue_enabled(&mut self, queue: u16) -> bool {
         self.set(0x30, queue.into());
         self.get(0x44) != 0

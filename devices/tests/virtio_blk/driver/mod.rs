@@ -122,6 +122,8 @@ pub trait Registers {
     fn queue_resetting(&mut self, queue: u16) -> bool;
     /// Enables `queue` as it is, whatever comes of it.
     fn enable_queue(&mut self, queue: u16);
+    /// Disables `queue`, where the transport can.
+    fn disable_queue(&mut self, queue: u16);
     /// Whether `queue` is enabled.
     fn queue_enabled(&mut self, queue: u16) -> bool;
     /// Writes nonsense into the size and address registers of `queue`.

@@ -311,6 +311,10 @@ impl Registers for PciDriver {
         self.set(0x1c, 1u16.to_le_bytes());
     }
 
+    fn disable_queue(&mut self, _queue: u16) {
+        // Over PCI only a reset of the queue does.
+    }
+
     fn queue_enabled(&mut self, queue: u16) -> bool {
         self.set(0x16, queue.to_le_bytes());
         self.get(0x1c) != [0, 0]

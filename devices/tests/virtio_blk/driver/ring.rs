@@ -176,6 +176,23 @@ impl Ring {
             .expect("available index");
     }
 
+    /// The used ring's flags.
+    pub fn used_flags(&self) -> u16 {
+        self.load(self.used)
+    }
+
+    /// The descriptor table and the available ring with its event index: what only the driver may write.
+    pub fn driver_bytes(&self) -> Vec<u8> {
+        let n = usize::from(self.size);
+        let mut bytes = vec![0; n * 16 + 6 + n * 2];
+        let (table, ring) = bytes.split_at_mut(n * 16);
+        for (at, part) in [(self.descriptors, table), (self.available, ring)] {
+            let at = GuestAddress(at);
+            self.memory.read_slice(part, at).expect("rings");
+        }
+        bytes
+    }
+
     /// Where the device wants the next doorbell.
     pub fn avail_event(&self) -> u16 {
         self.load(self.used + 4 + u64::from(self.size) * 8)

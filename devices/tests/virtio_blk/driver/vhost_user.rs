@@ -250,6 +250,10 @@ impl Registers for VhostUserDriver {
         self.tell(18, &[u64::from(queue) | 1 << 32], &[]);
     }
 
+    fn disable_queue(&mut self, queue: u16) {
+        self.tell(18, &[queue.into()], &[]);
+    }
+
     fn queue_enabled(&mut self, _queue: u16) -> bool {
         self.status & DRIVER_OK != 0
     }
