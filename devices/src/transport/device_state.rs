@@ -344,10 +344,11 @@ impl<M: DeviceMemory> DeviceState<M> {
         Some(&mut queue.setup)
     }
 
-    /// Sets the selected queue's size. Checked when the queue starts.
+    /// Sets the selected queue's size. Checked when the queue starts; what is no power of two is none at all, for it
+    /// MUST NOT be presented (4.1.4.3.1).
     pub(super) fn set_queue_size(&mut self, size: u16) {
         if let Some(setup) = self.selected_setup() {
-            setup.size = size;
+            setup.size = if size.is_power_of_two() { size } else { 0 };
         }
     }
 

@@ -21,6 +21,15 @@ fn live() -> Driver {
 }
 
 #[test]
+fn registers_of_identity_are_what_they_must_be() {
+    let mut device = device(1);
+    for (register, value) in [(0x000, 0x7472_6976), (0x004, 2), (0x008, 2)] {
+        device.set(register, !value);
+        assert_eq!(device.get(register), value, "{register:#x}");
+    }
+}
+
+#[test]
 fn registers_are_read_and_written_as_aligned_words_only() {
     let mut device = device(1);
     for (offset, len) in [

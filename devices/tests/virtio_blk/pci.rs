@@ -561,3 +561,86 @@ fn a_queue_reset_unmaps_its_vector() {
         "the configuration's is not the queue's"
     );
 }
+
+#[test]
+fn every_capability_is_as_it_must_be() {
+    for queues in [1, 4, 64, 256] {
+        let mut pci = device(queues);
+        let mut kinds = Vec::new();
+        let mut at = u16::from(pci.config::<1>(0x34)[0]);
+        while at != 0 {
+            let [id, next, len, kind] = pci.config(at);
+            if id == 0x09 {
+                // 4.1.4.2: 16 bytes, and what is behind them: a multiplier, or the window's data.
+                let extra = if matches!(kind, 2 | 5) { 4 } else { 0 };
+                assert_eq!(len, 16 + extra, "cfg_type {kind}");
+                assert!(next == 0 || u16::from(next) >= at + u16::from(len));
+                kinds.push(kind);
+            }
+            at = next.into();
+        }
+        kinds.sort_unstable();
+        assert_eq!(kinds, [1, 2, 3, 4, 5], "each structure, once");
+        assert!(pci.common.offset.is_multiple_of(4), "4.1.4.3.1");
+        assert!(pci.device.offset.is_multiple_of(4), "4.1.4.6.1");
+        assert!(pci.isr.len >= 1, "4.1.4.5.1");
+        // 4.1.4.4.1.
+        let multiplier = pci.multiplier;
+        assert!(pci.notify.offset.is_multiple_of(2));
+        assert!(multiplier.is_power_of_two() && multiplier.ilog2().is_multiple_of(2));
+        assert!(pci.notify.len >= 2);
+        for queue in 0..queues {
+            pci.set(0x16, queue.to_le_bytes());
+            let off = u64::from(u16::from_le_bytes(pci.get(0x1e)));
+            assert!(pci.notify.len >= off * multiplier + 2, "queue {queue}");
+        }
+        for bar in pci.transport.bars() {
+            for place in [pci.common, pci.notify, pci.isr, pci.device] {
+                let inside = place.bar != bar.index || place.offset + place.len <= bar.size;
+                assert!(inside, "{place:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn feature_bits_are_shown_by_their_selector() {
+    let mut pci = device(2);
+    let offered = pci.device_features();
+    for status in [1, 3] {
+        pci.set_status(status);
+    }
+    pci.set_driver_features(offered & !EVENT_IDX);
+    for select in [0u32, 1, 2, 3, 31, u32::MAX] {
+        pci.set(0x00, select.to_le_bytes());
+        pci.set(0x08, select.to_le_bytes());
+        let word = |features: u64| match select {
+            0 | 1 => (features >> (32 * select)) as u32,
+            _ => 0,
+        };
+        assert_eq!(pci.get(0x04), word(offered).to_le_bytes(), "{select}");
+        let driver = offered & !EVENT_IDX;
+        assert_eq!(pci.get(0x0c), word(driver).to_le_bytes(), "{select}");
+        // There are no bits above 63, so a choice of them is none.
+        if select > 1 {
+            pci.set(0x0c, [0xff; 4]);
+            assert_eq!(pci.get(0x0c), [0; 4]);
+        }
+    }
+    pci.set_status(11);
+    assert_eq!(pci.status(), 11);
+}
+
+#[test]
+fn a_queue_size_that_is_no_power_of_two_reads_as_none() {
+    let mut pci = device(1);
+    pci.set(0x16, 0u16.to_le_bytes());
+    for size in [3u16, 5, 100, 0x5670, u16::MAX, 0] {
+        pci.set(0x18, size.to_le_bytes());
+        assert_eq!(pci.get(0x18), [0, 0], "{size}");
+    }
+    for size in [16u16, 64] {
+        pci.set(0x18, size.to_le_bytes());
+        assert_eq!(pci.get(0x18), size.to_le_bytes());
+    }
+}

@@ -87,7 +87,8 @@ pub struct PciDriver {
     pub pci_cfg: u16,
     /// Offset of the MSI-X capability.
     pub msix: u16,
-    multiplier: u64,
+    /// notify_off_multiplier.
+    pub multiplier: u64,
 }
 
 impl PciDriver {
