@@ -33,6 +33,8 @@ pub enum Command {
     Disk(commands::disk::DiskArguments),
     /// Offer disks to other programs.
     Serve(commands::serve::ServeArguments),
+    /// Control a running VM or daemon.
+    Ctl(commands::ctl::CtlArguments),
     /// Look at logs.
     Log(commands::log::LogArguments),
     /// Measure the store, with no guest, beside a raw file.
@@ -49,9 +51,10 @@ pub fn main(started: Instant) -> ExitCode {
     };
     let result = match cli.command {
         Command::Run(arguments) => commands::run::run(&arguments, started),
+        Command::Ctl(arguments) => commands::ctl::run(&arguments),
         Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
-        Command::Serve(arguments) => commands::serve::run(&arguments),
+        Command::Serve(arguments) => commands::serve::run(&arguments, started),
         Command::Log(arguments) => commands::log::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
     };

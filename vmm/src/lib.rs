@@ -11,6 +11,7 @@
 pub mod arch;
 pub mod cli;
 pub mod commands;
+pub mod control_socket;
 pub mod demo;
 pub mod devices;
 pub mod disk_spec;

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use walvisor_devices::backend::LogCounters;
 use walvisor_devices::block::BlockCounts;
 
+use crate::control_socket::ControlledDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
-use crate::vm::{AttachedDisk, DiskLocation};
 
 /// What there is to tell.
 pub struct RunMetrics<'a> {
@@ -20,7 +20,7 @@ pub struct RunMetrics<'a> {
     /// Exits of each vCPU.
     pub exits: &'a [Arc<ExitCounters>],
     /// The disks.
-    pub disks: &'a [AttachedDisk],
+    pub disks: Vec<DiskMetrics>,
     /// Resident memory when the guest ended.
     pub memory: Option<MemoryUse>,
 }
@@ -90,9 +90,8 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
     }
     exits(&mut text, run.exits);
-    let disks: Vec<_> = run.disks.iter().map(DiskMetrics::attached).collect();
-    block(&mut text, &disks);
-    log(&mut text, &disks);
+    block(&mut text, &run.disks);
+    log(&mut text, &run.disks);
     text.0
 }
 
@@ -120,19 +119,18 @@ pub struct DiskMetrics {
     pub log: Option<LogCounters>,
 }
 
-impl DiskMetrics {
-    fn attached(disk: &AttachedDisk) -> Self {
+impl From<&ControlledDisk> for DiskMetrics {
+    fn from(disk: &ControlledDisk) -> Self {
         Self {
             disk: disk.name.clone(),
-            transport: match disk.location {
-                DiskLocation::Mmio(_) => "mmio",
-                DiskLocation::Pci(_) => "pci",
-            },
+            transport: disk.transport,
             counts: disk.metrics.counts(),
             log: disk.backend.log_counters(),
         }
     }
+}
 
+impl DiskMetrics {
     fn labels(&self) -> String {
         let (disk, transport) = (escape(&self.disk), self.transport);
         format!("{{disk=\"{disk}\",transport=\"{transport}\"}}")
@@ -239,7 +237,7 @@ mod tests {
             started,
             first_run: Some(started + Duration::from_micros(1500)),
             exits: &exits,
-            disks: &[],
+            disks: Vec::new(),
             memory: Some(MemoryUse {
                 resident: 7,
                 guest: 4,

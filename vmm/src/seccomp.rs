@@ -2,7 +2,7 @@
 //! itself has nothing to do.
 //!
 //! ```text
-//!   restrict(mode, duty) ─▶ RUNTIME + STORE + the duty's own ─▶ BPF ─▶ every thread there is, and those they start
+//!   restrict(mode, duty) ─▶ RUNTIME + STORE + CONTROL + the duty's own ─▶ BPF ─▶ every thread there is, and those they start
 //! ```
 //! One filter for all threads, not one for each kind: a thread that serves a client also leads commit groups and opens
 //! ports of the store, which takes rings, files and memory, so filters that differ would differ by `accept4` alone. It is
@@ -118,22 +118,21 @@ const STORE: &[c_long] = &[
     libc::SYS_writev,
 ];
 
+/// What a control socket takes.
+const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, libc::SYS_sendto];
+
 /// What NBD clients take.
 const NBD: &[c_long] = &[
-    libc::SYS_accept4,
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_pwait2,
     libc::SYS_epoll_wait,
-    libc::SYS_recvfrom,
-    libc::SYS_sendto,
     libc::SYS_shutdown,
 ];
 
 /// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
 const VHOST_USER: &[c_long] = &[
-    libc::SYS_accept4,
     libc::SYS_dup,
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -183,7 +182,7 @@ fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler
         Duty::Nbd => NBD,
         Duty::VhostUser => VHOST_USER,
     };
-    let mut rules: BTreeMap<_, _> = [RUNTIME, STORE, own]
+    let mut rules: BTreeMap<_, _> = [RUNTIME, STORE, CONTROL, own]
         .into_iter()
         .flatten()
         .map(|call| (*call, vec![]))

@@ -1,12 +1,15 @@
 //! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
 
+mod activation;
 pub mod bench;
+pub mod ctl;
 pub mod demo;
 pub mod disk;
 pub mod log;
 mod metrics_file;
 pub mod run;
 pub mod serve;
+mod socket;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]

@@ -1,18 +1,22 @@
 //! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
 
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
+use super::socket::{self, SocketFile};
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
+use crate::control_socket::{CONTROL_MODE, Controlled, Server};
 use crate::devices::console::Console;
 use crate::disk_spec::DiskSpec;
 use crate::disks;
-use crate::metrics::{RunMetrics, render};
+use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::size::parse_size;
 use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
@@ -71,6 +75,12 @@ pub struct RunArguments {
     /// Write metrics in Prometheus text when the guest ends, to a file or - for stdout
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// Listen here for 'walvisor ctl'; only this user can connect
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub power_down_seconds: u32,
 }
 
 /// Boots the guest and returns when it has powered off, rebooted or been stopped by a signal.
@@ -92,11 +102,17 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         .as_deref()
         .map(MetricsFile::open)
         .transpose()?;
+    // While there is one thread, and before disks are opened, which may take long after a crash.
+    let control = arguments
+        .control
+        .as_deref()
+        .map(|path| socket::bind(path, CONTROL_MODE))
+        .transpose()?;
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
-    let ran = run_on(arguments, started, &image, disks, console, metrics);
+    let ran = run_on(arguments, started, &image, disks, console, metrics, control);
     // The logs are closed however the run ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
@@ -128,16 +144,18 @@ fn run_on(
     disks: Vec<DiskConfig>,
     console: Console,
     metrics: Option<MetricsFile>,
+    control: Option<(UnixListener, SocketFile)>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
         .memory(arguments.memory)
         .console(console)
-        .measure_memory(metrics.is_some());
+        .measure_memory(metrics.is_some())
+        .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
     for disk in disks {
         builder = builder.disk(disk);
     }
-    let vm = builder.build().map_err(CommandError::failed)?;
+    let mut vm = builder.build().map_err(CommandError::failed)?;
     let entry = linux::load(vm.memory(), image).map_err(CommandError::failed)?;
     let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
     start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
@@ -148,6 +166,10 @@ fn run_on(
              Linux kernel will hardly boot here; 'cargo run -p walvisor-guest-images -- run --help' runs it nested"
         );
     }
+    if let Some((listener, file)) = control {
+        let server = Server::start(listener, Arc::new(Controlled::vm(&vm, started)));
+        vm.accompany((server.map_err(CommandError::failed)?, file));
+    }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let outcome = vm.run().map_err(CommandError::failed)?;
     if let Some(metrics) = metrics {
@@ -155,7 +177,10 @@ fn run_on(
             started,
             first_run: outcome.first_run,
             exits: &exits,
-            disks: &attached,
+            disks: attached
+                .iter()
+                .map(|disk| DiskMetrics::from(&disk.into()))
+                .collect(),
             memory: outcome.memory,
         }))?;
     }

@@ -162,6 +162,11 @@ mod tests {
             backend: Arc::new(RamDisk::new(8)),
             location: DiskLocation::Pci(1),
             metrics: metrics.clone(),
+            device: Arc::new(std::sync::Weak::<
+                std::sync::Mutex<
+                    walvisor_devices::transport::MmioTransport<Arc<vm_memory::GuestMemoryMmap>>,
+                >,
+            >::new()),
         };
         let sources = Sources {
             exits: vec![exits.clone()],

@@ -1,12 +1,12 @@
 //! ACPI fixed hardware (ACPI 6.5, 4.8.3): PM1 events, PM1 control with power off, and the timer.
 //!
 //! ```text
-//!   0  PM1 status (nothing ever happens)    4  PM1 control: SCI_EN, SLP_TYP, SLP_EN
-//!   2  PM1 enable                           8  timer, 3.579545 MHz, 32 bits
+//!   0  PM1 status: the power button    4  PM1 control: SCI_EN, SLP_TYP, SLP_EN
+//!   2  PM1 enable                      8  timer, 3.579545 MHz, 32 bits
 //! ```
 //!
 //! Fixed hardware rather than hardware-reduced ACPI: Linux then keeps its timer and interrupt controllers as on
-//! any PC.
+//! any PC. An event that is both there and enabled holds the SCI, a level, high.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,7 +25,10 @@ pub const SLEEP_TYPE_S5: u8 = 5;
 /// What powers off when written to the PM1 control register.
 pub const POWER_OFF: u16 = (SLEEP_TYPE_S5 as u16) << SLEEP_TYPE_SHIFT | SLEEP_ENABLE;
 
+const PM1_STATUS: u64 = 0;
 const PM1_ENABLE: u64 = 2;
+/// PWRBTN_STS and PWRBTN_EN.
+const POWER_BUTTON: u16 = 1 << 8;
 const SCI_ENABLED: u16 = 1;
 const SLEEP_TYPE_SHIFT: u32 = 10;
 const SLEEP_ENABLE: u16 = 1 << 13;
@@ -34,19 +37,43 @@ const TIMER_HERTZ: u128 = 3_579_545;
 /// The registers.
 pub struct AcpiPm {
     control: Arc<Control>,
+    /// Sets the level of the SCI.
+    sci: Box<dyn Fn(bool) + Send>,
+    level: bool,
     started: Instant,
+    status: u16,
     enabled: u16,
     pm1_control: u16,
 }
 
 impl AcpiPm {
-    /// Registers whose power off ends the run of `control`.
-    pub fn new(control: Arc<Control>) -> Self {
+    /// Registers whose power off ends the run of `control`; `sci` sets the level of their interrupt.
+    pub fn new(control: Arc<Control>, sci: Box<dyn Fn(bool) + Send>) -> Self {
         Self {
             control,
+            sci,
+            level: false,
             started: Instant::now(),
+            status: 0,
             enabled: 0,
             pm1_control: SCI_ENABLED,
+        }
+    }
+
+    /// Presses the power button; `false`: the guest does not listen to it.
+    pub fn press_power_button(&mut self) -> bool {
+        let heard = self.enabled & POWER_BUTTON != 0;
+        if heard {
+            self.status |= POWER_BUTTON;
+            self.interrupt();
+        }
+        heard
+    }
+
+    fn interrupt(&mut self) {
+        let level = self.status & self.enabled != 0;
+        if std::mem::replace(&mut self.level, level) != level {
+            (self.sci)(level);
         }
     }
 
@@ -54,6 +81,7 @@ impl AcpiPm {
     fn bytes(&self) -> [u8; SIZE as usize] {
         let ticks = self.started.elapsed().as_nanos() * TIMER_HERTZ / 1_000_000_000;
         let mut bytes = [0; SIZE as usize];
+        bytes[..2].copy_from_slice(&self.status.to_le_bytes());
         bytes[2..4].copy_from_slice(&self.enabled.to_le_bytes());
         bytes[4..6].copy_from_slice(&self.pm1_control.to_le_bytes());
         bytes[8..12].copy_from_slice(&(ticks as u32).to_le_bytes());
@@ -75,7 +103,15 @@ impl BusDevice for AcpiPm {
             _ => return,
         };
         match offset {
-            PM1_ENABLE => self.enabled = value,
+            // Written ones clear.
+            PM1_STATUS => {
+                self.status &= !value;
+                self.interrupt();
+            }
+            PM1_ENABLE => {
+                self.enabled = value;
+                self.interrupt();
+            }
             CONTROL => {
                 self.pm1_control = value & !SLEEP_ENABLE | SCI_ENABLED;
                 let sleep_type = (value >> SLEEP_TYPE_SHIFT & 7) as u8;
@@ -95,7 +131,7 @@ mod tests {
     #[test]
     fn only_s5_with_sleep_enable_powers_off() {
         let control = Arc::new(Control::new().unwrap());
-        let mut pm = AcpiPm::new(control.clone());
+        let mut pm = AcpiPm::new(control.clone(), Box::new(|_| {}));
         pm.write(CONTROL, &(5u16 << 10).to_le_bytes());
         pm.write(CONTROL, &(1u16 << 10 | SLEEP_ENABLE).to_le_bytes());
         assert!(control.ended().is_none());
@@ -108,8 +144,27 @@ mod tests {
     }
 
     #[test]
+    fn the_power_button_interrupts_a_guest_that_listens_until_it_is_acknowledged() {
+        let levels = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let seen = levels.clone();
+        let sci = Box::new(move |level| seen.lock().unwrap().push(level));
+        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()), sci);
+        assert!(!pm.press_power_button());
+        pm.write(PM1_ENABLE, &POWER_BUTTON.to_le_bytes());
+        assert!(levels.lock().unwrap().is_empty());
+        assert!(pm.press_power_button() && pm.press_power_button());
+        let mut status = [0; 2];
+        pm.read(PM1_STATUS, &mut status);
+        assert_eq!(u16::from_le_bytes(status), POWER_BUTTON);
+        assert_eq!(*levels.lock().unwrap(), [true]);
+        pm.write(PM1_STATUS, &(!POWER_BUTTON).to_le_bytes());
+        pm.write(PM1_STATUS, &POWER_BUTTON.to_le_bytes());
+        assert_eq!(*levels.lock().unwrap(), [true, false]);
+    }
+
+    #[test]
     fn the_timer_counts() {
-        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()));
+        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()), Box::new(|_| {}));
         let mut read = || {
             let mut data = [0; 4];
             pm.read(TIMER, &mut data);

@@ -1,7 +1,8 @@
 //! Builds a [`Vm`]: KVM's side, guest memory, devices and their interrupts, firmware tables.
 
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_userspace_memory_region,
@@ -11,6 +12,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::control::DeviceControl;
 use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
 
 use super::bus::{Bus, BusDevice, SharedDevice};
@@ -54,6 +56,7 @@ pub struct VmBuilder {
     console: Console,
     disks: Vec<DiskConfig>,
     measure_memory: bool,
+    power_down: Duration,
 }
 
 impl Default for VmBuilder {
@@ -64,6 +67,7 @@ impl Default for VmBuilder {
             console: Console::off(),
             disks: Vec::new(),
             measure_memory: false,
+            power_down: Duration::ZERO,
         }
     }
 }
@@ -104,6 +108,13 @@ impl VmBuilder {
         self
     }
 
+    /// How long a guest that listens to its power button may take to power off, when a signal or
+    /// [`Control::ask_for_power_down`] asks for the end. Zero, the default: it is stopped at once.
+    pub fn power_down(mut self, limit: Duration) -> Self {
+        self.power_down = limit;
+        self
+    }
+
     /// Builds the VM. Blocks the signals that ask the process to end, for [`Vm::run`] to take them.
     ///
     /// # Errors
@@ -129,6 +140,15 @@ impl VmBuilder {
             Arc::new(Control::new().map_err(|error| VmError::System("create an event", error))?);
         let router = Arc::new(GsiRouter::new(vm.clone()));
 
+        let sci = {
+            let vm = vm.clone();
+            Box::new(move |level| {
+                if let Err(error) = vm.set_irq_line(layout::SCI.into(), level) {
+                    tracing::warn!("KVM refused an ACPI interrupt: {error}");
+                }
+            })
+        };
+        let power = Arc::new(Mutex::new(AcpiPm::new(control.clone(), sci)));
         let mut attach = Attach {
             pci: Arc::new(PciBus::new(vm.clone())),
             vm,
@@ -180,11 +200,11 @@ impl VmBuilder {
             KEYBOARD_SIZE,
             Keyboard::new(control.clone()),
         );
-        insert(
+        insert_shared(
             &mut ports,
             u64::from(layout::ACPI_PM),
             acpi_pm::SIZE,
-            AcpiPm::new(control.clone()),
+            power.clone(),
         );
         let config_ports = ConfigPorts::new(pci.clone(), control.clone());
         insert(
@@ -204,7 +224,7 @@ impl VmBuilder {
             mmio,
             pci,
             control,
-            first_run: OnceLock::new(),
+            first_run: Arc::new(OnceLock::new()),
         };
         Ok(Vm {
             vcpus,
@@ -214,6 +234,9 @@ impl VmBuilder {
             disks,
             measure_memory: self.measure_memory,
             signals,
+            power,
+            power_down: self.power_down,
+            companions: Vec::new(),
         })
     }
 }
@@ -336,17 +359,20 @@ impl Attach {
         let device =
             VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
         let metrics = device.metrics();
-        let location = match transport {
+        let (location, device): (_, Arc<dyn DeviceControl>) = match transport {
             TransportKind::Mmio => {
                 let slot = self.next_slot()?;
-                self.mmio(device, slot)
+                let device = self
+                    .mmio(device, slot)
                     .map_err(|error| failed(error.to_string()))?;
-                DiskLocation::Mmio(slot)
+                (DiskLocation::Mmio(slot), Arc::new(device))
             }
             TransportKind::Pci => {
                 let vectors = Arc::new(FunctionVectors::new(self.router.clone()));
                 let function = PciTransport::new(device, self.memory.clone(), vectors);
-                DiskLocation::Pci(self.pci.add(Arc::new(Mutex::new(function)))?)
+                let function = Arc::new(Mutex::new(function));
+                let device = Arc::new(Arc::downgrade(&function));
+                (DiskLocation::Pci(self.pci.add(function)?), device)
             }
         };
         self.disks.push(AttachedDisk {
@@ -354,6 +380,7 @@ impl Attach {
             backend,
             location,
             metrics,
+            device,
         });
         Ok(())
     }
@@ -372,35 +399,29 @@ impl Attach {
     }
 
     /// Puts a device behind virtio-mmio registers, with an ioeventfd per queue and an irqfd.
-    fn mmio(&mut self, device: VirtioBlock, slot: MmioSlot) -> io::Result<()> {
+    fn mmio(&mut self, device: VirtioBlock, slot: MmioSlot) -> io::Result<Weak<Mutex<Transport>>> {
         let interrupt = self.router.pin(slot.gsi)?;
         let transport = Transport::new(device, self.memory.clone(), interrupt);
         let notify = IoEventAddress::Mmio(slot.base + Transport::QUEUE_NOTIFY);
         for (queue, doorbell) in (0u32..).zip(transport.doorbells()?) {
             self.vm.register_ioevent(&doorbell, &notify, queue)?;
         }
-        insert(
-            &mut self.mmio,
-            slot.base,
-            Transport::SIZE,
-            MmioDevice(transport),
-        );
-        Ok(())
+        let transport = Arc::new(Mutex::new(transport));
+        let device = Arc::downgrade(&transport);
+        insert_shared(&mut self.mmio, slot.base, Transport::SIZE, transport);
+        Ok(device)
     }
 }
 
 type Transport = MmioTransport<Arc<GuestMemoryMmap>>;
 
-/// A virtio-mmio transport on the bus.
-struct MmioDevice(Transport);
-
-impl BusDevice for MmioDevice {
+impl BusDevice for Transport {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
-        self.0.read(offset, data);
+        self.read(offset, data);
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) {
-        self.0.write(offset, data);
+        self.write(offset, data);
     }
 }
 

@@ -1,11 +1,14 @@
-//! The flush of a disk that no longer has a device.
+//! The flush of a disk beside its device, or when that has gone.
 
 use walvisor_devices::backend::{Backend, Operation};
 
 use super::readiness;
 
 /// Makes everything written to `backend` durable.
-pub(super) fn flush(backend: &dyn Backend) -> Result<(), String> {
+///
+/// # Errors
+/// Why that failed, in one line.
+pub fn flush(backend: &dyn Backend) -> Result<(), String> {
     if !backend.capabilities().flush {
         return Ok(());
     }

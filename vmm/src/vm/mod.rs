@@ -21,9 +21,9 @@ mod vcpu;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VcpuFd;
 use vm_memory::GuestMemoryMmap;
@@ -31,11 +31,14 @@ use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::signal::Killable;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::BlockMetrics;
+use walvisor_devices::control::DeviceControl;
 
 pub use builder::{DiskConfig, VmBuilder};
+pub use disk_flush::flush;
 pub use signals::{TerminationSignals, block_termination_signals};
 
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
+use crate::devices::acpi_pm::AcpiPm;
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
 use crate::pci::PciError;
@@ -102,6 +105,18 @@ pub struct AttachedDisk {
     pub location: DiskLocation,
     /// The device's counters.
     pub metrics: Arc<BlockMetrics>,
+    /// The device while the VM is there.
+    pub device: Arc<dyn DeviceControl>,
+}
+
+impl AttachedDisk {
+    /// How the guest reaches it, as metrics say it.
+    pub fn transport(&self) -> &'static str {
+        match self.location {
+            DiskLocation::Mmio(_) => "mmio",
+            DiskLocation::Pci(_) => "pci",
+        }
+    }
 }
 
 /// The serial line, its input event, and whether stdin feeds it.
@@ -120,6 +135,10 @@ pub struct Vm {
     disks: Vec<AttachedDisk>,
     measure_memory: bool,
     signals: TerminationSignals,
+    power: Arc<Mutex<AcpiPm>>,
+    power_down: Duration,
+    /// Goes when the guest has ended, before its devices.
+    companions: Vec<Box<dyn Send>>,
 }
 
 /// A virtual machine that has run: its devices are drained and gone, its disks flushed.
@@ -138,6 +157,16 @@ impl Vm {
     /// The end of the run, for whoever may cause it from outside of the guest.
     pub fn control(&self) -> Arc<Control> {
         self.machine.control.clone()
+    }
+
+    /// The moment just before the first KVM_RUN, once it has come.
+    pub fn first_run(&self) -> Arc<OnceLock<Instant>> {
+        self.machine.first_run.clone()
+    }
+
+    /// Drops `companion` when the guest has ended, before its devices are drained.
+    pub fn accompany(&mut self, companion: impl Send + 'static) {
+        self.companions.push(Box::new(companion));
     }
 
     /// Guest memory. Untouched pages take no space.
@@ -189,6 +218,7 @@ impl Vm {
         control.end(Ended::Quit);
         stop(threads);
         drop(input);
+        self.companions.clear();
 
         let first_run = self.machine.first_run.get().copied();
         let memory = if self.measure_memory {
@@ -207,7 +237,7 @@ impl Vm {
         drop((machine, serial, vcpus));
         let mut flush_failures = Vec::new();
         for disk in &disks {
-            if let Err(error) = disk_flush::flush(&*disk.backend) {
+            if let Err(error) = flush(&*disk.backend) {
                 flush_failures.push((disk.name.clone(), error));
             }
         }
@@ -248,15 +278,47 @@ impl Vm {
         (threads, None)
     }
 
-    /// Waits until the run ends or a signal comes.
+    /// Waits until the run ends. A signal, or who asks for it, presses the power button; if the guest does not listen to
+    /// that, is asked twice, or takes too long, it is stopped.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
+        // Since when, and why, the guest is to power off.
+        let mut pending: Option<(Instant, Ended)> = None;
         while control.ended().is_none() {
-            let [_, signalled] =
-                readiness::wait([readiness::descriptor(control.event()), self.signals.as_fd()])?;
-            if signalled {
-                let signal = self.signals.take()?;
-                control.end(Ended::Signal(signal));
+            let sources = [
+                readiness::descriptor(control.event()),
+                self.signals.as_fd(),
+                readiness::descriptor(control.power_down()),
+            ];
+            let end = pending.as_ref().map(|(end, _)| *end);
+            let reason = match readiness::wait_until(sources, end)? {
+                [true, ..] => continue,
+                [_, true, _] => Ended::Signal(self.signals.take()?),
+                [.., true] => {
+                    // It is readable, and nobody else reads it.
+                    let _ = control.power_down().read();
+                    Ended::Quit
+                }
+                [false, false, false] => {
+                    if let Some((_, reason)) = pending.take() {
+                        let seconds = self.power_down.as_secs();
+                        tracing::warn!(
+                            "the guest has not powered off in {seconds} s: it is stopped"
+                        );
+                        control.end(reason);
+                    }
+                    continue;
+                }
+            };
+            let again = pending.is_some() || self.power_down.is_zero() || control.paused();
+            let heard = !again && {
+                let power = self.power.lock();
+                // A vCPU that panicked in it has ended the run.
+                power.is_ok_and(|mut power| power.press_power_button())
+            };
+            match heard {
+                true => pending = Some((Instant::now() + self.power_down, reason)),
+                false => control.end(reason),
             }
         }
         Ok(())

@@ -2,8 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -18,9 +19,22 @@ pub fn descriptor(event: &EventFd) -> BorrowedFd<'_> {
 /// # Errors
 /// If the system refuses to wait.
 pub fn wait<const N: usize>(fds: [BorrowedFd<'_>; N]) -> io::Result<[bool; N]> {
+    wait_until(fds, None)
+}
+
+/// As [`wait`], but no longer than until `end`: none is readable then.
+///
+/// # Errors
+/// If the system refuses to wait.
+pub fn wait_until<const N: usize>(
+    fds: [BorrowedFd<'_>; N],
+    end: Option<Instant>,
+) -> io::Result<[bool; N]> {
     let mut polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     loop {
-        match poll(&mut polled, None) {
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
+        match poll(&mut polled, left.as_ref()) {
             Ok(_) => return Ok(polled.each_ref().map(|fd| !fd.revents().is_empty())),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),

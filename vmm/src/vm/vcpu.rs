@@ -41,7 +41,7 @@ pub struct Machine {
     /// How the run ends.
     pub control: Arc<Control>,
     /// The moment just before the first KVM_RUN of vCPU 0.
-    pub first_run: OnceLock<Instant>,
+    pub first_run: Arc<OnceLock<Instant>>,
 }
 
 /// The signal that interrupts KVM_RUN.
@@ -107,6 +107,8 @@ impl VcpuThread {
         let run: *mut kvm_run = self.fd.get_kvm_run();
         RUNNING.set(run);
         let _running = RunningGuard;
+        let control = self.machine.control.clone();
+        let _entered = control.enter();
         let panicking = PanicGuard {
             id: self.id,
             control: self.machine.control.clone(),
@@ -114,7 +116,13 @@ impl VcpuThread {
         if self.id == 0 {
             self.machine.first_run.get_or_init(Instant::now);
         }
-        while !self.machine.control.stopping() {
+        while !control.stopping() {
+            if control.paused() {
+                control.park();
+                // Tells a guest with KVM's clock that it was stopped, not stuck; others have nothing to be told.
+                let _ = self.fd.kvmclock_ctrl();
+                continue;
+            }
             match self.step(run) {
                 Next::Continue => {}
                 Next::TripleFault => {

@@ -2,7 +2,9 @@
 
 mod bad_input;
 mod boot;
+mod control;
 mod kernel;
+mod power;
 mod terminal;
 
 use std::ffi::OsStr;

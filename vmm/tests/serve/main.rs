@@ -2,6 +2,7 @@
 
 mod activation;
 mod clients;
+mod control;
 mod crash;
 mod documents;
 mod hostile;

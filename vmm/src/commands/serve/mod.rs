@@ -1,17 +1,25 @@
 //! `walvisor serve`: disks for programs other than this monitor's guests.
 
-mod activation;
 mod nbd;
-mod socket;
 mod vhost_user;
 
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
 
 use clap::{Args, Subcommand};
 
 use super::CommandError;
+use super::socket::{self, SocketFile};
+use crate::control_socket::{
+    CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
+};
 use crate::disk_spec::DiskSpec;
 use crate::seccomp::Seccomp;
+use crate::vm::{TerminationSignals, readiness};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// The arguments of `walvisor serve`.
 #[derive(Args, Debug)]
@@ -42,6 +50,9 @@ pub struct DaemonArguments {
     /// Write metrics in Prometheus text at the end, to a file or - for stdout
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// Listen here for 'walvisor ctl'; only this user can connect
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
     /// What a system call that the daemon has no use for leads to
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
@@ -58,9 +69,56 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 ///
 /// # Errors
 /// If the disks cannot be served, or not be closed.
-pub fn run(arguments: &ServeArguments) -> Result<(), CommandError> {
+pub fn run(arguments: &ServeArguments, started: Instant) -> Result<(), CommandError> {
     match &arguments.door {
-        Door::Nbd(arguments) => nbd::run(arguments),
-        Door::VhostUser(arguments) => vhost_user::run(arguments),
+        Door::Nbd(arguments) => nbd::run(arguments, started),
+        Door::VhostUser(arguments) => vhost_user::run(arguments, started),
+    }
+}
+
+/// What ends a daemon: signals, and its control socket.
+struct Ending {
+    signals: TerminationSignals,
+    /// Where to listen for `walvisor ctl`.
+    socket: Option<(UnixListener, SocketFile)>,
+    kind: Kind,
+    started: Instant,
+}
+
+impl Ending {
+    /// Blocks the signals, and makes the control socket. To be called while there is one thread: a signal is for the one
+    /// that waits for it.
+    fn prepare(
+        arguments: &DaemonArguments,
+        kind: Kind,
+        started: Instant,
+    ) -> Result<Self, CommandError> {
+        let path = arguments.control.as_deref();
+        Ok(Self {
+            signals: TerminationSignals::block().map_err(CommandError::failed)?,
+            socket: path
+                .map(|path| socket::bind(path, CONTROL_MODE))
+                .transpose()?,
+            kind,
+            started,
+        })
+    }
+
+    /// Lets `disks` be controlled, and waits until a signal or a client asks for the end.
+    fn wait(mut self, disks: Vec<ControlledDisk>) -> Result<(), CommandError> {
+        let asked = EventFd::new(EFD_NONBLOCK).map_err(CommandError::failed)?;
+        let asks = asked.try_clone().map_err(CommandError::failed)?;
+        // A full counter is readable all the same.
+        let power = Power::Daemon(Box::new(move || drop(asks.write(1))));
+        let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
+        let _server = match self.socket.take() {
+            Some((listener, file)) => {
+                let server = ControlServer::start(listener, controlled);
+                Some((server.map_err(CommandError::failed)?, file))
+            }
+            None => None,
+        };
+        let ended = readiness::wait([self.signals.as_fd(), readiness::descriptor(&asked)]);
+        ended.map(drop).map_err(CommandError::failed)
     }
 }

@@ -4,20 +4,23 @@ use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
 use super::DaemonArguments;
-use super::socket::{SocketFile, Sockets};
+use super::Ending;
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
+use crate::commands::socket::{SocketFile, Sockets};
+use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
 use crate::disks;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::seccomp::{self, Duty};
-use crate::vm::{DiskConfig, TerminationSignals};
+use crate::vm::DiskConfig;
 
 /// The arguments of `walvisor serve nbd`.
 #[derive(Args, Debug)]
@@ -98,7 +101,7 @@ enum Uri {
 }
 
 /// Serves until a signal asks to stop.
-pub(super) fn run(arguments: &NbdArguments) -> Result<(), CommandError> {
+pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), CommandError> {
     let mut sockets = Sockets::take(arguments.daemon.mode)?;
     let tls = arguments.tls()?;
     let arguments = &arguments.daemon;
@@ -110,8 +113,7 @@ pub(super) fn run(arguments: &NbdArguments) -> Result<(), CommandError> {
         .as_deref()
         .map(MetricsFile::open)
         .transpose()?;
-    // Before the first thread is there: a signal is for the one that waits for it.
-    let mut signals = TerminationSignals::block().map_err(CommandError::failed)?;
+    let ending = Ending::prepare(arguments, Kind::Nbd, started)?;
     // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
     let bound = groups
         .iter()
@@ -121,7 +123,7 @@ pub(super) fn run(arguments: &NbdArguments) -> Result<(), CommandError> {
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)
-        .and_then(|()| serve(specs, &open, &groups, bound, &tls, &mut signals));
+        .and_then(|()| serve(specs, &open, &groups, bound, &tls, ending));
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
@@ -139,10 +141,10 @@ fn serve(
     groups: &[Group],
     bound: Vec<Bound>,
     tls: &Tls,
-    signals: &mut TerminationSignals,
+    ending: Ending,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
-    let mut counters = Vec::new();
+    let mut controlled = Vec::new();
     for (group, bound) in groups.iter().zip(bound) {
         let mut exports = Vec::new();
         for &member in &group.members {
@@ -152,7 +154,16 @@ fn serve(
             let bytes = disk.backend.sectors() * SECTOR_SIZE;
             let uri = bound.uri.of(&name, tls);
             lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
-            counters.push((member, export.metrics()));
+            controlled.push((
+                member,
+                ControlledDisk {
+                    name: disk.name.clone(),
+                    transport: Kind::Nbd.name(),
+                    backend: Arc::clone(&disk.backend),
+                    metrics: export.metrics(),
+                    device: export.control(),
+                },
+            ));
             exports.push(export);
         }
         let listener = bound.listener;
@@ -169,18 +180,12 @@ fn serve(
     let _ = stdout
         .write_all(lines.as_bytes())
         .and_then(|()| stdout.flush());
-    let signal = signals.take().map_err(CommandError::failed);
+    controlled.sort_by_key(|(member, _)| *member);
+    let controlled: Vec<_> = controlled.into_iter().map(|(_, disk)| disk).collect();
+    let ended = ending.wait(controlled.clone());
     server.stop();
     drop(files);
-    signal?;
-    counters.sort_by_key(|(member, _)| *member);
-    let metrics = counters.into_iter().map(|(member, metrics)| DiskMetrics {
-        disk: disks[member].name.clone(),
-        transport: "nbd",
-        counts: metrics.counts(),
-        log: disks[member].backend.log_counters(),
-    });
-    Ok(metrics.collect())
+    ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
 /// The disks by the place where they are served, in the order in which places are first named.

@@ -5,27 +5,29 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
+use std::time::Instant;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::vhost_user::{Server, Service};
 
-use super::DaemonArguments;
-use super::socket::{SocketFile, Sockets};
+use super::{DaemonArguments, Ending};
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
+use crate::commands::socket::{SocketFile, Sockets};
+use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DiskSpec, MAX_QUEUES, TransportKind};
 use crate::disks;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::seccomp::{self, Duty};
-use crate::vm::{DiskConfig, TerminationSignals};
+use crate::vm::DiskConfig;
 
 /// A socket that listens, and its name in the file system.
 type Bound = (std::os::unix::net::UnixListener, Option<SocketFile>);
 
 /// Serves until a signal asks to stop.
-pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
+pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), CommandError> {
     let specs = &arguments.disks;
     let mut sockets = Sockets::take(arguments.mode)?;
     let places = places(specs).map_err(CommandError::Usage)?;
@@ -35,8 +37,7 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
         .as_deref()
         .map(MetricsFile::open)
         .transpose()?;
-    // Before the first thread is there: a signal is for the one that waits for it.
-    let mut signals = TerminationSignals::block().map_err(CommandError::failed)?;
+    let ending = Ending::prepare(arguments, Kind::VhostUser, started)?;
     raise_descriptor_limit();
     // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
     let bound = places
@@ -47,7 +48,7 @@ pub(super) fn run(arguments: &DaemonArguments) -> Result<(), CommandError> {
     let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
         .map_err(CommandError::failed)
-        .and_then(|()| serve(&open, &places, bound, &mut signals));
+        .and_then(|()| serve(&open, &places, bound, ending));
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
@@ -84,10 +85,10 @@ fn serve(
     disks: &[DiskConfig],
     places: &[PathBuf],
     bound: Vec<Bound>,
-    signals: &mut TerminationSignals,
+    ending: Ending,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
-    let mut counters = Vec::new();
+    let mut controlled = Vec::new();
     for ((disk, place), (listener, file)) in disks.iter().zip(places).zip(bound) {
         let device = VirtioBlock::new(Arc::clone(&disk.backend), disk.device.clone())
             .map_err(CommandError::failed)?;
@@ -98,8 +99,15 @@ fn serve(
             disk.name,
             socket.display()
         ));
-        counters.push((disk, device.metrics()));
+        let metrics = device.metrics();
         let service = Service::new(listener, device, &disk.name).map_err(CommandError::failed)?;
+        controlled.push(ControlledDisk {
+            name: disk.name.clone(),
+            transport: Kind::VhostUser.name(),
+            backend: Arc::clone(&disk.backend),
+            metrics,
+            device: service.control(),
+        });
         services.push(service);
         files.extend(file);
     }
@@ -109,17 +117,10 @@ fn serve(
     let _ = stdout
         .write_all(lines.as_bytes())
         .and_then(|()| stdout.flush());
-    let signal = signals.take().map_err(CommandError::failed);
+    let ended = ending.wait(controlled.clone());
     server.stop();
     drop(files);
-    signal?;
-    let metrics = counters.into_iter().map(|(disk, metrics)| DiskMetrics {
-        disk: disk.name.clone(),
-        transport: "vhost-user",
-        counts: metrics.counts(),
-        log: disk.backend.log_counters(),
-    });
-    Ok(metrics.collect())
+    ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
 /// The socket of each disk: they differ.

@@ -78,6 +78,15 @@ impl FrontEnd {
         payload
     }
 
+    /// Sectors of the disk, as its configuration space says.
+    pub fn capacity(&mut self) -> u64 {
+        let mut piece = vec![0; 20];
+        piece[4] = 8;
+        self.message(GET_CONFIG, &piece, &[]);
+        let reply = self.reply(GET_CONFIG);
+        u64::from_le_bytes(reply[12..].try_into().unwrap())
+    }
+
     /// Whether the daemon has closed the connection, after whatever it has still said.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();

@@ -5,6 +5,8 @@ mod front_end;
 mod hostile;
 mod requests;
 
+pub use front_end::FrontEnd;
+
 use std::path::Path;
 
 use super::Daemon;

@@ -144,7 +144,7 @@ fn fadt(facs: u64, dsdt: u64) -> impl Aml {
         .dsdt_32(dsdt as u32)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
         .flag(Flags::Wbinvd)
-        .flag(Flags::PwrButton)
+        // No flag for the power button: it is fixed hardware too.
         .flag(Flags::SlpButton)
         .flag(Flags::TmrValExt)
         .flag(Flags::ResetRegSup);

@@ -1,0 +1,200 @@
+//! `walvisor ctl`: tells a running `walvisor run` or `walvisor serve` what to do, or asks it how things stand.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use serde_json::Value;
+
+use super::CommandError;
+use crate::control_socket::{CacheChoice, Command, Format, Limits, ask};
+use crate::size::parse_size;
+
+/// The arguments of `walvisor ctl`.
+#[derive(Args, Debug)]
+pub struct CtlArguments {
+    /// What --control of the other process names
+    pub socket: PathBuf,
+    /// What is wanted.
+    #[command(subcommand)]
+    pub request: CtlRequest,
+}
+
+/// The requests.
+#[derive(Debug, Subcommand)]
+pub enum CtlRequest {
+    /// What has been done so far, and how things stand
+    Stats {
+        /// As JSON
+        #[arg(long, conflicts_with = "prometheus")]
+        json: bool,
+        /// As Prometheus text
+        #[arg(long)]
+        prometheus: bool,
+    },
+    /// Stop the vCPUs, and let the disks finish what they have taken
+    Pause,
+    /// Go on after a pause
+    Resume,
+    /// Make a disk longer while it is in use
+    Resize {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+        /// Its new size, with K, M, G or T
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        size: u64,
+    },
+    /// Change the cache mode of a disk in use
+    SetCache {
+        /// The mode
+        #[arg(value_enum)]
+        mode: CacheChoice,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// Limit the use of a disk, or take limits away; what is not named stays
+    SetLimit {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+        /// The limits
+        #[command(flatten)]
+        limits: Limits,
+    },
+    /// Copy logs to the base images, while requests go on
+    Checkpoint {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// End in order: press the guest's power button, or stop serving; disks are flushed and closed
+    Shutdown {
+        /// Do not ask the guest
+        #[arg(long)]
+        now: bool,
+    },
+}
+
+/// Which disk.
+#[derive(Args, Debug)]
+pub struct DiskName {
+    /// The disk, by the name that stats shows: its serial=, else its path=; may be left out where there is one
+    #[arg(long = "disk", value_name = "NAME")]
+    name: Option<String>,
+}
+
+/// Sends the request, and prints its answer.
+///
+/// # Errors
+/// If nobody answers, or the answer is that it failed.
+pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
+    let named = |disk: &DiskName| disk.name.clone();
+    let command = match &arguments.request {
+        CtlRequest::Stats {
+            prometheus: true, ..
+        } => Command::Stats(Format::Prometheus),
+        CtlRequest::Stats { .. } => Command::Stats(Format::Json),
+        CtlRequest::Pause => Command::Pause,
+        CtlRequest::Resume => Command::Resume,
+        CtlRequest::Resize { disk, size } => Command::Resize {
+            disk: named(disk),
+            size_bytes: *size,
+        },
+        CtlRequest::SetCache { disk, mode } => Command::SetCache {
+            disk: named(disk),
+            cache: *mode,
+        },
+        CtlRequest::SetLimit { disk, limits } => Command::SetLimit {
+            disk: named(disk),
+            limits: *limits,
+        },
+        CtlRequest::Checkpoint { disk } => Command::Checkpoint { disk: named(disk) },
+        CtlRequest::Shutdown { now } => Command::Shutdown { now: *now },
+    };
+    let answer = ask(&arguments.socket, &command).map_err(CommandError::Failed)?;
+    let text = match &arguments.request {
+        CtlRequest::Stats {
+            prometheus: true, ..
+        } => answer["text"].as_str().unwrap_or_default().to_owned(),
+        CtlRequest::Stats { json: false, .. } => table(&answer),
+        _ => format!("{answer}\n"),
+    };
+    // A reader that has gone has what it wanted.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(())
+}
+
+/// Statistics for people.
+fn table(stats: &Value) -> String {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
+    let mut lines = format!(
+        "{} {}: {}, up {seconds} s\n",
+        text(&stats["kind"]),
+        stats["pid"],
+        text(&stats["state"])
+    );
+    if let Some(exits) = stats["exits"].as_object() {
+        let sum = |counts: &Value| -> u64 {
+            let counts = counts.as_array().into_iter().flatten();
+            counts.filter_map(Value::as_u64).sum()
+        };
+        let parts: Vec<_> = exits
+            .iter()
+            .map(|(reason, counts)| format!("{reason} {}", sum(counts)))
+            .collect();
+        lines += &format!(
+            "  exits of {} vCPUs: {}\n",
+            stats["vcpus"],
+            parts.join(", ")
+        );
+    }
+    for disk in stats["disks"].as_array().into_iter().flatten() {
+        lines += &format!(
+            "disk {}: {} bytes, {}, {}{}\n",
+            text(&disk["name"]),
+            disk["size_bytes"],
+            text(&disk["transport"]),
+            text(&disk["cache"]),
+            match disk["read_only"].as_bool() {
+                Some(true) => ", read-only",
+                _ => "",
+            }
+        );
+        let list = |of: &Value, keys: &[&str]| {
+            let parts: Vec<_> = keys
+                .iter()
+                .map(|key| format!("{key} {}", of[key]))
+                .collect();
+            parts.join(", ")
+        };
+        let requests = [
+            "requests",
+            "reads",
+            "writes",
+            "flushes",
+            "discards",
+            "write_zeroes",
+            "errors",
+        ];
+        let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
+        lines += &format!("  {}\n  {}\n", list(disk, &requests), list(disk, &traffic));
+        if disk["log"].is_object() {
+            let counters = [
+                "flushes",
+                "groups",
+                "syncs",
+                "log_bytes",
+                "checkpoints",
+                "base_bytes",
+            ];
+            lines += &format!("  log: {}\n", list(&disk["log"], &counters));
+        }
+    }
+    lines
+}

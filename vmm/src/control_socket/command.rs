@@ -1,0 +1,459 @@
+//! What a line asks for.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+/// Why a request was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct ControlError {
+    class: &'static str,
+    text: String,
+}
+
+impl ControlError {
+    /// The request is wrong, or carrying it out failed.
+    pub fn new(text: impl std::fmt::Display) -> Self {
+        Self::of("GenericError", text)
+    }
+
+    /// There is no such command.
+    fn unknown_command(text: impl std::fmt::Display) -> Self {
+        Self::of("CommandNotFound", text)
+    }
+
+    /// There is no such disk.
+    pub fn no_such_disk(text: impl std::fmt::Display) -> Self {
+        Self::of("DeviceNotFound", text)
+    }
+
+    fn of(class: &'static str, text: impl std::fmt::Display) -> Self {
+        let text = text.to_string().replace('\n', " ");
+        Self { class, text }
+    }
+
+    fn to_json(&self) -> Value {
+        json!({ "class": self.class, "desc": self.text })
+    }
+}
+
+/// How statistics are wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// As JSON.
+    #[default]
+    Json,
+    /// As Prometheus text, in `text`.
+    Prometheus,
+}
+
+/// The cache modes that a live disk changes between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum CacheChoice {
+    /// A completed write may be in memory until a FLUSH
+    Writeback,
+    /// A write completes when it is durable
+    Writethrough,
+}
+
+/// How much of a disk may be used; what is not said stays as it is, and 0 takes a limit away.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields)]
+pub struct Limits {
+    /// Operations a second; 0: any number
+    #[arg(long, value_name = "N")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ops_per_second: Option<u64>,
+    /// Operations that may come at once after a rest [default: as many as a second's]
+    #[arg(long, value_name = "N")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ops_burst: Option<u64>,
+    /// Bytes read and written a second, with K, M or G; 0: any number
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_second: Option<u64>,
+    /// Bytes that may come at once after a rest, with K, M or G [default: as many as a second's]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_burst: Option<u64>,
+}
+
+/// A size that may be zero.
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match text {
+        "0" => Ok(0),
+        text => crate::size::parse_size(text).map_err(|error| error.to_string()),
+    }
+}
+
+/// A request. A disk need not be named where there is only one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// What has been done so far, and how things stand.
+    Stats(Format),
+    /// Stop the vCPUs, and let the disks finish what they have taken.
+    Pause,
+    /// Go on after a pause.
+    Resume,
+    /// Make a disk longer.
+    Resize {
+        /// Its name.
+        disk: Option<String>,
+        /// Bytes that it is to have.
+        size_bytes: u64,
+    },
+    /// Change the cache mode of a disk.
+    SetCache {
+        /// Its name.
+        disk: Option<String>,
+        /// The mode.
+        cache: CacheChoice,
+    },
+    /// Limit the use of a disk.
+    SetLimit {
+        /// Its name.
+        disk: Option<String>,
+        /// The limits.
+        limits: Limits,
+    },
+    /// Copy the log to the base images: of one disk's log, or of all.
+    Checkpoint {
+        /// The disk's name.
+        disk: Option<String>,
+    },
+    /// End.
+    Shutdown {
+        /// Without asking the guest.
+        now: bool,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Envelope {
+    execute: String,
+    #[serde(default)]
+    arguments: Map<String, Value>,
+    #[serde(default)]
+    id: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Nothing {}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StatsArguments {
+    #[serde(default)]
+    format: Format,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OneDisk {
+    disk: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResizeArguments {
+    disk: Option<String>,
+    size_bytes: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CacheArguments {
+    disk: Option<String>,
+    cache: CacheChoice,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ShutdownArguments {
+    #[serde(default)]
+    now: bool,
+}
+
+impl Command {
+    /// The request as a line, without its end.
+    pub fn to_line(&self) -> String {
+        let (name, arguments) = match self {
+            Self::Stats(format) => ("stats", json!({ "format": format })),
+            Self::Pause => ("pause", json!({})),
+            Self::Resume => ("resume", json!({})),
+            Self::Resize { disk, size_bytes } => {
+                ("resize", json!({ "disk": disk, "size_bytes": size_bytes }))
+            }
+            Self::SetCache { disk, cache } => {
+                ("set-cache", json!({ "disk": disk, "cache": cache }))
+            }
+            Self::SetLimit { disk, limits } => {
+                let mut arguments = json!(limits);
+                arguments["disk"] = json!(disk);
+                ("set-limit", arguments)
+            }
+            Self::Checkpoint { disk } => ("checkpoint", json!({ "disk": disk })),
+            Self::Shutdown { now } => ("shutdown", json!({ "now": now })),
+        };
+        json!({ "execute": name, "arguments": arguments }).to_string()
+    }
+
+    fn from_parts(name: &str, mut arguments: Map<String, Value>) -> Result<Self, ControlError> {
+        fn read<T: DeserializeOwned>(
+            name: &str,
+            arguments: Map<String, Value>,
+        ) -> Result<T, ControlError> {
+            serde_json::from_value(Value::Object(arguments))
+                .map_err(|error| ControlError::new(format_args!("arguments of {name}: {error}")))
+        }
+        Ok(match name {
+            "stats" => Self::Stats(read::<StatsArguments>(name, arguments)?.format),
+            "pause" => read(name, arguments).map(|Nothing {}| Self::Pause)?,
+            "resume" => read(name, arguments).map(|Nothing {}| Self::Resume)?,
+            "resize" => {
+                let ResizeArguments { disk, size_bytes } = read(name, arguments)?;
+                Self::Resize { disk, size_bytes }
+            }
+            "set-cache" => {
+                let CacheArguments { disk, cache } = read(name, arguments)?;
+                Self::SetCache { disk, cache }
+            }
+            "set-limit" => {
+                let disk = arguments.remove("disk").unwrap_or_default();
+                let disk = serde_json::from_value(disk).map_err(|error| {
+                    ControlError::new(format_args!("arguments of {name}: disk: {error}"))
+                })?;
+                let limits = read(name, arguments)?;
+                Self::SetLimit { disk, limits }
+            }
+            "checkpoint" => {
+                let OneDisk { disk } = read(name, arguments)?;
+                Self::Checkpoint { disk }
+            }
+            "shutdown" => {
+                let ShutdownArguments { now } = read(name, arguments)?;
+                Self::Shutdown { now }
+            }
+            _ => {
+                let name: String = name.chars().take(80).collect();
+                return Err(ControlError::unknown_command(format_args!(
+                    "no command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, shutdown"
+                )));
+            }
+        })
+    }
+}
+
+/// A line that has come.
+pub(super) struct Request {
+    /// What its answer is to carry.
+    id: Option<Value>,
+    /// What it asks for.
+    pub(super) command: Result<Command, ControlError>,
+}
+
+impl Request {
+    /// Reads a line.
+    pub(super) fn parse(line: &[u8]) -> Self {
+        match serde_json::from_slice::<Envelope>(line) {
+            Ok(Envelope {
+                execute,
+                arguments,
+                id,
+            }) => Self {
+                id,
+                command: Command::from_parts(&execute, arguments),
+            },
+            Err(error) => Self::refused(ControlError::new(format_args!(
+                "not a request: {error}; send a line such as {{\"execute\": \"stats\"}}"
+            ))),
+        }
+    }
+
+    /// A line that cannot even be read.
+    pub(super) fn refused(error: ControlError) -> Self {
+        Self {
+            id: None,
+            command: Err(error),
+        }
+    }
+
+    /// The line that answers it, with its end.
+    pub(super) fn answer(&self, outcome: Result<Value, ControlError>) -> Vec<u8> {
+        let mut answer = match outcome {
+            Ok(value) => json!({ "return": value }),
+            Err(error) => json!({ "error": error.to_json() }),
+        };
+        if let Some(id) = &self.id {
+            answer["id"] = id.clone();
+        }
+        let mut line = answer.to_string().into_bytes();
+        line.push(b'\n');
+        line
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Command, ControlError> {
+        Request::parse(line.as_bytes()).command
+    }
+
+    fn every_command() -> Vec<Command> {
+        let disk = || Some("a \"b\"\n.img".to_owned());
+        vec![
+            Command::Stats(Format::Json),
+            Command::Stats(Format::Prometheus),
+            Command::Pause,
+            Command::Resume,
+            Command::Resize {
+                disk: disk(),
+                size_bytes: u64::MAX,
+            },
+            Command::SetCache {
+                disk: None,
+                cache: CacheChoice::Writethrough,
+            },
+            Command::SetLimit {
+                disk: disk(),
+                limits: Limits {
+                    ops_per_second: Some(1),
+                    bytes_burst: Some(0),
+                    ..Limits::default()
+                },
+            },
+            Command::Checkpoint { disk: disk() },
+            Command::Shutdown { now: true },
+        ]
+    }
+
+    #[test]
+    fn a_request_is_read_as_it_was_written() {
+        for command in every_command() {
+            let line = command.to_line();
+            assert!(!line.contains('\n'), "{line}");
+            assert_eq!(parse(&line), Ok(command), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (line, part) in [
+            ("", "not a request"),
+            ("stats", "not a request"),
+            ("{\"execute\": \"stats\"} x", "trailing"),
+            ("[1]", "not a request"),
+            ("{\"execute\": \"st\\ud800\"}", "not a request"),
+            ("{\"execute\": 7}", "not a request"),
+            ("{\"execute\": \"stats\", \"extra\": 1}", "extra"),
+            (
+                "{\"execute\": \"stats\", \"arguments\": 1}",
+                "not a request",
+            ),
+            ("{\"execute\": \"reboot\"}", "no command 'reboot'"),
+            (
+                "{\"execute\": \"pause\", \"arguments\": {\"x\": 1}}",
+                "unknown field `x`",
+            ),
+            ("{\"execute\": \"resize\"}", "size_bytes"),
+            (
+                "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": -1}}",
+                "-1",
+            ),
+            (
+                "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": 1e300}}",
+                "floating point",
+            ),
+            (
+                "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": 18446744073709551616}}",
+                "u64",
+            ),
+            (
+                "{\"execute\": \"set-cache\", \"arguments\": {\"cache\": \"unsafe\"}}",
+                "unsafe",
+            ),
+            (
+                "{\"execute\": \"set-limit\", \"arguments\": {\"disk\": 1}}",
+                "disk",
+            ),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(
+                error.contains(part) && !error.contains('\n'),
+                "{line}: {error}"
+            );
+        }
+        // Deeper than any stack.
+        let deep = "[".repeat(60_000);
+        assert!(parse(&deep).is_err());
+        assert!(parse(&format!("{{\"execute\":\"stats\",\"id\":{deep}")).is_err());
+    }
+
+    #[test]
+    fn an_answer_carries_the_id_of_its_request() {
+        let request = Request::parse(b"{\"execute\": \"pause\", \"id\": [1, null]}");
+        let answer = request.answer(Ok(json!({})));
+        assert_eq!(answer, b"{\"id\":[1,null],\"return\":{}}\n");
+        let answer = request.answer(Err(ControlError::new("no\nway")));
+        let text = String::from_utf8(answer).unwrap();
+        assert_eq!(
+            text,
+            "{\"error\":{\"class\":\"GenericError\",\"desc\":\"no way\"},\"id\":[1,null]}\n"
+        );
+    }
+
+    /// Requests with bytes changed, cut out, doubled: whatever comes of it is a command or an error of one line, and
+    /// what is a command reads the same when it is written again.
+    #[test]
+    fn mutated_requests_are_commands_or_errors() {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut random = move |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state % below as u64) as usize
+        };
+        let seeds: Vec<String> = every_command().iter().map(Command::to_line).collect();
+        let (mut accepted, mut refused) = (0, 0);
+        for _ in 0..50_000 {
+            let mut line = seeds[random(seeds.len())].clone().into_bytes();
+            for _ in 0..random(4) {
+                let at = random(line.len());
+                match random(5) {
+                    0 => line[at] = random(256) as u8,
+                    1 => line.truncate(at.max(1)),
+                    2 => drop(line.remove(at)),
+                    3 => line.insert(at, b"{}[]\",:0123456789eE+-.ntf\\u \xff"[random(29)]),
+                    _ => line.extend_from_within(at..),
+                }
+                if line.is_empty() {
+                    line.push(b' ');
+                }
+            }
+            let request = Request::parse(&line);
+            let answer = match &request.command {
+                Ok(command) => {
+                    accepted += 1;
+                    assert_eq!(parse(&command.to_line()).as_ref(), Ok(command));
+                    request.answer(Ok(Value::Null))
+                }
+                Err(error) => {
+                    refused += 1;
+                    assert!(!error.to_string().contains('\n'), "{error}");
+                    request.answer(Err(error.clone()))
+                }
+            };
+            let ends = answer.iter().filter(|byte| **byte == b'\n').count();
+            assert!(ends == 1 && answer.ends_with(b"\n"));
+            assert!(serde_json::from_slice::<Value>(&answer).is_ok());
+        }
+        assert!(accepted > 5_000 && refused > 5_000, "{accepted} {refused}");
+    }
+}

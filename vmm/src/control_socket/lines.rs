@@ -1,0 +1,93 @@
+//! Lines out of a stream of bytes, of bounded length.
+
+/// Longest line in bytes, its end not counted.
+pub const MAX_LINE: usize = 64 << 10;
+
+/// A line that has ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    /// Its bytes, without the end.
+    Whole(Vec<u8>),
+    /// More than [`MAX_LINE`] bytes, which are gone.
+    TooLong,
+}
+
+/// What has come of a line so far.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    part: Vec<u8>,
+    /// The line has become too long: the rest of it is not kept.
+    skipping: bool,
+}
+
+impl Lines {
+    /// Takes what has come, and gives the lines that have ended with it. Blank ones are nothing.
+    pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<Line> {
+        let mut ended = Vec::new();
+        for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
+            let (piece, end) = match piece.strip_suffix(b"\n") {
+                Some(piece) => (piece, true),
+                None => (piece, false),
+            };
+            if self.part.len() + piece.len() > MAX_LINE {
+                self.skipping = true;
+                self.part = Vec::new();
+            }
+            if !self.skipping {
+                self.part.extend_from_slice(piece);
+            }
+            if end {
+                let line = std::mem::take(&mut self.part);
+                match std::mem::take(&mut self.skipping) {
+                    true => ended.push(Line::TooLong),
+                    false if line.trim_ascii().is_empty() => {}
+                    false => ended.push(Line::Whole(line)),
+                }
+            }
+        }
+        ended
+    }
+
+    /// Whether a line has begun that has no end.
+    pub(super) fn is_open(&self) -> bool {
+        self.skipping || !self.part.trim_ascii().is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn whole(text: &str) -> Line {
+        Line::Whole(text.into())
+    }
+
+    #[test]
+    fn lines_come_in_any_pieces() {
+        let text = b"one\n\r\n  \ntwo\r\nthree";
+        for size in 1..=text.len() {
+            let mut lines = Lines::default();
+            let ended: Vec<Line> = text
+                .chunks(size)
+                .flat_map(|piece| lines.push(piece))
+                .collect();
+            assert_eq!(ended, [whole("one"), whole("two\r")], "pieces of {size}");
+            assert!(lines.is_open());
+        }
+        assert!(!Lines::default().is_open());
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_costs_no_memory_and_the_next_is_heard() {
+        let mut lines = Lines::default();
+        let longest = vec![b'x'; MAX_LINE];
+        assert_eq!(lines.push(&longest), []);
+        assert_eq!(lines.push(b"\n"), [Line::Whole(longest.clone())]);
+        for _ in 0..100 {
+            assert_eq!(lines.push(&longest), []);
+            assert!(lines.part.capacity() <= 2 * MAX_LINE);
+        }
+        assert!(lines.is_open());
+        assert_eq!(lines.push(b"y\nz\n"), [Line::TooLong, whole("z")]);
+    }
+}

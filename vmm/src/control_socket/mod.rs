@@ -1,0 +1,30 @@
+//! The control socket of `walvisor run` and of the daemons: JSON, a line each way, over a Unix socket of mode 0600.
+//!
+//! ```text
+//!   walvisor ctl ──▶ {"execute": "resize", "arguments": {"disk": "a", "size_bytes": 1073741824}, "id": 1}
+//!                                                    │ lines.rs: bounded
+//!   Server: a thread a client ──────────────────────▶│ command.rs: what it asks for
+//!                                                    ▼
+//!                                     Controlled: disks, vCPUs, the end     controlled.rs, stats.rs
+//!                                                    │
+//!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
+//! ```
+//! Requests and answers look as in QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and capabilities: whoever
+//! can write to one can write to the other. A client's requests are carried out one after the other, and answered in order;
+//! clients do not wait for each other, except where both change the same thing.
+
+mod client;
+mod command;
+mod controlled;
+mod lines;
+mod server;
+mod stats;
+
+pub use client::ask;
+pub use command::{CacheChoice, Command, ControlError, Format, Limits};
+pub use controlled::{Controlled, ControlledDisk, Kind, Power};
+pub use lines::MAX_LINE;
+pub use server::{MAX_CLIENTS, Server};
+
+/// Permissions of a control socket.
+pub const CONTROL_MODE: u32 = 0o600;

@@ -1,0 +1,102 @@
+//! How things stand: as JSON with stable keys, and as Prometheus text.
+
+use serde_json::{Map, Value, json};
+use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
+
+use super::controlled::{Controlled, ControlledDisk, Power};
+use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
+use crate::vm::exits::ExitReason;
+
+/// The cache mode in force.
+pub(super) fn cache(backend: &dyn Backend) -> &'static str {
+    match backend.write_cache() {
+        true => "writeback",
+        false => "writethrough",
+    }
+}
+
+/// Everything, as JSON.
+pub(super) fn json(controlled: &Controlled) -> Value {
+    let state = match controlled.is_paused() {
+        true => "paused",
+        false => "running",
+    };
+    let mut all = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "kind": controlled.kind.name(),
+        "pid": std::process::id(),
+        "state": state,
+        "uptime_us": controlled.started.elapsed().as_micros() as u64,
+        "disks": controlled.disks.iter().map(disk).collect::<Vec<_>>(),
+    });
+    if let Power::Guest { exits, .. } = &controlled.power {
+        let of = |reason: ExitReason| exits.iter().map(move |counters| counters.get(reason));
+        let by_reason: Map<String, Value> = ExitReason::ALL
+            .into_iter()
+            .map(|reason| {
+                (
+                    reason.name().to_owned(),
+                    of(reason).collect::<Vec<_>>().into(),
+                )
+            })
+            .collect();
+        all["vcpus"] = exits.len().into();
+        // An array with an element a vCPU.
+        all["exits"] = by_reason.into();
+    }
+    all
+}
+
+fn disk(disk: &ControlledDisk) -> Value {
+    let counts = disk.metrics.counts();
+    json!({
+        "name": disk.name,
+        "transport": disk.transport,
+        "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
+        "read_only": disk.backend.capabilities().read_only,
+        "cache": cache(&*disk.backend),
+        "requests": counts.requests,
+        "reads": counts.reads,
+        "writes": counts.writes,
+        "flushes": counts.flushes,
+        "discards": counts.discards,
+        "write_zeroes": counts.write_zeroes,
+        "read_bytes": counts.bytes_read,
+        "written_bytes": counts.bytes_written,
+        "errors": counts.errors,
+        "doorbells": counts.doorbells,
+        "interrupts": counts.interrupts,
+        "log": disk.backend.log_counters().map(log),
+    })
+}
+
+fn log(log: LogCounters) -> Value {
+    json!({
+        "flushes": log.flushes,
+        "flushes_grouped": log.flushes_grouped,
+        "groups": log.groups,
+        "group_sizes": log.group_sizes,
+        "syncs": log.syncs,
+        "log_bytes": log.log_bytes,
+        "checkpoints": log.checkpoints,
+        "base_bytes": log.base_bytes,
+        "base_writes": log.base_writes,
+    })
+}
+
+/// Everything, as Prometheus text: the same as `--metrics` writes at the end.
+pub(super) fn prometheus(controlled: &Controlled) -> String {
+    let disks: Vec<_> = controlled.disks.iter().map(DiskMetrics::from).collect();
+    match &controlled.power {
+        Power::Guest {
+            exits, first_run, ..
+        } => render(&RunMetrics {
+            started: controlled.started,
+            first_run: first_run.get().copied(),
+            exits,
+            disks,
+            memory: None,
+        }),
+        Power::Daemon(_) => render_served(&disks),
+    }
+}

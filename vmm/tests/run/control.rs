@@ -1,0 +1,333 @@
+//! `walvisor ctl` and a running guest.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::kernel::{self, Then};
+use crate::{command, has_kvm, stderr};
+
+/// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket. Dropping it kills it.
+pub struct Guest {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Guest {
+    /// Boots a kernel that does `then`, and waits until it has said `said`.
+    pub fn start(then: Then, said: &str, arguments: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
+        let disk = dir.path().join("disk.img");
+        let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"])
+            .output()
+            .unwrap();
+        assert!(created.status.success(), "{}", stderr(&created));
+        let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
+                     --console file:console --control ctl";
+        let child = Command::new(env!("CARGO_BIN_EXE_walvisor"))
+            .args(words.split_whitespace())
+            .args(arguments)
+            .current_dir(dir.path())
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let guest = Self { child, dir };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::fs::read_to_string(guest.path("console")).unwrap_or_default() != said {
+            assert!(Instant::now() < deadline, "the guest did not say {said}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        guest
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Runs `walvisor ctl` with `words`: what it printed, or its error.
+    pub fn ctl(&self, words: &str) -> Result<String, String> {
+        let socket = self.path("ctl");
+        let words = ["ctl", socket.to_str().unwrap()]
+            .into_iter()
+            .chain(words.split_whitespace());
+        let output = command(words).output().unwrap();
+        match output.status.code() {
+            Some(0) => Ok(crate::stdout(&output)),
+            _ => Err(stderr(&output)),
+        }
+    }
+
+    fn stats(&self) -> Value {
+        serde_json::from_str(&self.ctl("stats --json").unwrap()).unwrap()
+    }
+
+    fn connect(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.path("ctl")).unwrap();
+        let patience = Some(Duration::from_secs(20));
+        stream.set_read_timeout(patience).unwrap();
+        stream
+    }
+
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: the process is a child that has not been waited for, so its number is its own.
+        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Waits for its end: exit status and what it said on stderr. The disk is closed then, and the socket gone.
+    pub fn end(mut self) -> (Option<i32>, String) {
+        let mut errors = String::new();
+        let stderr = self.child.stderr.take().unwrap();
+        BufReader::new(stderr).read_to_string(&mut errors).unwrap();
+        let status = self.child.wait().unwrap();
+        let disk = self.path("disk.img");
+        let info = command(["disk", "info", "--json", disk.to_str().unwrap()])
+            .output()
+            .unwrap();
+        let info: Value = serde_json::from_slice(&info.stdout).unwrap();
+        assert_eq!(info["log"]["records"], 0, "{info}");
+        assert!(!self.path("ctl").exists());
+        // Of a machine without VMX or SVM.
+        let told = errors
+            .lines()
+            .filter(|line| !line.contains("this KVM has no"));
+        (status.code(), told.collect::<Vec<_>>().join("\n"))
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Exits of all vCPUs.
+fn exits(stats: &Value) -> u64 {
+    let by_reason = stats["exits"].as_object().unwrap();
+    let counts = by_reason
+        .values()
+        .flat_map(|counts| counts.as_array().unwrap());
+    counts.map(|count| count.as_u64().unwrap()).sum()
+}
+
+#[test]
+fn a_guest_is_looked_at_paused_and_resumed() {
+    if !has_kvm() {
+        return;
+    }
+    let guest = Guest::start(Then::Echo, "up", &[]);
+    let mode = std::fs::metadata(guest.path("ctl")).unwrap().permissions();
+    assert_eq!(mode.mode() & 0o777, 0o600);
+    let stats = guest.stats();
+    assert_eq!(
+        (&stats["kind"], &stats["state"]),
+        (&json!("run"), &json!("running"))
+    );
+    assert_eq!(
+        (&stats["vcpus"], &stats["disks"][0]["transport"]),
+        (&json!(2), &json!("mmio"))
+    );
+    assert_eq!(stats["disks"][0]["size_bytes"], 1 << 20);
+    assert!(exits(&guest.stats()) > exits(&stats));
+
+    for _ in 0..3 {
+        assert_eq!(guest.ctl("pause").unwrap(), "{\"state\":\"paused\"}\n");
+        let paused = guest.stats();
+        assert_eq!(paused["state"], "paused");
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(exits(&guest.stats()), exits(&paused), "nothing runs");
+        assert_eq!(guest.ctl("resume").unwrap(), "{\"state\":\"running\"}\n");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while exits(&guest.stats()) == exits(&paused) {
+            assert!(Instant::now() < deadline, "it does not go on");
+        }
+    }
+    let text = guest.ctl("stats --prometheus").unwrap();
+    for metric in [
+        "walvisor_exits_total{vcpu=\"1\",",
+        "walvisor_block_requests_total{",
+        "walvisor_start_to_first_instruction_us ",
+    ] {
+        assert!(text.contains(metric), "{metric}: {text}");
+    }
+    assert!(guest.ctl("stats").unwrap().contains("running"));
+    guest.ctl("pause").unwrap();
+    guest.signal(libc::SIGTERM);
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}
+
+#[test]
+fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
+    if !has_kvm() {
+        return;
+    }
+    let guest = Guest::start(
+        Then::Echo,
+        "up",
+        &["--disk", "backend=ram,size=1M,serial=r,transport=pci"],
+    );
+    let ctl = |words: &str| guest.ctl(words);
+    let name = guest.stats()["disks"][0]["name"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let grown: Value =
+        serde_json::from_str(&ctl(&format!("resize --disk {name} --size 3M")).unwrap()).unwrap();
+    assert_eq!(
+        (&grown["old_size_bytes"], &grown["size_bytes"]),
+        (&json!(1 << 20), &json!(3 << 20))
+    );
+    assert_eq!(
+        std::fs::metadata(guest.path("disk.img")).unwrap().len(),
+        3 << 20
+    );
+    assert_eq!(guest.stats()["disks"][0]["size_bytes"], 3 << 20);
+    let set: Value =
+        serde_json::from_str(&ctl(&format!("set-cache writethrough --disk {name}")).unwrap())
+            .unwrap();
+    assert_eq!(set["cache"], "writethrough");
+    assert_eq!(guest.stats()["disks"][0]["cache"], "writethrough");
+    ctl(&format!("set-cache writeback --disk {name}")).unwrap();
+    assert_eq!(guest.stats()["disks"][0]["cache"], "writeback");
+    ctl("checkpoint").unwrap();
+    assert!(
+        guest.stats()["disks"][0]["log"]["checkpoints"]
+            .as_u64()
+            .unwrap()
+            <= 1
+    );
+    for (words, part) in [
+        ("resize --size 3M", "say which disk"),
+        ("resize --disk x --size 3M", "no disk 'x'"),
+        ("resize --disk r --size 2M", "keeps its size"),
+        (&format!("resize --disk {name} --size 2M"), "cannot shrink"),
+        (
+            &format!("resize --disk {name} --size 1000001"),
+            "multiple of 512",
+        ),
+    ] {
+        let error = ctl(words).unwrap_err();
+        assert!(
+            error.contains(part) && error.lines().count() == 1,
+            "{words}: {error}"
+        );
+    }
+    ctl("shutdown").unwrap();
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}
+
+#[test]
+fn no_client_harms_another_or_the_guest() {
+    if !has_kvm() {
+        return;
+    }
+    let mut guest = Guest::start(Then::Echo, "up", &[]);
+    // One that has begun a line, one that never reads, and those that go away in the middle.
+    let mut half = guest.connect();
+    half.write_all(b"{\"execute\": ").unwrap();
+    let mut deaf = guest.connect();
+    deaf.set_nonblocking(true).unwrap();
+    while deaf
+        .write(&b"{\"execute\": \"stats\"}\n".repeat(100))
+        .is_ok()
+    {}
+    for _ in 0..100 {
+        guest
+            .connect()
+            .write_all(b"{\"execute\": \"stats\"}\n\xff")
+            .unwrap();
+    }
+    // Those that are gone leave their places one after the other.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let (mut stream, mut lines) = loop {
+        let mut stream = guest.connect();
+        let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+        let asked = stream.write_all(b"{\"execute\": \"stats\"}\n").is_ok();
+        if asked
+            && lines
+                .next()
+                .unwrap()
+                .is_ok_and(|line| line.contains("return"))
+        {
+            break (stream, lines);
+        }
+        assert!(Instant::now() < deadline, "nobody else is heard");
+    };
+    let mut ask = |bytes: &[u8]| -> Value {
+        stream.write_all(bytes).unwrap();
+        serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap()
+    };
+    let long = [&b"{\"execute\": \"".repeat(100_000)[..], b"\n"].concat();
+    for garbage in [&b"\x00\xff\n"[..], b"hello\n", b"{}\n", b"[]\n", &long] {
+        let answer = ask(garbage);
+        assert_eq!(answer["error"]["class"], "GenericError", "{answer}");
+    }
+    assert_eq!(
+        ask(b"{\"execute\": \"x\", \"id\": 7}\n")["error"]["class"],
+        "CommandNotFound"
+    );
+    assert_eq!(ask(b"\n\r\n{\"execute\": \"stats\", \"id\": 8}\n")["id"], 8);
+
+    // The half line goes on where it stopped.
+    half.write_all(b"\"pause\"}\n").unwrap();
+    let mut answer = String::new();
+    BufReader::new(&half).read_line(&mut answer).unwrap();
+    assert_eq!(answer, "{\"return\":{\"state\":\"paused\"}}\n");
+    // And one without an end does nothing.
+    half.write_all(b"{\"execute\": \"shutdown\"}").unwrap();
+    half.shutdown(std::net::Shutdown::Write).unwrap();
+    answer.clear();
+    half.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("has no end"), "{answer}");
+
+    // As many as may be, and one more.
+    let mut crowd = Vec::new();
+    let turned_away = loop {
+        let mut one = guest.connect();
+        // Who is turned away may be told before he asks.
+        let _ = one.write_all(b"{\"execute\": \"resume\"}\n");
+        let mut answer = String::new();
+        BufReader::new(&one).read_line(&mut answer).unwrap();
+        if answer.contains("error") {
+            break answer;
+        }
+        crowd.push(one);
+        assert!(crowd.len() < 100);
+    };
+    assert!(
+        turned_away.contains("clients are connected"),
+        "{turned_away}"
+    );
+    assert!(guest.is_running());
+    drop(crowd);
+    drop(deaf);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while guest.ctl("shutdown").is_err() {
+        assert!(Instant::now() < deadline, "the crowd is gone");
+    }
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}
+
+#[test]
+fn a_socket_that_nobody_listens_at_is_told() {
+    let output = command(["ctl", "/nowhere/at/all", "stats"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = stderr(&output);
+    assert!(
+        error.contains("/nowhere/at/all") && error.contains("--control"),
+        "{error}"
+    );
+}

@@ -1,0 +1,58 @@
+//! The orderly end: SIGTERM and `walvisor ctl shutdown` press the guest's power button.
+
+use std::time::Duration;
+
+use crate::control::Guest;
+use crate::has_kvm;
+use crate::kernel::Then;
+
+#[test]
+fn sigterm_lets_a_guest_that_listens_power_off() {
+    if !has_kvm() {
+        return;
+    }
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+        guest.signal(signal);
+        let (code, errors) = guest.end();
+        assert_eq!((code, errors.as_str()), (Some(0), ""));
+    }
+}
+
+#[test]
+fn the_control_socket_presses_the_button_too() {
+    if !has_kvm() {
+        return;
+    }
+    let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    // Also while it is paused.
+    guest.ctl("pause").unwrap();
+    guest.ctl("shutdown").unwrap();
+    assert_eq!(guest.end(), (Some(0), String::new()));
+    let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    guest.ctl("pause").unwrap();
+    guest.ctl("shutdown --now").unwrap();
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}
+
+#[test]
+fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
+    if !has_kvm() {
+        return;
+    }
+    let guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "1"]);
+    guest.signal(libc::SIGTERM);
+    let (code, errors) = guest.end();
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(errors.contains("not powered off in 1 s"), "{errors}");
+    // Who cannot wait asks twice, or forbids the wait.
+    let mut guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "1000"]);
+    guest.signal(libc::SIGTERM);
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(guest.is_running());
+    guest.signal(libc::SIGTERM);
+    assert_eq!(guest.end(), (Some(0), String::new()));
+    let guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "0"]);
+    guest.signal(libc::SIGTERM);
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}

@@ -1,0 +1,136 @@
+//! `walvisor ctl` and daemons with clients.
+
+use std::fs;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::raw_client::{FLUSH, READ, RawClient, WRITE};
+use super::vhost_user::FrontEnd;
+use super::{Daemon, MIB, create, text, walvisor};
+
+/// Kinds of replies from here on are errors.
+const FAILED: u16 = 1 << 15;
+
+/// What `walvisor ctl ctl WORDS` says.
+#[track_caller]
+fn ctl(dir: &Path, words: &str) -> Value {
+    let output = walvisor(dir, &format!("ctl ctl {words}"));
+    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn nbd_clients_are_paused_and_see_a_longer_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let mut daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    client.request(0, WRITE, 1, 0, 4096);
+    client.send(&[7; 4096]);
+    assert!(client.reply().kind < FAILED);
+
+    assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
+    assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
+    client.request(0, FLUSH, 2, 0, 0);
+    // Somebody who comes meanwhile can choose, and waits like the others.
+    let mut other = RawClient::extended(&dir.join("s"));
+    other.request(0, READ, 3, 0, 4096);
+    thread::sleep(Duration::from_millis(50));
+    let stats = ctl(dir, "stats --json");
+    assert_eq!(
+        (&stats["kind"], &stats["state"]),
+        (&json!("nbd"), &json!("paused"))
+    );
+    let disk = &stats["disks"][0];
+    assert_eq!(
+        (&disk["requests"], &disk["flushes"]),
+        (&json!(1), &json!(0))
+    );
+    assert_eq!(ctl(dir, "resume"), json!({ "state": "running" }));
+    assert!(client.reply().kind < FAILED);
+    assert!(other.reply().kind < FAILED);
+    assert_eq!(ctl(dir, "stats --json")["disks"][0]["requests"], 3);
+
+    let name = disk["name"].as_str().unwrap();
+    let grown = ctl(dir, &format!("resize --disk {name} --size 4M"));
+    assert_eq!(grown["size_bytes"], 4 * MIB);
+    // Who is connected reaches what is new, and who connects is told of it.
+    client.request(0, WRITE, 4, 4 * MIB - 4096, 4096);
+    client.send(&[8; 4096]);
+    assert!(client.reply().kind < FAILED);
+    let set = ctl(dir, "set-cache writethrough");
+    assert_eq!(set["cache"], "writethrough");
+    assert_eq!(ctl(dir, "set-cache writeback")["cache"], "writeback");
+    ctl(dir, "checkpoint");
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    assert_eq!(image.len() as u64, 4 * MIB);
+    assert!(image[..4096] == [7; 4096] && image[4 * MIB as usize - 4096..] == [8; 4096]);
+    let text = walvisor(dir, "ctl ctl stats --prometheus").stdout;
+    assert_eq!(
+        super::metric(&super::text(&text), "walvisor_block_writes_total"),
+        2
+    );
+
+    assert_eq!(ctl(dir, "shutdown"), json!({}));
+    let status = daemon.child.wait().unwrap();
+    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+    assert!(!dir.join("ctl").exists() && !dir.join("s").exists());
+    let info = walvisor(dir, "disk info --json disk.img").stdout;
+    let info: Value = serde_json::from_slice(&info).unwrap();
+    assert_eq!(
+        (&info["size_bytes"], &info["log"]["records"]),
+        (&json!(4 * MIB), &json!(0))
+    );
+}
+
+#[test]
+fn a_paused_nbd_server_ends_and_is_resumed_by_whoever_shuts_it_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    for end in ["signal", "shutdown"] {
+        let mut daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+        let mut client = RawClient::extended(&dir.join("s"));
+        ctl(dir, "pause");
+        client.request(0, FLUSH, 1, 0, 0);
+        if end == "shutdown" {
+            ctl(dir, "shutdown");
+            let status = daemon.child.wait().unwrap();
+            assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+        } else {
+            assert_eq!(daemon.stop(), "");
+        }
+    }
+}
+
+#[test]
+fn vhost_user_disks_are_paused_and_grow() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let arguments = "--control ctl --disk path=disk.img,socket=s,queues=2";
+    let mut daemon = Daemon::start_door(dir, "vhost-user", arguments);
+    // With nobody there, and with somebody.
+    for _ in 0..2 {
+        assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
+        assert_eq!(ctl(dir, "stats --json")["state"], "paused");
+        assert_eq!(ctl(dir, "resume"), json!({ "state": "running" }));
+    }
+    let mut front_end = FrontEnd::connect(&dir.join("s"));
+    assert_eq!(front_end.capacity(), MIB / 512);
+    assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
+    assert_eq!(front_end.capacity(), MIB / 512, "it is heard all the same");
+    ctl(dir, "resume");
+    assert_eq!(ctl(dir, "resize --size 2M")["size_bytes"], 2 * MIB);
+    // The session has heard of it when it has heard of a pause.
+    ctl(dir, "pause");
+    assert_eq!(front_end.capacity(), 2 * MIB / 512);
+    ctl(dir, "resume");
+    ctl(dir, "shutdown");
+    let status = daemon.child.wait().unwrap();
+    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+}
