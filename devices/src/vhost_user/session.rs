@@ -59,6 +59,9 @@ mod request {
 const CONFIG_CHANGE: u32 = 2;
 /// Length of the header in front of a piece of the configuration space.
 const CONFIG_HEADER: usize = 12;
+/// Where the configuration space begins for front-ends with rust-vmm's crate, Cloud Hypervisor for one: where it does on
+/// MMIO. A disk has no field there.
+const MMIO_CONFIG: u32 = 0x100;
 /// Longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
 const MAX_CONFIG: u32 = 256;
 /// In a message with a ring's descriptor: there is none.
@@ -446,27 +449,33 @@ impl Session<'_> {
     }
 
     fn read_config(&self, message: &Message) -> Outcome<Answer> {
-        let (offset, size) = (message.u32(0)?, message.u32(4)?);
+        let (offset, size) = (config_offset(message)?, message.u32(4)?);
         if size > MAX_CONFIG {
             return Err(refused(format!("{size} bytes of configuration at once")));
         }
         let mut payload = message.payload[..8].to_vec();
         payload.resize(CONFIG_HEADER + size as usize, 0);
         self.device
-            .read_config(offset.into(), &mut payload[CONFIG_HEADER..]);
+            .read_config(offset, &mut payload[CONFIG_HEADER..]);
         Ok(Answer::Payload(payload))
     }
 
     fn write_config(&self, message: &Message) -> Outcome<()> {
-        let (offset, size) = (message.u32(0)?, message.u32(4)? as usize);
+        let (offset, size) = (config_offset(message)?, message.u32(4)? as usize);
         let data = message.payload.get(CONFIG_HEADER..);
         let data = data.and_then(|data| data.get(..size));
         let data = data.ok_or_else(|| refused("a configuration write without its data"))?;
         if let Some(features) = self.features {
-            self.device.write_config(offset.into(), data, features);
+            self.device.write_config(offset, data, features);
         }
         Ok(())
     }
+}
+
+/// Where in the configuration space a message reads or writes.
+fn config_offset(message: &Message) -> Outcome<u64> {
+    let offset = message.u32(0)?;
+    Ok(offset.checked_sub(MMIO_CONFIG).unwrap_or(offset).into())
 }
 
 /// The ring that a message is about, and the descriptor that it brings.

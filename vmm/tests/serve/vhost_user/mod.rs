@@ -1,8 +1,10 @@
 //! `walvisor serve vhost-user`, as front-ends see it.
 
 mod client;
+mod cloud_hypervisor;
 mod front_end;
 mod hostile;
+mod libblkio;
 mod requests;
 
 pub use front_end::FrontEnd;

@@ -1,0 +1,366 @@
+//! The front-end that Cloud Hypervisor is built on, rust-vmm's, with the messages in Cloud Hypervisor's order
+//! (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM, which machines that test this often lack.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vhost::vhost_user::message::{
+    VHOST_USER_CONFIG_OFFSET, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight,
+    VhostUserProtocolFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap,
+};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::daemon;
+use super::front_end::memory;
+use crate::{MIB, create, metric, noise};
+
+const PATIENCE: Timespec = Timespec {
+    tv_sec: 20,
+    tv_nsec: 0,
+};
+/// Cloud Hypervisor's default.
+const QUEUE_SIZE: u16 = 128;
+/// FLUSH, CONFIG_WCE, MQ, VERSION_1 and the transport's bit.
+const FEATURES: u64 = 1 << 9 | 1 << 11 | 1 << 12 | 1 << 32 | 1 << 30;
+/// Length of the configuration space that it asks for.
+const CONFIG: usize = 60;
+/// Where in the configuration space the cache mode stands.
+const WRITEBACK: u32 = 32;
+
+const READ: u32 = 0;
+const WRITE: u32 = 1;
+const FLUSH: u32 = 4;
+
+// Guest memory of a queue: its rings, then a header with a status, and a page of data, for each slot.
+const QUEUE: u64 = 0x40000;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const HEADERS: u64 = 0x3000;
+const DATA: u64 = 0x10000;
+const PAGE: usize = 4096;
+/// Memory that is plugged in later.
+const PLUGGED: u64 = 1 << 32;
+
+struct Queue {
+    kick: EventFd,
+    call: EventFd,
+    available: u16,
+    used: u16,
+}
+
+/// A VMM with a guest in it.
+struct Vmm {
+    front_end: Frontend,
+    memory: GuestMemoryMmap,
+    queues: Vec<Queue>,
+    inflight: Option<(VhostUserInflight, File)>,
+    config: Vec<u8>,
+}
+
+impl Vmm {
+    fn connect(socket: &Path, queues: usize) -> Self {
+        let event = || EventFd::new(EFD_NONBLOCK).unwrap();
+        let queue = |_| Queue {
+            kick: event(),
+            call: event(),
+            available: 0,
+            used: 0,
+        };
+        let mut vmm = Self {
+            front_end: Frontend::connect(socket, queues as u64).unwrap(),
+            memory: GuestMemoryMmap::from_regions(vec![region(0, MIB)]).unwrap(),
+            queues: (0..queues).map(queue).collect(),
+            inflight: None,
+            config: Vec::new(),
+        };
+        vmm.negotiate();
+        assert!(vmm.front_end.get_queue_num().unwrap() >= queues as u64);
+        let flags = VhostUserConfigFlags::WRITABLE;
+        let (_, config) = vmm
+            .front_end
+            .get_config(VHOST_USER_CONFIG_OFFSET, CONFIG as u32, flags, &[0; CONFIG])
+            .unwrap();
+        vmm.config = config;
+        vmm
+    }
+
+    fn negotiate(&mut self) {
+        self.front_end.set_owner().unwrap();
+        assert_eq!(self.front_end.get_features().unwrap() & FEATURES, FEATURES);
+        let known = VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::LOG_SHMFD;
+        let offered = self.front_end.get_protocol_features().unwrap();
+        assert!(offered.contains(VhostUserProtocolFeatures::REPLY_ACK));
+        self.front_end
+            .set_protocol_features(known & offered)
+            .unwrap();
+        self.front_end
+            .set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+    }
+
+    /// What happens when the guest's driver is ready.
+    fn activate(&mut self) {
+        let front_end = &mut self.front_end;
+        front_end.set_features(FEATURES).unwrap();
+        let regions: Vec<_> = self.memory.iter().map(described).collect();
+        front_end.set_mem_table(&regions).unwrap();
+        for index in 0..self.queues.len() {
+            front_end.set_vring_num(index, QUEUE_SIZE).unwrap();
+        }
+        if self.inflight.is_none() {
+            let wanted = VhostUserInflight {
+                num_queues: self.queues.len() as u16,
+                queue_size: QUEUE_SIZE,
+                ..VhostUserInflight::default()
+            };
+            self.inflight = Some(front_end.get_inflight_fd(&wanted).unwrap());
+        }
+        let (area, file) = self.inflight.as_ref().unwrap();
+        front_end.set_inflight_fd(area, file.as_raw_fd()).unwrap();
+        for (index, queue) in self.queues.iter().enumerate() {
+            let host = |offset| {
+                let address = GuestAddress(index as u64 * QUEUE + offset);
+                self.memory.get_host_address(address).unwrap() as u64
+            };
+            let rings = VringConfigData {
+                queue_max_size: QUEUE_SIZE,
+                queue_size: QUEUE_SIZE,
+                desc_table_addr: host(0),
+                avail_ring_addr: host(AVAILABLE),
+                used_ring_addr: host(USED),
+                ..VringConfigData::default()
+            };
+            front_end.set_vring_addr(index, &rings).unwrap();
+            // What is available, also after a back-end that has died before it looked.
+            front_end.set_vring_base(index, queue.available).unwrap();
+            front_end.set_vring_call(index, &queue.call).unwrap();
+            front_end.set_vring_kick(index, &queue.kick).unwrap();
+        }
+        self.enable(true);
+    }
+
+    fn enable(&mut self, enable: bool) {
+        for index in 0..self.queues.len() {
+            self.front_end.set_vring_enable(index, enable).unwrap();
+        }
+    }
+
+    /// The guest's driver resets the device.
+    fn reset(&mut self) {
+        self.enable(false);
+        self.front_end.reset_owner().unwrap();
+        self.inflight = None;
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            (queue.available, queue.used) = (0, 0);
+            let rings = GuestAddress(index as u64 * QUEUE);
+            self.memory
+                .write_slice(&[0; HEADERS as usize], rings)
+                .unwrap();
+        }
+    }
+
+    /// Where the data of a slot lies.
+    fn data(queue: usize, slot: u16) -> u64 {
+        queue as u64 * QUEUE + DATA + u64::from(slot) * PAGE as u64
+    }
+
+    /// Makes a request available, with a page at `data`, and rings.
+    fn submit(&mut self, queue: usize, slot: u16, kind: u32, page: u64, data: u64) {
+        let base = queue as u64 * QUEUE;
+        let header = base + HEADERS + u64::from(slot) * 0x20;
+        let put64 = |value: u64, at: u64| self.memory.write_obj(value, GuestAddress(at)).unwrap();
+        let put16 = |value: u16, at: u64| self.memory.write_obj(value, GuestAddress(at)).unwrap();
+        put64(kind.into(), header);
+        put64(page * 8, header + 8);
+        put16(0xff, header + 16);
+        let write = if kind == READ { 2 } else { 0 };
+        let mut pieces = vec![
+            (header, 16, 0),
+            (data, PAGE as u64, write),
+            (header + 16, 1, 2),
+        ];
+        if kind == FLUSH {
+            pieces.remove(1);
+        }
+        let (head, last) = (slot * 3, pieces.len() as u16 - 1);
+        for (index, (address, length, flags)) in (0..).zip(pieces) {
+            let at = base + u64::from(head + index) * 16;
+            let next = u64::from(index < last);
+            put64(address, at);
+            put64(
+                length | (flags | next) << 32 | u64::from(head + index + 1) << 48,
+                at + 8,
+            );
+        }
+        let available = self.queues[queue].available;
+        let entry = u64::from(available % QUEUE_SIZE) * 2;
+        put16(head, base + AVAILABLE + 4 + entry);
+        let available = available.wrapping_add(1);
+        let index = GuestAddress(base + AVAILABLE + 2);
+        self.memory
+            .store(available, index, Ordering::Release)
+            .unwrap();
+        self.queues[queue].available = available;
+        self.queues[queue].kick.write(1).unwrap();
+    }
+
+    /// Waits until all requests of a queue have succeeded.
+    #[track_caller]
+    fn finish(&mut self, queue: usize) {
+        let base = queue as u64 * QUEUE;
+        let state = &mut self.queues[queue];
+        while state.used != state.available {
+            let index = GuestAddress(base + USED + 2);
+            let used: u16 = self.memory.load(index, Ordering::Acquire).unwrap();
+            if used == state.used {
+                // SAFETY: the queue keeps its descriptor open.
+                let call = unsafe { BorrowedFd::borrow_raw(state.call.as_raw_fd()) };
+                let mut fds = [PollFd::from_borrowed_fd(call, PollFlags::IN)];
+                let ready = poll(&mut fds, Some(&PATIENCE)).unwrap();
+                assert!(ready > 0, "queue {queue}: no interrupt");
+                state.call.read().unwrap();
+                continue;
+            }
+            let entry = base + USED + 4 + u64::from(state.used % QUEUE_SIZE) * 8;
+            let head: u32 = self.memory.read_obj(GuestAddress(entry)).unwrap();
+            let status = base + HEADERS + u64::from(head / 3) * 0x20 + 16;
+            let status: u8 = self.memory.read_obj(GuestAddress(status)).unwrap();
+            assert_eq!(status, 0, "queue {queue}, descriptor {head}");
+            state.used = state.used.wrapping_add(1);
+        }
+    }
+
+    /// Writes a page with one queue, and reads it with another.
+    #[track_caller]
+    fn works(&mut self, page: u64, data: &[u8]) {
+        let last = self.queues.len() - 1;
+        let from = Self::data(0, 0);
+        self.memory.write_slice(data, GuestAddress(from)).unwrap();
+        self.submit(0, 0, WRITE, page, from);
+        self.finish(0);
+        self.submit(0, 1, FLUSH, 0, 0);
+        self.finish(0);
+        assert_eq!(self.read(last, page), data);
+    }
+
+    fn read(&mut self, queue: usize, page: u64) -> Vec<u8> {
+        let to = Self::data(queue, 2);
+        self.submit(queue, 2, READ, page, to);
+        self.finish(queue);
+        let mut read = vec![0; PAGE];
+        self.memory.read_slice(&mut read, GuestAddress(to)).unwrap();
+        read
+    }
+}
+
+/// Memory that can be shared, at `start` for the guest.
+fn region(start: u64, bytes: u64) -> GuestRegionMmap {
+    let file = FileOffset::new(memory(bytes), 0);
+    GuestRegionMmap::from_range(GuestAddress(start), bytes as usize, Some(file)).unwrap()
+}
+
+fn described(region: &GuestRegionMmap) -> VhostUserMemoryRegionInfo {
+    VhostUserMemoryRegionInfo::from_guest_region(region).unwrap()
+}
+
+#[test]
+fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "16M");
+    let daemon = daemon(
+        dir,
+        "--disk path=disk.img,socket=s,queues=4 --metrics metrics.txt",
+    );
+    let data = noise(8 * PAGE);
+    let page = |index: usize| &data[index * PAGE..][..PAGE];
+    let mut vmm = Vmm::connect(&dir.join("s"), 2);
+    let capacity = u64::from_le_bytes(vmm.config[..8].try_into().unwrap());
+    assert_eq!(capacity, 16 * MIB / 512);
+    assert_eq!(vmm.config[34..36], 4_u16.to_le_bytes());
+    assert_eq!(vmm.config[WRITEBACK as usize], 1);
+    vmm.activate();
+    vmm.works(1, page(0));
+    // The VM is paused, with requests that nobody has taken, and goes on.
+    vmm.enable(false);
+    vmm.submit(1, 0, FLUSH, 0, 0);
+    vmm.enable(true);
+    vmm.finish(1);
+    vmm.works(2, page(1));
+    // The guest's firmware hands over to its kernel.
+    vmm.reset();
+    vmm.activate();
+    assert_eq!(vmm.read(1, 1), page(0));
+    vmm.works(3, page(2));
+    // Memory is plugged in, and used.
+    let plugged = region(PLUGGED, MIB);
+    vmm.front_end.add_mem_region(&described(&plugged)).unwrap();
+    vmm.memory = vmm.memory.insert_region(plugged.into()).unwrap();
+    let address = GuestAddress(PLUGGED + 0x5000);
+    vmm.memory.write_slice(page(3), address).unwrap();
+    vmm.submit(0, 0, WRITE, 4, address.0);
+    vmm.finish(0);
+    assert_eq!(vmm.read(1, 4), page(3));
+    // Writethrough: the offset is the field's own here.
+    let flags = VhostUserConfigFlags::WRITABLE;
+    vmm.front_end.set_config(WRITEBACK, flags, &[0]).unwrap();
+    vmm.submit(0, 0, WRITE, 5, address.0);
+    vmm.finish(0);
+    let at = VHOST_USER_CONFIG_OFFSET + WRITEBACK;
+    let (_, mode) = vmm.front_end.get_config(at, 1, flags, &[0]).unwrap();
+    assert_eq!(mode, [0]);
+    drop(vmm);
+    assert_eq!(daemon.stop(), "");
+    let metrics = std::fs::read_to_string(dir.join("metrics.txt")).unwrap();
+    assert_eq!(metric(&metrics, "walvisor_block_writes_total"), 5);
+    assert_eq!(metric(&metrics, "walvisor_block_errors_total"), 0);
+}
+
+#[test]
+fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "16M");
+    let serve = || daemon(dir, "--disk path=disk.img,socket=s,queues=2");
+    let mut daemon = serve();
+    let socket = dir.join("s");
+    let mut vmm = Vmm::connect(&socket, 2);
+    vmm.activate();
+    let data = noise(32 * PAGE);
+    for round in 0..4 {
+        for index in 0..32_u16 {
+            let (queue, slot) = (usize::from(index % 2), 3 + index / 2);
+            let from = Vmm::data(queue, slot);
+            let page = &data[usize::from(index) * PAGE..][..PAGE];
+            vmm.memory.write_slice(page, GuestAddress(from)).unwrap();
+            let page = u64::from(index) + round * 32;
+            vmm.submit(queue, slot, WRITE, page, from);
+        }
+        // Some are answered, some are in flight, some have not been looked at.
+        daemon.kill();
+        daemon = serve();
+        vmm.front_end = Frontend::connect(&socket, 2).unwrap();
+        vmm.negotiate();
+        vmm.activate();
+        vmm.finish(0);
+        vmm.finish(1);
+        for index in 0..32 {
+            let page = vmm.read(1, index as u64 + round * 32);
+            assert_eq!(page, &data[index * PAGE..][..PAGE], "page {index}");
+        }
+    }
+    drop(vmm);
+    assert_eq!(daemon.stop(), "");
+}
