@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::engine::{Done, Engine, Io};
-use crate::group::{Spare, Task};
+use crate::group::{Role, Spare, Task};
 use crate::log::{Log, Mailbox, Waiter, deliver};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
@@ -33,12 +33,26 @@ impl Committer {
     pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
+        Ok(Self::with(log, clients, event, engine))
+    }
+
+    /// For the log's writer, which it becomes.
+    pub(crate) fn writer(log: Arc<Log>) -> io::Result<Self> {
+        let event = Event::new()?;
+        let engine = log.medium.writer_engine(&event)?;
+        let writer = Self::with(log, 0, event, engine);
+        let first = writer.log.writer.set(writer.mailbox.clone());
+        debug_assert!(first.is_ok(), "a log has one writer");
+        Ok(writer)
+    }
+
+    fn with(log: Arc<Log>, clients: usize, event: Event, engine: Box<dyn Engine>) -> Self {
         let mailbox = Arc::new(Mailbox::new(event));
         let mut state = log.lock();
         state.ports.push(Arc::downgrade(&mailbox));
         state.set_clients(&mailbox, clients);
         drop(state);
-        Ok(Self {
+        Self {
             log,
             mailbox,
             engine,
@@ -47,7 +61,15 @@ impl Committer {
             spare: Spare::default(),
             ended: Vec::new(),
             resigned: false,
-        })
+        }
+    }
+
+    fn role(&self) -> Role {
+        match self.log.writer.get() {
+            None => Role::All,
+            Some(writer) if Arc::ptr_eq(writer, &self.mailbox) => Role::Syncs,
+            Some(_) => Role::Batches,
+        }
     }
 
     /// Completes `token` once `lsn` is durable. `Ok(true)`: it is already, nothing waits.
@@ -79,14 +101,25 @@ impl Committer {
 
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
+        let role = self.role();
         while !self.resigned {
             if self.spare.chunks.capacity() == 0 {
                 self.spare.chunks = self.engine.list();
             }
             let mut state = self.log.lock();
-            let Some((io, task)) = self.log.lead(&mut state, &mut self.spare) else {
+            let Some((io, task)) = self.log.lead(&mut state, &mut self.spare, role) else {
                 let stuck = state.take_stuck();
+                let called = match role {
+                    Role::Batches => self.log.call_writer(&mut state),
+                    _ => {
+                        state.writer_asleep = role == Role::Syncs;
+                        None
+                    }
+                };
                 drop(state);
+                if let Some(writer) = called {
+                    writer.wake();
+                }
                 deliver(stuck.into_iter(), Err(Failure::Io), None);
                 break;
             };
@@ -136,9 +169,9 @@ impl Committer {
         }
     }
 
-    /// Sleeps until the event is signalled.
+    /// Sleeps until there may be something to do.
     pub(crate) fn sleep(&self) {
-        self.mailbox.event.sleep();
+        self.mailbox.event.sleep_until(self.engine.due());
     }
 
     /// Makes everything up to `lsn` durable, blocking. For the keeper, which leads nobody afterwards.
@@ -149,9 +182,12 @@ impl Committer {
         }
         self.start();
         let (mut reads, mut done) = (Vec::new(), Vec::new());
-        while done.is_empty() {
-            self.sleep();
+        loop {
             self.poll(&mut reads, &mut done);
+            if !done.is_empty() {
+                break;
+            }
+            self.sleep();
         }
         self.resign();
         done.swap_remove(0).result.map(drop)

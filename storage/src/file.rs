@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use rustix::io::ReadWriteFlags;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Uuid;
@@ -18,8 +19,14 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Writes some of `slices`, which follow each other at `offset`; returns how many bytes.
-    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize>;
+    /// Writes some of `slices`, which follow each other at `offset`; returns how many bytes. `durably`: they are
+    /// durable then, and nothing else need be.
+    fn write_slices_at(
+        &self,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        durably: bool,
+    ) -> io::Result<usize>;
     /// Makes everything written durable.
     fn sync_data(&self) -> io::Result<()>;
     /// Length in bytes.
@@ -43,13 +50,17 @@ impl DataFile for File {
         FileExt::write_all_at(self, bytes, offset)
     }
 
-    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
-        Ok(rustix::io::pwritev2(
-            self,
-            slices,
-            offset,
-            rustix::io::ReadWriteFlags::empty(),
-        )?)
+    fn write_slices_at(
+        &self,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        durably: bool,
+    ) -> io::Result<usize> {
+        let flags = match durably {
+            true => ReadWriteFlags::DSYNC,
+            false => ReadWriteFlags::empty(),
+        };
+        Ok(rustix::io::pwritev2(self, slices, offset, flags)?)
     }
 
     fn sync_data(&self) -> io::Result<()> {

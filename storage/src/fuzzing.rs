@@ -150,7 +150,12 @@ impl DataFile for MemoryFile {
         self.with(offset, bytes.len(), |into| into.copy_from_slice(bytes))
     }
 
-    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+    fn write_slices_at(
+        &self,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        _durably: bool,
+    ) -> io::Result<usize> {
         let first = slices.first().map_or(&[][..], |slice| slice);
         self.write_all_at(first, offset).map(|()| first.len())
     }
@@ -204,6 +209,10 @@ impl Medium for Files {
 
     fn engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
         unreachable!("nothing is written behind recovery's back")
+    }
+
+    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        self.engine(event)
     }
 }
 

@@ -87,11 +87,7 @@ impl Gather {
     /// Asked when `waiting` wait and no sync is under way. `complete`: nobody else can join.
     pub(crate) fn ask(&mut self, waiting: usize, complete: bool) -> Verdict {
         let adaptive = self.wait == CommitWait::default();
-        let target = self
-            .wait
-            .count
-            .map_or(self.expected, |count| count as usize);
-        let enough = complete || waiting >= target;
+        let enough = self.enough(waiting, complete);
         match self.phase {
             Phase::Idle if enough => Verdict::Start,
             Phase::Idle if adaptive && self.skip > 0 => {
@@ -124,6 +120,20 @@ impl Gather {
                 Verdict::Start
             }
         }
+    }
+
+    /// Whether there is nothing to do for a group but wait; otherwise [`ask`](Self::ask).
+    pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
+        matches!(self.phase, Phase::Waiting(_)) && !self.enough(waiting, complete)
+    }
+
+    /// Whether those are there who are expected.
+    fn enough(&self, waiting: usize, complete: bool) -> bool {
+        let target = self
+            .wait
+            .count
+            .map_or(self.expected, |count| count as usize);
+        complete || waiting >= target
     }
 
     fn longest(&self) -> Duration {

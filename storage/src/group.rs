@@ -5,7 +5,8 @@
 //! ```
 //! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
 //! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
-//! operation.
+//! operation. The log's writer leads what syncs, and goes from one group to the next without waking anybody but those
+//! whom it served; the others are written by those who submit them.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -31,6 +32,17 @@ const MOST_WRITING: usize = 4;
 const MOST_UNSYNCED: usize = 8;
 /// What part of a segment is used before the next is there: the rest has room for all that may be pending.
 const GROWING_SHARE: u64 = 8;
+
+/// What a thread takes the lead of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Everything: the log has no writer.
+    All,
+    /// Groups that sync: the writer.
+    Syncs,
+    /// Batches that are written while nobody waits for them: whoever is not the writer.
+    Batches,
+}
 
 /// What a leader has in flight, and needs to end it.
 pub(crate) enum Task {
@@ -75,10 +87,29 @@ struct Syncing {
 impl Log {
     /// Takes the lead if there is work that nobody does: the operation to run, and what ends it. To be called again
     /// until it gives nothing.
-    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+    pub(crate) fn lead(
+        &self,
+        state: &mut State,
+        spare: &mut Spare,
+        role: Role,
+    ) -> Option<(Io, Task)> {
         if self.poisoned.load(Ordering::Acquire) {
             return None;
         }
+        if role != Role::Batches
+            && let Some(lead) = self.lead_sync(state, spare)
+        {
+            return Some(lead);
+        }
+        let behind = WRITE_BEHIND.min(self.segment_size as usize / 8);
+        if role != Role::Syncs && state.queued_bytes >= behind {
+            return self.batch(state, spare, false);
+        }
+        None
+    }
+
+    /// Takes the lead of a group that syncs, or of what has to come before its sync.
+    fn lead_sync(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
         if !state.syncing && !state.waiters.is_empty() {
             match self.gather(state) {
                 Verdict::Start => {
@@ -93,18 +124,30 @@ impl Log {
         if !state.syncing && state.unsynced.len() >= MOST_UNSYNCED {
             return Some(self.sync_only(state));
         }
-        let behind = WRITE_BEHIND.min(self.segment_size as usize / 8);
-        if state.queued_bytes >= behind {
-            return self.batch(state, spare, false);
-        }
         None
+    }
+
+    /// The writer, if it sleeps and has something to do now; it is to be woken.
+    pub(crate) fn call_writer(&self, state: &mut State) -> Option<&Arc<Mailbox>> {
+        let writer = self.writer.get()?;
+        let complete = state.waiting_clients >= state.open_clients;
+        let wanted = !state.waiters.is_empty()
+            && (self.is_urgent(state) || !state.gather.holds(state.waiters.len(), complete));
+        let wanted = wanted || state.unsynced.len() >= MOST_UNSYNCED;
+        let called = state.writer_asleep && !state.syncing && wanted;
+        state.writer_asleep &= !called;
+        called.then_some(writer)
+    }
+
+    /// No group waits for more to join it: without group commit nobody is waited for, a checkpoint waits for nobody,
+    /// and a group that has no room waits for that.
+    fn is_urgent(&self, state: &State) -> bool {
+        self.most_served == 1 || state.keeper.draining.is_some() || state.starved
     }
 
     /// Whether a group starts now, for those who wait.
     fn gather(&self, state: &mut State) -> Verdict {
-        // Without group commit nobody is waited for, a checkpoint waits for nobody, and a group that has no room waits
-        // for that.
-        if self.most_served == 1 || state.keeper.draining.is_some() || state.starved {
+        if self.is_urgent(state) {
             state.gather.interrupt();
             return Verdict::Start;
         }
@@ -469,6 +512,8 @@ impl Log {
     /// A sync has ended: moves those whom it served to `served`.
     fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
         state.syncing = false;
+        // Whoever ends a sync looks for the next.
+        state.writer_asleep = false;
         self.counters
             .syncs
             .fetch_add(sync.count as u64, Ordering::Relaxed);

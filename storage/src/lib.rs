@@ -46,6 +46,7 @@ mod port;
 mod recovery;
 mod request;
 mod resize;
+mod schedule;
 mod segment;
 #[cfg(test)]
 mod simulation;
@@ -54,6 +55,7 @@ mod sync;
 mod transfer;
 mod view;
 mod window;
+mod writer;
 
 pub use allocation::{Allocation, Extent};
 pub(crate) use buffer::SharedBuffer;
@@ -67,6 +69,7 @@ pub use gather::CommitWait;
 pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 pub use resize::{Resize, resize_disk};
+pub use schedule::short_slice;
 pub use store::{
     DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir, inspect,
 };

@@ -8,6 +8,8 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
+// Not `crate::sync`: set once, before there are threads.
+use std::sync::OnceLock;
 
 use crate::counters::Counters;
 use crate::disk::DiskState;
@@ -137,6 +139,8 @@ pub(crate) struct State {
     pub ends: VecDeque<(u64, u64)>,
     /// A sync is in flight.
     pub syncing: bool,
+    /// The writer, if there is one, looks at nothing until it is woken.
+    pub writer_asleep: bool,
     pub gather: Gather,
     pub tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
@@ -257,6 +261,8 @@ pub(crate) struct Log {
     /// Ports hold back requests until pending bytes fall.
     pub held_back: AtomicBool,
     pub counters: Counters,
+    /// The thread that leads every group that syncs; without one the ports do.
+    pub writer: OnceLock<Arc<Mailbox>>,
     pub state: Mutex<State>,
     pub keeper_wanted: Condvar,
 }

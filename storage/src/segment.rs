@@ -31,6 +31,9 @@ pub(crate) trait Medium: Send + Sync {
 
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
+
+    /// Makes the engine of the log's writer; likewise.
+    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 }
 
 /// A log directory of a file system, and the kind of engine that was found to work.
@@ -136,6 +139,10 @@ impl Medium for Directory {
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        engine::create(self.engine, self.sync_latency, event)
+        engine::create(self.engine, event)
+    }
+
+    fn writer_engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
+        Ok(engine::create_writer(self.sync_latency))
     }
 }

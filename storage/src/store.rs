@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use zerocopy::little_endian::U64;
@@ -28,6 +29,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex, RwLock};
 use crate::transfer::Progress;
+use crate::writer::Writer;
 use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// How a log is made and run.
@@ -125,6 +127,8 @@ pub struct Store {
     log: Arc<Log>,
     disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
+    /// Goes last: until everything is durable it is needed.
+    writer: Option<Writer>,
 }
 
 /// The log directory of a disk that names none: `disk.img` has `disk.img.wal`.
@@ -316,14 +320,20 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
-    /// Starts the keeper of an assembled log.
+    /// Starts the threads of an assembled log.
     pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
+        let failed = |error| Error::io("start the log's threads", &log.dir, error);
+        let writer = Some(Writer::start(&log).map_err(failed)?);
         let keeper = thread::Builder::new()
             .name("log-keeper".into())
             .spawn(move || keeper.run());
-        let keeper =
-            Some(keeper.map_err(|error| Error::io("start the log's thread", &log.dir, error))?);
-        Ok(Self { log, disks, keeper })
+        let keeper = Some(keeper.map_err(failed)?);
+        Ok(Self {
+            log,
+            disks,
+            keeper,
+            writer,
+        })
     }
 
     /// The disks, in the order they were asked for.
@@ -351,12 +361,14 @@ impl Store {
         };
         self.log.lock().keeper.stop = true;
         self.log.keeper_wanted.notify_all();
-        keeper.join().unwrap_or_else(|_| {
+        let closed = keeper.join().unwrap_or_else(|_| {
             Err(Error::new(
                 ErrorKind::Io,
                 format!("{}: the log's thread panicked", self.log.dir.display()),
             ))
-        })
+        });
+        self.writer = None;
+        closed
     }
 }
 
@@ -591,6 +603,7 @@ fn new_log(
         writing: Default::default(),
         ends: Default::default(),
         syncing: false,
+        writer_asleep: false,
         gather: Gather::new(options.commit_wait),
         tail: None,
         keeper: KeeperState {
@@ -617,6 +630,7 @@ fn new_log(
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
         counters: Counters::default(),
+        writer: OnceLock::new(),
         state: Mutex::new(state),
         keeper_wanted: Condvar::new(),
     }

@@ -4,10 +4,8 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 #[cfg(not(all(test, feature = "shuttle")))]
-use std::time::{Duration, Instant};
-
-#[cfg(not(all(test, feature = "shuttle")))]
-use self::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+use std::time::Instant;
 
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::{sync::*, thread};
@@ -15,9 +13,9 @@ pub(crate) use shuttle::{sync::*, thread};
 pub(crate) use std::{sync::*, thread};
 
 #[cfg(not(all(test, feature = "shuttle")))]
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use scheduled::{now, recv_timeout, sleep, wait_timeout_while};
+pub(crate) use scheduled::{now, sleep, wait_timeout_while};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
@@ -38,6 +36,11 @@ impl Event {
             #[cfg(all(test, feature = "shuttle"))]
             signalled: Arc::default(),
         })
+    }
+
+    /// Sleeps until signalled, or shorter.
+    pub(crate) fn sleep(&self) {
+        self.sleep_until(None);
     }
 
     /// Another handle on the same event.
@@ -72,11 +75,16 @@ impl Event {
         let _ = self.fd.read();
     }
 
-    /// Sleeps until signalled, or shorter.
-    pub(crate) fn sleep(&self) {
+    /// Sleeps until signalled or until it is `over`, or shorter.
+    pub(crate) fn sleep_until(&self, over: Option<Instant>) {
+        let left = over.map(|over| over.saturating_duration_since(now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return;
+        }
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
         // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
-        let _ = rustix::event::poll(&mut fds, None);
+        let _ = rustix::event::poll(&mut fds, left.as_ref());
     }
 }
 
@@ -90,15 +98,6 @@ pub(crate) fn sleep(time: Duration) {
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) fn now() -> Instant {
     Instant::now()
-}
-
-/// Waits for a message for at most `timeout`.
-#[cfg(not(all(test, feature = "shuttle")))]
-pub(crate) fn recv_timeout<T>(
-    receiver: &Receiver<T>,
-    timeout: Duration,
-) -> Result<T, RecvTimeoutError> {
-    receiver.recv_timeout(timeout)
 }
 
 /// Waits on `condvar` for at most `timeout` while `condition` holds. `guard` is a lock of `_mutex`.
@@ -119,7 +118,6 @@ mod scheduled {
     use std::cell::Cell;
     use std::time::{Duration, Instant};
 
-    use super::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
     use super::{Condvar, Event, Mutex, MutexGuard, thread};
 
     /// Time goes on by so much whenever somebody looks: one seed gives one run.
@@ -139,7 +137,11 @@ mod scheduled {
             *self.signalled.0.lock().expect("event") = false;
         }
 
-        pub(crate) fn sleep(&self) {
+        /// See [`sleep`].
+        pub(crate) fn sleep_until(&self, over: Option<Instant>) {
+            if over.is_some() {
+                return thread::yield_now();
+            }
             let signalled = self.signalled.0.lock().expect("event");
             drop(self.signalled.1.wait_while(signalled, |set| !*set));
         }
@@ -155,18 +157,6 @@ mod scheduled {
     /// Nobody sleeps by the clock: every wait may be over as soon as others had a chance to run.
     pub(crate) fn sleep(_time: Duration) {
         thread::yield_now();
-    }
-
-    /// See [`sleep`].
-    pub(crate) fn recv_timeout<T>(
-        receiver: &Receiver<T>,
-        _timeout: Duration,
-    ) -> Result<T, RecvTimeoutError> {
-        thread::yield_now();
-        receiver.try_recv().map_err(|error| match error {
-            TryRecvError::Empty => RecvTimeoutError::Timeout,
-            TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
-        })
     }
 
     /// See [`sleep`].

@@ -74,8 +74,11 @@ const RUNTIME: &[c_long] = &[
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
+    libc::SYS_sched_getattr,
     // A queue's worker keeps to its processor.
     libc::SYS_sched_setaffinity,
+    // Threads that wait for a device ask for short slices.
+    libc::SYS_sched_setattr,
     libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,

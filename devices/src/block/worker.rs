@@ -21,6 +21,7 @@ use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber
 use rustix::thread::{CpuSet, sched_setaffinity};
 use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_storage::short_slice;
 
 use super::features::Features;
 use super::metrics::{BlockMetrics, add};
@@ -132,6 +133,7 @@ impl Worker {
         let thread = thread::Builder::new().name(name).spawn(move || {
             let worker = manager.subscriber_mut(id).ok()?;
             let _announce = ResetOnPanic(Arc::clone(&worker.plan.status));
+            short_slice();
             if let Some(cpu) = worker.plan.cpu {
                 pin(cpu, worker.plan.queue.index);
             }

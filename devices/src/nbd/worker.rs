@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::time::Timespec;
 use slab::Slab;
+use walvisor_storage::short_slice;
 
 use super::Export;
 use super::connection::{Connection, part};
@@ -267,6 +268,7 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
+        short_slice();
         while !(self.closed && self.clients.is_empty()) {
             if let Err(error) = self.turn() {
                 tracing::error!(

@@ -1,18 +1,23 @@
-//! How bytes reach the medium: one trait, two engines, chosen by probing.
+//! How bytes reach the medium: one trait, and an engine for each kind of thread.
 //!
 //! ```text
-//!   port ──submit──▶ Engine ──▶ io_uring: write linked to fdatasync, no thread     (uring.rs)
-//!     ▲                    └──▶ a thread with pwritev2 + fdatasync, reads inline    (blocking.rs)
+//!   port ──submit──▶ Engine ──▶ io_uring, if the kernel has it                     (uring.rs)
+//!     ▲                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
 //!     └──── poll ◀── event descriptor
+//!
+//!   the log's writer ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (inline.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
 mod blocking;
+mod inline;
 mod uring;
 
 use crate::sync::Arc;
 use std::io;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
 
 use crate::file::DataFile;
 use crate::segment::Segment;
@@ -27,7 +32,7 @@ pub enum EngineKind {
     Auto,
     /// io_uring; opening fails where the kernel has none.
     IoUring,
-    /// `pwritev2` and `fdatasync` on a thread.
+    /// `pwritev2` on a thread.
     Blocking,
 }
 
@@ -101,6 +106,25 @@ impl Io {
             Self::Read { .. } | Self::Wait(_) => None,
         }
     }
+
+    /// Whether it ends with a sync.
+    fn syncs(&self) -> bool {
+        match self {
+            Self::Append { sync, .. } => sync.count() > 0,
+            _ => false,
+        }
+    }
+
+    /// The list of an append, emptied, for the next.
+    fn take_list(&mut self) -> Vec<Chunk> {
+        match self {
+            Self::Append { chunks, .. } => {
+                chunks.clear();
+                std::mem::take(chunks)
+            }
+            _ => Vec::new(),
+        }
+    }
 }
 
 /// What an append makes durable.
@@ -131,15 +155,6 @@ impl SyncScope {
             Self::Segments(segments) => segments.len() as u32,
         }
     }
-
-    /// Ends an append by plain calls: syncs `written`, of which the last bytes were just written, or all it names.
-    fn carry_out(&self, written: &Segment) -> io::Result<()> {
-        match self {
-            Self::None => Ok(()),
-            Self::Write => written.file.sync_data(),
-            Self::Segments(segments) => segments.iter().try_for_each(|s| s.file.sync_data()),
-        }
-    }
 }
 
 /// The end of an operation.
@@ -158,6 +173,10 @@ pub(crate) trait Engine: Send {
     fn enter(&mut self);
     /// Appends what has ended to `done`. The event given at creation is written at each end.
     fn poll(&mut self, done: &mut Vec<Done>);
+    /// When [`poll`](Self::poll) has something to give without an event.
+    fn due(&self) -> Option<Instant> {
+        None
+    }
     /// An empty list, of an append that has ended if there is one: the next need not allocate its own.
     fn list(&mut self) -> Vec<Chunk> {
         Vec::new()
@@ -179,18 +198,49 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     }
 }
 
-/// Makes an engine of a probed kind that signals `event`, and whose syncs take `sync_latency` longer.
-pub(crate) fn create(
-    kind: EngineKind,
-    sync_latency: Duration,
-    event: &Event,
-) -> io::Result<Box<dyn Engine>> {
+/// Makes an engine of a probed kind that signals `event`.
+pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => {
-            Box::new(blocking::Blocking::new(event.try_clone()?, sync_latency)?)
-        }
-        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event, sync_latency)?),
+        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)?),
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
     })
+}
+
+/// Makes the engine of a log's writer, whose syncs take `sync_latency` longer than the medium needs.
+pub(crate) fn create_writer(sync_latency: Duration) -> Box<dyn Engine> {
+    Box::new(inline::Inline::new(sync_latency))
+}
+
+/// Does it now, in the calling thread: how it ended, and an append's list, empty. A wait is over at once.
+fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
+    let written = match (&io, io.written()) {
+        (_, None) => Ok(()),
+        (io, Some((file, offset, chunks))) => {
+            let durably = matches!(
+                io,
+                Io::Append {
+                    sync: SyncScope::Write,
+                    ..
+                }
+            );
+            write_chunks(file, offset, chunks, 0, durably)
+        }
+    };
+    let list = io.take_list();
+    let ended = written.and_then(|()| match io {
+        Io::Append { sync, .. } => {
+            let mut segments = sync.segments().iter();
+            segments.try_for_each(|segment| segment.file.sync_data())?;
+            Ok(None)
+        }
+        Io::Read {
+            source,
+            offset,
+            buffer,
+        } => read_exact(&source, offset, buffer).map(Some),
+        Io::Write { .. } | Io::Wait(_) => Ok(None),
+    });
+    (ended, list)
 }
 
 /// Reads exactly `buffer.len()` bytes.
@@ -199,18 +249,20 @@ fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Bu
     Ok(buffer)
 }
 
-/// Writes all of `chunks` from byte `skip` of them on.
+/// Writes all of `chunks` from byte `skip` of them on, see [`DataFile::write_slices_at`].
 pub(crate) fn write_chunks(
     file: &dyn DataFile,
     offset: u64,
     chunks: &[Chunk],
     skip: usize,
+    durably: bool,
 ) -> io::Result<()> {
     let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
     let mut done = skip;
     while done < total {
         let mut passed = 0;
-        let mut slices = Vec::with_capacity(chunks.len());
+        // Groups are seldom larger: no memory is allocated then.
+        let mut slices: SmallVec<[io::IoSlice<'_>; 128]> = SmallVec::new();
         for chunk in chunks {
             let from = done.saturating_sub(passed).min(chunk.len);
             if from < chunk.len {
@@ -218,7 +270,7 @@ pub(crate) fn write_chunks(
             }
             passed += chunk.len;
         }
-        match file.write_slices_at(&slices, offset + done as u64) {
+        match file.write_slices_at(&slices, offset + done as u64, durably) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => done += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -264,7 +316,7 @@ mod tests {
             };
             let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
             let event = Event::new().unwrap();
-            let mut engine = create(kind, Duration::ZERO, &event).unwrap();
+            let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {
                 buffer: Buffer::from(&vec![byte; len][..]).share(),
                 len,
@@ -312,15 +364,6 @@ mod tests {
                 io::ErrorKind::UnexpectedEof,
                 "{kind:?}"
             );
-            // A wait ends when another begins, and in its time; who goes away waits for none.
-            engine.submit(20, Io::Wait(Duration::from_secs(3600)));
-            engine.submit(21, Io::Wait(Duration::from_millis(1)));
-            let ended = finish(engine.as_mut(), &event, 2);
-            assert_eq!(
-                ended.iter().map(|done| done.id).collect::<Vec<_>>(),
-                [20, 21]
-            );
-            engine.submit(22, Io::Wait(Duration::from_secs(3600)));
             // A sync alone, and many operations at once.
             engine.submit(
                 1,

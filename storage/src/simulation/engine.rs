@@ -33,7 +33,7 @@ impl Queued {
         } = &self.io
             && !chunks.is_empty()
         {
-            engine::write_chunks(segment.file.as_ref(), *offset, chunks, 0)?;
+            engine::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
         }
         self.written = true;
         Ok(())
@@ -85,7 +85,7 @@ impl SimulatedEngine {
                 base,
                 offset,
                 chunks,
-            } => engine::write_chunks(base.as_ref(), offset, &chunks, 0).map(|()| None),
+            } => engine::write_chunks(base.as_ref(), offset, &chunks, 0, false).map(|()| None),
             Io::Wait(_) => {
                 // Time for others.
                 thread::yield_now();

@@ -379,6 +379,19 @@ impl Simulated {
         })
     }
 
+    /// Whether engines are the real ones, on files of this medium. `event` is signalled when power is lost.
+    fn blocking(&self, event: &Event) -> io::Result<bool> {
+        let woken = Arc::new(event.try_clone()?);
+        let mut world = self.lock();
+        world.events.push(woken);
+        Ok(world.blocking)
+    }
+
+    fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
+        Ok(Box::new(engine))
+    }
+
     /// As a write with `RWF_DSYNC` ends on a medium with FUA.
     pub(super) fn sync_range(
         &self,
@@ -423,7 +436,12 @@ impl DataFile for SimulatedFile {
         self.medium.lock().write(self.index, bytes, offset)
     }
 
-    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+    fn write_slices_at(
+        &self,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        durably: bool,
+    ) -> io::Result<usize> {
         let bytes: Vec<u8> = slices
             .iter()
             .flat_map(|slice| slice.iter().copied())
@@ -435,6 +453,10 @@ impl DataFile for SimulatedFile {
             false => sectors,
         };
         world.write(self.index, &bytes[..part * SECTOR], offset)?;
+        if durably {
+            let range = offset as usize..offset as usize + part * SECTOR;
+            world.sync(self.index, Some(range))?;
+        }
         Ok(part * SECTOR)
     }
 
@@ -509,18 +531,16 @@ impl Medium for Simulated {
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        let woken = Arc::new(event.try_clone()?);
-        let blocking = {
-            let mut world = self.lock();
-            world.events.push(woken);
-            world.blocking
-        };
-        if blocking {
-            return engine::create(EngineKind::Blocking, Duration::ZERO, event);
+        match self.blocking(event)? {
+            true => engine::create(EngineKind::Blocking, event),
+            false => self.simulated(event),
         }
-        Ok(Box::new(SimulatedEngine::new(
-            self.clone(),
-            event.try_clone()?,
-        )))
+    }
+
+    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        match self.blocking(event)? {
+            true => Ok(engine::create_writer(Duration::ZERO)),
+            false => self.simulated(event),
+        }
     }
 }

@@ -1,0 +1,29 @@
+//! What the scheduler of the system is told of threads that wait for a device and for others.
+
+/// Asks for short slices of processor time for the calling thread: 0.1 ms, the least that Linux gives (6.12 and later;
+/// earlier kernels change nothing). A thread that asks for little at a time runs soon after it is woken, even where
+/// others compute. With the default slice it may wait for a tick of the scheduler, 1 to 10 ms, before each step of
+/// what it does: on two processors with a guest computing on each, that makes a FLUSH cost 3 ms instead of 0.2.
+///
+/// Its share of the processors stays the same. For threads that block often, such as a disk's queue worker. A system
+/// that refuses is served without.
+pub fn short_slice() {
+    const SIZE: usize = size_of::<libc::sched_attr>();
+    const SLICE: u64 = 100_000;
+    // SAFETY: all fields are integers, for which zero is a value.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most `SIZE` bytes of the calling thread's attributes into the structure, which has
+    // at least as many.
+    let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, SIZE, 0) };
+    let fair = [libc::SCHED_OTHER, libc::SCHED_BATCH].map(|policy| policy as u32);
+    if told != 0 || !fair.contains(&attributes.sched_policy) {
+        return;
+    }
+    attributes.sched_runtime = SLICE;
+    // SAFETY: the kernel reads the structure, whose `size` it has set itself.
+    let set = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    if set != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::debug!("the scheduler gives no short slices: {error}");
+    }
+}
