@@ -17,5 +17,6 @@ pub mod control;
 pub mod interrupt;
 pub mod nbd;
 mod status;
+pub mod throttle;
 pub mod transport;
 pub mod vhost_user;

@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::MAX_POLL;
+use walvisor_devices::throttle::Limits;
 use walvisor_storage::CommitWait;
 
 use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
-     cache, readonly, serial, size, commit-wait-usec, \
+     cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
      commit-wait-count, socket, port, address";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
@@ -99,6 +100,8 @@ pub struct DiskSpec {
     pub serial: Option<String>,
     /// Size of a RAM disk in bytes.
     pub size: Option<u64>,
+    /// How much of the disk may be used.
+    pub limits: Limits,
     /// How long the log's commit groups wait for more to join them.
     pub commit_wait: CommitWait,
     /// The Unix socket that a server offers the disk at.
@@ -164,6 +167,7 @@ impl FromStr for DiskSpec {
             read_only: false,
             serial: None,
             size: None,
+            limits: Limits::default(),
             commit_wait: CommitWait::default(),
             socket: None,
             port: None,
@@ -268,6 +272,12 @@ impl DiskSpec {
                 }
                 self.size = Some(bytes);
             }
+            "ops-per-second" => {
+                self.limits.ops_per_second = number("ops-per-second", value, 1..=u64::MAX)?;
+            }
+            "ops-burst" => self.limits.ops_burst = number("ops-burst", value, 1..=u64::MAX)?,
+            "bytes-per-second" => self.limits.bytes_per_second = rate("bytes-per-second", value)?,
+            "bytes-burst" => self.limits.bytes_burst = rate("bytes-burst", value)?,
             "commit-wait-usec" => {
                 let wait = number("commit-wait-usec", value, 0..=MAX_COMMIT_WAIT_US)?;
                 self.commit_wait.longest = Some(Duration::from_micros(wait.into()));
@@ -314,6 +324,17 @@ impl DiskSpec {
         if self.address.is_some() && self.port.is_none() {
             return Err(DiskSpecError::Conflict(
                 "address= is where a port is: give port=N too",
+            ));
+        }
+        let Limits {
+            ops_per_second,
+            ops_burst,
+            bytes_per_second,
+            bytes_burst,
+        } = self.limits;
+        if (ops_burst > 0 && ops_per_second == 0) || (bytes_burst > 0 && bytes_per_second == 0) {
+            return Err(DiskSpecError::Conflict(
+                "a burst is of a limit: give ops-per-second=N or bytes-per-second=SIZE too",
             ));
         }
         match self.backend {
@@ -421,6 +442,12 @@ fn wrong(key: &'static str, value: &str, expected: impl Into<String>) -> DiskSpe
         value: value.to_owned(),
         expected: expected.into(),
     }
+}
+
+/// Bytes, at least one.
+fn rate(key: &'static str, value: &str) -> Result<u64, DiskSpecError> {
+    let bytes = parse_size(value).ok().filter(|bytes| *bytes > 0);
+    bytes.ok_or_else(|| wrong(key, value, "a number of bytes, or one with K, M or G"))
 }
 
 #[cfg(test)]

@@ -81,6 +81,7 @@ pub fn open(
                 worker_cpus: spec.worker_cpus.clone(),
                 poll: spec.poll,
             },
+            limits: spec.limits,
         })
         .collect();
     Ok((disks, logs))

@@ -116,6 +116,8 @@ const STORE: &[c_long] = &[
     libc::SYS_readv,
     libc::SYS_rename,
     libc::SYS_statx,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
     libc::SYS_unlink,
     libc::SYS_write,
     libc::SYS_writev,
@@ -147,6 +149,9 @@ const VHOST_USER: &[c_long] = &[
     libc::SYS_sendmsg,
     libc::SYS_shutdown,
 ];
+
+/// What the libc crate does not have yet: a copy of the auxiliary vector.
+const PR_GET_AUXV: libc::c_int = 0x4155_5856;
 
 /// Restricts every thread of this process, and those that they will start. Nothing takes it back.
 ///
@@ -208,8 +213,8 @@ fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler
     // abort() signals the process itself.
     let me = u64::from(std::process::id());
     when(libc::SYS_tgkill, 0, Is::Eq, &[me])?;
-    // The names of threads and of their memory.
-    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA].map(|option| option as u64);
+    // The names of threads and of their memory; where the kernel's own clock is to be found.
+    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA, PR_GET_AUXV].map(|option| option as u64);
     when(libc::SYS_prctl, 0, Is::Eq, &prctl)?;
     // Sockets that do not block; whether, and how wide, a terminal is there.
     let ioctl: [c_ulong; 3] = [libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];

@@ -35,6 +35,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
 use crate::control::CacheSwitch;
 use crate::status::DeviceStatus;
+use crate::throttle::Throttle;
 use crate::transport::DeviceMemory;
 use request::ID_LEN;
 
@@ -143,6 +144,7 @@ pub struct VirtioBlock {
     capacity: AtomicU64,
     cache: Arc<CacheSwitch>,
     metrics: Arc<BlockMetrics>,
+    throttle: Arc<Throttle>,
     doorbells: Vec<EventFd>,
 }
 
@@ -200,6 +202,7 @@ impl VirtioBlock {
             capacity: AtomicU64::new(capacity),
             cache: Arc::new(CacheSwitch::new(Arc::clone(&backend))),
             metrics: Arc::default(),
+            throttle: Arc::default(),
             doorbells,
             backend,
             config,
@@ -209,6 +212,11 @@ impl VirtioBlock {
     /// The device's counters; they live on after the device.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
+    }
+
+    /// The limits of the device, to be set at any time; they live on after the device.
+    pub fn throttle(&self) -> Arc<Throttle> {
+        Arc::clone(&self.throttle)
     }
 
     /// Number of queues.
@@ -337,6 +345,7 @@ impl VirtioBlock {
                 features,
                 id: self.id,
                 backend: Arc::clone(&self.backend),
+                throttle: Arc::clone(&self.throttle),
                 metrics: Arc::clone(&self.metrics),
                 status,
             },

@@ -29,8 +29,9 @@ use super::order::Batch;
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
 use super::tracker::Tracker;
 use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
-use crate::backend::{Backend, BackendQueue, Completion, Operation};
+use crate::backend::{Backend, Completion, Operation};
 use crate::status::DeviceStatus;
+use crate::throttle::{Throttle, ThrottledQueue};
 use crate::transport::DeviceMemory;
 
 /// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
@@ -67,6 +68,7 @@ pub(super) struct Plan {
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
     pub(super) backend: Arc<dyn Backend>,
+    pub(super) throttle: Arc<Throttle>,
     pub(super) metrics: Arc<BlockMetrics>,
     pub(super) status: Arc<DeviceStatus>,
 }
@@ -110,7 +112,7 @@ impl Worker {
             in_flight: InFlight::new(queue.size()),
             queue,
             memory,
-            disk: plan.backend.open_queue()?,
+            disk: ThrottledQueue::open(&*plan.backend, &plan.throttle)?,
             stop: Arc::clone(&stop),
             started: Ok(()),
             submitted: false,
@@ -283,7 +285,7 @@ struct QueueWorker<M> {
     plan: Plan,
     queue: Virtqueue,
     memory: M,
-    disk: Box<dyn BackendQueue>,
+    disk: ThrottledQueue,
     stop: Arc<StopSignal>,
     in_flight: InFlight,
     /// Whether the event loop took the descriptors.
@@ -357,7 +359,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
             if !took_all {
                 // Full. Completions wake the worker; until then doorbells have nothing to say.
                 promised = false;
-                if self.in_flight.vacancy().is_none() || self.batch.is_full(self.queue.size()) {
+                if self.in_flight.vacancy().is_none()
+                    || self.batch.is_full(self.queue.size())
+                    || self.disk.holds()
+                {
                     return Ok(());
                 }
             } else {
@@ -411,7 +416,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let Some(slot) = self.in_flight.vacancy() else {
                 return Ok(false);
             };
-            if self.batch.is_full(size) {
+            // What is above a limit waits in the ring, but for one.
+            if self.batch.is_full(size) || self.disk.holds() {
                 return Ok(false);
             }
             let Some(chain) = available.next() else {
@@ -504,6 +510,7 @@ impl<M: DeviceMemory> MutEventSubscriber for QueueWorker<M> {
         let sources = [
             (self.plan.queue.doorbell.as_raw_fd(), DOORBELL),
             (self.disk.event().as_raw_fd(), BACKEND),
+            (self.disk.timer().as_raw_fd(), BACKEND),
             (self.stop.event.as_raw_fd(), STOP),
         ];
         self.started = sources

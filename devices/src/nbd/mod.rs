@@ -37,6 +37,7 @@ use std::sync::Arc;
 use crate::backend::{Backend, SECTOR_SIZE};
 use crate::block::BlockMetrics;
 use crate::control::{DeviceControl, Gate};
+use crate::throttle::Throttle;
 
 pub use protocol::DEFAULT_PORT;
 pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
@@ -49,6 +50,7 @@ pub struct Export {
     backend: Arc<dyn Backend>,
     metrics: Arc<BlockMetrics>,
     gate: Arc<Gate>,
+    throttle: Arc<Throttle>,
 }
 
 impl Export {
@@ -64,6 +66,7 @@ impl Export {
             backend,
             metrics: Arc::default(),
             gate: Arc::default(),
+            throttle: Arc::default(),
         }
     }
 
@@ -75,6 +78,11 @@ impl Export {
     /// What clients have asked for so far.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
+    }
+
+    /// The limits of the export, for all of its clients together.
+    pub fn throttle(&self) -> Arc<Throttle> {
+        Arc::clone(&self.throttle)
     }
 
     /// The export in use, for its owner.

@@ -23,8 +23,9 @@ use super::connection::{Connection, part};
 use super::handshake::Ended;
 use super::request::Pending;
 use super::server::{join, report};
-use crate::backend::{BackendQueue, Completion};
+use crate::backend::Completion;
 use crate::control::Wake;
+use crate::throttle::ThrottledQueue;
 
 /// How long clients may take to read their last replies when the server stops.
 const PARTING: Duration = Duration::from_secs(2);
@@ -195,7 +196,7 @@ fn watch(events: &OwnedFd, what: impl AsFd, data: u64, flags: EventFlags) -> io:
 /// The way to one disk, which the connections of a thread share.
 struct Desk {
     export: Arc<Export>,
-    queue: Box<dyn BackendQueue>,
+    queue: ThrottledQueue,
     part: usize,
     /// Requests in flight by token, each with its client's key.
     in_flight: Slab<(usize, Pending)>,
@@ -402,17 +403,14 @@ impl Worker {
         if let Some((key, _)) = self.desks.iter().find(same) {
             return Ok(key);
         }
-        let queue = export.backend.open_queue()?;
+        let queue = ThrottledQueue::open(&*export.backend, &export.throttle)?;
         let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
         let vacant = self.desks.vacant_entry();
         let key = vacant.key();
-        watch(
-            &self.events,
-            queue.event(),
-            DESK | key as u64,
-            EventFlags::IN,
-        )?;
+        for event in [queue.event(), queue.timer()] {
+            watch(&self.events, event, DESK | key as u64, EventFlags::IN)?;
+        }
         vacant.insert(Desk {
             export: Arc::clone(export),
             part: part(export),
@@ -611,8 +609,10 @@ impl Worker {
         if self.desks[desk].clients == 0 {
             let desk = self.desks.remove(desk);
             // A waiter on its way elsewhere may keep the descriptor open for a moment.
-            if let Err(error) = epoll::delete(&self.events, desk.queue.event()) {
-                tracing::debug!("NBD: a queue's event was not watched: {error}");
+            for event in [desk.queue.event(), desk.queue.timer()] {
+                if let Err(error) = epoll::delete(&self.events, event) {
+                    tracing::debug!("NBD: a queue's event was not watched: {error}");
+                }
             }
         }
     }

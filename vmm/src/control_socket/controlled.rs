@@ -7,8 +7,9 @@ use serde_json::{Value, json};
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::throttle::Throttle;
 
-use super::command::{CacheChoice, Command, ControlError, Format};
+use super::command::{CacheChoice, Command, ControlError, Format, Limits};
 use super::stats;
 use crate::vm::control::Control;
 use crate::vm::exits::ExitCounters;
@@ -47,6 +48,8 @@ pub struct ControlledDisk {
     pub backend: Arc<dyn Backend>,
     /// What was asked of it.
     pub metrics: Arc<BlockMetrics>,
+    /// How much of it may be used.
+    pub throttle: Arc<Throttle>,
     /// How its users are told.
     pub device: Arc<dyn DeviceControl>,
 }
@@ -58,6 +61,7 @@ impl From<&AttachedDisk> for ControlledDisk {
             transport: disk.transport(),
             backend: Arc::clone(&disk.backend),
             metrics: Arc::clone(&disk.metrics),
+            throttle: Arc::clone(&disk.throttle),
             device: Arc::clone(&disk.device),
         }
     }
@@ -128,12 +132,7 @@ impl Controlled {
             }
             Command::Resize { disk, size_bytes } => self.resize(disk.as_deref(), *size_bytes),
             Command::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
-            Command::SetLimit { disk, .. } => {
-                let name = &self.disk(disk.as_deref())?.name;
-                Err(ControlError::new(format_args!(
-                    "disk '{name}' has no limits"
-                )))
-            }
+            Command::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
             Command::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
             Command::Shutdown { now: false } => {
                 // Who rests cannot end in order.
@@ -246,6 +245,41 @@ impl Controlled {
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
         Ok(json!({ "disk": disk.name, "requested": cache, "cache": stats::cache(&*disk.backend) }))
+    }
+
+    fn set_limit(&self, name: Option<&str>, wanted: &Limits) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let _change = self.change();
+        let mut limits = disk.throttle.limits();
+        // A burst belongs to its rate: a new rate has its own.
+        for (rate, burst, new_rate, new_burst) in [
+            (
+                &mut limits.ops_per_second,
+                &mut limits.ops_burst,
+                wanted.ops_per_second,
+                wanted.ops_burst,
+            ),
+            (
+                &mut limits.bytes_per_second,
+                &mut limits.bytes_burst,
+                wanted.bytes_per_second,
+                wanted.bytes_burst,
+            ),
+        ] {
+            if let Some(new_rate) = new_rate {
+                (*rate, *burst) = (new_rate, 0);
+            }
+            *burst = new_burst.unwrap_or(*burst);
+            if *rate == 0 && *burst > 0 {
+                return Err(ControlError::new(
+                    "a burst is of a limit: give the operations or bytes per second too",
+                ));
+            }
+        }
+        disk.throttle.set(limits);
+        let mut answer = stats::limits(&disk.throttle);
+        answer["disk"] = disk.name.clone().into();
+        Ok(answer)
     }
 
     fn checkpoint(&self, name: Option<&str>) -> Result<Value, ControlError> {

@@ -4,6 +4,8 @@ use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
 
 use super::controlled::{Controlled, ControlledDisk, Power};
+use walvisor_devices::throttle::Throttle;
+
 use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
 use crate::vm::exits::ExitReason;
 
@@ -66,7 +68,19 @@ fn disk(disk: &ControlledDisk) -> Value {
         "errors": counts.errors,
         "doorbells": counts.doorbells,
         "interrupts": counts.interrupts,
+        "limits": limits(&disk.throttle),
         "log": disk.backend.log_counters().map(log),
+    })
+}
+
+/// How much of a disk may be used; 0 is no limit.
+pub(super) fn limits(throttle: &Throttle) -> Value {
+    let limits = throttle.limits();
+    json!({
+        "ops_per_second": limits.ops_per_second,
+        "ops_burst": limits.ops_burst,
+        "bytes_per_second": limits.bytes_per_second,
+        "bytes_burst": limits.bytes_burst,
     })
 }
 

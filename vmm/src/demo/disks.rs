@@ -58,6 +58,7 @@ impl DemoDisks {
     pub fn configs(&self) -> impl Iterator<Item = DiskConfig> {
         self.open.iter().flat_map(|(name, transport, _, store)| {
             store.disks().iter().map(move |disk| DiskConfig {
+                limits: walvisor_devices::throttle::Limits::default(),
                 name: (*name).to_owned(),
                 backend: Arc::new(disk.clone()),
                 transport: *transport,

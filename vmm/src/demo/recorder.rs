@@ -162,6 +162,7 @@ mod tests {
             backend: Arc::new(RamDisk::new(8)),
             location: DiskLocation::Pci(1),
             metrics: metrics.clone(),
+            throttle: Arc::default(),
             device: Arc::new(std::sync::Weak::<
                 std::sync::Mutex<
                     walvisor_devices::transport::MmioTransport<Arc<vm_memory::GuestMemoryMmap>>,

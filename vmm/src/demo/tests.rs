@@ -164,6 +164,7 @@ fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
         return None;
     }
     let disk = |name: &str, transport, fault| DiskConfig {
+        limits: walvisor_devices::throttle::Limits::default(),
         name: name.to_owned(),
         backend: Arc::new(Faulty::new(fault)),
         transport,

@@ -13,6 +13,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::throttle::Limits;
 use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
 
 use super::bus::{Bus, BusDevice, SharedDevice};
@@ -47,6 +48,8 @@ pub struct DiskConfig {
     pub transport: TransportKind,
     /// How the device looks.
     pub device: BlockConfig,
+    /// How much of it may be used.
+    pub limits: Limits,
 }
 
 /// What a VM is to have. One vCPU, 512 MiB of memory, no console and no disk unless told otherwise.
@@ -354,11 +357,13 @@ impl Attach {
             backend,
             transport,
             device,
+            limits,
         } = disk;
         let failed = |error: String| VmError::Disk(name.clone(), error);
         let device =
             VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
-        let metrics = device.metrics();
+        let (metrics, throttle) = (device.metrics(), device.throttle());
+        throttle.set(limits);
         let (location, device): (_, Arc<dyn DeviceControl>) = match transport {
             TransportKind::Mmio => {
                 let slot = self.next_slot()?;
@@ -380,6 +385,7 @@ impl Attach {
             backend,
             location,
             metrics,
+            throttle,
             device,
         });
         Ok(())

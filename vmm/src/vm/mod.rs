@@ -32,6 +32,7 @@ use vmm_sys_util::signal::Killable;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::throttle::Throttle;
 
 pub use builder::{DiskConfig, VmBuilder};
 pub use disk_flush::flush;
@@ -105,6 +106,8 @@ pub struct AttachedDisk {
     pub location: DiskLocation,
     /// The device's counters.
     pub metrics: Arc<BlockMetrics>,
+    /// How much of the disk may be used.
+    pub throttle: Arc<Throttle>,
     /// The device while the VM is there.
     pub device: Arc<dyn DeviceControl>,
 }

@@ -68,6 +68,14 @@ impl Guest {
         serde_json::from_str(&self.ctl("stats --json").unwrap()).unwrap()
     }
 
+    /// Waits until the guest has gone on since `before`.
+    fn wait_for_more_exits(&self, before: &Value) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while exits(&self.stats()) == exits(before) {
+            assert!(Instant::now() < deadline, "it does not go on");
+        }
+    }
+
     fn connect(&self) -> UnixStream {
         let stream = UnixStream::connect(self.path("ctl")).unwrap();
         let patience = Some(Duration::from_secs(20));
@@ -139,7 +147,7 @@ fn a_guest_is_looked_at_paused_and_resumed() {
         (&json!(2), &json!("mmio"))
     );
     assert_eq!(stats["disks"][0]["size_bytes"], 1 << 20);
-    assert!(exits(&guest.stats()) > exits(&stats));
+    guest.wait_for_more_exits(&stats);
 
     for _ in 0..3 {
         assert_eq!(guest.ctl("pause").unwrap(), "{\"state\":\"paused\"}\n");
@@ -148,10 +156,7 @@ fn a_guest_is_looked_at_paused_and_resumed() {
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!(exits(&guest.stats()), exits(&paused), "nothing runs");
         assert_eq!(guest.ctl("resume").unwrap(), "{\"state\":\"running\"}\n");
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while exits(&guest.stats()) == exits(&paused) {
-            assert!(Instant::now() < deadline, "it does not go on");
-        }
+        guest.wait_for_more_exits(&paused);
     }
     let text = guest.ctl("stats --prometheus").unwrap();
     for metric in [
@@ -200,6 +205,23 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     assert_eq!(guest.stats()["disks"][0]["cache"], "writethrough");
     ctl(&format!("set-cache writeback --disk {name}")).unwrap();
     assert_eq!(guest.stats()["disks"][0]["cache"], "writeback");
+    let limits: Value = serde_json::from_str(
+        &ctl(&format!(
+            "set-limit --disk {name} --ops-per-second 100 --bytes-per-second 1M --bytes-burst 4M"
+        ))
+        .unwrap(),
+    )
+    .unwrap();
+    assert_eq!(
+        (&limits["ops_per_second"], &limits["bytes_burst"]),
+        (&json!(100), &json!(4 << 20))
+    );
+    ctl(&format!("set-limit --disk {name} --bytes-per-second 0")).unwrap();
+    let limits = &guest.stats()["disks"][0]["limits"];
+    assert_eq!(
+        (&limits["ops_per_second"], &limits["bytes_burst"]),
+        (&json!(100), &json!(0))
+    );
     ctl("checkpoint").unwrap();
     assert!(
         guest.stats()["disks"][0]["log"]["checkpoints"]
@@ -209,6 +231,7 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     );
     for (words, part) in [
         ("resize --size 3M", "say which disk"),
+        ("set-limit --disk r --ops-burst 3", "a burst is of a limit"),
         ("resize --disk x --size 3M", "no disk 'x'"),
         ("resize --disk r --size 2M", "keeps its size"),
         (&format!("resize --disk {name} --size 2M"), "cannot shrink"),

@@ -134,3 +134,63 @@ fn vhost_user_disks_are_paused_and_grow() {
     let status = daemon.child.wait().unwrap();
     assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
+
+/// How many of `count` reads that a client sends at once are answered when it has waited for `expected` of them; and then
+/// all of them, once the limit is gone.
+fn limited(dir: &Path, count: u64, expected: u64) {
+    let mut client = RawClient::extended(&dir.join("s"));
+    for cookie in 0..count {
+        client.request(0, READ, cookie, cookie * 4096, 4096);
+    }
+    for cookie in 0..expected {
+        assert_eq!(client.reply().cookie, cookie);
+    }
+    let wait = Some(Duration::from_millis(100));
+    client.socket.set_read_timeout(wait).unwrap();
+    let mut byte = [0];
+    let more = client.socket.peek_one(&mut byte);
+    assert!(!more, "more than {expected} went at once");
+    let wait = Some(Duration::from_secs(10));
+    client.socket.set_read_timeout(wait).unwrap();
+    ctl(dir, "set-limit --ops-per-second 0 --bytes-per-second 0");
+    for cookie in expected..count {
+        assert_eq!(client.reply().cookie, cookie);
+    }
+}
+
+/// Whether there is anything to read before the time-out.
+trait PeekOne {
+    fn peek_one(&self, byte: &mut [u8; 1]) -> bool;
+}
+
+impl PeekOne for std::os::unix::net::UnixStream {
+    fn peek_one(&self, byte: &mut [u8; 1]) -> bool {
+        rustix::net::recv(self, &mut byte[..], rustix::net::RecvFlags::PEEK).is_ok()
+    }
+}
+
+#[test]
+fn limits_hold_requests_back_and_can_be_taken_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,ops-per-second=1,ops-burst=7",
+    );
+    let stats = ctl(dir, "stats --json");
+    assert_eq!(stats["disks"][0]["limits"]["ops_burst"], 7);
+    ctl(dir, "set-limit --bytes-per-second 1 --bytes-burst 16K");
+    limited(dir, 20, 4);
+    ctl(dir, "set-limit --bytes-per-second 1 --bytes-burst 32K");
+    limited(dir, 20, 8);
+    // A new limit has a full bucket, and one that is in force holds back nobody who was there before it.
+    ctl(dir, "set-limit --ops-per-second 100000");
+    let mut client = RawClient::extended(&dir.join("s"));
+    for cookie in 0..50 {
+        client.request(0, READ, cookie, 0, 4096);
+        assert_eq!(client.reply().cookie, cookie);
+    }
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}

@@ -5,6 +5,8 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -118,9 +120,22 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     let python = python.stdout(Stdio::piped()).stderr(Stdio::piped());
     let daemon = Daemon::attach(dir, python.spawn().unwrap(), 1);
     // One thread more than with io_uring: the one that writes.
-    let threads = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
-    let names = threads.map(|task| fs::read_to_string(task.unwrap().path().join("comm")).unwrap());
-    assert!(names.into_iter().any(|name| name.trim() == "log-sync"));
+    let tasks = format!("/proc/{}/task", daemon.child.id());
+    let is_writer = |task: fs::DirEntry| {
+        let name = fs::read_to_string(task.path().join("comm"));
+        name.is_ok_and(|name| name.trim() == "log-sync")
+    };
+    let found = || {
+        fs::read_dir(&tasks)
+            .unwrap()
+            .any(|task| is_writer(task.unwrap()))
+    };
+    // A thread gives itself its name when it comes to run.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !found() {
+        assert!(Instant::now() < deadline, "no thread writes the log");
+        thread::sleep(Duration::from_millis(10));
+    }
     let mut client = RawClient::extended(&dir.join("s"));
     // More than the log's first segments hold: new ones, and checkpoints.
     let data = vec![7; 4 << 20];

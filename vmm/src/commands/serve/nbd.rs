@@ -151,6 +151,7 @@ fn serve(
             let (name, disk) = (export_name(&specs[member]), &disks[member]);
             let described = format!("{}, write-ahead logged by walvisor", disk.name);
             let export = Export::new(&name, &described, Arc::clone(&disk.backend));
+            export.throttle().set(disk.limits);
             let bytes = disk.backend.sectors() * SECTOR_SIZE;
             let uri = bound.uri.of(&name, tls);
             lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
@@ -161,6 +162,7 @@ fn serve(
                     transport: Kind::Nbd.name(),
                     backend: Arc::clone(&disk.backend),
                     metrics: export.metrics(),
+                    throttle: export.throttle(),
                     device: export.control(),
                 },
             ));

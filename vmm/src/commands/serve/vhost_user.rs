@@ -99,13 +99,15 @@ fn serve(
             disk.name,
             socket.display()
         ));
-        let metrics = device.metrics();
+        let (metrics, throttle) = (device.metrics(), device.throttle());
+        throttle.set(disk.limits);
         let service = Service::new(listener, device, &disk.name).map_err(CommandError::failed)?;
         controlled.push(ControlledDisk {
             name: disk.name.clone(),
             transport: Kind::VhostUser.name(),
             backend: Arc::clone(&disk.backend),
             metrics,
+            throttle,
             device: service.control(),
         });
         services.push(service);

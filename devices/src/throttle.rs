@@ -1,0 +1,454 @@
+//! Limits on how much of a disk may be used: operations and bytes a second, each with a burst, changed while it is in use.
+//!
+//! ```text
+//!   frontend ──submit──▶ ThrottledQueue ── Throttle says "now" ──▶ BackendQueue
+//!                             │ "at t"
+//!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ completions: on it goes
+//! ```
+//! A bucket is kept as one moment, the one at which it will be full again (the generic cell rate algorithm, which admits
+//! what a token bucket admits): no lock, no thread, nothing to be done while nobody asks. Without limits a request costs one
+//! look at a flag.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use rustix::time::{
+    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
+    timerfd_create, timerfd_settime,
+};
+
+use crate::backend::{Backend, BackendQueue, Completion, Operation, SECTOR_SIZE};
+
+const SECOND: u64 = 1_000_000_000;
+
+/// How much of a disk may be used. 0 is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Operations a second; each request is one.
+    pub ops_per_second: u64,
+    /// Operations that may come at once after a rest; 0: as many as a second's.
+    pub ops_burst: u64,
+    /// Bytes read and written a second.
+    pub bytes_per_second: u64,
+    /// Bytes that may come at once after a rest; 0: as many as a second's. A longer request waits until the bucket is
+    /// full, and what comes after it waits for its excess.
+    pub bytes_burst: u64,
+}
+
+/// One limit.
+#[derive(Default)]
+struct Bucket {
+    /// Units a second; 0: no limit.
+    rate: AtomicU64,
+    /// How long an empty bucket takes to be full, in nanoseconds.
+    depth: AtomicU64,
+    /// When the bucket will be full.
+    full_at: AtomicU64,
+}
+
+impl Bucket {
+    fn set(&self, rate: u64, burst: u64) {
+        let burst = if burst == 0 { rate } else { burst };
+        self.depth.store(time_of(burst, rate), Ordering::Relaxed);
+        self.full_at.store(0, Ordering::Relaxed);
+        self.rate.store(rate, Ordering::Relaxed);
+    }
+
+    /// Takes `amount` at the moment `now`. Returns what it has cost.
+    ///
+    /// # Errors
+    /// The moment at which there will be enough.
+    fn take(&self, amount: u64, now: u64) -> Result<u64, u64> {
+        let rate = self.rate.load(Ordering::Relaxed);
+        if rate == 0 || amount == 0 {
+            return Ok(0);
+        }
+        let cost = time_of(amount, rate);
+        let room = self.depth.load(Ordering::Relaxed).saturating_sub(cost);
+        let mut full_at = self.full_at.load(Ordering::Relaxed);
+        loop {
+            let enough_at = full_at.saturating_sub(room);
+            if enough_at > now {
+                return Err(enough_at);
+            }
+            let after = full_at.max(now).saturating_add(cost);
+            match self.full_at.compare_exchange_weak(
+                full_at,
+                after,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Ok(cost),
+                Err(other) => full_at = other,
+            }
+        }
+    }
+
+    fn give_back(&self, cost: u64) {
+        // A bucket that was set anew meanwhile is full: it stays so.
+        let give = |full_at: u64| Some(full_at.saturating_sub(cost));
+        let _ = self
+            .full_at
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, give);
+    }
+}
+
+/// The time in which `amount` comes in at `rate` a second, in nanoseconds.
+fn time_of(amount: u64, rate: u64) -> u64 {
+    let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
+    u64::try_from(time).unwrap_or(u64::MAX)
+}
+
+/// The limits of a disk, shared by its queues.
+#[derive(Default)]
+pub struct Throttle {
+    /// Whether there is any limit.
+    active: AtomicBool,
+    ops: Bucket,
+    bytes: Bucket,
+    /// Counts changes.
+    changes: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    limits: Limits,
+    timers: Vec<Weak<Timer>>,
+}
+
+impl Throttle {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Numbers and a list are right between any two steps.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The limits in force.
+    pub fn limits(&self) -> Limits {
+        self.lock().limits
+    }
+
+    /// Puts `limits` in force, with full buckets. What waits for the ones before goes by the new ones.
+    pub fn set(&self, limits: Limits) {
+        let mut state = self.lock();
+        state.limits = limits;
+        self.ops.set(limits.ops_per_second, limits.ops_burst);
+        self.bytes.set(limits.bytes_per_second, limits.bytes_burst);
+        let any = limits.ops_per_second > 0 || limits.bytes_per_second > 0;
+        self.active.store(any, Ordering::Relaxed);
+        self.changes.fetch_add(1, Ordering::SeqCst);
+        state.timers.retain(|timer| timer.strong_count() > 0);
+        for timer in state.timers.iter().filter_map(Weak::upgrade) {
+            timer.arm(0);
+        }
+    }
+
+    /// Whether `operation` may go now, and if not, when to ask again, in nanoseconds of CLOCK_MONOTONIC.
+    fn admit(&self, operation: &Operation) -> Result<(), u64> {
+        if !self.active.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.admit_at(bytes_of(operation), now())
+    }
+
+    fn admit_at(&self, bytes: u64, now: u64) -> Result<(), u64> {
+        let cost = self.ops.take(1, now)?;
+        self.bytes
+            .take(bytes, now)
+            .map(drop)
+            .inspect_err(|_| self.ops.give_back(cost))
+    }
+}
+
+/// Bytes that move: what is discarded or made zero does not.
+fn bytes_of(operation: &Operation) -> u64 {
+    match operation {
+        Operation::Read { sectors, .. } => u64::from(*sectors) * SECTOR_SIZE,
+        Operation::Write { data, .. } => data.len() as u64,
+        _ => 0,
+    }
+}
+
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * SECOND + now.tv_nsec as u64
+}
+
+/// What wakes a queue that holds requests.
+struct Timer {
+    fd: OwnedFd,
+    armed: AtomicBool,
+}
+
+impl Timer {
+    fn new() -> io::Result<Self> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        Ok(Self {
+            fd: timerfd_create(TimerfdClockId::Monotonic, flags)?,
+            armed: AtomicBool::new(false),
+        })
+    }
+
+    /// Makes the descriptor readable at `when`, or at once if that is past.
+    fn arm(&self, when: u64) {
+        self.armed.store(true, Ordering::SeqCst);
+        // Zero would disarm it.
+        let when = when.clamp(1, i64::MAX as u64);
+        let time = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: Timespec {
+                tv_sec: (when / SECOND) as i64,
+                tv_nsec: (when % SECOND) as i64,
+            },
+        };
+        if let Err(error) = timerfd_settime(&self.fd, TimerfdTimerFlags::ABSTIME, &time) {
+            tracing::error!(
+                "a disk's limits: requests wait for a timer that cannot be set: {error}"
+            );
+        }
+    }
+
+    fn clear(&self) {
+        if self.armed.swap(false, Ordering::SeqCst) {
+            // Not readable yet is as good.
+            let _ = rustix::io::read(&self.fd, &mut [0; 8]);
+        }
+    }
+}
+
+/// A queue of a backend behind the limits of its disk. As a [`BackendQueue`], with one more descriptor to wait for.
+pub(crate) struct ThrottledQueue {
+    queue: Box<dyn BackendQueue>,
+    throttle: Arc<Throttle>,
+    timer: Arc<Timer>,
+    /// Those that may not go yet, in order.
+    held: VecDeque<(u64, Operation)>,
+}
+
+impl ThrottledQueue {
+    /// Opens a queue.
+    ///
+    /// # Errors
+    /// As [`Backend::open_queue`].
+    pub(crate) fn open(backend: &dyn Backend, throttle: &Arc<Throttle>) -> io::Result<Self> {
+        let timer = Arc::new(Timer::new()?);
+        throttle.lock().timers.push(Arc::downgrade(&timer));
+        Ok(Self {
+            queue: backend.open_queue()?,
+            throttle: Arc::clone(throttle),
+            timer,
+            held: VecDeque::new(),
+        })
+    }
+
+    /// Readable when held requests may go. Then [`completions`](Self::completions) is to be called.
+    pub(crate) fn timer(&self) -> BorrowedFd<'_> {
+        self.timer.fd.as_fd()
+    }
+
+    /// Whether requests are held: more would be held too.
+    pub(crate) fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    pub(crate) fn set_clients(&mut self, clients: usize) {
+        self.queue.set_clients(clients);
+    }
+
+    pub(crate) fn event(&self) -> BorrowedFd<'_> {
+        self.queue.event()
+    }
+
+    pub(crate) fn submit(&mut self, token: u64, operation: Operation) {
+        if self.held.is_empty() && self.throttle.admit(&operation).is_ok() {
+            self.queue.submit(token, operation);
+        } else {
+            self.held.push_back((token, operation));
+        }
+    }
+
+    pub(crate) fn kick(&mut self) {
+        self.release();
+        self.queue.kick();
+    }
+
+    pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
+        self.timer.clear();
+        if self.release() {
+            self.queue.kick();
+        }
+        self.queue.completions(done);
+    }
+
+    /// Lets those go that may; `true`: some went. Sees to it that the others are thought of.
+    fn release(&mut self) -> bool {
+        let mut some = false;
+        while let Some((_, operation)) = self.held.front() {
+            let changes = self.throttle.changes.load(Ordering::SeqCst);
+            match self.throttle.admit(operation) {
+                Ok(()) => {
+                    let (token, operation) = self.held.pop_front().expect("it is in front");
+                    self.queue.submit(token, operation);
+                    some = true;
+                }
+                Err(when) => {
+                    self.timer.arm(when);
+                    // Whoever changed the limits meanwhile has set the timer before, and to no avail.
+                    if self.throttle.changes.load(Ordering::SeqCst) == changes {
+                        break;
+                    }
+                }
+            }
+        }
+        some
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, poll};
+
+    use super::*;
+    use crate::backend::ram::RamDisk;
+
+    fn throttle(limits: Limits) -> Throttle {
+        let throttle = Throttle::default();
+        throttle.set(limits);
+        throttle
+    }
+
+    /// How many requests of `bytes` go in `seconds` when somebody asks whenever he is told to.
+    fn admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
+        let (start, mut count) = (1_000 * SECOND, 0);
+        let mut at = start;
+        while at < start + seconds * SECOND {
+            match throttle.admit_at(bytes, at) {
+                Ok(()) => count += 1,
+                Err(when) => {
+                    assert!(when > at);
+                    at = when;
+                }
+            }
+        }
+        count
+    }
+
+    #[test]
+    fn a_burst_and_then_the_rate() {
+        let ops = |ops_per_second, ops_burst| Limits {
+            ops_per_second,
+            ops_burst,
+            ..Limits::default()
+        };
+        for (limits, seconds, expected) in [
+            (ops(100, 0), 10, 100 + 1000),
+            (ops(100, 5), 10, 5 + 1000),
+            (ops(1, 1), 10, 1 + 9),
+            (ops(3, 1), 7, 1 + 20),
+        ] {
+            let count = admitted(&throttle(limits), 4096, seconds);
+            assert!(count.abs_diff(expected) <= 1, "{limits:?}: {count}");
+        }
+        let bytes = Limits {
+            bytes_per_second: 1 << 20,
+            bytes_burst: 1 << 18,
+            ..Limits::default()
+        };
+        assert!(admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
+        // Longer than the burst: one after the other, each paid for in full.
+        assert!(admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
+        // Nothing moves: nothing is paid.
+        let throttle = throttle(bytes);
+        assert!((0..10_000).all(|_| throttle.admit_at(0, SECOND).is_ok()));
+    }
+
+    #[test]
+    fn of_two_limits_the_tighter_one_counts_and_none_pays_for_the_other() {
+        let both = Limits {
+            ops_per_second: 100,
+            ops_burst: 1,
+            bytes_per_second: 4096 * 10,
+            bytes_burst: 4096,
+        };
+        assert!(admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
+        assert!(admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
+    }
+
+    #[test]
+    fn numbers_at_their_ends_are_limits_too() {
+        let ends = Limits {
+            ops_per_second: u64::MAX,
+            ops_burst: u64::MAX,
+            bytes_per_second: 1,
+            bytes_burst: u64::MAX,
+        };
+        let throttle = throttle(ends);
+        assert!(throttle.admit_at(u64::MAX, 1).is_ok());
+        assert!(throttle.admit_at(u64::MAX, u64::MAX - 1).is_err());
+    }
+
+    fn readable(queue: &ThrottledQueue, wait: bool) -> bool {
+        let mut fds = [
+            PollFd::from_borrowed_fd(queue.event(), PollFlags::IN),
+            PollFd::from_borrowed_fd(queue.timer(), PollFlags::IN),
+        ];
+        let now = Timespec::default();
+        poll(&mut fds, if wait { None } else { Some(&now) }).unwrap() > 0
+    }
+
+    #[test]
+    fn what_is_held_goes_in_order_when_its_time_has_come_or_the_limit_goes() {
+        let disk = RamDisk::new(64);
+        let throttle = Arc::new(throttle(Limits {
+            ops_per_second: 200,
+            ops_burst: 1,
+            ..Limits::default()
+        }));
+        let mut queue = ThrottledQueue::open(&disk, &throttle).unwrap();
+        let submit = |queue: &mut ThrottledQueue, tokens: std::ops::Range<u64>| {
+            for token in tokens {
+                queue.submit(
+                    token,
+                    Operation::Read {
+                        sector: 0,
+                        sectors: 1,
+                    },
+                );
+            }
+            queue.kick();
+        };
+        submit(&mut queue, 0..5);
+        assert!(queue.holds());
+        let mut done = Vec::new();
+        while done.len() < 5 {
+            assert!(readable(&queue, true));
+            queue.completions(&mut done);
+        }
+        assert!(
+            !queue.holds() && !readable(&queue, false),
+            "no wake-up is left over"
+        );
+
+        // So slow that only the end of the limit can free it.
+        throttle.set(Limits {
+            ops_per_second: 1,
+            bytes_per_second: 1,
+            bytes_burst: 1,
+            ..Limits::default()
+        });
+        submit(&mut queue, 5..8);
+        queue.completions(&mut done);
+        assert!(queue.holds());
+        throttle.set(Limits::default());
+        assert!(readable(&queue, true));
+        while done.len() < 8 {
+            queue.completions(&mut done);
+        }
+        let tokens: Vec<_> = done.iter().map(|completion| completion.token).collect();
+        assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert!(!readable(&queue, false));
+    }
+}
