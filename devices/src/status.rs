@@ -1,7 +1,8 @@
 //! The device status field (virtio 1.2, 2.1), shared by the transport and the queue workers.
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
 use virtio_bindings::virtio_config as bits;
 
@@ -24,13 +25,18 @@ pub(crate) const FAILED: u8 = bits::VIRTIO_CONFIG_S_FAILED as u8;
 pub(crate) struct DeviceStatus {
     bits: AtomicU8,
     interrupt: Arc<dyn Interrupt>,
+    complaints: AtomicU32,
 }
+
+/// Warnings about a driver that are shown; one that never stops breaking rules must not fill anyone's log.
+const MOST_COMPLAINTS: u32 = 16;
 
 impl DeviceStatus {
     pub(crate) fn new(interrupt: Arc<dyn Interrupt>) -> Self {
         Self {
             bits: AtomicU8::new(0),
             interrupt,
+            complaints: AtomicU32::new(0),
         }
     }
 
@@ -63,8 +69,88 @@ impl DeviceStatus {
         }
     }
 
+    /// Warns of what the driver has done, the first few times in the device's life.
+    pub(crate) fn complain(&self, of: fmt::Arguments<'_>) {
+        match self.complaints.fetch_add(1, Ordering::Relaxed) {
+            0..MOST_COMPLAINTS => tracing::warn!("{of}"),
+            MOST_COMPLAINTS => {
+                tracing::warn!("{of}; further offences of this driver are not shown")
+            }
+            // So that the counter never comes round.
+            _ => self
+                .complaints
+                .store(MOST_COMPLAINTS + 1, Ordering::Relaxed),
+        }
+    }
+
     /// Where used buffer and configuration change notifications go.
     pub(crate) fn interrupt(&self) -> &dyn Interrupt {
         &*self.interrupt
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+    use std::sync::{Arc, Mutex};
+
+    use tracing::field::{Field, Visit};
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
+    use super::*;
+    use crate::interrupt::Interrupt;
+
+    struct Nobody;
+
+    impl Interrupt for Nobody {
+        fn queue(&self, _queue: u16) {}
+        fn config(&self) {}
+        fn reset(&self) {}
+    }
+
+    /// Keeps the text of every event.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<String>>>);
+
+    impl Visit for Log {
+        fn record_debug(&mut self, _field: &Field, value: &dyn fmt::Debug) {
+            self.0.lock().unwrap().push(format!("{value:?}"));
+        }
+    }
+
+    impl Subscriber for Log {
+        fn enabled(&self, _: &Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            event.record(&mut self.clone());
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    #[test]
+    fn a_driver_that_never_stops_is_complained_of_a_few_times() {
+        let log = Log::default();
+        let status = DeviceStatus::new(Arc::new(Nobody));
+        tracing::subscriber::with_default(log.clone(), || {
+            for round in 0..1000 {
+                status.complain(format_args!("offence {round}"));
+            }
+        });
+        let lines = log.0.lock().unwrap();
+        assert_eq!(lines.len() as u32, MOST_COMPLAINTS + 1);
+        assert_eq!(lines[0], "offence 0");
+        assert!(lines.last().unwrap().contains("not shown"));
+        assert_eq!(
+            status.complaints.load(Ordering::Relaxed),
+            MOST_COMPLAINTS + 1
+        );
     }
 }

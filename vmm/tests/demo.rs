@@ -105,6 +105,69 @@ fn the_table_has_a_line_for_each_transport() {
 }
 
 #[test]
+fn every_case_of_conformance_passes_on_both_transports() {
+    if !kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let output = demo(&["--conformance", "--json"], directory.path());
+    let (text, errors) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(output.status.success(), "{text}{errors}");
+    assert_eq!(errors, "", "what the guest provokes is no warning");
+    let report: Value = serde_json::from_str(&text).expect("JSON, and nothing else");
+    assert_eq!(report["failed"], 0, "{text}");
+    let cases = report["cases"].as_array().expect("a list");
+    assert_eq!(report["passed"], cases.len());
+    for transport in ["mmio", "pci"] {
+        let names: Vec<&str> = cases
+            .iter()
+            .filter(|case| case["transport"] == transport)
+            .filter_map(|case| case["case"].as_str())
+            .collect();
+        assert!(names.len() >= 60, "{transport}: {names:?}");
+        for name in [
+            "chain-loops-over-two",
+            "sector-2-to-the-55",
+            "zero-length",
+            "indirect-in-indirect",
+            "used-ring-scribbled-on",
+            "doorbell-storm",
+            "indices-wrap",
+            "queue-reset-in-flight",
+            "in-order",
+        ] {
+            assert!(names.contains(&name), "{transport}: {name}");
+        }
+    }
+    assert_eq!(entries(directory.path()), 0, "the disks are removed");
+}
+
+#[test]
+fn conformance_prints_a_line_for_each_case() {
+    if !kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let output = demo(&["--conformance"], directory.path());
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    for line in [
+        "mmio  ok      flush",
+        "pci   ok      a-masked-vector-becomes-pending",
+    ] {
+        let start = line.trim_end_matches("flush");
+        assert!(text.lines().any(|found| found.starts_with(start)), "{text}");
+    }
+    assert!(
+        text.trim_end().ends_with(" cases passed, 0 failed"),
+        "{text}"
+    );
+}
+
+#[test]
 fn a_directory_that_is_not_there_is_named() {
     if !kvm() {
         return;

@@ -215,7 +215,9 @@ fn pin(cpu: u16, queue: u16) {
 
 /// The queue cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
 fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
-    tracing::warn!("virtio-blk queue {queue}: {error}; the driver has to reset the device");
+    status.complain(format_args!(
+        "virtio-blk queue {queue}: {error}; the driver has to reset the device"
+    ));
     status.needs_reset();
 }
 

@@ -199,9 +199,9 @@ impl<M: DeviceMemory> DeviceState<M> {
             self.status.insert(FEATURES_OK);
         } else {
             let (chosen, offered) = (self.driver_features.0, self.offered().0);
-            tracing::warn!(
-                "features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
-            );
+            self.status.complain(format_args!(
+                "virtio-blk: features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
+            ));
         }
     }
 

@@ -14,7 +14,7 @@ use core::str::FromStr;
 pub const MAGIC: u64 = u64::from_le_bytes(*b"WALVGST1");
 
 /// Number of 64-bit words of a [`BootInfo`] in guest memory.
-pub const WORDS: usize = 9;
+pub const WORDS: usize = 10;
 
 /// Most slots for virtio-mmio devices.
 pub const MMIO_SLOTS: usize = 16;
@@ -40,6 +40,18 @@ pub struct BootInfo {
     pub reset_port: u16,
     /// The byte to write to it.
     pub reset_value: u8,
+    /// What to do with the disks.
+    pub task: Task,
+}
+
+/// What the guest is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Task {
+    /// A job whose every byte is compared, and counted: one `@begin` and one `@end` for each transport.
+    #[default]
+    Job,
+    /// Cases of what a device must do, and must bear: one `@case` each, then a `@checked`, for each transport.
+    Conformance,
 }
 
 impl BootInfo {
@@ -56,6 +68,10 @@ impl BootInfo {
             self.ecam,
             u64::from(self.off_port) << 16 | u64::from(self.off_value),
             u64::from(self.reset_port) << 8 | u64::from(self.reset_value),
+            match self.task {
+                Task::Job => 0,
+                Task::Conformance => 1,
+            },
         ]
     }
 
@@ -71,7 +87,13 @@ impl BootInfo {
             ecam,
             off,
             reset,
+            task,
         ] = words;
+        let task = match task {
+            0 => Task::Job,
+            1 => Task::Conformance,
+            _ => return None,
+        };
         (magic == MAGIC).then_some(Self {
             memory_end,
             idt,
@@ -82,6 +104,7 @@ impl BootInfo {
             off_value: off as u16,
             reset_port: (reset >> 8) as u16,
             reset_value: reset as u8,
+            task,
         })
     }
 }
@@ -121,6 +144,10 @@ pub enum Line<T> {
     End(T, Outcome),
     /// It has failed, for this reason.
     Fail(T, T),
+    /// A case on this transport, by its name: what is wrong, if something is.
+    Case(T, T, Option<T>),
+    /// All cases of this transport were run: so many.
+    Checked(T, u32),
     /// The guest powers off.
     Off,
 }
@@ -147,6 +174,9 @@ impl<T: fmt::Display> fmt::Display for Line<T> {
                 digest.0
             ),
             Self::Fail(transport, reason) => write!(f, "@fail {transport} {reason}"),
+            Self::Case(transport, case, None) => write!(f, "@case {transport} {case}"),
+            Self::Case(transport, case, Some(why)) => write!(f, "@case {transport} {case} {why}"),
+            Self::Checked(transport, cases) => write!(f, "@checked {transport} {cases}"),
             Self::Off => write!(f, "@off"),
         }
     }
@@ -161,6 +191,18 @@ impl<'a> Line<&'a str> {
             "@fail" => rest
                 .split_once(' ')
                 .map(|(transport, why)| Self::Fail(transport, why)),
+            "@case" => {
+                let (transport, rest) = rest.split_once(' ')?;
+                let (case, why) = match rest.split_once(' ') {
+                    Some((case, why)) => (case, Some(why)),
+                    None => (rest, None),
+                };
+                Some(Self::Case(transport, case, why))
+            }
+            "@checked" => {
+                let (transport, cases) = rest.split_once(' ')?;
+                Some(Self::Checked(transport, cases.parse().ok()?))
+            }
             "@end" => {
                 let (transport, numbers) = rest.split_once(' ')?;
                 let mut numbers = numbers.split(' ').map(u64::from_str);
@@ -228,6 +270,7 @@ mod tests {
             off_value: 0x3400,
             reset_port: 0x64,
             reset_value: 0xfe,
+            task: Task::Conformance,
         };
         let mut words = info.to_words();
         assert_eq!(BootInfo::from_words(words), Some(info));
@@ -253,6 +296,9 @@ mod tests {
             Line::Begin("mmio"),
             Line::End("pci", outcome),
             Line::Fail("mmio", "block 1, byte 2: expected 0x03, read 0x04"),
+            Line::Case("mmio", "flush", None),
+            Line::Case("pci", "chain-loop", Some("no reset is asked for")),
+            Line::Checked("pci", 40),
             Line::Off,
         ] {
             assert_eq!(Line::parse(&line.to_string()), Some(line));
@@ -269,6 +315,9 @@ mod tests {
             "@end mmio 1 2",
             "@end mmio a b c d e f g",
             "@fail",
+            "@case mmio",
+            "@checked mmio",
+            "@checked mmio x",
         ] {
             assert_eq!(Line::parse(text), None, "{text:?}");
         }

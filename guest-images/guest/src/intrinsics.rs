@@ -73,3 +73,11 @@ unsafe extern "C" fn memcmp(one: *const u8, other: *const u8, length: usize) -> 
     }
     0
 }
+
+/// # Safety
+/// As C's memcmp.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn bcmp(one: *const u8, other: *const u8, length: usize) -> i32 {
+    // SAFETY: the caller keeps memcmp's contract, which is bcmp's.
+    unsafe { memcmp(one, other, length) }
+}

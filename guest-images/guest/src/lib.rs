@@ -5,6 +5,7 @@
 //!        │
 //!      job ──▶ block ──▶ queue            what is asked of the disk; requests; split virtqueues
 //!        │       └─────▶ transport        mmio (registers) or pci (capabilities, BARs, MSI-X)
+//!  conformance ───────────▶              the same transports, driven by every rule and against every rule
 //!     pattern                             what every block must read as
 //!   contract                              what the VMM and the guest agree on
 //! ```
@@ -13,6 +14,7 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod block;
+pub mod conformance;
 pub mod contract;
 pub mod error;
 pub mod job;

@@ -15,7 +15,8 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use console::Console;
 use interrupt::Controller;
 use walvisor_guest::block::Block;
-use walvisor_guest::contract::{BootInfo, Line, Outcome, WORDS};
+use walvisor_guest::conformance;
+use walvisor_guest::contract::{BootInfo, Line, Outcome, Task, WORDS};
 use walvisor_guest::error::Error;
 use walvisor_guest::job;
 use walvisor_guest::memory::Arena;
@@ -75,7 +76,7 @@ extern "C" fn main(boot: u64) -> ! {
                     mmio.address, mmio.gsi
                 )
                 .ok();
-                drive(&mut mmio, &controller, &mut arena, 1)
+                drive(&info, &mut mmio, &controller, &mut arena, 1)
             }),
             // SAFETY: as above.
             _ => unsafe { Pci::find(&info, &mut controller) }.and_then(|mut pci| {
@@ -85,11 +86,12 @@ extern "C" fn main(boot: u64) -> ! {
                     pci.device, pci.vectors
                 )
                 .ok();
-                drive(&mut pci, &controller, &mut arena, 2)
+                drive(&info, &mut pci, &controller, &mut arena, 2)
             }),
         };
         match outcome {
-            Ok(outcome) => writeln!(Console, "{}", Line::End(transport, outcome)).ok(),
+            Ok(Done::Job(outcome)) => writeln!(Console, "{}", Line::End(transport, outcome)).ok(),
+            Ok(Done::Cases(count)) => writeln!(Console, "{}", Line::Checked(transport, count)).ok(),
             Err(error) => writeln!(Console, "@fail {transport} {error}").ok(),
         };
     }
@@ -99,16 +101,27 @@ extern "C" fn main(boot: u64) -> ! {
     reset()
 }
 
+/// What was done with a disk.
+enum Done {
+    Job(Outcome),
+    Cases(u32),
+}
+
 fn drive(
+    info: &BootInfo,
     transport: &mut dyn Transport,
     controller: &Controller,
     arena: &mut Arena,
     seed: u32,
-) -> Result<Outcome, Error> {
+) -> Result<Done, Error> {
+    if info.task == Task::Conformance {
+        let end = info.memory_end;
+        return conformance::run(transport, controller, arena, end, &mut Console).map(Done::Cases);
+    }
     let mut block = Block::start(transport, controller, arena)?;
     let outcome = job::run(&mut block, arena, seed, &mut Console);
     block.stop();
-    outcome
+    outcome.map(Done::Job)
 }
 
 /// The RAM behind the image.

@@ -2,7 +2,6 @@
 
 use crate::contract::BootInfo;
 use crate::error::Error;
-use crate::queue::Queue;
 use crate::register::Registers;
 use crate::transport::{Interrupts, Transport};
 
@@ -25,6 +24,7 @@ const STATUS: u64 = 0x70;
 const QUEUE_DESCRIPTORS: u64 = 0x80;
 const QUEUE_DRIVER: u64 = 0x90;
 const QUEUE_DEVICE: u64 = 0xa0;
+const QUEUE_RESET: u64 = 0xc0;
 const CONFIG_GENERATION: u64 = 0xfc;
 const CONFIG: u64 = 0x100;
 
@@ -101,21 +101,38 @@ impl Transport for Mmio {
         u16::try_from(self.registers.read32(QUEUE_SIZE_MAX)).unwrap_or(0)
     }
 
-    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error> {
+    fn set_queue(&mut self, index: u16, size: u16, areas: [u64; 3]) -> Result<bool, Error> {
         self.registers.write32(QUEUE_SELECT, u32::from(index));
-        self.registers.write32(QUEUE_SIZE, u32::from(queue.size()));
-        let [descriptors, available, used] = queue.addresses();
+        self.registers.write32(QUEUE_SIZE, u32::from(size));
+        let [descriptors, available, used] = areas;
         self.registers.write64(QUEUE_DESCRIPTORS, descriptors);
         self.registers.write64(QUEUE_DRIVER, available);
         self.registers.write64(QUEUE_DEVICE, used);
         self.registers.write32(QUEUE_READY, 1);
-        match self.registers.read32(QUEUE_READY) {
-            1 => Ok(()),
-            _ => Err(Error::Queue {
-                index,
-                what: "does not become ready",
-            }),
-        }
+        Ok(self.registers.read32(QUEUE_READY) == 1)
+    }
+
+    fn queue_enabled(&mut self, index: u16) -> bool {
+        self.registers.write32(QUEUE_SELECT, u32::from(index));
+        self.registers.read32(QUEUE_READY) != 0
+    }
+
+    fn reset_queue(&mut self, index: u16) {
+        self.registers.write32(QUEUE_SELECT, u32::from(index));
+        self.registers.write32(QUEUE_RESET, 1);
+    }
+
+    fn queue_resetting(&mut self, index: u16) -> bool {
+        self.registers.write32(QUEUE_SELECT, u32::from(index));
+        self.registers.read32(QUEUE_RESET) != 0
+    }
+
+    fn control(&self) -> Registers {
+        self.registers
+    }
+
+    fn space(&self) -> Registers {
+        self.registers.at(CONFIG)
     }
 
     fn notify(&mut self, index: u16) {
@@ -132,21 +149,5 @@ impl Transport for Mmio {
 
     fn generation(&mut self) -> u32 {
         self.registers.read32(CONFIG_GENERATION)
-    }
-
-    fn config8(&mut self, offset: u64) -> u8 {
-        self.registers.read8(CONFIG + offset)
-    }
-
-    fn config16(&mut self, offset: u64) -> u16 {
-        self.registers.read16(CONFIG + offset)
-    }
-
-    fn config32(&mut self, offset: u64) -> u32 {
-        self.registers.read32(CONFIG + offset)
-    }
-
-    fn set_config8(&mut self, offset: u64, value: u8) {
-        self.registers.write8(CONFIG + offset, value);
     }
 }

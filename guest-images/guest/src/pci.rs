@@ -10,8 +10,8 @@ pub mod capability;
 use crate::contract::BootInfo;
 use crate::error::Error;
 use crate::pci::capability::{Capabilities, ConfigSpace, Location};
-use crate::queue::Queue;
 use crate::register::Registers;
+use crate::transport::status::ACKNOWLEDGE;
 use crate::transport::{Interrupts, Transport};
 
 // Configuration space header, PCI 3.0, 6.1.
@@ -49,12 +49,14 @@ const QUEUE_NOTIFY_OFF: u64 = 0x1e;
 const QUEUE_DESCRIPTORS: u64 = 0x20;
 const QUEUE_DRIVER: u64 = 0x28;
 const QUEUE_DEVICE: u64 = 0x30;
+const QUEUE_RESET: u64 = 0x3a;
 const NO_VECTOR: u16 = 0xffff;
 
 // MSI-X, PCI 3.0, 6.8.2: a table entry is address, data, control.
 const MSIX_CONTROL: u64 = 2;
 const MSIX_ENABLE: u16 = 1 << 15;
 const MSIX_ENTRY: u64 = 16;
+const MSIX_MASK: u64 = 12;
 
 /// Most queues whose doorbells this driver remembers.
 const MAX_QUEUES: usize = 16;
@@ -69,6 +71,8 @@ pub struct Pci {
     common: Registers,
     config: Registers,
     notify: Registers,
+    table: Registers,
+    pending: Registers,
     notify_multiplier: u32,
     doorbells: [u64; MAX_QUEUES],
 }
@@ -116,7 +120,7 @@ impl Pci {
             let entry = table.at(u64::from(vector) * MSIX_ENTRY);
             entry.write64(0, address);
             entry.write32(8, data);
-            entry.write32(12, 0);
+            entry.write32(MSIX_MASK, 0);
         }
         let msix = function.at(u64::from(capabilities.msix));
         msix.write16(MSIX_CONTROL, MSIX_ENABLE);
@@ -131,6 +135,8 @@ impl Pci {
             vectors,
             common,
             config: map(capabilities.device)?,
+            table,
+            pending: map(capabilities.msix_pending)?,
             notify: map(capabilities.notify)?,
             notify_multiplier: capabilities.notify_multiplier,
             doorbells: [0; MAX_QUEUES],
@@ -161,6 +167,12 @@ unsafe fn window(function: &Registers, location: Location) -> Result<Registers, 
     }
 }
 
+/// The interrupt vector of queue `index`. Vector 0 is for configuration changes; with too few for all queues, the last
+/// is shared.
+fn vector_of(index: u16, vectors: u16) -> u16 {
+    (index + 1).min(vectors.saturating_sub(1))
+}
+
 impl Transport for Pci {
     fn name(&self) -> &'static str {
         "pci"
@@ -182,6 +194,10 @@ impl Transport for Pci {
 
     fn set_status(&mut self, status: u8) {
         self.common.write8(STATUS, status);
+        if status == ACKNOWLEDGE {
+            // A reset has taken the vector away.
+            self.common.write16(CONFIG_VECTOR, 0);
+        }
         // 4.1.4.3.2: after a reset the driver waits until the status reads 0.
         while status == 0 && self.common.read8(STATUS) != 0 {}
     }
@@ -191,7 +207,7 @@ impl Transport for Pci {
         self.common.read16(QUEUE_SIZE)
     }
 
-    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error> {
+    fn set_queue(&mut self, index: u16, size: u16, areas: [u64; 3]) -> Result<bool, Error> {
         let doorbell = self.doorbells.get_mut(usize::from(index));
         let doorbell = doorbell.ok_or(Error::Queue {
             index,
@@ -199,9 +215,8 @@ impl Transport for Pci {
         })?;
         let common = &self.common;
         common.write16(QUEUE_SELECT, index);
-        common.write16(QUEUE_SIZE, queue.size());
-        // Vector 0 is for configuration changes. With too few for all queues, the last is shared.
-        let vector = (index + 1).min(self.vectors.saturating_sub(1));
+        common.write16(QUEUE_SIZE, size);
+        let vector = vector_of(index, self.vectors);
         common.write16(QUEUE_VECTOR, vector);
         if common.read16(QUEUE_VECTOR) == NO_VECTOR {
             return Err(Error::Queue {
@@ -209,14 +224,48 @@ impl Transport for Pci {
                 what: "no vector",
             });
         }
-        let [descriptors, available, used] = queue.addresses();
+        let [descriptors, available, used] = areas;
         common.write64(QUEUE_DESCRIPTORS, descriptors);
         common.write64(QUEUE_DRIVER, available);
         common.write64(QUEUE_DEVICE, used);
         let offset = common.read16(QUEUE_NOTIFY_OFF);
         *doorbell = u64::from(offset) * u64::from(self.notify_multiplier);
         common.write16(QUEUE_ENABLE, 1);
-        Ok(())
+        Ok(common.read16(QUEUE_ENABLE) == 1)
+    }
+
+    fn queue_enabled(&mut self, index: u16) -> bool {
+        self.common.write16(QUEUE_SELECT, index);
+        self.common.read16(QUEUE_ENABLE) != 0
+    }
+
+    fn reset_queue(&mut self, index: u16) {
+        self.common.write16(QUEUE_SELECT, index);
+        self.common.write16(QUEUE_RESET, 1);
+    }
+
+    fn queue_resetting(&mut self, index: u16) -> bool {
+        self.common.write16(QUEUE_SELECT, index);
+        self.common.read16(QUEUE_RESET) != 0
+    }
+
+    fn mask_queue(&mut self, index: u16, masked: bool) -> bool {
+        let entry = u64::from(vector_of(index, self.vectors)) * MSIX_ENTRY;
+        self.table.write32(entry + MSIX_MASK, u32::from(masked));
+        true
+    }
+
+    fn queue_pending(&mut self, index: u16) -> bool {
+        let vector = u64::from(vector_of(index, self.vectors));
+        self.pending.read32(vector / 32 * 4) >> (vector % 32) & 1 != 0
+    }
+
+    fn control(&self) -> Registers {
+        self.common
+    }
+
+    fn space(&self) -> Registers {
+        self.config
     }
 
     fn notify(&mut self, index: u16) {
@@ -231,21 +280,5 @@ impl Transport for Pci {
 
     fn generation(&mut self) -> u32 {
         u32::from(self.common.read8(GENERATION))
-    }
-
-    fn config8(&mut self, offset: u64) -> u8 {
-        self.config.read8(offset)
-    }
-
-    fn config16(&mut self, offset: u64) -> u16 {
-        self.config.read16(offset)
-    }
-
-    fn config32(&mut self, offset: u64) -> u32 {
-        self.config.read32(offset)
-    }
-
-    fn set_config8(&mut self, offset: u64, value: u8) {
-        self.config.write8(offset, value);
     }
 }

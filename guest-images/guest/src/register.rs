@@ -71,6 +71,36 @@ impl Registers {
         "32"
     );
 
+    access!(
+        read_qword,
+        write_qword,
+        u64,
+        reg,
+        "mov {}, qword ptr [{}]",
+        "mov qword ptr [{}], {}",
+        "64"
+    );
+
+    /// Reads `width` bytes (1, 2, 4 or 8) at `offset`, in one access.
+    pub fn read(&self, offset: u64, width: u8) -> u64 {
+        match width {
+            1 => self.read8(offset).into(),
+            2 => self.read16(offset).into(),
+            4 => self.read32(offset).into(),
+            _ => self.read_qword(offset),
+        }
+    }
+
+    /// Writes the low `width` bytes (1, 2, 4 or 8) of `value` at `offset`, in one access.
+    pub fn write(&self, offset: u64, width: u8, value: u64) {
+        match width {
+            1 => self.write8(offset, value as u8),
+            2 => self.write16(offset, value as u16),
+            4 => self.write32(offset, value as u32),
+            _ => self.write_qword(offset, value),
+        }
+    }
+
     /// Writes a 64-bit register as two halves, the low one first (virtio 1.2, 4.1.3.1 and 4.2.2.2 allow it).
     pub fn write64(&self, offset: u64, value: u64) {
         self.write32(offset, value as u32);

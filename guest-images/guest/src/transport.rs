@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::queue::Queue;
+use crate::register::Registers;
 
 /// Bits of the device status (virtio 1.2, 2.1).
 pub mod status {
@@ -41,7 +42,32 @@ pub trait Transport {
     ///
     /// # Errors
     /// If the device has no interrupt vector for it.
-    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error>;
+    fn enable_queue(&mut self, index: u16, queue: &Queue) -> Result<(), Error> {
+        match self.set_queue(index, queue.size(), queue.addresses()) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Error::Queue {
+                index,
+                what: "does not become ready",
+            }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sets queue `index` up with `size` descriptors and its three areas (descriptors, driver, device), whatever they
+    /// are, with its interrupt, and enables it. Whether the device says that it is enabled.
+    ///
+    /// # Errors
+    /// If the device has no interrupt vector for it.
+    fn set_queue(&mut self, index: u16, size: u16, areas: [u64; 3]) -> Result<bool, Error>;
+
+    /// Whether queue `index` is enabled.
+    fn queue_enabled(&mut self, index: u16) -> bool;
+
+    /// Starts the reset of queue `index` alone (2.6.1).
+    fn reset_queue(&mut self, index: u16);
+
+    /// Whether that is still going on.
+    fn queue_resetting(&mut self, index: u16) -> bool;
 
     /// Writes the doorbell of queue `index`.
     fn notify(&mut self, index: u16);
@@ -52,14 +78,43 @@ pub trait Transport {
     /// Counts changes of the configuration space.
     fn generation(&mut self) -> u32;
 
+    /// Masks or unmasks the interrupt vector of queue `index`. `false`: this transport has none.
+    fn mask_queue(&mut self, index: u16, masked: bool) -> bool {
+        let (_, _) = (index, masked);
+        false
+    }
+
+    /// Whether the interrupt vector of queue `index` has an interrupt that waits to be unmasked.
+    fn queue_pending(&mut self, index: u16) -> bool {
+        let _ = index;
+        false
+    }
+
+    /// The registers that control the device, without its configuration space.
+    fn control(&self) -> Registers;
+
+    /// Its configuration space.
+    fn space(&self) -> Registers;
+
     /// Reads a byte of the configuration space.
-    fn config8(&mut self, offset: u64) -> u8;
+    fn config8(&mut self, offset: u64) -> u8 {
+        self.space().read8(offset)
+    }
+
     /// Reads a 16-bit field of it.
-    fn config16(&mut self, offset: u64) -> u16;
+    fn config16(&mut self, offset: u64) -> u16 {
+        self.space().read16(offset)
+    }
+
     /// Reads a 32-bit field of it.
-    fn config32(&mut self, offset: u64) -> u32;
+    fn config32(&mut self, offset: u64) -> u32 {
+        self.space().read32(offset)
+    }
+
     /// Writes a byte of it.
-    fn set_config8(&mut self, offset: u64, value: u8);
+    fn set_config8(&mut self, offset: u64, value: u8) {
+        self.space().write8(offset, value);
+    }
 
     /// Reads a 64-bit field of it as two halves, again if the configuration changed meanwhile (2.5.1).
     fn config64(&mut self, offset: u64) -> u64 {

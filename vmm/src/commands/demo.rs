@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use clap::Args;
+use serde::Serialize;
 
 use super::CommandError;
 use crate::demo;
@@ -12,6 +13,9 @@ use crate::demo;
 /// The arguments of `walvisor demo`.
 #[derive(Args, Debug)]
 pub struct DemoArguments {
+    /// Try every rule of the specification, and every offence, case by case
+    #[arg(long)]
+    pub conformance: bool,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -23,6 +27,16 @@ pub struct DemoArguments {
 /// A reader that closed the pipe early has what it wanted.
 fn print(text: fmt::Arguments<'_>) {
     let _ = io::stdout().write_fmt(text);
+}
+
+fn show(report: &(impl Serialize + fmt::Display), json: bool) -> Result<(), CommandError> {
+    if json {
+        let text = serde_json::to_string(report).map_err(CommandError::failed)?;
+        print(format_args!("{text}\n"));
+    } else {
+        print(format_args!("\n{report}"));
+    }
+    Ok(())
 }
 
 /// Runs the embedded guest and prints what was counted.
@@ -37,14 +51,16 @@ pub fn run(arguments: &DemoArguments) -> Result<(), CommandError> {
             print(format_args!("guest: {line}\n"));
         }
     };
-    let report = demo::run(&parent, say).map_err(CommandError::failed)?;
-    if json {
-        let text = serde_json::to_string(&report).map_err(CommandError::failed)?;
-        print(format_args!("{text}\n"));
+    let failure = if arguments.conformance {
+        let report = demo::check_conformance(&parent, say).map_err(CommandError::failed)?;
+        show(&report, json)?;
+        report.failure()
     } else {
-        print(format_args!("\n{report}"));
-    }
-    match report.failure() {
+        let report = demo::run(&parent, say).map_err(CommandError::failed)?;
+        show(&report, json)?;
+        report.failure()
+    };
+    match failure {
         Some(reason) => Err(CommandError::Failed(reason)),
         None => Ok(()),
     }

@@ -3,16 +3,18 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use walvisor_devices::block::BlockConfig;
+use walvisor_devices::block::{BlockConfig, MAX_QUEUE_SIZE};
+use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
 
 use super::DemoError;
+use super::contract::Task;
 use crate::disk_spec::TransportKind;
 use crate::vm::DiskConfig;
 
 /// Names of the disks, which are also those of the transports in the guest's reports.
-const DISKS: [(&str, TransportKind); 2] =
-    [("mmio", TransportKind::Mmio), ("pci", TransportKind::Pci)];
+pub const NAMES: [&str; 2] = ["mmio", "pci"];
+const TRANSPORTS: [TransportKind; 2] = [TransportKind::Mmio, TransportKind::Pci];
 /// Bytes of a disk; the guest uses the first 8 MiB.
 const DISK_SIZE: u64 = 64 << 20;
 /// Small segments: they are filled with zeroes when they are made, and the job is short.
@@ -20,9 +22,22 @@ const SEGMENT_SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 4;
 const QUEUE_SIZE: u16 = 128;
 
+/// How a disk is to look for `task`. Every feature is on trial that a write-ahead-logged disk can offer.
+pub fn device(name: &str, task: Task) -> BlockConfig {
+    let trial = task == Task::Conformance;
+    BlockConfig {
+        queues: QUEUES,
+        queue_size: if trial { MAX_QUEUE_SIZE } else { QUEUE_SIZE },
+        serial: format!("walvisor-{name}"),
+        in_order: trial,
+        ..BlockConfig::default()
+    }
+}
+
 /// Open disks.
 pub struct DemoDisks {
     open: Vec<(&'static str, TransportKind, PathBuf, Store)>,
+    task: Task,
 }
 
 /// The image of a disk that was closed: a plain raw file.
@@ -34,42 +49,40 @@ pub struct ClosedImage {
 }
 
 impl DemoDisks {
-    /// Makes the disks and their logs in `directory`.
+    /// Makes the disks for `task` and their logs in `directory`.
     ///
     /// # Errors
     /// As [`create_disk`] and [`Store::open`].
-    pub fn create(directory: &Path) -> Result<Self, DemoError> {
+    pub fn create(directory: &Path, task: Task) -> Result<Self, DemoError> {
         let options = StoreOptions {
             segment_size: SEGMENT_SIZE,
             ..Default::default()
         };
         let mut open = Vec::new();
-        for (name, transport) in DISKS {
+        for (name, transport) in NAMES.into_iter().zip(TRANSPORTS) {
             let path = directory.join(format!("{name}.img"));
             let log = default_log_dir(&path);
             create_disk(&path, DISK_SIZE, &log, &options)?;
             let store = Store::open(&log, &[DiskOptions::new(&path)], &options)?;
             open.push((name, transport, path, store));
         }
-        Ok(Self { open })
+        Ok(Self { open, task })
     }
 
     /// What a VM needs to attach them.
     pub fn configs(&self) -> impl Iterator<Item = DiskConfig> {
-        self.open.iter().flat_map(|(name, transport, _, store)| {
-            store.disks().iter().map(move |disk| DiskConfig {
-                limits: walvisor_devices::throttle::Limits::default(),
-                name: (*name).to_owned(),
-                backend: Arc::new(disk.clone()),
-                transport: *transport,
-                device: BlockConfig {
-                    queues: QUEUES,
-                    queue_size: QUEUE_SIZE,
-                    serial: format!("walvisor-{name}"),
-                    ..BlockConfig::default()
-                },
+        let task = self.task;
+        self.open
+            .iter()
+            .flat_map(move |(name, transport, _, store)| {
+                store.disks().iter().map(move |disk| DiskConfig {
+                    limits: Limits::default(),
+                    name: (*name).to_owned(),
+                    backend: Arc::new(disk.clone()),
+                    transport: *transport,
+                    device: device(name, task),
+                })
             })
-        })
     }
 
     /// Copies the logs to the images and closes them. The VM must be gone.

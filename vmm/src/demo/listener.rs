@@ -24,11 +24,26 @@ pub struct Job {
     pub measured: Option<Measured>,
 }
 
+/// One case of the conformance task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Case {
+    /// The transport.
+    pub transport: String,
+    /// What it tries.
+    pub name: String,
+    /// What is wrong, if something is.
+    pub problem: Option<String>,
+}
+
 /// All that the guest reported.
 #[derive(Debug, Default)]
 pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
+    /// The cases, in the order in which they were tried.
+    pub cases: Vec<Case>,
+    /// The transports whose cases were all tried, and how many those were.
+    pub checked: Vec<(String, u32)>,
     /// The last line of all.
     pub last_line: String,
     /// The run was ended for the guest's silence.
@@ -82,6 +97,18 @@ impl Transcript {
         let job = match Line::parse(&line) {
             Some(Line::End(transport, outcome)) => Some((transport, Ok(outcome))),
             Some(Line::Fail(transport, reason)) => Some((transport, Err(reason.to_owned()))),
+            Some(Line::Case(transport, name, problem)) => {
+                self.cases.push(Case {
+                    transport: transport.to_owned(),
+                    name: name.to_owned(),
+                    problem: problem.map(str::to_owned),
+                });
+                None
+            }
+            Some(Line::Checked(transport, count)) => {
+                self.checked.push((transport.to_owned(), count));
+                None
+            }
             Some(Line::Begin(_) | Line::Off) => None,
             None => {
                 say(&line);
@@ -125,6 +152,9 @@ mod tests {
             ("@begin mmio", None),
             ("@end mmio 2 1 1 1 4096 1 7", Some(measured)),
             ("@fail pci no virtio block device found", None),
+            ("@case pci get-id", None),
+            ("@case pci flush status (0x1)", None),
+            ("@checked pci 2", None),
             ("@off", None),
         ] {
             events
@@ -139,6 +169,9 @@ mod tests {
         assert_eq!(*said.lock().unwrap(), ["hello"]);
         assert!(!transcript.stalled && control.ended().is_none());
         assert_eq!(transcript.last_line, "@off");
+        assert_eq!(transcript.checked, [("pci".to_owned(), 2)]);
+        let problems: Vec<_> = transcript.cases.iter().map(|case| &case.problem).collect();
+        assert_eq!(problems, [&None, &Some("status (0x1)".to_owned())]);
         let [mmio, pci] = &transcript.jobs[..] else {
             panic!("{:?}", transcript.jobs)
         };

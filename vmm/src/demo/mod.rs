@@ -11,6 +11,7 @@
 //! The guest compares every byte that it reads with what it wrote. That the same bytes are on the medium
 //! afterwards is checked here, from a digest that the guest reports.
 
+mod conformance;
 #[path = "../../../guest-images/guest/src/contract.rs"]
 pub mod contract;
 mod disks;
@@ -23,8 +24,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, mpsc};
 
 use linux_loader::loader::{Elf, KernelLoader};
+use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
 
+pub use conformance::{CaseReport, ConformanceReport};
 pub use report::{DemoReport, TransportReport};
 
 use crate::arch::x86_64::layout;
@@ -34,7 +37,7 @@ use crate::devices::console::Console;
 use crate::probe::{self, ProbeError};
 use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder, VmError, block_termination_signals};
-use contract::{BootInfo, MMIO_SLOTS};
+use contract::{BootInfo, MMIO_SLOTS, Task};
 use disks::DemoDisks;
 use listener::{Listener, Transcript};
 use recorder::{Recorder, Sources};
@@ -82,6 +85,29 @@ pub enum DemoError {
 /// If there is no usable KVM, or the guest cannot run to its end. A guest that ends but finds a wrong byte is
 /// no error here: see [`TransportReport::verified`].
 pub fn run(parent: &Path, say: impl FnMut(&str) + Send + 'static) -> Result<DemoReport, DemoError> {
+    let (_directory, disks) = prepare(parent, Task::Job)?;
+    let transcript = run_guest(disks.configs(), Task::Job, say)?;
+    report::assemble(transcript, &disks.close()?)
+}
+
+/// Runs the embedded guest as a driver that does what a driver may and what it must not, case by case, on disks as
+/// [`run`] makes them.
+///
+/// # Errors
+/// If there is no usable KVM, or the guest cannot run to its end. A case that fails is no error here: see
+/// [`ConformanceReport::failure`].
+pub fn check_conformance(
+    parent: &Path,
+    say: impl FnMut(&str) + Send + 'static,
+) -> Result<ConformanceReport, DemoError> {
+    let (_directory, disks) = prepare(parent, Task::Conformance)?;
+    let transcript = run_guest(disks.configs(), Task::Conformance, say)?;
+    disks.close()?;
+    Ok(ConformanceReport::new(transcript, &disks::NAMES))
+}
+
+/// Makes the disks for `task` in a directory of their own under `parent`.
+fn prepare(parent: &Path, task: Task) -> Result<(TempDir, DemoDisks), DemoError> {
     // First of all: without KVM nothing is touched.
     probe::open()?;
     // The logs' threads start with the disks; a signal is to end the guest, not the process, so that the
@@ -91,15 +117,14 @@ pub fn run(parent: &Path, say: impl FnMut(&str) + Send + 'static) -> Result<Demo
         .prefix("walvisor-demo-")
         .tempdir_in(parent)
         .map_err(|error| DemoError::Directory(parent.to_owned(), error))?;
-    let disks = DemoDisks::create(directory.path())?;
-
-    let transcript = run_guest(disks.configs(), say)?;
-    report::assemble(transcript, &disks.close()?)
+    let disks = DemoDisks::create(directory.path(), task)?;
+    Ok((directory, disks))
 }
 
-/// Runs the guest on these disks, named as it names their transports, until it powers off.
+/// Runs the guest for `task` on these disks, named as it names their transports, until it powers off.
 fn run_guest(
     disks: impl IntoIterator<Item = DiskConfig>,
+    task: Task,
     say: impl FnMut(&str) + Send + 'static,
 ) -> Result<Transcript, DemoError> {
     let (events, received) = mpsc::channel();
@@ -109,7 +134,7 @@ fn run_guest(
         .memory(MEMORY)
         .console(Console::writer(recorder));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
-    load(&vm)?;
+    load(&vm, task)?;
     sources.get_or_init(|| Sources {
         exits: vm.exits().to_vec(),
         disks: vm.disks().to_vec(),
@@ -141,7 +166,7 @@ fn run_guest(
 }
 
 /// Puts the image, its tables and its boot information into guest memory, and points the vCPU at it.
-fn load(vm: &Vm) -> Result<(), DemoError> {
+fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
     let memory = vm.memory();
     let loaded = Elf::load(memory, None, &mut Cursor::new(IMAGE), None).map_err(|e| failed(&e))?;
@@ -166,6 +191,7 @@ fn load(vm: &Vm) -> Result<(), DemoError> {
         off_value: acpi_pm::POWER_OFF,
         reset_port: RESET.0,
         reset_value: RESET.1,
+        task,
     };
     for (index, word) in (0..).zip(info.to_words()) {
         memory

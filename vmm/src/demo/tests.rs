@@ -157,8 +157,8 @@ impl BackendQueue for FaultyQueue {
     }
 }
 
-/// The two jobs' results with a fault in the MMIO disk, none in the other; `None` without KVM.
-fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
+/// What the guest reports with a fault in the MMIO disk, none in the other; `None` without KVM.
+fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     if let Err(error) = probe::open() {
         println!("skipped: {error}");
         return None;
@@ -179,7 +179,12 @@ fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
         disk("mmio", TransportKind::Mmio, fault),
         disk("pci", TransportKind::Pci, Fault::None),
     ];
-    let transcript = run_guest(disks, |_| ()).expect("the guest ends");
+    Some(run_guest(disks, task, |_| ()).expect("the guest ends"))
+}
+
+/// The two jobs' results.
+fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
+    let transcript = transcript(fault, Task::Job)?;
     let outcome = |name| {
         let job = transcript
             .jobs
@@ -215,5 +220,29 @@ fn every_fault_is_noticed_and_the_other_disk_still_served() {
         let reason = mmio.expect_err("a fault");
         assert!(reason.contains(complaint), "{fault:?}: {reason}");
         assert_eq!(pci, Ok(()), "{fault:?}");
+    }
+}
+
+#[test]
+fn a_disk_that_lies_fails_the_cases_that_ask_for_the_truth() {
+    for (fault, failing) in [
+        (Fault::DiscardIgnored, &["mmio discard"][..]),
+        (
+            Fault::ZeroesIgnored,
+            &["mmio write-zeroes", "mmio secure-erase-or-refusal"],
+        ),
+    ] {
+        let Some(transcript) = transcript(fault, Task::Conformance) else {
+            return;
+        };
+        let report = ConformanceReport::new(transcript, &disks::NAMES);
+        let failed: Vec<String> = report
+            .cases
+            .iter()
+            .filter(|case| !case.passed)
+            .map(|case| format!("{} {}", case.transport, case.case))
+            .collect();
+        assert_eq!(failed, failing, "{fault:?}: {report}");
+        assert!(report.passed > 120, "{report}");
     }
 }

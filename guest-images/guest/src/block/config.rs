@@ -22,6 +22,18 @@ pub mod feature {
     pub const DISCARD: u32 = 13;
     /// WRITE_ZEROES works.
     pub const WRITE_ZEROES: u32 = 14;
+    /// `size_max` is valid.
+    pub const SIZE_MAX: u32 = 1;
+    /// `topology` is valid.
+    pub const TOPOLOGY: u32 = 10;
+    /// GET_LIFETIME works.
+    pub const LIFETIME: u32 = 15;
+    /// SECURE_ERASE works.
+    pub const SECURE_ERASE: u32 = 16;
+    /// Requests are used in the order in which they were made.
+    pub const IN_ORDER: u32 = 35;
+    /// Queues can be reset alone.
+    pub const RING_RESET: u32 = 40;
     /// A descriptor may point at a table of descriptors.
     pub const INDIRECT_DESC: u32 = 28;
     /// `used_event` and `avail_event`.
@@ -29,7 +41,7 @@ pub mod feature {
     /// Not a legacy device.
     pub const VERSION_1: u32 = 32;
 
-    /// All of them with their names, in the order of their bits.
+    /// Those that the job's driver uses, with their names, in the order of their bits.
     pub const NAMES: [(u32, &str); 10] = [
         (SEG_MAX, "SEG_MAX"),
         (BLK_SIZE, "BLK_SIZE"),

@@ -34,6 +34,8 @@ pub struct Capabilities {
     pub msix: u8,
     /// The MSI-X table.
     pub msix_table: Location,
+    /// The pending bits of its vectors.
+    pub msix_pending: Location,
     /// Its entries.
     pub msix_vectors: u16,
 }
@@ -88,16 +90,17 @@ impl Capabilities {
                 }
                 ID_MSIX if msix.is_none() && fits(at, MSIX_LENGTH) => {
                     let control = (space.read32(at) >> 16) as u16;
-                    let table = space.read32(at + 4);
-                    let bar = (table & 7) as u8;
-                    if bar > LAST_BAR {
+                    let [table, pending] = [4, 8].map(|place| {
+                        let word = space.read32(at + place);
+                        Location {
+                            bar: (word & 7) as u8,
+                            offset: word & !7,
+                        }
+                    });
+                    if table.bar > LAST_BAR || pending.bar > LAST_BAR {
                         return Err(Error::Pci("the MSI-X table lies in no BAR"));
                     }
-                    let table = Location {
-                        bar,
-                        offset: table & !7,
-                    };
-                    msix = Some((at, table, (control & 0x7ff) + 1));
+                    msix = Some((at, table, pending, (control & 0x7ff) + 1));
                 }
                 _ => {}
             }
@@ -105,7 +108,7 @@ impl Capabilities {
         }
         let missing = |what| Error::Pci(what);
         let (notify, notify_multiplier) = notify.ok_or(missing("no notification structure"))?;
-        let (msix, msix_table, msix_vectors) = msix.ok_or(missing("no MSI-X"))?;
+        let (msix, msix_table, msix_pending, msix_vectors) = msix.ok_or(missing("no MSI-X"))?;
         Ok(Self {
             common: common.ok_or(missing("no common configuration structure"))?,
             notify,
@@ -113,6 +116,7 @@ impl Capabilities {
             device: device.ok_or(missing("no device configuration structure"))?,
             msix,
             msix_table,
+            msix_pending,
             msix_vectors,
         })
     }
@@ -223,6 +227,7 @@ mod tests {
                 bar: 1,
                 offset: 0x800,
             },
+            msix_pending: Location { bar: 0, offset: 0 },
             msix_vectors: 5,
         };
         assert_eq!(found, expected);

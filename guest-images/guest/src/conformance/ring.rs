@@ -1,0 +1,142 @@
+//! A split virtqueue as plain memory (virtio 1.2, 2.7): everything in it can be written, right or wrong.
+
+use core::sync::atomic::{Ordering, fence};
+
+use crate::error::Error;
+use crate::memory::{Arena, Region};
+
+/// Most descriptors.
+pub(super) const LARGEST: u16 = 1024;
+
+pub(super) const NEXT: u16 = 1;
+pub(super) const WRITE: u16 = 2;
+pub(super) const INDIRECT: u16 = 4;
+
+const DESCRIPTOR: usize = 16;
+
+/// Writes a descriptor into a table, the queue's own or an indirect one.
+pub(super) fn describe(
+    table: &Region,
+    index: u16,
+    address: u64,
+    length: u32,
+    flags: u16,
+    next: u16,
+) {
+    let at = usize::from(index) * DESCRIPTOR;
+    table.write(at, address);
+    table.write(at + 8, length);
+    table.write(at + 12, flags);
+    table.write(at + 14, next);
+}
+
+/// One queue's memory.
+pub(super) struct Ring {
+    pub(super) size: u16,
+    pub(super) table: Region,
+    available: Region,
+    used: Region,
+    /// Where the next head goes; the index that was published may be behind.
+    next: u16,
+    /// Used elements taken.
+    pub(super) taken: u16,
+}
+
+impl Ring {
+    pub(super) fn new(arena: &mut Arena) -> Result<Self, Error> {
+        let entries = usize::from(LARGEST);
+        Ok(Self {
+            size: LARGEST,
+            table: arena.take(entries * DESCRIPTOR, 4096)?,
+            available: arena.take(6 + entries * 2, 4096)?,
+            used: arena.take(6 + entries * 8, 4096)?,
+            next: 0,
+            taken: 0,
+        })
+    }
+
+    /// An empty ring of `size` descriptors. Only while the device does not use it.
+    pub(super) fn clear(&mut self, size: u16) {
+        for region in [&mut self.table, &mut self.available, &mut self.used] {
+            region.bytes_mut().fill(0);
+        }
+        (self.size, self.next, self.taken) = (size, 0, 0);
+    }
+
+    /// Addresses of the descriptor table, the available ring and the used ring.
+    pub(super) fn areas(&self) -> [u64; 3] {
+        [
+            self.table.address(),
+            self.available.address(),
+            self.used.address(),
+        ]
+    }
+
+    pub(super) fn describe(&self, index: u16, address: u64, length: u32, flags: u16, next: u16) {
+        describe(&self.table, index, address, length, flags, next);
+    }
+
+    /// Puts a head into the available ring, not published yet.
+    pub(super) fn offer(&mut self, head: u16) {
+        let slot = usize::from(self.next % self.size);
+        self.available.write(4 + slot * 2, head);
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// Publishes what was offered.
+    pub(super) fn publish(&mut self) {
+        self.set_index(self.next);
+    }
+
+    /// How many heads were offered, modulo 2^16.
+    pub(super) fn offered(&self) -> u16 {
+        self.next
+    }
+
+    /// Stores an available index, true or not.
+    pub(super) fn set_index(&self, index: u16) {
+        fence(Ordering::Release);
+        self.available.write(2, index);
+        fence(Ordering::SeqCst);
+    }
+
+    pub(super) fn used_index(&self) -> u16 {
+        let index = self.used.read(2);
+        fence(Ordering::Acquire);
+        index
+    }
+
+    /// Head and length of the used element at `index`.
+    pub(super) fn used_at(&self, index: u16) -> (u32, u32) {
+        let at = 4 + usize::from(index % self.size) * 8;
+        (self.used.read(at), self.used.read(at + 4))
+    }
+
+    pub(super) fn used_flags(&self) -> u16 {
+        self.used.read(0)
+    }
+
+    /// Where the device asks for the next doorbell.
+    pub(super) fn avail_event(&self) -> u16 {
+        fence(Ordering::SeqCst);
+        self.used.read(4 + usize::from(self.size) * 8)
+    }
+
+    /// Asks for an interrupt with the used element at `index`.
+    pub(super) fn set_used_event(&self, index: u16) {
+        let at = 4 + usize::from(self.size) * 2;
+        self.available.write(at, index);
+        fence(Ordering::SeqCst);
+    }
+
+    pub(super) fn set_no_interrupt(&self, none: bool) {
+        self.available.write(0, u16::from(none));
+        fence(Ordering::SeqCst);
+    }
+
+    /// Fills the used ring, index and all, with what the device has never written.
+    pub(super) fn scribble_on_used(&mut self) {
+        self.used.bytes_mut().fill(0x77);
+        fence(Ordering::SeqCst);
+    }
+}
