@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,6 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Where user-mode Linux keeps its modules.
 const UML_MODULES: &str = "/usr/lib/uml/modules";
+
+/// The user that nothing belongs to.
+const NOBODY: u32 = 65534;
 
 /// What every guest does before its script, and after it.
 const BEGIN: &str = "#!/bin/sh
@@ -141,6 +145,61 @@ impl Guest {
                 "vhost-user-blk-pci,chardev=disk,num-queues={queues}"
             ));
         Self::spawn(command, dir)
+    }
+
+    /// A domain of libvirt, its disk moved from `/run/walvisor/vm.sock` to `socket`. Without libvirt's daemon.
+    pub fn libvirt(
+        dir: &Path,
+        images: &GuestImages,
+        domain: &str,
+        socket: &Path,
+        script: &str,
+    ) -> Self {
+        let own = dir.join("libvirt");
+        fs::create_dir(&own).unwrap();
+        fs::copy(images.directory.join("vmlinuz"), own.join("vmlinuz")).unwrap();
+        initramfs(&own, images, script, &[]);
+        // A user that is not root needs no set-up of the system for libvirt.
+        let nobody = rustix::process::geteuid().is_root();
+        if nobody {
+            let reachable = fs::Permissions::from_mode(0o755);
+            fs::set_permissions(dir, reachable).unwrap();
+            chown(&own, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        let place = own.display();
+        let domain = domain
+            .replace("/run/walvisor/vm.sock", &socket.display().to_string())
+            .replace(
+                "</os>",
+                &format!(
+                    "<kernel>{place}/vmlinuz</kernel><initrd>{place}/initramfs.cpio</initrd>
+                     <cmdline>console=ttyS0 quiet panic=-1</cmdline></os>"
+                ),
+            )
+            .replace(
+                "</devices>",
+                &format!("<serial type='pipe'><source path='{place}/console'/></serial></devices>"),
+            );
+        fs::write(own.join("domain.xml"), domain).unwrap();
+        let run = format!("virt-qemu-run -r {place}/root domain.xml >libvirt.log 2>&1");
+        let run = match nobody {
+            // What libvirt starts is its child no more: it gets a parent here, and ends with it.
+            true => format!(
+                "unshare --pid --fork --kill-child --mount-proc sh -c 'setpriv --reuid={NOBODY} --regid={NOBODY} \\
+                 --clear-groups {run} & wait'"
+            ),
+            false => run,
+        };
+        let script = format!(
+            "mkfifo -m 666 console.in console.out
+             export HOME=$PWD XDG_RUNTIME_DIR=$PWD
+             {run} &
+             cat console.out
+             kill -9 $!"
+        );
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]);
+        Self::spawn(command, &own)
     }
 
     fn spawn(mut command: Command, dir: &Path) -> Self {

@@ -1,32 +1,66 @@
 //! QEMU's vhost-user-blk: a guest that goes on when the daemon comes back.
 
+use std::path::Path;
 use std::time::Duration;
 
 use super::guest::{Guest, have, images};
 use super::{Daemon, succeed};
 
-const STORM: &str = "
-mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
-# Told from a side, so that the kills come in the middle.
-(while sleep 1; do echo guest: at work; done) &
-fio --name=storm --directory=/mnt --rw=randwrite --bs=4k --size=16M --loops=6 --ioengine=libaio --iodepth=16 \
-    --direct=1 --fsync=16 --verify=crc32c --do_verify=1 --minimal >/dev/null
-echo guest: fio $?
-umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?
-";
+/// What the guest does: file systems and fio.
+fn storm(loops: u32) -> String {
+    format!(
+        "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
+         # Told from a side, so that the kills come in the middle.
+         (while sleep 1; do echo guest: at work; done) &
+         fio --name=storm --directory=/mnt --rw=randwrite --bs=4k --size=16M --loops={loops} --ioengine=libaio \\
+             --iodepth=16 --direct=1 --fsync=16 --verify=crc32c --do_verify=1 --minimal >/dev/null
+         echo guest: fio $?
+         umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?"
+    )
+}
 
 #[test]
 fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
     if !have("qemu-system-x86_64", "qemu-system-x86") {
         return;
     }
-    let (dir, images) = (tempfile::tempdir().unwrap(), images());
+    goes_on(3, "", |dir| {
+        Guest::qemu(dir, &images(), &dir.join("s"), 2, &storm(6))
+    });
+}
+
+/// The domain of `docs/vhost-user`, with nothing added but what is booted and where its console goes.
+#[test]
+fn a_guest_of_libvirt_goes_on_when_its_daemon_was_killed_and_is_back() {
+    for (program, package) in [
+        ("qemu-system-x86_64", "qemu-system-x86"),
+        ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
+    ] {
+        if !have(program, package) {
+            return;
+        }
+    }
+    let domain = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../docs/vhost-user/libvirt-domain.xml"
+    );
+    let domain = std::fs::read_to_string(domain).unwrap();
+    // libvirt has another user.
+    goes_on(1, "--mode 666", |dir| {
+        Guest::libvirt(dir, &images(), &domain, &dir.join("s"), &storm(1))
+    });
+}
+
+/// Starts a guest on the disk at `s`, and kills the daemon, which has `option`, some times under its fio.
+fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
+    let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     succeed(dir, "disk create disk.img --size 64M");
-    let serve = || Daemon::start(dir, "--disk path=disk.img,socket=s,queues=2");
+    let arguments = format!("--disk path=disk.img,socket=s,queues=2 {option}");
+    let serve = || Daemon::start(dir, &arguments);
     let mut daemon = serve();
-    let mut guest = Guest::qemu(dir, &images, &dir.join("s"), 2, STORM);
-    for _ in 0..3 {
+    let mut guest = start(dir);
+    for _ in 0..kills {
         // The last answer comes from the daemon that is killed next.
         guest.wait_for("guest: at work");
         guest.wait_for("guest: at work");

@@ -1,33 +1,44 @@
-//! The units and the domain in `docs/nbd`, read by the programs that they are for.
+//! The units and the domains in `docs/nbd` and `docs/vhost-user`, read by the programs that they are for.
 
 use std::fs;
 use std::path::Path;
 
 use super::{WALVISOR, client, has};
 
-const DOCUMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/nbd");
+const DOCUMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
+const DOORS: [&str; 2] = ["nbd", "vhost-user"];
 
 #[test]
 fn systemd_takes_the_units() {
     if !has("systemd-analyze", "systemd") {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
-    for name in ["walvisor-nbd.socket", "walvisor-nbd.service"] {
-        let text = fs::read_to_string(Path::new(DOCUMENTS).join(name)).unwrap();
-        // It is looked for.
-        let text = text.replace("/usr/local/bin/walvisor", WALVISOR);
-        fs::write(dir.path().join(name), text).unwrap();
+    for door in DOORS {
+        let dir = tempfile::tempdir().unwrap();
+        let units = ["socket", "service"].map(|kind| format!("walvisor-{door}.{kind}"));
+        for name in &units {
+            let text = fs::read_to_string(Path::new(DOCUMENTS).join(door).join(name)).unwrap();
+            // It is looked for.
+            let text = text.replace("/usr/local/bin/walvisor", WALVISOR);
+            fs::write(dir.path().join(name), text).unwrap();
+        }
+        let units = units.map(|name| format!("./{name}"));
+        let arguments = ["verify", &units[0], &units[1]];
+        client(dir.path(), "systemd-analyze", &arguments);
     }
-    let units = ["verify", "./walvisor-nbd.socket", "./walvisor-nbd.service"];
-    client(dir.path(), "systemd-analyze", &units);
 }
 
 #[test]
-fn libvirt_takes_the_domain() {
+fn libvirt_takes_the_domains() {
     if !has("virt-xml-validate", "libvirt-clients") || !has("xmllint", "libxml2-utils") {
         return;
     }
-    let domain = ["libvirt-domain.xml", "domain"];
-    client(Path::new(DOCUMENTS), "virt-xml-validate", &domain);
+    for door in DOORS {
+        let domain = ["libvirt-domain.xml", "domain"];
+        client(
+            &Path::new(DOCUMENTS).join(door),
+            "virt-xml-validate",
+            &domain,
+        );
+    }
 }

@@ -1,5 +1,6 @@
 //! `walvisor serve vhost-user`, as front-ends see it.
 
+mod activation;
 mod client;
 mod cloud_hypervisor;
 mod front_end;
