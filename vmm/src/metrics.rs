@@ -189,6 +189,14 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
     metric("interrupts", "Interrupts sent to the driver.", &|disk| {
         of(disk).interrupts
     });
+    metric("secure_erases", "SECURE_ERASE requests.", &|disk| {
+        of(disk).secure_erases
+    });
+    metric(
+        "poll_nanoseconds",
+        "Processor time of looking at rings before sleeping (poll-usec).",
+        &|disk| of(disk).poll_ns,
+    );
 }
 
 /// The logs' counters. Disks on one log show the same counts.

@@ -1,6 +1,7 @@
 //! Features that follow from the backend and the configuration, and what they promise (virtio 1.2, 5.2.3 to 5.2.6, 6).
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::Backend;
@@ -338,6 +339,29 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
     driver.flush(0);
     assert_eq!(driver.counts().poll_ns, 0);
+}
+
+/// What polling saves and what it costs, for a driver that waits 100 us after each request: for README.md.
+#[test]
+fn the_price_of_polling_is_counted() {
+    for poll in [0, 20, 200, 1000].map(Duration::from_micros) {
+        let polled = BlockConfig { poll, ..config(1) };
+        let mut driver = Driver::start(Kind::Mmio, RamDisk::new(64), polled, EVERYTHING);
+        let start = Instant::now();
+        for round in 0..1000 {
+            driver.write(0, round % 56, &[round as u8; 4096]);
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let spent = Duration::from_nanos(driver.counts().poll_ns);
+        let share = 100.0 * spent.as_secs_f64() / start.elapsed().as_secs_f64();
+        println!(
+            "poll-usec={}: {} doorbells for 1000 requests, {share:.0} % of a processor",
+            poll.as_micros(),
+            driver.kicks
+        );
+        assert!(driver.kicks <= 1000);
+        assert_eq!(spent.is_zero(), poll.is_zero());
+    }
 }
 
 fn a_queue_of_1024_descriptors_is_used_to_its_end(kind: Kind) {

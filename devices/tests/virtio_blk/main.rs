@@ -11,6 +11,7 @@ mod gate;
 mod hostile;
 mod lifecycle;
 mod mmio;
+mod msix;
 mod negotiation;
 mod odd;
 mod pci;

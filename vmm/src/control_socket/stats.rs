@@ -68,6 +68,8 @@ fn disk(disk: &ControlledDisk) -> Value {
         "errors": counts.errors,
         "doorbells": counts.doorbells,
         "interrupts": counts.interrupts,
+        "secure_erases": counts.secure_erases,
+        "poll_ns": counts.poll_ns,
         "limits": limits(&disk.throttle),
         "log": disk.backend.log_counters().map(log),
     })

@@ -1,0 +1,276 @@
+//! Interrupts over PCI: MSI-X, its masks and pending bits, the ISR status (virtio 1.2, 4.1.4.5 and 4.1.5; PCI 3.0, 6.8.2).
+
+use std::sync::Arc;
+
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::block::VirtioBlock;
+
+use crate::driver::*;
+use crate::pci::{Live, device, live};
+
+#[test]
+fn every_queue_has_a_vector_of_its_own() {
+    let mut driver = Driver::start(Kind::Pci, RamDisk::new(64), config(3), EVERYTHING);
+    for queue in [2, 0, 1] {
+        let before = driver.counts().interrupts;
+        driver.flush(queue);
+        wait_until("an interrupt", || driver.counts().interrupts == before + 1);
+        for other in 0..3 {
+            let expected = u64::from(other == queue as u16);
+            assert_eq!(driver.registers.take_queue_interrupts(other), expected);
+        }
+    }
+}
+
+#[test]
+fn a_masked_vector_becomes_pending_and_is_sent_once_when_unmasked() {
+    let mut live = live(1);
+    live.pci.mask_vector(1, true);
+    for _ in 0..3 {
+        live.flush();
+    }
+    wait_until("the pending bit", || live.pci.pending(1));
+    assert!(!live.pci.pending(0) && !live.pci.pending(2));
+    assert_eq!(live.pci.router.take(1), 0, "masked");
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.take(1), 1, "once for all");
+    assert!(!live.pci.pending(1));
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+}
+
+#[test]
+fn the_function_mask_holds_every_vector() {
+    let mut live = live(1);
+    let control = live.pci.msix + 3;
+    live.pci.transport.config_write(control, &[0xc0]);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    assert_eq!(live.pci.router.take(1), 0);
+    live.pci.transport.config_write(control, &[0x80]);
+    assert_eq!(live.pci.router.take(1), 1);
+    assert!(!live.pci.pending(1));
+}
+
+#[test]
+fn a_vector_rewritten_while_masked_is_routed_anew_before_it_is_sent() {
+    let mut live = live(1);
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+    assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
+    // Masking and unmasking alone changes no route.
+    live.pci.mask_vector(1, true);
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
+    let message = walvisor_devices::interrupt::MsiMessage {
+        address: 0xfee0_1000,
+        data: 0x99,
+    };
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    live.pci.set_vector(1, message, false);
+    assert_eq!(live.pci.router.route(1), Some((message, 2)));
+    assert_eq!(live.pci.router.take(1), 1);
+}
+
+#[test]
+fn the_vector_table_is_read_back_and_tolerates_every_access() {
+    let mut pci = device(2);
+    let (bar, table) = pci.msix_table();
+    let mut entry = [0xaa; 16];
+    for at in [0, 4, 8, 12] {
+        pci.transport
+            .bar_read(bar, table + at, &mut entry[at as usize..][..4]);
+    }
+    assert_eq!(entry[..12], [0; 12]);
+    assert_eq!(entry[12..], [1, 0, 0, 0], "masked after power-on");
+    pci.transport
+        .bar_write(bar, table + 16, &0x1122_3344_5566_7788u64.to_le_bytes());
+    pci.transport
+        .bar_write(bar, table + 24, &0x0000_0001_99aa_bbccu64.to_le_bytes());
+    let mut word = [0; 8];
+    pci.transport.bar_read(bar, table + 16, &mut word);
+    assert_eq!(u64::from_le_bytes(word), 0x1122_3344_5566_7788);
+    let mut data = [0; 4];
+    pci.transport.bar_read(bar, table + 24, &mut data);
+    assert_eq!(u32::from_le_bytes(data), 0x99aa_bbcc);
+    for offset in [0, 1, 2, 3, 6, 48, 1 << 15, u64::MAX - 3, u64::MAX] {
+        for len in 0..20 {
+            let mut data = vec![0xff; len];
+            pci.transport
+                .bar_write(bar, table.saturating_add(offset), &data);
+            pci.transport
+                .bar_read(bar, table.saturating_add(offset), &mut data);
+        }
+    }
+    pci.transport.bar_read(bar, table + 24, &mut data);
+    assert_eq!(
+        u32::from_le_bytes(data),
+        0x99aa_bbcc,
+        "the next entry is as it was"
+    );
+}
+
+#[test]
+fn a_vector_that_does_not_exist_reads_back_as_none() {
+    let mut live = live(1);
+    for vector in [2u16, 3, 0x7ff, 0xfffe, 0xffff] {
+        live.pci.set(0x16, 0u16.to_le_bytes());
+        live.pci.set(0x1a, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x1a), [0xff; 2], "queue vector {vector:#x}");
+        live.pci.set(0x10, vector.to_le_bytes());
+        assert_eq!(
+            live.pci.get(0x10),
+            [0xff; 2],
+            "configuration vector {vector:#x}"
+        );
+    }
+    live.flush();
+    std::thread::sleep(A_WHILE);
+    assert_eq!((live.pci.router.take(0), live.pci.router.take(1)), (0, 0));
+    live.pci.set(0x1a, 0u16.to_le_bytes());
+    live.flush();
+    wait_until("an interrupt on a shared vector", || {
+        live.pci.router.take(0) == 1
+    });
+    // A queue that does not exist has no vector.
+    live.pci.set(0x16, 1u16.to_le_bytes());
+    live.pci.set(0x1a, 0u16.to_le_bytes());
+    assert_eq!(live.pci.get(0x1a), [0xff; 2]);
+}
+
+#[test]
+fn without_msix_the_isr_tells() {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(1)).expect("a device");
+    let pci = PciDriver::discover(device, Arc::clone(&memory));
+    let mut live = Live::start(pci, memory);
+    let isr = |live: &mut Live| {
+        let mut byte = [0];
+        live.pci
+            .transport
+            .bar_read(live.pci.isr.bar, live.pci.isr.offset, &mut byte);
+        byte[0]
+    };
+    assert_eq!(isr(&mut live), 0);
+    live.flush();
+    let mut seen = 0;
+    wait_until("the ISR", || {
+        seen |= isr(&mut live);
+        seen != 0
+    });
+    assert_eq!(seen, 1);
+    assert_eq!(isr(&mut live), 0, "cleared by the read");
+    assert_eq!(live.pci.router.route(1), None);
+    // Switched on later, MSI-X sends nothing old.
+    live.pci.enable_msix();
+    assert!(!live.pci.pending(1));
+    live.flush();
+    wait_until("an interrupt", || live.pci.router.take(1) == 1);
+    assert_eq!(isr(&mut live), 0, "with MSI-X the vector tells");
+}
+
+#[test]
+fn the_isr_names_configuration_changes_even_under_msix() {
+    let mut live = live(1);
+    // A queue that breaks: DEVICE_NEEDS_RESET, announced.
+    live.ring.offer(u16::MAX);
+    live.ring.publish();
+    live.pci.notify(0);
+    wait_until("an interrupt", || live.pci.router.take(0) == 1);
+    assert_eq!(status_interrupt(&mut live), 0, "messages need no pin");
+    let mut isr = [0];
+    let place = live.pci.isr;
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!(isr, [2], "4.1.4.5.1");
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!(isr, [0]);
+}
+
+/// Interrupt Status of the PCI Status register.
+fn status_interrupt(live: &mut Live) -> u8 {
+    live.pci.config::<1>(0x06)[0] & 1 << 3
+}
+
+#[test]
+fn without_msix_the_interrupt_status_bit_follows_the_isr() {
+    let memory = guest_memory();
+    let disk = Arc::new(RamDisk::new(64));
+    let device = VirtioBlock::new(disk, config(1)).expect("a device");
+    let pci = PciDriver::discover(device, Arc::clone(&memory));
+    let mut live = Live::start(pci, memory);
+    assert_eq!(status_interrupt(&mut live), 0);
+    live.flush();
+    wait_until("the bit", || status_interrupt(&mut live) != 0);
+    // It is read-only, and reading it clears nothing.
+    live.pci.transport.config_write(0x06, &[0, 0]);
+    assert_ne!(status_interrupt(&mut live), 0);
+    let (mut isr, place) = ([0], live.pci.isr);
+    live.pci
+        .transport
+        .bar_read(place.bar, place.offset, &mut isr);
+    assert_eq!((isr, status_interrupt(&mut live)), ([1], 0));
+}
+
+#[test]
+fn every_event_can_have_every_vector_and_none() {
+    let mut live = live(3);
+    for vector in 0..4u16 {
+        live.pci.set(0x16, 0u16.to_le_bytes());
+        live.pci.set(0x1a, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x1a), vector.to_le_bytes());
+        live.flush();
+        wait_until("an interrupt", || live.pci.router.take(vector) == 1);
+        live.pci.set(0x10, vector.to_le_bytes());
+        assert_eq!(live.pci.get(0x10), vector.to_le_bytes());
+    }
+    // 4.1.5.3.1, 4.1.5.4.1: without a vector, nothing.
+    for field in [0x1a, 0x10] {
+        live.pci.set(field, 0xffffu16.to_le_bytes());
+    }
+    live.flush();
+    live.ring.offer(u16::MAX);
+    live.ring.publish();
+    live.pci.notify(0);
+    wait_until("DEVICE_NEEDS_RESET", || {
+        live.pci.status() & NEEDS_RESET != 0
+    });
+    std::thread::sleep(A_WHILE);
+    for vector in 0..4 {
+        assert_eq!(live.pci.router.take(vector), 0);
+        assert!(!live.pci.pending(vector));
+    }
+}
+
+#[test]
+fn pending_bits_are_read_only_and_end_with_a_reset() {
+    let mut live = live(1);
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    let pba = u32::from_le_bytes(live.pci.config(live.pci.msix + 8));
+    let (bar, at) = ((pba & 7) as usize, u64::from(pba & !7));
+    live.pci.transport.bar_write(bar, at, &[0; 8]);
+    live.pci.transport.bar_write(bar, at, &[0xff; 8]);
+    assert!(live.pci.pending(1) && !live.pci.pending(0));
+    // Off and on again: what was pending still is, and goes when it may.
+    let control = live.pci.msix + 3;
+    live.pci.transport.config_write(control, &[0]);
+    live.pci.mask_vector(1, false);
+    assert_eq!(live.pci.router.take(1), 0);
+    live.pci.transport.config_write(control, &[0x80]);
+    assert_eq!(live.pci.router.take(1), 1);
+    // A reset of the device takes back what nobody has seen.
+    live.pci.mask_vector(1, true);
+    live.flush();
+    wait_until("the pending bit", || live.pci.pending(1));
+    live.pci.set_status(0);
+    live.pci.mask_vector(1, false);
+    assert_eq!((live.pci.router.take(1), live.pci.pending(1)), (0, false));
+}
