@@ -2,9 +2,11 @@
 //! and after a reset it must work.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use vm_memory::{Bytes, GuestAddress};
 use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::block::BlockConfig;
 
 use crate::driver::*;
 use crate::gate::Gate;
@@ -76,11 +78,21 @@ fn random_registers_do_no_harm(kind: Kind) {
 fn random_rings_do_no_harm(kind: Kind) {
     let gate = Gate::new(RamDisk::new(64));
     gate.open();
-    let mut driver = Driver::attach(kind, gate.clone(), config(1));
+    // With every option that changes how a worker goes about a ring.
+    let config = BlockConfig {
+        in_order: true,
+        poll: Duration::from_micros(20),
+        ..config(1)
+    };
+    let mut driver = Driver::attach(kind, gate.clone(), config);
     let (mut served, mut broken) = (0, 0);
     for seed in 1..=300 {
         let mut random = Random(seed * 0x1234_5677);
-        driver.initialise(EVERYTHING);
+        driver.initialise(match seed % 3 {
+            0 => EVERYTHING & !IN_ORDER,
+            1 => EVERYTHING & !EVENT_IDX,
+            _ => EVERYTHING,
+        });
         let scratch = driver.allocate(0x4000).0;
         for at in (0..0x4000).step_by(16) {
             // Headers that make sense, here and there, and bytes that could be descriptors.
@@ -125,6 +137,12 @@ fn random_rings_do_no_harm(kind: Kind) {
         wait_until("the doorbell to be seen", || {
             driver.counts().doorbells > before.doorbells
         });
+        if random.below(2) == 0 {
+            driver.registers.reset_queue(0);
+            wait_until("the end of the queue's reset", || {
+                !driver.registers.queue_resetting(0)
+            });
+        }
         driver.registers.set_status(0);
         assert_eq!((gate.queues(), gate.leaked()), (0, 0), "seed {seed}");
         let after = driver.counts();

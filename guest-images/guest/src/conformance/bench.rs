@@ -372,3 +372,24 @@ pub(super) fn matches(bytes: &[u8], seed: u64) -> Verdict {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_data_is_noticed_wherever_it_is() {
+        for length in [1, 7, 8, 512, 4099] {
+            let mut bytes = vec![0; length];
+            fill(&mut bytes, 42);
+            assert_eq!(matches(&bytes, 42), Ok(()));
+            assert!(matches(&bytes, 44).is_err());
+            for at in [0, length / 2, length - 1] {
+                bytes[at] ^= 0x10;
+                let problem = matches(&bytes, 42).unwrap_err();
+                assert_eq!(problem.1, at as u64 / 8 * 8);
+                bytes[at] ^= 0x10;
+            }
+        }
+    }
+}

@@ -140,3 +140,38 @@ impl Ring {
         fence(Ordering::SeqCst);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::tests::arena;
+
+    #[test]
+    fn a_cleared_ring_is_empty_aligned_and_laid_out_as_the_specification_says() {
+        let mut ring = Ring::new(&mut arena(64 << 10)).unwrap();
+        for (area, alignment) in ring.areas().into_iter().zip([16, 2, 4]) {
+            assert!(area.is_multiple_of(alignment));
+        }
+        ring.offer(7);
+        ring.scribble_on_used();
+        ring.clear(4);
+        assert_eq!((ring.used_index(), ring.used_flags()), (0, 0));
+        ring.describe(3, 0x1122, 16, NEXT | WRITE, 2);
+        assert_eq!(ring.table.read::<u64>(48), 0x1122);
+        assert_eq!(ring.table.read::<u32>(56), 16);
+        assert_eq!(ring.table.read::<u16>(60), 3);
+        assert_eq!(ring.table.read::<u16>(62), 2);
+        (0..5).for_each(|head| ring.offer(head));
+        assert_eq!(ring.available.read::<u16>(2), 0, "not published");
+        ring.publish();
+        assert_eq!(ring.available.read::<u16>(2), 5);
+        // The fifth head has come round to the first place.
+        assert_eq!(ring.available.read::<u16>(4), 4);
+        ring.set_used_event(9);
+        assert_eq!(ring.available.read::<u16>(4 + 4 * 2), 9);
+        ring.used.write(4 + 8, 3u32);
+        ring.used.write(4 + 12, 513u32);
+        ring.used.write(4 + 4 * 8, 77u16);
+        assert_eq!((ring.used_at(5), ring.avail_event()), ((3, 513), 77));
+    }
+}
