@@ -7,7 +7,12 @@
 //! A layer's extents are disjoint, and so are runs: they are in flight together and end in any order, as MariaDB's
 //! replicas apply the transactions of one commit group in parallel. What the group's order was shows in the layer,
 //! which has only the newest extent of each sector.
+//!
+//! A checkpoint that is not waited for takes its time: it shares the medium with the syncs that others wait for. So few
+//! runs are in flight as long as the log, by what share of its room has been used since it began, will not be full
+//! before it ends.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::iter::Peekable;
 
@@ -15,7 +20,7 @@ use crate::disk::DiskState;
 use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::Log;
+use crate::log::{Log, UNAPPLIED_LIMIT};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event};
@@ -25,8 +30,11 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 const RUN_SECTORS: u64 = (256 << 10) / SECTOR_SIZE;
 /// Most bytes of buffers in flight, unless one run needs more.
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// Most runs in flight.
+/// Most runs in flight, and how many while there is time.
 const IN_FLIGHT_RUNS: usize = 64;
+const UNHURRIED_RUNS: usize = 2;
+/// What share of the room may be used before all is copied.
+const USABLE_SHARE: f64 = 0.7;
 
 /// Adjacent extents that become one operation on the base image.
 enum Run {
@@ -162,21 +170,73 @@ struct Copier<'a> {
     failed: Option<Error>,
 }
 
-/// Copies the disks' frozen layers to their base images and syncs those. On an error some may be copied, and nothing
-/// is in flight any more.
-pub(crate) fn copy(log: &Log, disks: &[Arc<DiskState>]) -> Result<()> {
+/// How long a copy may take.
+struct Pace {
+    hurry: bool,
+    /// Bytes of log when it began, and how many more there was room for.
+    bytes: (u64, u64),
+    /// Records, likewise.
+    records: (u64, u64),
+    /// Extents to be copied.
+    extents: usize,
+}
+
+impl Pace {
+    fn new(log: &Log, hurry: bool, extents: usize) -> Self {
+        let state = log.lock();
+        let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
+        let waiting = state.appended - state.applied;
+        Self {
+            hurry,
+            bytes: (log.end(&state), segments * log.segment_size),
+            records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
+            extents,
+        }
+    }
+
+    /// How many runs may be in flight when so many extents have been taken.
+    fn runs(&self, log: &Log, taken: usize) -> usize {
+        let state = &*log.lock();
+        let hurry = self.hurry
+            || state.starved
+            || state.keeper.stop
+            || !state.keeper.orders.is_empty()
+            || log.held_back.load(Ordering::Relaxed);
+        let used = |now: u64, (began, room): (u64, u64)| {
+            now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
+        };
+        let used = used(log.end(state), self.bytes).max(used(state.appended, self.records));
+        match hurry || used * self.extents as f64 > taken as f64 {
+            true => IN_FLIGHT_RUNS,
+            false => UNHURRIED_RUNS,
+        }
+    }
+}
+
+/// Copies the disks' frozen layers to their base images and syncs those; `hurry`: somebody waits for it. On an error
+/// some may be copied, and nothing is in flight any more. `tend` is called again and again.
+pub(crate) fn copy(
+    log: &Log,
+    disks: &[Arc<DiskState>],
+    hurry: bool,
+    mut tend: impl FnMut(),
+) -> Result<()> {
     let layers: Vec<(&DiskState, Arc<ExtentMap>)> = disks
         .iter()
         .filter_map(|disk| Some((disk.as_ref(), disk.index().frozen.clone()?)))
         .filter(|(_, layer)| !layer.is_empty())
         .collect();
-    let mut runs = layers.iter().flat_map(|(disk, layer)| {
-        let disk: &DiskState = disk;
-        Runs::new(layer.iter()).map(move |run| (disk, run))
-    });
     if layers.is_empty() {
         return Ok(());
     }
+    let taken = Cell::new(0);
+    let mut runs = layers.iter().flat_map(|(disk, layer)| {
+        let disk: &DiskState = disk;
+        let pieces = layer.iter().inspect(|_| taken.set(taken.get() + 1));
+        Runs::new(pieces).map(move |run| (disk, run))
+    });
+    let extents = layers.iter().map(|(_, layer)| layer.len()).sum();
+    let pace = Pace::new(log, hurry, extents);
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
@@ -190,7 +250,9 @@ pub(crate) fn copy(log: &Log, disks: &[Arc<DiskState>]) -> Result<()> {
     };
     let mut ended = Vec::new();
     loop {
-        while copier.failed.is_none() && copier.has_room() {
+        tend();
+        let most = pace.runs(log, taken.get());
+        while copier.failed.is_none() && copier.has_room(most) {
             let Some((disk, run)) = runs.next() else {
                 break;
             };
@@ -234,8 +296,9 @@ fn chunk(buffer: Buffer) -> Chunk {
 }
 
 impl<'a> Copier<'a> {
-    fn has_room(&self) -> bool {
-        self.flights.len() < IN_FLIGHT_RUNS && self.memory < IN_FLIGHT_BYTES
+    /// Whether one of at most `most` runs may begin.
+    fn has_room(&self, most: usize) -> bool {
+        self.flights.len() < most && self.memory < IN_FLIGHT_BYTES
     }
 
     fn start(&mut self, disk: &'a DiskState, run: Run) {

@@ -228,7 +228,7 @@ impl Log {
         };
         let left = state.free.len() as u32 + to_come;
         let allowed = left > 1 || state.is_draining();
-        let Some(segment) = allowed.then(|| state.free.pop()).flatten() else {
+        let Some(segment) = allowed.then(|| state.free.pop_front()).flatten() else {
             // With none even for the keeper, it can free none.
             state.keeper.failed |= state.is_draining() && left == 0;
             state.keeper.checkpoint |= !allowed;

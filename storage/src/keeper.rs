@@ -111,6 +111,36 @@ impl Troubles {
     }
 }
 
+impl Log {
+    /// Makes the next segment file if too few are ready.
+    fn provide(&self) -> Result<()> {
+        let state = self.lock();
+        let slot = state.keeper.files;
+        if state.free.len() >= READY || slot >= self.max_segments {
+            return Ok(());
+        }
+        drop(state);
+        let made = self.medium.create_segment(slot, self.segment_size);
+        let mut state = self.lock();
+        // Without it the ring is smaller: a checkpoint has to go around it sooner.
+        state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
+        state.keeper.cramped = made.is_err();
+        state.free.push_back(Arc::new(made?));
+        state.keeper.files += 1;
+        state.starved = false;
+        drop(state);
+        self.segments_freed();
+        Ok(())
+    }
+
+    /// Wakes those who wait for a segment.
+    fn segments_freed(&self) {
+        if !planted(Mutant::SegmentFreedSilently) {
+            self.wake_ports();
+        }
+    }
+}
+
 /// See the module's documentation.
 pub(crate) struct Keeper {
     pub(crate) log: Arc<Log>,
@@ -157,7 +187,7 @@ impl Keeper {
             self.serve_orders();
             // A checkpoint that failed has its pause, a segment file that is needed is made meanwhile.
             let done = match paused {
-                true => self.provide(),
+                true => self.log.provide(),
                 false => self.step(false),
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
@@ -205,7 +235,7 @@ impl Keeper {
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; it is due again.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.retire();
-        let provided = self.provide();
+        let provided = self.log.provide();
         // Taken before it starts: a request that comes while it runs asks for another one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
@@ -213,7 +243,7 @@ impl Keeper {
         state.keeper.failed &= !due;
         drop(state);
         if due {
-            let done = self.checkpoint(false);
+            let done = self.checkpoint(false, forced);
             let mut state = self.log.lock();
             state.keeper.failed = done.is_err();
             state.keeper.checkpoint |= done.is_err();
@@ -244,33 +274,12 @@ impl Keeper {
         // First to where it is safe, whatever becomes of the checkpoint.
         let newest = self.log.lock().appended;
         self.drain(newest)?;
-        self.checkpoint(true)?;
+        self.checkpoint(true, true)?;
         for disk in &self.disks {
             disk.base
                 .write_mark(None)
                 .map_err(|e| Error::io("unmark", &disk.path, e))?;
         }
-        Ok(())
-    }
-
-    /// Makes the next segment file if too few are ready.
-    fn provide(&mut self) -> Result<()> {
-        let state = self.log.lock();
-        let slot = state.keeper.files;
-        if state.free.len() >= READY || slot >= self.log.max_segments {
-            return Ok(());
-        }
-        drop(state);
-        let made = self.log.medium.create_segment(slot, self.log.segment_size);
-        let mut state = self.log.lock();
-        // Without it the ring is smaller: a checkpoint has to go around it sooner.
-        state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
-        state.keeper.cramped = made.is_err();
-        state.free.push(Arc::new(made?));
-        state.keeper.files += 1;
-        state.starved = false;
-        drop(state);
-        self.segments_freed();
         Ok(())
     }
 
@@ -285,14 +294,7 @@ impl Keeper {
             state.free.extend(free);
             state.starved = false;
             drop(state);
-            self.segments_freed();
-        }
-    }
-
-    /// Wakes those who wait for a segment.
-    fn segments_freed(&self) {
-        if !planted(Mutant::SegmentFreedSilently) {
-            self.log.wake_ports();
+            self.log.segments_freed();
         }
     }
 
@@ -305,18 +307,19 @@ impl Keeper {
         self.retire();
     }
 
-    /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free.
-    fn checkpoint(&mut self, closing: bool) -> Result<()> {
+    /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free. `hurry`:
+    /// somebody waits for it.
+    fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<()> {
         // What an earlier attempt left frozen comes first; then, when closing, what was written since.
         if self.frozen_at.is_some() && closing {
-            self.checkpoint_once(false)?;
+            self.checkpoint_once(false, hurry)?;
         }
-        self.checkpoint_once(closing)
+        self.checkpoint_once(closing, hurry)
     }
 
     /// Makes everything up to `lsn` durable in the log, if need be with the ring's last segment.
     fn drain(&mut self, lsn: u64) -> Result<()> {
-        let provided = self.provide();
+        let provided = self.log.provide();
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         // For those who draw on the last segment there may be room.
@@ -334,7 +337,7 @@ impl Keeper {
         }
     }
 
-    fn checkpoint_once(&mut self, closing: bool) -> Result<()> {
+    fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<()> {
         let mut state = self.log.lock();
         if !self.retiring.is_empty()
             && state.free.is_empty()
@@ -364,10 +367,18 @@ impl Keeper {
             self.drain(lsn)?;
         }
         if self.control.control.header.copying_lsn.get() != lsn {
-            self.control
-                .update(|header| header.copying_lsn = U64::new(lsn))?;
+            // Into both slots: should one rot, the other tells that the base images may be ahead of a damaged log.
+            for _ in 0..2 {
+                self.control
+                    .update(|header| header.copying_lsn = U64::new(lsn))?;
+            }
         }
-        copy(&self.log, &self.disks)?;
+        copy(&self.log, &self.disks, hurry, || {
+            // A ring that grows needs its next segment meanwhile. What fails here is tried again, and told, after it.
+            if !self.log.lock().keeper.cramped {
+                let _ = self.log.provide();
+            }
+        })?;
         let mut state = self.log.lock();
         if closing {
             state.tail = None;

@@ -11,6 +11,8 @@ use std::path::PathBuf;
 // Not `crate::sync`: set once, before there are threads.
 use std::sync::OnceLock;
 
+use smallvec::SmallVec;
+
 use crate::counters::Counters;
 use crate::disk::DiskState;
 use crate::format::{Kind, Uuid};
@@ -29,7 +31,7 @@ use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SharedBuffer};
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 /// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 40 bytes: this
 /// bounds memory where payloads do not, against a guest that only discards.
-const UNAPPLIED_LIMIT: u64 = 1 << 20;
+pub(crate) const UNAPPLIED_LIMIT: u64 = 1 << 20;
 
 /// Where completions of other threads' groups reach a port.
 pub(crate) struct Mailbox {
@@ -145,7 +147,8 @@ pub(crate) struct State {
     pub tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
     pub live: VecDeque<Live>,
-    pub free: Vec<Arc<Segment>>,
+    /// The one that was freed first is used first.
+    pub free: VecDeque<Arc<Segment>>,
     /// Segments that hold batches written since the last sync, those being written left out.
     pub unsynced: Vec<Arc<Segment>>,
     /// The pending records fit no segment, and none is to come: a checkpoint has to free one.
@@ -271,6 +274,14 @@ impl Log {
     /// The longest payload that a record can have, in bytes.
     pub(crate) fn max_request_bytes(&self) -> usize {
         MAX_REQUEST_BYTES.min(self.segment_size as usize / 4)
+    }
+
+    /// Bytes of log up to where the next batch goes, by [`Segment::position`].
+    pub(crate) fn end(&self, state: &State) -> u64 {
+        match &state.tail {
+            Some(tail) => tail.segment.position.load(Ordering::Relaxed) + tail.offset,
+            None => self.durable_end.load(Ordering::Relaxed),
+        }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -402,11 +413,14 @@ pub(crate) fn live_ports(state: &mut State) -> Vec<Arc<Mailbox>> {
 }
 
 /// Gives waiters their completion, and wakes each of their ports once: not `own`, whose thread is here and looks next.
+/// All have theirs before the first is woken, so that none is woken for a part.
 pub(crate) fn deliver(
     waiters: impl Iterator<Item = Waiter>,
     result: Result<(), Failure>,
     own: Option<&Arc<Mailbox>>,
 ) {
+    // Few have more ports: no memory is allocated then.
+    let mut woken: SmallVec<[Arc<Mailbox>; 32]> = SmallVec::new();
     for waiter in waiters {
         let mailbox = &waiter.mailbox;
         let mut completions = mailbox.completions.lock().expect("mailbox lock");
@@ -417,7 +431,8 @@ pub(crate) fn deliver(
         });
         drop(completions);
         if first && own.is_none_or(|own| !Arc::ptr_eq(own, mailbox)) {
-            mailbox.wake();
+            woken.push(waiter.mailbox);
         }
     }
+    woken.iter().for_each(|mailbox| mailbox.wake());
 }
