@@ -7,12 +7,12 @@ use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROE
 use super::{Daemon, MIB, client, create, has, text, walvisor};
 
 /// The last sector that Linux and the NBD protocol can address ends here: offsets are signed.
-const LARGEST: u64 = (1 << 63) - 512;
+pub const LARGEST: u64 = (1 << 63) - 512;
 /// The largest that QEMU takes: it rounds 2^63 - 1 down to its greatest alignment of 1 GiB.
 const LARGEST_OF_QEMU: u64 = (1 << 63) - (1 << 30);
 
 /// A directory on a file system that holds files of any length; why there is none.
-fn roomy() -> Option<tempfile::TempDir> {
+pub fn roomy() -> Option<tempfile::TempDir> {
     let dir = tempfile::tempdir_in("/dev/shm");
     let holds = |dir: &Path| File::create(dir.join("probe")).and_then(|file| file.set_len(LARGEST));
     match dir.and_then(|dir| holds(dir.path()).map(|()| dir)) {

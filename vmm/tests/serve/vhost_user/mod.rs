@@ -5,6 +5,7 @@ mod client;
 mod cloud_hypervisor;
 mod front_end;
 mod hostile;
+mod largest;
 mod libblkio;
 mod requests;
 

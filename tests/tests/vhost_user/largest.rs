@@ -1,0 +1,57 @@
+//! The largest disk that Linux can address: its last sector ends where signed offsets do.
+
+use std::fs::File;
+
+use super::guest::{Guest, have, images};
+use super::{Daemon, succeed};
+
+const LARGEST: u64 = (1 << 63) - 512;
+
+const SCRIPT: &str = "
+sectors=$(cat /sys/block/vda/size)
+echo guest: sectors $sectors
+last=$((sectors - 8))
+yes 'the end' | head -c 4096 | dd of=/dev/vda bs=512 seek=$last oflag=direct conv=fsync 2>/dev/null
+echo guest: wrote $?
+echo 3 >/proc/sys/vm/drop_caches
+echo guest: read $(dd if=/dev/vda bs=512 skip=$last iflag=direct 2>/dev/null | head -n 1) \
+    $(dd if=/dev/vda bs=512 skip=$last iflag=direct 2>/dev/null | wc -c)
+";
+
+#[test]
+fn linux_uses_the_last_sector_of_the_largest_disk() {
+    if !have("linux.uml", "user-mode-linux") {
+        return;
+    }
+    // tmpfs holds files of any length.
+    let roomy = tempfile::tempdir_in("/dev/shm").and_then(|dir| {
+        File::create(dir.path().join("probe"))?.set_len(LARGEST)?;
+        Ok(dir)
+    });
+    let roomy = match roomy {
+        Ok(roomy) => roomy,
+        Err(error) => {
+            println!("skipped: /dev/shm holds no file of {LARGEST} bytes: {error}");
+            return;
+        }
+    };
+    let (dir, images) = (tempfile::tempdir().unwrap(), images());
+    succeed(
+        roomy.path(),
+        &format!("disk create disk.img --size {LARGEST}"),
+    );
+    let daemon = Daemon::start(roomy.path(), "--disk path=disk.img,socket=s");
+    let socket = roomy.path().join("s");
+    let mut guest = Guest::user_mode(dir.path(), &images, &socket, SCRIPT);
+    let sectors = LARGEST / 512;
+    assert_eq!(
+        guest.wait_for("guest: sectors"),
+        format!("guest: sectors {sectors}")
+    );
+    assert_eq!(guest.wait_for("guest: wrote"), "guest: wrote 0");
+    assert_eq!(guest.wait_for("guest: read"), "guest: read the end 4096");
+    guest.wait_for("guest: end");
+    guest.end();
+    daemon.stop();
+    succeed(roomy.path(), "disk check disk.img");
+}
