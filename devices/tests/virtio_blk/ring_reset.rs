@@ -12,6 +12,7 @@ on_both_transports!(
     a_device_reset_ends_a_queue_reset,
     without_the_feature_a_queue_reset_does_nothing,
     a_queue_that_never_ran_can_be_reset,
+    a_queue_reset_while_the_device_is_paused_begins_anew,
     a_queue_with_a_broken_ring_can_be_reset_and_the_device_still_asks_for_a_reset,
 );
 
@@ -145,6 +146,34 @@ fn a_queue_that_never_ran_can_be_reset(kind: Kind) {
     std::thread::sleep(A_WHILE / 10);
     assert_eq!(driver.counts().requests, 0);
     set_up(&mut driver, 0, 32);
+    driver.flush(0);
+}
+
+fn a_queue_reset_while_the_device_is_paused_begins_anew(kind: Kind) {
+    let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
+    for sector in 0..5 {
+        driver.write(0, sector, &pattern(sector, 512));
+    }
+    driver.registers.pause();
+    driver.registers.reset_queue(0);
+    wait_for_reset(&mut driver, 0);
+    set_up(&mut driver, 0, 32);
+    let waiting = driver.post(0, VIRTIO_BLK_T_IN, 4, &[], 512);
+    driver.kick(0);
+    std::thread::sleep(A_WHILE / 10);
+    assert_eq!(driver.rings[0].used_index(), 0, "paused");
+    driver.registers.resume();
+    // From index 0 on, not from where the old ring was.
+    let (head, written) = driver.next_used(0);
+    assert_eq!(head, waiting.head);
+    let answer = driver.answer(&waiting, written);
+    assert_eq!((answer.status, answer.data), (OK, pattern(4, 512)));
+    driver.flush(1);
+    // A pause ends a reset that is still going on: nothing is in flight then.
+    driver.registers.pause();
+    driver.registers.reset_queue(1);
+    assert!(!driver.registers.queue_resetting(1) && !driver.registers.queue_enabled(1));
+    driver.registers.resume();
     driver.flush(0);
 }
 
