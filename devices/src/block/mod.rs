@@ -20,8 +20,8 @@ mod virtqueue;
 mod worker;
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -134,6 +134,13 @@ pub enum BlockError {
     Doorbell(#[source] io::Error),
 }
 
+/// Carries out jobs in a thread of its own: what threads inherit from the one that starts them, such as a system call
+/// filter, queue workers then have from it and not from a vCPU.
+pub trait Starter: Send + Sync {
+    /// Runs `job` once, soon. It does not wait for anything that the caller holds. A starter that cannot run it drops it.
+    fn run(&self, job: Box<dyn FnOnce() + Send>);
+}
+
 /// A virtio-blk device over a [`Backend`]. A transport owns it and presents it to the guest.
 pub struct VirtioBlock {
     backend: Arc<dyn Backend>,
@@ -145,6 +152,7 @@ pub struct VirtioBlock {
     cache: Arc<CacheSwitch>,
     metrics: Arc<BlockMetrics>,
     throttle: Arc<Throttle>,
+    starter: Option<Arc<dyn Starter>>,
     doorbells: Vec<EventFd>,
 }
 
@@ -203,6 +211,7 @@ impl VirtioBlock {
             cache: Arc::new(CacheSwitch::new(Arc::clone(&backend))),
             metrics: Arc::default(),
             throttle: Arc::default(),
+            starter: None,
             doorbells,
             backend,
             config,
@@ -326,31 +335,43 @@ impl VirtioBlock {
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<Worker> {
-        Worker::start(
-            worker::Plan {
-                // Whoever goes on after this process expects what has completed to be there, flushed or not: and it is
-                // in this process's memory alone until it is flushed.
-                flush_after_write: self.flush_after_write(features)
-                    || queue.tracker.is_some() && self.capabilities.flush,
-                cpu: {
-                    let cpus = &self.config.worker_cpus;
-                    let at = usize::from(queue.index).checked_rem(cpus.len());
-                    at.and_then(|at| cpus.get(at)).copied()
-                },
-                poll: self.config.poll,
-                queue,
-                max_size: self.config.queue_size,
-                event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
-                in_order: features.has(VIRTIO_F_IN_ORDER),
-                features,
-                id: self.id,
-                backend: Arc::clone(&self.backend),
-                throttle: Arc::clone(&self.throttle),
-                metrics: Arc::clone(&self.metrics),
-                status,
+        let plan = worker::Plan {
+            // Whoever goes on after this process expects what has completed to be there, flushed or not: and it is
+            // in this process's memory alone until it is flushed.
+            flush_after_write: self.flush_after_write(features)
+                || queue.tracker.is_some() && self.capabilities.flush,
+            cpu: {
+                let cpus = &self.config.worker_cpus;
+                let at = usize::from(queue.index).checked_rem(cpus.len());
+                at.and_then(|at| cpus.get(at)).copied()
             },
-            memory,
-        )
+            poll: self.config.poll,
+            queue,
+            max_size: self.config.queue_size,
+            event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
+            in_order: features.has(VIRTIO_F_IN_ORDER),
+            features,
+            id: self.id,
+            backend: Arc::clone(&self.backend),
+            throttle: Arc::clone(&self.throttle),
+            metrics: Arc::clone(&self.metrics),
+            status,
+        };
+        let Some(starter) = &self.starter else {
+            return Worker::start(plan, memory);
+        };
+        let (started, starting) = mpsc::channel();
+        starter.run(Box::new(move || {
+            drop(started.send(Worker::start(plan, memory)))
+        }));
+        let gone = || io::Error::other("the thread that starts queue workers is gone");
+        starting.recv().unwrap_or_else(|_| Err(gone()))
+    }
+
+    /// Queue workers, and what they need to be opened, are to come from `starter`. Without one they are started by the
+    /// thread that sets DRIVER_OK or enables the queue.
+    pub fn start_workers_with(&mut self, starter: Arc<dyn Starter>) {
+        self.starter = Some(starter);
     }
 }
 

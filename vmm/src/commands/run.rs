@@ -17,6 +17,7 @@ use crate::devices::console::Console;
 use crate::disk_spec::DiskSpec;
 use crate::disks;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
+use crate::seccomp::Seccomp;
 use crate::size::parse_size;
 use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
@@ -78,6 +79,9 @@ pub struct RunArguments {
     /// Listen here for 'walvisor ctl'; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// What a system call that the VMM has no use for leads to
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
     /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
@@ -151,6 +155,7 @@ fn run_on(
         .memory(arguments.memory)
         .console(console)
         .measure_memory(metrics.is_some())
+        .seccomp(arguments.seccomp)
         .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
     for disk in disks {
         builder = builder.disk(disk);

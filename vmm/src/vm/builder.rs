@@ -21,6 +21,7 @@ use super::control::Control;
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
 use super::signals::TerminationSignals;
+use super::starter::Starters;
 use super::vcpu::Machine;
 use super::{AttachedDisk, DiskLocation, SerialLine, Vm, VmError, memory_use};
 use crate::arch::x86_64::acpi::{self, MmioSlot};
@@ -32,6 +33,7 @@ use crate::devices::serial::{self, SerialPort};
 use crate::disk_spec::TransportKind;
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
 use crate::probe;
+use crate::seccomp::Seccomp;
 
 /// Ports of the keyboard controller.
 const KEYBOARD_SIZE: u64 = 5;
@@ -60,6 +62,7 @@ pub struct VmBuilder {
     disks: Vec<DiskConfig>,
     measure_memory: bool,
     power_down: Duration,
+    seccomp: Seccomp,
 }
 
 impl Default for VmBuilder {
@@ -71,6 +74,7 @@ impl Default for VmBuilder {
             disks: Vec::new(),
             measure_memory: false,
             power_down: Duration::ZERO,
+            seccomp: Seccomp::Off,
         }
     }
 }
@@ -118,6 +122,12 @@ impl VmBuilder {
         self
     }
 
+    /// Restricts the system calls of the process while the VM runs, and after. Off by default.
+    pub fn seccomp(mut self, mode: Seccomp) -> Self {
+        self.seccomp = mode;
+        self
+    }
+
     /// Builds the VM. Blocks the signals that ask the process to end, for [`Vm::run`] to take them.
     ///
     /// # Errors
@@ -152,7 +162,9 @@ impl VmBuilder {
             })
         };
         let power = Arc::new(Mutex::new(AcpiPm::new(control.clone(), sci)));
+        let (starter, jobs) = Starters::new();
         let mut attach = Attach {
+            starter: Arc::new(starter),
             pci: Arc::new(PciBus::new(vm.clone())),
             vm,
             memory,
@@ -240,6 +252,8 @@ impl VmBuilder {
             power,
             power_down: self.power_down,
             companions: Vec::new(),
+            seccomp: self.seccomp,
+            jobs: Some(jobs),
         })
     }
 }
@@ -340,6 +354,7 @@ fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> 
 
 /// What attaching disks needs and gathers.
 struct Attach {
+    starter: Arc<Starters>,
     vm: Arc<VmFd>,
     memory: Arc<GuestMemoryMmap>,
     router: Arc<GsiRouter>,
@@ -360,8 +375,9 @@ impl Attach {
             limits,
         } = disk;
         let failed = |error: String| VmError::Disk(name.clone(), error);
-        let device =
+        let mut device =
             VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
+        device.start_workers_with(self.starter.clone());
         let (metrics, throttle) = (device.metrics(), device.throttle());
         throttle.set(limits);
         let (location, device): (_, Arc<dyn DeviceControl>) = match transport {

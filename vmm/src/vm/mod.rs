@@ -17,6 +17,7 @@ pub mod interrupts;
 pub mod memory_use;
 pub mod readiness;
 mod signals;
+mod starter;
 mod vcpu;
 
 use std::io;
@@ -44,9 +45,11 @@ use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
 use crate::pci::PciError;
 use crate::probe::ProbeError;
+use crate::seccomp::{self, Duty, Seccomp, SeccompError};
 use control::{Control, Ended};
 use exits::ExitCounters;
 use memory_use::MemoryUse;
+use starter::Jobs;
 use vcpu::{Machine, VcpuThread};
 
 /// Why a VM could not be built or run. Its text is one line: what, where, what to do.
@@ -81,6 +84,9 @@ pub enum VmError {
     /// The firmware's tables could not be written.
     #[error(transparent)]
     Acpi(#[from] AcpiError),
+    /// No system call filter.
+    #[error(transparent)]
+    Seccomp(#[from] SeccompError),
     /// The system refused a descriptor, a thread or a terminal mode.
     #[error("cannot {0}: {1}")]
     System(&'static str, io::Error),
@@ -142,6 +148,8 @@ pub struct Vm {
     power_down: Duration,
     /// Goes when the guest has ended, before its devices.
     companions: Vec<Box<dyn Send>>,
+    seccomp: Seccomp,
+    jobs: Option<Jobs>,
 }
 
 /// A virtual machine that has run: its devices are drained and gone, its disks flushed.
@@ -199,6 +207,10 @@ impl Vm {
     /// If the system refuses a thread, a descriptor or a terminal mode. The guest crashing is no error here: see
     /// [`Outcome::ended`].
     pub fn run(mut self) -> Result<Outcome, VmError> {
+        seccomp::restrict(self.seccomp, Duty::Vm)?;
+        let jobs = self.jobs.take().expect("a VM runs once");
+        let starter = jobs.start(self.seccomp);
+        let starter = starter.map_err(|error| VmError::System("start the disks", error))?;
         vcpu::install_kick_handler().map_err(|error| VmError::System("handle a signal", error))?;
         let input = if self.serial.stdin {
             let started = ConsoleInput::start(
@@ -238,6 +250,8 @@ impl Vm {
         } = self;
         // The devices go first: they finish what the guest asked for. Then nothing writes to the disks any more.
         drop((machine, serial, vcpus));
+        // Its jobs came from the devices. A panic there has been printed.
+        let _ = starter.join();
         let mut flush_failures = Vec::new();
         for disk in &disks {
             if let Err(error) = flush(&*disk.backend) {
@@ -268,6 +282,7 @@ impl Vm {
                 fd,
                 exits: self.exits[index].clone(),
                 machine: self.machine.clone(),
+                seccomp: self.seccomp,
             };
             let name = format!("vcpu{index}");
             match std::thread::Builder::new()

@@ -22,6 +22,7 @@ use super::control::{Control, Ended};
 use super::exits::{ExitCounters, ExitReason};
 use crate::arch::x86_64::crash::{self, Crash, CrashReason};
 use crate::pci::PciBus;
+use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 
 thread_local! {
     /// The `kvm_run` page of the vCPU that this thread runs, null if none.
@@ -87,6 +88,8 @@ pub struct VcpuThread {
     pub exits: Arc<ExitCounters>,
     /// What all of them share.
     pub machine: Arc<Machine>,
+    /// The system call filter of the thread.
+    pub seccomp: Seccomp,
 }
 
 /// What to do after an exit.
@@ -113,6 +116,9 @@ impl VcpuThread {
             id: self.id,
             control: self.machine.control.clone(),
         };
+        if let Err(error) = restrict_thread(self.seccomp, ThreadKind::Vcpu) {
+            self.crash(CrashReason::Run(error.to_string()));
+        }
         if self.id == 0 {
             self.machine.first_run.get_or_init(Instant::now);
         }

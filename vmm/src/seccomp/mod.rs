@@ -4,16 +4,26 @@
 //! ```text
 //!   restrict(mode, duty) ─▶ RUNTIME + STORE + CONTROL + the duty's own ─▶ BPF ─▶ every thread there is, and those they start
 //! ```
-//! One filter for all threads, not one for each kind: a thread that serves a client also leads commit groups and opens
-//! ports of the store, which takes rings, files and memory, so filters that differ would differ by `accept4` alone. It is
-//! installed when disks and sockets are open and before the first client is heard.
+//! A daemon has one filter for all threads: a thread that serves a client also leads commit groups and opens ports of the
+//! store, so filters that differ would differ by little. It is installed when disks and sockets are open and before the
+//! first client is heard. A VM's process has one for all, too, and two kinds of threads that get a stricter one each before
+//! they touch anything of the guest: vCPUs have KVM, events and the console, and no file or ring; disk workers, started by
+//! a thread of their kind and not by the vCPU that asks for them, have what is open already, and open, make, name or remove
+//! nothing. What is left to all others is for the log's keeper and the end of the run.
 //!
 //! No thread can start a program or another process, make memory executable, make or connect a socket, trace, mount,
-//! signal or change who it is. What is asked of an io_uring is not seen by seccomp: rings stay because they are the store's
-//! fast path.
+//! signal or change who it is.
+//!
+//! **io_uring.** What is asked of a ring is not seen by seccomp, and a thread that may make a ring can open files and
+//! sockets through it. IORING_REGISTER_RESTRICTIONS binds one ring, not the thread: whoever can make another ring, and
+//! code that runs in a worker can, is free of it, so it would only look like a fence. What a ring opens is bounded by
+//! Landlock (see [`crate::landlock`]), which the kernel asks for rings as for calls; where that is missing too, a ring is
+//! a way around the filter to what the user of the process may open.
 //!
 //! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the disks are recovered at the
 //! next start, as after any kill. `--seccomp log` lets it pass instead, and the kernel's log tells its number.
+
+mod calls;
 
 use std::collections::BTreeMap;
 
@@ -22,6 +32,11 @@ use libc::{c_long, c_ulong};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Is, SeccompCondition,
     SeccompFilter, SeccompRule,
+};
+
+use calls::{
+    CONTROL, DISK_WORKER, EPOLL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME, STORE, TERMINAL_IOCTL,
+    VCPU, VHOST_USER, VM,
 };
 
 /// What becomes of a system call that is not allowed.
@@ -43,6 +58,17 @@ pub enum Duty {
     Nbd,
     /// Serve disks to vhost-user front-ends.
     VhostUser,
+    /// Run a VM.
+    Vm,
+}
+
+/// Threads of a VM that may do less than the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// Runs a vCPU: what a guest that breaks out of KVM or of a device's registers would find.
+    Vcpu,
+    /// Serves a queue of a disk: what a guest that breaks out of a ring or a request would find.
+    DiskWorker,
 }
 
 /// The system refused the filter.
@@ -50,151 +76,103 @@ pub enum Duty {
 #[error("seccomp: {0}: '--seccomp off' does without")]
 pub struct SeccompError(#[from] seccompiler::Error);
 
-/// What memory, threads, time, a panic's backtrace and the end of a process take.
-const RUNTIME: &[c_long] = &[
-    libc::SYS_brk,
-    libc::SYS_clock_gettime,
-    libc::SYS_clock_nanosleep,
-    libc::SYS_exit,
-    libc::SYS_exit_group,
-    libc::SYS_futex,
-    libc::SYS_getcwd,
-    libc::SYS_getpid,
-    libc::SYS_getrandom,
-    libc::SYS_gettid,
-    libc::SYS_madvise,
-    libc::SYS_membarrier,
-    libc::SYS_mremap,
-    libc::SYS_munmap,
-    libc::SYS_nanosleep,
-    libc::SYS_readlink,
-    libc::SYS_restart_syscall,
-    libc::SYS_rseq,
-    libc::SYS_rt_sigaction,
-    libc::SYS_rt_sigprocmask,
-    libc::SYS_rt_sigreturn,
-    libc::SYS_sched_getaffinity,
-    libc::SYS_sched_getattr,
-    // A queue's worker keeps to its processor.
-    libc::SYS_sched_setaffinity,
-    // Threads that wait for a device ask for short slices.
-    libc::SYS_sched_setattr,
-    libc::SYS_sched_yield,
-    libc::SYS_set_robust_list,
-    libc::SYS_sigaltstack,
-];
-
-/// What open disks take: both engines, segments that are made and recycled, checkpoints.
-const STORE: &[c_long] = &[
-    libc::SYS_close,
-    libc::SYS_eventfd2,
-    libc::SYS_fallocate,
-    libc::SYS_fdatasync,
-    libc::SYS_fgetxattr,
-    libc::SYS_flock,
-    libc::SYS_fremovexattr,
-    libc::SYS_fsetxattr,
-    libc::SYS_fstat,
-    libc::SYS_fsync,
-    libc::SYS_ftruncate,
-    libc::SYS_getdents64,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
-    libc::SYS_io_uring_setup,
-    libc::SYS_lseek,
-    libc::SYS_newfstatat,
-    libc::SYS_openat,
-    libc::SYS_poll,
-    libc::SYS_ppoll,
-    libc::SYS_pread64,
-    libc::SYS_preadv,
-    libc::SYS_preadv2,
-    libc::SYS_pwrite64,
-    libc::SYS_pwritev,
-    libc::SYS_pwritev2,
-    libc::SYS_read,
-    libc::SYS_readv,
-    libc::SYS_rename,
-    libc::SYS_statx,
-    libc::SYS_timerfd_create,
-    libc::SYS_timerfd_settime,
-    libc::SYS_unlink,
-    libc::SYS_write,
-    libc::SYS_writev,
-];
-
-/// What a control socket takes.
-const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, libc::SYS_sendto];
-
-/// What NBD clients take.
-const NBD: &[c_long] = &[
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_pwait2,
-    libc::SYS_epoll_wait,
-    libc::SYS_shutdown,
-];
-
-/// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
-const VHOST_USER: &[c_long] = &[
-    libc::SYS_dup,
-    libc::SYS_epoll_create1,
-    libc::SYS_epoll_ctl,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_pwait2,
-    libc::SYS_epoll_wait,
-    libc::SYS_memfd_create,
-    libc::SYS_recvmsg,
-    libc::SYS_sendmsg,
-    libc::SYS_shutdown,
-];
-
 /// What the libc crate does not have yet: a copy of the auxiliary vector.
 const PR_GET_AUXV: libc::c_int = 0x4155_5856;
+
+impl Seccomp {
+    /// What becomes of a call; `None`: there is no filter.
+    fn action(self) -> Option<SeccompAction> {
+        match self {
+            Self::On => Some(SeccompAction::KillProcess),
+            Self::Off => None,
+            Self::Log => Some(SeccompAction::Log),
+        }
+    }
+}
 
 /// Restricts every thread of this process, and those that they will start. Nothing takes it back.
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
 pub fn restrict(mode: Seccomp, duty: Duty) -> Result<(), SeccompError> {
-    let forbidden = match mode {
-        Seccomp::On => SeccompAction::KillProcess,
-        Seccomp::Off => return Ok(()),
-        Seccomp::Log => SeccompAction::Log,
+    let Some(forbidden) = mode.action() else {
+        return Ok(());
     };
-    let allowed = allowed(duty).map_err(seccompiler::Error::from)?;
+    let allowed = of_process(duty).map_err(seccompiler::Error::from)?;
     // What clone3 is to do stands in memory, where no filter looks: a C library that is told that there is none asks
     // clone in its place. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
-    install(no_clone3, SeccompAction::Allow, enosys)?;
-    install(allowed, forbidden, SeccompAction::Allow)?;
+    seccompiler::apply_filter_all_threads(&program(no_clone3, SeccompAction::Allow, enosys)?)?;
+    seccompiler::apply_filter_all_threads(&program(allowed, forbidden, SeccompAction::Allow)?)?;
     Ok(())
 }
 
-fn install(
-    rules: BTreeMap<c_long, Vec<SeccompRule>>,
-    otherwise: SeccompAction,
-    matched: SeccompAction,
-) -> Result<(), seccompiler::Error> {
-    let arch = std::env::consts::ARCH.try_into()?;
-    let filter = SeccompFilter::new(rules, otherwise, matched, arch)?;
-    let program: BpfProgram = filter.try_into()?;
-    seccompiler::apply_filter_all_threads(&program)
+/// Restricts the calling thread, and those that it will start, further than [`restrict`] has done with [`Duty::Vm`].
+///
+/// # Errors
+/// If the kernel refuses the filter.
+pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompError> {
+    let Some(forbidden) = mode.action() else {
+        return Ok(());
+    };
+    let allowed = of_thread(kind).map_err(seccompiler::Error::from)?;
+    seccompiler::apply_filter(&program(allowed, forbidden, SeccompAction::Allow)?)?;
+    Ok(())
 }
 
-/// The allowed calls, each with the rules of which one has to hold; none: always.
-fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler::BackendError> {
-    let own = match duty {
-        Duty::Nbd => NBD,
-        Duty::VhostUser => VHOST_USER,
-    };
-    let mut rules: BTreeMap<_, _> = [RUNTIME, STORE, CONTROL, own]
-        .into_iter()
-        .flatten()
-        .map(|call| (*call, vec![]))
-        .collect();
+/// Calls, each with the rules of which one has to hold; none: always.
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
+fn program(
+    rules: Rules,
+    otherwise: SeccompAction,
+    matched: SeccompAction,
+) -> Result<BpfProgram, seccompiler::Error> {
+    let arch = std::env::consts::ARCH.try_into()?;
+    let filter = SeccompFilter::new(rules, otherwise, matched, arch)?;
+    Ok(filter.try_into()?)
+}
+
+fn of_process(duty: Duty) -> Result<Rules, seccompiler::BackendError> {
+    let common = [RUNTIME, OPEN_FILES, STORE, CONTROL, EPOLL];
+    let no_new_privileges = libc::PR_SET_NO_NEW_PRIVS;
+    match duty {
+        Duty::Nbd => allowed(&common, NBD, &[], &[]),
+        Duty::VhostUser => allowed(&common, VHOST_USER, &[], &[]),
+        Duty::Vm => {
+            let ioctl = [TERMINAL_IOCTL, KVM_IOCTL].concat();
+            allowed(&common, VM, &ioctl, &[no_new_privileges])
+        }
+    }
+}
+
+fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
+    match kind {
+        ThreadKind::Vcpu => {
+            let mut rules = allowed(&[RUNTIME], VCPU, KVM_IOCTL, &[])?;
+            // It starts no thread: queue workers come from elsewhere.
+            rules.remove(&libc::SYS_clone);
+            rules.remove(&libc::SYS_setsockopt);
+            Ok(rules)
+        }
+        ThreadKind::DiskWorker => {
+            let mut rules = allowed(&[RUNTIME, OPEN_FILES, EPOLL], DISK_WORKER, &[], &[])?;
+            rules.remove(&libc::SYS_setsockopt);
+            Ok(rules)
+        }
+    }
+}
+
+/// The calls of these lists, those that every thread needs in part, and some more `ioctl` and `prctl`.
+fn allowed(
+    common: &[&[c_long]],
+    own: &[c_long],
+    more_ioctl: &[c_ulong],
+    more_prctl: &[libc::c_int],
+) -> Result<Rules, seccompiler::BackendError> {
+    let calls = common.iter().copied().flatten().chain(own);
+    let mut rules: Rules = calls.map(|call| (*call, vec![])).collect();
     // To be refused by the other filter, and not to kill.
     rules.insert(libc::SYS_clone3, vec![]);
     let mut when = |call, argument, is: Is, values: &[u64]| {
@@ -214,11 +192,11 @@ fn allowed(duty: Duty) -> Result<BTreeMap<c_long, Vec<SeccompRule>>, seccompiler
     let me = u64::from(std::process::id());
     when(libc::SYS_tgkill, 0, Is::Eq, &[me])?;
     // The names of threads and of their memory; where the kernel's own clock is to be found.
-    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA, PR_GET_AUXV].map(|option| option as u64);
+    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA, PR_GET_AUXV];
+    let prctl = prctl.iter().chain(more_prctl);
+    let prctl: Vec<u64> = prctl.map(|option| *option as u64).collect();
     when(libc::SYS_prctl, 0, Is::Eq, &prctl)?;
-    // Sockets that do not block; whether, and how wide, a terminal is there.
-    let ioctl: [c_ulong; 3] = [libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];
-    when(libc::SYS_ioctl, 1, Is::Eq, &ioctl)?;
+    when(libc::SYS_ioctl, 1, Is::Eq, &[IOCTL, more_ioctl].concat())?;
     let fcntl = [
         libc::F_GETFD,
         libc::F_SETFD,
@@ -263,6 +241,12 @@ mod tests {
                 assert_eq!(sum, 1 << 20);
                 thread::sleep(std::time::Duration::from_millis(1));
             }
+            "memory" => assert_eq!(vec![1_u8; 64 << 20].len(), 64 << 20),
+            "thread" => thread::spawn(|| ()).join().unwrap(),
+            "open" => drop(fs::File::open("/proc/self/status")),
+            "ring" => drop(io_uring::IoUring::new(2)),
+            // One more filter could not take anything back; it is no business of theirs.
+            "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
             "socket" => drop(TcpListener::bind("127.0.0.1:0")),
             "program" => drop(Command::new("true").spawn()),
             "executable" => {
@@ -305,8 +289,23 @@ mod tests {
             return;
         };
         let (mode, name) = text.split_once(' ').unwrap();
+        let (kind, name) = name.split_once(':').unwrap_or(("", name));
         let mode = Seccomp::from_str(mode, false).unwrap();
         let name = name.to_owned();
+        let kind = match kind {
+            "vcpu" => Some(ThreadKind::Vcpu),
+            "worker" => Some(ThreadKind::DiskWorker),
+            _ => None,
+        };
+        if let Some(kind) = kind {
+            restrict(mode, Duty::Vm).unwrap();
+            let thread = thread::spawn(move || {
+                restrict_thread(mode, kind).unwrap();
+                deed(&name);
+            });
+            thread.join().unwrap();
+            std::process::exit(0);
+        }
         // A thread that was there before is restricted too.
         let (go, wait) = std::sync::mpsc::channel();
         let earlier = thread::spawn(move || {
@@ -317,6 +316,24 @@ mod tests {
         go.send(()).unwrap();
         earlier.join().unwrap();
         std::process::exit(0);
+    }
+
+    #[test]
+    fn a_thread_of_a_vm_may_do_what_its_kind_does() {
+        for name in ["vcpu:memory", "worker:memory", "worker:thread"] {
+            assert_eq!(done(name, "on").code(), Some(0), "{name}");
+        }
+        for name in [
+            "vcpu:thread",
+            "vcpu:open",
+            "worker:open",
+            "vcpu:ring",
+            "worker:lift",
+            "vcpu:lift",
+        ] {
+            assert_eq!(done(name, "on").signal(), Some(libc::SIGSYS), "{name}");
+            assert_eq!(done(name, "log").code(), Some(0), "{name}");
+        }
     }
 
     #[test]

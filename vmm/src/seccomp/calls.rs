@@ -1,0 +1,150 @@
+//! System calls by what they are for.
+
+use libc::{c_long, c_ulong};
+
+/// What memory, threads, time, a panic's backtrace and the end of a process take.
+pub(super) const RUNTIME: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_getcwd,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_madvise,
+    libc::SYS_membarrier,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    libc::SYS_readlink,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_getattr,
+    // A queue's worker keeps to its processor.
+    libc::SYS_sched_setaffinity,
+    // Threads that wait for a device ask for short slices.
+    libc::SYS_sched_setattr,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+];
+
+/// What reading and writing what is open takes, by both engines, and waiting for it.
+pub(super) const OPEN_FILES: &[c_long] = &[
+    libc::SYS_close,
+    libc::SYS_eventfd2,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_fsync,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_io_uring_setup,
+    libc::SYS_lseek,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_read,
+    libc::SYS_readv,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// What else disks take: segments that are made and recycled, checkpoints, holes, marks.
+pub(super) const STORE: &[c_long] = &[
+    libc::SYS_fallocate,
+    libc::SYS_fgetxattr,
+    libc::SYS_flock,
+    libc::SYS_fremovexattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_ftruncate,
+    libc::SYS_getdents64,
+    libc::SYS_newfstatat,
+    libc::SYS_openat,
+    libc::SYS_rename,
+    libc::SYS_statx,
+    libc::SYS_unlink,
+];
+
+/// What a control socket takes.
+pub(super) const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, libc::SYS_sendto];
+
+/// What NBD clients take.
+pub(super) const NBD: &[c_long] = &[libc::SYS_shutdown];
+
+/// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
+pub(super) const VHOST_USER: &[c_long] = &[
+    libc::SYS_dup,
+    libc::SYS_memfd_create,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_shutdown,
+];
+
+/// What event loops take.
+pub(super) const EPOLL: &[c_long] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_epoll_wait,
+];
+
+/// What a VM's process takes beside its disks: doorbells that are handed on, and stricter filters for some threads.
+pub(super) const VM: &[c_long] = &[libc::SYS_dup, libc::SYS_seccomp, libc::SYS_shutdown];
+
+/// What a vCPU takes: it runs the guest, rings doorbells and prints. It opens, syncs and maps nothing but memory.
+pub(super) const VCPU: &[c_long] = &[
+    libc::SYS_close,
+    libc::SYS_dup,
+    libc::SYS_eventfd2,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// What a disk's queue worker, and the thread that starts it, take beside the open files.
+pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup];
+
+/// What terminals and sockets are asked: whether they block; whether, and how wide, a terminal is there.
+pub(super) const IOCTL: &[c_ulong] = &[libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];
+
+/// The modes of the terminal that is the guest's console.
+pub(super) const TERMINAL_IOCTL: &[c_ulong] = &[
+    libc::TCSETS,
+    libc::TCSETSW,
+    libc::TCSETSF,
+    libc::TCGETS2,
+    libc::TCSETS2,
+    libc::TCSETSW2,
+    libc::TCSETSF2,
+];
+
+/// What a running VM asks of KVM (linux/kvm.h).
+pub(super) const KVM_IOCTL: &[c_ulong] = &[
+    0xae03,      // KVM_CHECK_EXTENSION
+    0xae80,      // KVM_RUN
+    0xaead,      // KVM_KVMCLOCK_CTRL
+    0x4008_ae61, // KVM_IRQ_LINE
+    0x4008_ae6a, // KVM_SET_GSI_ROUTING
+    0x4020_ae76, // KVM_IRQFD
+    0x4040_ae79, // KVM_IOEVENTFD
+    0x8090_ae81, // KVM_GET_REGS, for a crash's report
+    0x8138_ae83, // KVM_GET_SREGS
+    0xc018_ae85, // KVM_TRANSLATE
+];
