@@ -308,6 +308,20 @@ pub(crate) fn create_log(
     Ok(control)
 }
 
+/// Where the base images of all disks on a log were when they were last open, without opening the log: to know what
+/// opening it may open. None if the log cannot be read, which its opener will tell.
+pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
+    let path = log_dir.join("control");
+    let Ok(file) = File::open(&path) else {
+        return Vec::new();
+    };
+    let control = read_control(Box::new(file), path);
+    control.map_or_else(
+        |_| Vec::new(),
+        |control| control.control.disks.iter().map(entry_path).collect(),
+    )
+}
+
 /// Opens, locks and reads the control file.
 pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join("control");

@@ -60,6 +60,7 @@ mod writer;
 pub use allocation::{Allocation, Extent};
 pub(crate) use buffer::SharedBuffer;
 pub use buffer::{BUFFER_ALIGN, Buffer};
+pub use catalog::log_images;
 pub use counters::{GROUP_SIZE_CLASSES, LogCounters};
 pub use disk::{CacheMode, Disk};
 pub use dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records};

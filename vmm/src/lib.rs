@@ -16,6 +16,7 @@ pub mod demo;
 pub mod devices;
 pub mod disk_spec;
 pub mod disks;
+pub mod landlock;
 pub mod metrics;
 pub mod pci;
 pub mod probe;

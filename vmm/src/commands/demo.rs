@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::CommandError;
 use crate::demo;
+use crate::seccomp::Seccomp;
 
 /// The arguments of `walvisor demo`.
 #[derive(Args, Debug)]
@@ -16,6 +17,9 @@ pub struct DemoArguments {
     /// Try every rule of the specification, and every offence, case by case
     #[arg(long)]
     pub conformance: bool,
+    /// What a system call that the VMM has no use for leads to
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
@@ -52,11 +56,12 @@ pub fn run(arguments: &DemoArguments) -> Result<(), CommandError> {
         }
     };
     let failure = if arguments.conformance {
-        let report = demo::check_conformance(&parent, say).map_err(CommandError::failed)?;
+        let report = demo::check_conformance(&parent, arguments.seccomp, say)
+            .map_err(CommandError::failed)?;
         show(&report, json)?;
         report.failure()
     } else {
-        let report = demo::run(&parent, say).map_err(CommandError::failed)?;
+        let report = demo::run(&parent, arguments.seccomp, say).map_err(CommandError::failed)?;
         show(&report, json)?;
         report.failure()
     };

@@ -1,7 +1,7 @@
 //! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
 
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use crate::control_socket::{CONTROL_MODE, Controlled, Server};
 use crate::devices::console::Console;
 use crate::disk_spec::DiskSpec;
 use crate::disks;
+use crate::landlock::{Landlock, Places};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::seccomp::Seccomp;
 use crate::size::parse_size;
@@ -82,6 +83,9 @@ pub struct RunArguments {
     /// What a system call that the VMM has no use for leads to
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
+    /// Whether to give up what the VMM does not need of the file system and the network, as far as the kernel can
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub landlock: Landlock,
     /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
@@ -112,6 +116,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         .as_deref()
         .map(|path| socket::bind(path, CONTROL_MODE))
         .transpose()?;
+    places(arguments).restrict(arguments.landlock);
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
@@ -120,6 +125,20 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // The logs are closed however the run ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
+}
+
+/// What of the file system the run takes from here on.
+fn places(arguments: &RunArguments) -> Places {
+    let mut places = Places::of(&arguments.disks);
+    places.device(Path::new("/dev/kvm"));
+    places.read(&arguments.kernel);
+    places.read(Path::new("/proc/cpuinfo"));
+    arguments.initrd.iter().for_each(|file| places.read(file));
+    arguments
+        .control
+        .iter()
+        .for_each(|path| places.socket(path));
+    places
 }
 
 /// Refuses what no VM can have.

@@ -35,6 +35,7 @@ use crate::arch::x86_64::long_mode::{self, Ring};
 use crate::devices::acpi_pm;
 use crate::devices::console::Console;
 use crate::probe::{self, ProbeError};
+use crate::seccomp::Seccomp;
 use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder, VmError, block_termination_signals};
 use contract::{BootInfo, MMIO_SLOTS, Task};
@@ -79,14 +80,19 @@ pub enum DemoError {
 }
 
 /// Runs the embedded guest and tells what it and the VMM counted. `say` gets each line that the guest says to
-/// people. The disks are made in a directory of their own under `parent`, and removed again.
+/// people. The disks are made in a directory of their own under `parent`, and removed again. `seccomp` is for the whole
+/// process, for good.
 ///
 /// # Errors
 /// If there is no usable KVM, or the guest cannot run to its end. A guest that ends but finds a wrong byte is
 /// no error here: see [`TransportReport::verified`].
-pub fn run(parent: &Path, say: impl FnMut(&str) + Send + 'static) -> Result<DemoReport, DemoError> {
+pub fn run(
+    parent: &Path,
+    seccomp: Seccomp,
+    say: impl FnMut(&str) + Send + 'static,
+) -> Result<DemoReport, DemoError> {
     let (_directory, disks) = prepare(parent, Task::Job)?;
-    let transcript = run_guest(disks.configs(), Task::Job, say)?;
+    let transcript = run_guest(disks.configs(), Task::Job, seccomp, say)?;
     report::assemble(transcript, &disks.close()?)
 }
 
@@ -98,10 +104,11 @@ pub fn run(parent: &Path, say: impl FnMut(&str) + Send + 'static) -> Result<Demo
 /// [`ConformanceReport::failure`].
 pub fn check_conformance(
     parent: &Path,
+    seccomp: Seccomp,
     say: impl FnMut(&str) + Send + 'static,
 ) -> Result<ConformanceReport, DemoError> {
     let (_directory, disks) = prepare(parent, Task::Conformance)?;
-    let transcript = run_guest(disks.configs(), Task::Conformance, say)?;
+    let transcript = run_guest(disks.configs(), Task::Conformance, seccomp, say)?;
     disks.close()?;
     Ok(ConformanceReport::new(transcript, &disks::NAMES))
 }
@@ -125,6 +132,7 @@ fn prepare(parent: &Path, task: Task) -> Result<(TempDir, DemoDisks), DemoError>
 fn run_guest(
     disks: impl IntoIterator<Item = DiskConfig>,
     task: Task,
+    seccomp: Seccomp,
     say: impl FnMut(&str) + Send + 'static,
 ) -> Result<Transcript, DemoError> {
     let (events, received) = mpsc::channel();
@@ -132,6 +140,7 @@ fn run_guest(
     let recorder = Recorder::new(sources.clone(), events);
     let builder = VmBuilder::new()
         .memory(MEMORY)
+        .seccomp(seccomp)
         .console(Console::writer(recorder));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
     load(&vm, task)?;

@@ -103,8 +103,14 @@ pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_wait,
 ];
 
-/// What a VM's process takes beside its disks: doorbells that are handed on, and stricter filters for some threads.
-pub(super) const VM: &[c_long] = &[libc::SYS_dup, libc::SYS_seccomp, libc::SYS_shutdown];
+/// What a VM's process takes beside its disks: doorbells that are handed on, stricter filters for some threads, and the
+/// end of the demo's directory.
+pub(super) const VM: &[c_long] = &[
+    libc::SYS_dup,
+    libc::SYS_seccomp,
+    libc::SYS_shutdown,
+    libc::SYS_unlinkat,
+];
 
 /// What a vCPU takes: it runs the guest, rings doorbells and prints. It opens, syncs and maps nothing but memory.
 pub(super) const VCPU: &[c_long] = &[

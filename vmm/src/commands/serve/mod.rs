@@ -17,6 +17,7 @@ use crate::control_socket::{
     CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
 };
 use crate::disk_spec::DiskSpec;
+use crate::landlock::{Landlock, Places};
 use crate::seccomp::Seccomp;
 use crate::vm::{TerminationSignals, readiness};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -56,6 +57,9 @@ pub struct DaemonArguments {
     /// What a system call that the daemon has no use for leads to
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
+    /// Whether to give up what the daemon does not need of the file system and the network, as far as the kernel can
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub landlock: Landlock,
 }
 
 /// Parses the argument of `--mode`.
@@ -63,6 +67,18 @@ fn parse_mode(text: &str) -> Result<u32, String> {
     let mode = u32::from_str_radix(text, 8).ok();
     mode.filter(|mode| *mode <= 0o777)
         .ok_or_else(|| "give permissions as three octal digits, such as 660".to_owned())
+}
+
+impl DaemonArguments {
+    /// Gives up what a daemon does not need. To be called when its sockets are bound, before the disks are opened.
+    fn restrict_to_disks(&self) {
+        let mut places = Places::of(&self.disks);
+        let sockets = self.disks.iter().filter_map(|spec| spec.socket.as_ref());
+        sockets
+            .chain(&self.control)
+            .for_each(|path| places.socket(path));
+        places.restrict(self.landlock);
+    }
 }
 
 /// Serves until a signal asks to stop.

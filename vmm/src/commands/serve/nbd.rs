@@ -120,6 +120,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
         .map(|group| bind(&group.place, &mut sockets))
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
+    arguments.restrict_to_disks();
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)

@@ -45,6 +45,7 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
         .map(|place| sockets.unix(place))
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
+    arguments.restrict_to_disks();
     let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
         .map_err(CommandError::failed)
