@@ -123,7 +123,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     let tasks = format!("/proc/{}/task", daemon.child.id());
     let is_writer = |task: fs::DirEntry| {
         let name = fs::read_to_string(task.path().join("comm"));
-        name.is_ok_and(|name| name.trim() == "log-sync")
+        name.is_ok_and(|name| name.trim() == "log-write")
     };
     let found = || {
         fs::read_dir(&tasks)
