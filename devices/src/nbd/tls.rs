@@ -106,7 +106,10 @@ impl TlsConfig {
                 verifier = verifier.with_crls(lists);
             }
             let verifier = verifier.build().map_err(|error| TlsError {
-                path: ca,
+                path: match error {
+                    VerifierBuilderError::InvalidCrl(_) => crl,
+                    _ => ca,
+                },
                 why: error.into(),
             })?;
             builder.with_client_cert_verifier(verifier)

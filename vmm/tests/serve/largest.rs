@@ -96,6 +96,65 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
+/// A BLOCK_STATUS is told 8 GiB at most, and libnbd and QEMU ask for less than 4: thousands of questions.
+#[test]
+fn maps_of_16_tib_are_had() {
+    if !has("nbdinfo", "libnbd-bin")
+        || !has("nbdsh", "python3-libnbd")
+        || !has("qemu-img", "qemu-utils")
+    {
+        return;
+    }
+    let Some(dir) = roomy() else {
+        return;
+    };
+    let dir = dir.path();
+    create(dir, "disk.img", "16T");
+    let serve = "--disk path=disk.img,socket=s";
+    let (size, middle, last) = (16_u64 << 40, 8_u64 << 40, 65536);
+    let extents = [
+        (0, middle, true),
+        (middle, 4096, false),
+        (middle + 4096, size - middle - 4096 - last, true),
+        (size - last, last, false),
+    ];
+    let daemon = Daemon::start(dir, serve);
+    daemon.nbdsh(&format!(
+        "h.pwrite(b'a' * 4096, {middle})
+h.pwrite(b'b' * {last}, {})
+h.flush()",
+        size - last
+    ));
+    let maps = |daemon: &Daemon| {
+        let map = client(dir, "nbdinfo", &["--map", daemon.uri()]);
+        let lines = extents.map(|(start, length, hole)| {
+            let kind = if hole {
+                ["3", "hole,zero"]
+            } else {
+                ["0", "data"]
+            };
+            format!("{start} {length} {}", kind.join(" "))
+        });
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(map.lines().map(words).collect::<Vec<_>>(), lines);
+        let arguments = ["map", "-f", "raw", "--output=json", daemon.uri()];
+        let map = client(dir, "qemu-img", &arguments);
+        let map: serde_json::Value = serde_json::from_str(&map).unwrap();
+        let map = map.as_array().unwrap().iter();
+        let map = map.map(|part| {
+            let number = |key: &str| part[key].as_u64().unwrap();
+            (number("start"), number("length"), part["zero"] == true)
+        });
+        assert_eq!(map.collect::<Vec<_>>(), extents);
+    };
+    // What the log has, and then what the base image has.
+    maps(&daemon);
+    assert_eq!(daemon.stop(), "");
+    let daemon = Daemon::start(dir, serve);
+    maps(&daemon);
+    assert_eq!(daemon.stop(), "");
+}
+
 #[test]
 fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -10,6 +10,13 @@ const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
 const POLICY: u32 = (1 << 31) + 2;
 
+#[track_caller]
+fn certtool(dir: &Path, arguments: &str) {
+    let output = foreign(dir, "certtool").args(arguments.split(' ')).output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
 /// Makes a CA in `dir`/pki with a server's and a client's certificate, in the names that QEMU and libnbd look for, and a
 /// second CA with a client of its own in `dir`/other. `false`: this cannot be done here.
 fn certificates(dir: &Path) -> bool {
@@ -19,18 +26,18 @@ fn certificates(dir: &Path) -> bool {
     for name in ["pki", "other"] {
         let at = dir.join(name);
         fs::create_dir(&at).unwrap();
-        let certtool = |arguments: &str| {
-            let output = foreign(&at, "certtool").args(arguments.split(' ')).output();
-            let output = output.unwrap();
-            assert!(output.status.success(), "{}", text(&output.stderr));
-        };
+        let certtool = |arguments: &str| certtool(&at, arguments);
         let key = |file: &str| {
             // Not ECDSA: half of the keys that GnuTLS 3.7 makes have a byte too many, which rustls refuses.
             certtool(&format!(
                 "--generate-privkey --key-type=rsa --bits=2048 --outfile {file}"
             ));
         };
-        fs::write(at.join("ca.info"), "cn = CA\nca\ncert_signing_key\n").unwrap();
+        fs::write(
+            at.join("ca.info"),
+            "cn = CA\nca\ncert_signing_key\ncrl_signing_key\n",
+        )
+        .unwrap();
         let server = "cn = localhost\ndns_name = localhost\nip_address = 127.0.0.1\ntls_www_server\nsigning_key\n";
         fs::write(at.join("server.info"), server).unwrap();
         fs::write(
@@ -208,6 +215,52 @@ fn whoever_comes_without_tls_is_told_nothing() {
     client.option(7, &[0; 6]);
     assert_eq!(client.option_reply().1, 3);
     assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn a_certificate_that_was_revoked_opens_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) || !has("nbdsh", "python3-libnbd") {
+        return;
+    }
+    create(dir, "disk.img", "1M");
+    let serve = "--disk path=disk.img,socket=s --tls-certificates pki --tls-verify-peer";
+    let read = "assert h.pread(512, 0) == bytes(512)";
+    let pki = dir.join("pki");
+    fs::write(pki.join("crl.info"), "crl_number = 1\n").unwrap();
+    // Nobody's, a server's, and then the client's.
+    for (revoked, admitted) in [
+        ("", true),
+        (" --load-certificate server-cert.pem", true),
+        (" --load-certificate client-cert.pem", false),
+    ] {
+        certtool(
+            &pki,
+            &format!(
+                "--generate-crl --load-ca-certificate ca-cert.pem --load-ca-privkey ca-key.pem \
+                 --template crl.info --outfile ca-crl.pem{revoked}"
+            ),
+        );
+        let daemon = Daemon::start(dir, serve);
+        let result = nbdsh(dir, "pki", TO_SOCKET, read);
+        assert_eq!(result.is_ok(), admitted, "{revoked}: {result:?}");
+        let errors = daemon.stop();
+        assert_eq!(errors.contains("Revoked"), !admitted, "{errors}");
+        assert_eq!(errors.lines().count(), usize::from(!admitted), "{errors}");
+    }
+    // A list that does not count must not admit those on it.
+    for content in [
+        "text",
+        "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n",
+    ] {
+        fs::write(pki.join("ca-crl.pem"), content).unwrap();
+        let output = walvisor(dir, &format!("serve nbd {serve}"));
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+        assert!(error.contains("pki/ca-crl.pem"), "{error}");
+    }
 }
 
 #[test]
