@@ -12,7 +12,7 @@ guest_initrd read.initrd "$JOB/read.sh"
 
 run_guest bzimage 120 --kernel "$IMAGES/vmlinuz" --initrd write.initrd --cpus 2 --memory 512M \
     --cmdline 'console=ttyS0 quiet panic=-1 reboot=t' --metrics "$RESULTS/bzimage.prom" \
-    --disk path=mmio.img,transport=mmio,queues=2,serial=first --disk path=pci.img,transport=pci,queues=2,serial=second
+    --disk path=mmio.img,transport=mmio,queues=2,serial=first --disk path=pci.img,transport=pci,queues=2,serial=second,queue-size=1024,block-size=4096,in-order=on,worker-cpus=0,poll-usec=50
 echo "job: bzImage, power off: status $?"
 
 run_guest vmlinux 120 --kernel "$IMAGES/vmlinux" --initrd read.initrd --cpus 2 --memory 512M \

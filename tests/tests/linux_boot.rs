@@ -32,6 +32,30 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
             "second is on pci, 2 queues, 65536 sectors"
         ]
     );
+    // What each disk was configured to be, as Linux's driver took it.
+    for (serial, block, segments, descriptors) in
+        [("first", 512, 254, 256), ("second", 4096, 254, 1024)]
+    {
+        let told = |file: &str| {
+            let lines = reported(console, &format!("guest: {serial} {file} "));
+            assert_eq!(lines.len(), 1, "{serial} {file}");
+            lines[0].to_owned()
+        };
+        let number = |file: &str| told(file).parse::<u64>().expect("a number");
+        assert_eq!(number("logical_block_size"), block);
+        assert_eq!(number("physical_block_size"), 4096);
+        assert_eq!(number("minimum_io_size"), 4096);
+        assert_eq!(number("max_segments"), segments);
+        let largest = number("max_segments") * number("max_segment_size");
+        assert!((4096..=16 << 20).contains(&largest), "{largest}");
+        assert_eq!(number("discard_granularity"), 4096);
+        assert_eq!(number("discard_max_bytes"), 2 << 30);
+        assert_eq!(number("write_zeroes_max_bytes"), 2 << 30);
+        assert_eq!(told("write_cache"), "write back");
+        assert_eq!(number("nr_requests"), descriptors);
+        // Each queue serves processors of its own.
+        assert_eq!(told("processors of its queues:").trim(), "0 1");
+    }
     assert_eq!(
         reported(console, "guest: root file system: "),
         ["/dev/vda on / type ext4"]

@@ -77,6 +77,8 @@ pub(super) struct Plan {
 struct StopSignal {
     requested: AtomicBool,
     event: EventFd,
+    /// What the worker tells in return: its queue has met an error.
+    broken: AtomicBool,
 }
 
 /// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
@@ -92,6 +94,7 @@ impl Worker {
     pub(super) fn start<M: DeviceMemory>(mut plan: Plan, memory: M) -> io::Result<Self> {
         let stop = Arc::new(StopSignal {
             requested: AtomicBool::new(false),
+            broken: AtomicBool::new(false),
             event: EventFd::new(EFD_NONBLOCK)?,
         });
         let queue = Virtqueue::new(
@@ -166,6 +169,11 @@ impl Worker {
         self.stop.requested.store(true, Ordering::SeqCst);
         // A full counter is readable all the same.
         let _ = self.stop.event.write(1);
+    }
+
+    /// Whether the queue has met an error, after which only a reset lets it go on.
+    pub(crate) fn broken(&self) -> bool {
+        self.stop.broken.load(Ordering::SeqCst)
     }
 
     /// Whether the queue is drained: then dropping the worker waits for nothing.
@@ -323,6 +331,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         if let Err(error) = outcome {
             give_up(&self.plan.status, self.plan.queue.index, &error);
             self.broken = true;
+            self.stop.broken.store(true, Ordering::SeqCst);
             self.batch.clear();
             // What was submitted before the error still has to be started, to end.
             self.disk.kick();

@@ -42,6 +42,8 @@ struct QueueState {
     worker: Option<Worker>,
     /// The worker that the queue had before its reset, until it has drained.
     draining: Option<Worker>,
+    /// The queue has met an error: a pause in between does not make it whole.
+    broken: bool,
 }
 
 impl QueueState {
@@ -74,6 +76,7 @@ impl<M: DeviceMemory> DeviceState<M> {
                 setup: initial_setup(&block),
                 worker: None,
                 draining: None,
+                broken: false,
             })
             .collect();
         Self {
@@ -222,7 +225,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         let Some(queue) = self.queues.get_mut(usize::from(index)) else {
             return;
         };
-        let rests = !queue.setup.ready || queue.worker.is_some() || self.paused;
+        let rests = !queue.setup.ready || queue.worker.is_some() || queue.broken || self.paused;
         if rests || !self.status.has(DRIVER_OK) {
             return;
         }
@@ -253,6 +256,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         workers.for_each(Worker::request_stop);
         for queue in &mut self.queues {
             queue.draining = None;
+            queue.broken |= queue.worker.as_ref().is_some_and(Worker::broken);
             let taken = queue.worker.take().and_then(Worker::stop);
             queue.setup.resume_at = taken.or(queue.setup.resume_at);
         }
@@ -299,6 +303,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         workers.for_each(Worker::request_stop);
         for queue in &mut self.queues {
             (queue.worker, queue.draining) = (None, None);
+            queue.broken = false;
         }
     }
 
@@ -388,6 +393,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             queue.worker = None;
             queue.setup.ready = false;
             queue.setup.resume_at = None;
+            queue.broken = false;
         }
     }
 
@@ -404,6 +410,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             return false;
         };
         queue.setup = initial;
+        queue.broken = false;
         if let Some(worker) = queue.worker.take() {
             worker.request_stop();
             queue.draining = Some(worker);

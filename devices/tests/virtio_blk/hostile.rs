@@ -14,6 +14,7 @@ on_every_transport!(
     // A vhost-user front-end with such addresses is disconnected, and each ring has an error signal of its own.
     ; broken_ring_addresses_need_a_reset,
     the_other_queues_go_on,
+    a_queue_that_broke_stays_so_over_a_pause,
 );
 
 const NEXT: u16 = 1;
@@ -196,6 +197,29 @@ fn requests_in_flight_end_when_their_queue_breaks(kind: Kind) {
     driver.initialise(EVERYTHING);
     assert_eq!(driver.read(0, 4, 512), pattern(4, 512));
     assert_eq!(driver.read(0, 5, 512), [0; 512]);
+}
+
+fn a_queue_that_broke_stays_so_over_a_pause(kind: Kind) {
+    let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
+    driver.rings[0].offer(u16::MAX);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    driver.wait_for_needs_reset();
+    driver.registers.pause();
+    driver.registers.resume();
+    let requests = driver.counts().requests;
+    driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    std::thread::sleep(A_WHILE / 5);
+    assert_eq!(driver.rings[0].used_index(), 0);
+    assert_eq!(driver.counts().requests, requests);
+    // The other queue is whole.
+    driver.post(1, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.kick(1);
+    wait_until("an answer", || driver.rings[1].used_index() == 1);
+    driver.initialise(EVERYTHING);
+    driver.flush(0);
 }
 
 fn the_other_queues_go_on(kind: Kind) {
