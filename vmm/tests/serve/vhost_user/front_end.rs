@@ -27,6 +27,7 @@ pub const SET_CONFIG: u32 = 25;
 pub const GET_INFLIGHT_FD: u32 = 31;
 pub const SET_INFLIGHT_FD: u32 = 32;
 pub const ADD_MEM_REG: u32 = 37;
+pub const REM_MEM_REG: u32 = 38;
 
 /// VERSION_1 and the transport's bit for protocol features.
 pub const FEATURES: u64 = 1 << 32 | 1 << 30;

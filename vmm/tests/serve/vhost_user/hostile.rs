@@ -46,7 +46,7 @@ fn works(client: &mut Client, data: &[u8]) {
 type Attack = fn(&mut FrontEnd);
 
 /// What front-ends do, and what is said about it.
-const ATTACKS: [(&str, Attack); 26] = [
+const ATTACKS: [(&str, Attack); 41] = [
     ("no message", |it| it.send(&[0xff; 64])),
     ("left in the middle", |it| {
         it.send(&header(GET_FEATURES, 0)[..7]);
@@ -133,7 +133,80 @@ const ATTACKS: [(&str, Attack); 26] = [
         let area = payload(&[4096, 0, 128 << 16 | 1]);
         it.message(SET_INFLIGHT_FD, &area, &[file.as_fd()]);
     }),
+    ("no message", |it| {
+        // A reply that nobody has asked for.
+        let mut reply = header(GET_FEATURES, 0);
+        reply[4] |= 4;
+        it.send(&reply);
+    }),
+    ("message 12 has more than one descriptor", |it| {
+        let [kick, other] = events();
+        let files = [kick.as_fd(), other.as_fd()];
+        it.message(SET_VRING_KICK, &payload(&[0]), &files);
+    }),
+    ("announced and not there", |it| {
+        it.fields(SET_VRING_CALL, &[0])
+    }),
+    ("or the reverse", |it| {
+        let [call, _] = events();
+        it.message(SET_VRING_CALL, &payload(&[1 << 8]), &[call.as_fd()]);
+    }),
+    ("memory region of 0x0 bytes", |it| {
+        let file = memory(0x1000);
+        it.message(ADD_MEM_REG, &payload(&[0; 5]), &[file.as_fd()]);
+    }),
+    ("its addresses wrap", |it| {
+        let file = memory(0x2000);
+        let region = payload(&[1, u64::MAX - 0xfff, 0x2000, 0, 0]);
+        it.message(SET_MEM_TABLE, &region, &[file.as_fd()]);
+    }),
+    ("there is no memory region", |it| {
+        it.fields(REM_MEM_REG, &[0, 0, 0x1000, 0, 0]);
+    }),
+    ("a log of memory writes", |it| {
+        it.fields(SET_VRING_ADDR, &[pair(0, 1), 0, 0x200, 0x100, 0]);
+    }),
+    ("without VIRTIO_F_VERSION_1", |it| {
+        it.share_page(&memory(0x1000));
+        let [kick, _] = events();
+        it.fields(SET_FEATURES, &[1 << 30]);
+        it.fields(SET_VRING_ADDR, &[0, 0, 0x200, 0x100, 0]);
+        it.message(SET_VRING_KICK, &payload(&[0]), &[kick.as_fd()]);
+        it.fields(SET_VRING_ENABLE, &[pair(0, 1)]);
+    }),
+    ("ring 0 is changed while it runs", |it| {
+        run(it);
+        it.fields(SET_VRING_NUM, &[pair(0, 8)]);
+    }),
+    ("ring 0 is changed while it runs", |it| {
+        run(it);
+        it.fields(SET_VRING_BASE, &[pair(0, 1)]);
+    }),
+    ("ring 0 is moved while it runs", |it| {
+        run(it);
+        it.fields(SET_VRING_ADDR, &[0, 0x400, 0x200, 0x100, 0]);
+    }),
+    ("features are changed while a ring runs", |it| {
+        run(it);
+        it.fields(SET_FEATURES, &[FEATURES | 1 << 9]);
+    }),
+    ("an inflight area without a descriptor", |it| {
+        it.fields(SET_INFLIGHT_FD, &[4096, 0, 128 << 16 | 1]);
+    }),
+    ("inflight area is changed while a ring runs", |it| {
+        run(it);
+        let file = memory(4096);
+        let area = payload(&[4096, 0, 128 << 16 | 1]);
+        it.message(SET_INFLIGHT_FD, &area, &[file.as_fd()]);
+    }),
 ];
+
+/// A ring that runs, with nothing in it.
+fn run(it: &mut FrontEnd) {
+    let [kick, error] = events();
+    it.share_page(&memory(0x1000));
+    it.start_ring(&kick, &error);
+}
 
 fn events() -> [std::os::fd::OwnedFd; 2] {
     [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap())
