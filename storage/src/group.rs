@@ -479,14 +479,11 @@ impl Log {
             self.end_sync(&mut state, sync, &mut spare.served);
         }
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
-        let woken = if held_back {
-            live_ports(&mut state)
-        } else {
-            Vec::new()
-        };
         drop(state);
         deliver(spare.served.drain(..), Ok(()), Some(own));
-        woken.iter().for_each(|port| port.wake());
+        if held_back {
+            self.wake_ports();
+        }
         if let Some(Batch { mut records, .. }) = group.batch {
             records.clear();
             spare.records.push(records);

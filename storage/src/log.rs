@@ -376,10 +376,9 @@ impl Log {
     pub(crate) fn refuse_stuck(&self) {
         let mut state = self.lock();
         let stuck = state.take_stuck();
-        let ports = live_ports(&mut state);
         drop(state);
         deliver(stuck.into_iter(), Err(Failure::Io), None);
-        ports.iter().for_each(|port| port.wake());
+        self.wake_ports();
     }
 
     /// Every request that waits, or comes later, gets an error; reads go on.
@@ -394,13 +393,12 @@ impl Log {
         }
         // What was not written stays readable through the index, and will never be durable.
         state.pending.clear();
-        let ports = live_ports(&mut state);
         drop(state);
         deliver(waiters.into_iter(), Err(Failure::Io), None);
-        ports.iter().for_each(|port| port.wake());
+        self.wake_ports();
     }
 
-    /// Makes some port look for work: a leader is going away, or a segment has become free.
+    /// Makes all ports look at the log again.
     pub(crate) fn wake_ports(&self) {
         let ports = live_ports(&mut self.lock());
         ports.iter().for_each(|port| port.wake());

@@ -152,13 +152,10 @@ impl Port {
         }
     }
 
-    fn max_bytes(&self) -> usize {
-        self.committer.log.max_request_bytes()
-    }
-
     fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Ended {
         self.check_writable()?;
-        if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > self.max_bytes() {
+        let most = self.committer.log.max_request_bytes();
+        if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
             return Err(Failure::TooLarge);
         }
         let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;

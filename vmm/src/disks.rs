@@ -105,21 +105,18 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
 
 /// How long the commit groups of the log of these disks wait: what any of them says. `None` if two disagree.
 fn commit_wait(specs: &[DiskSpec], members: &[usize]) -> Option<CommitWait> {
-    let mut wait = CommitWait::default();
-    for &member in members {
-        let CommitWait { longest, count } = specs[member].commit_wait;
-        let agree = |ours: bool, same: bool| !ours || same;
-        if !agree(
-            longest.is_some() && wait.longest.is_some(),
-            longest == wait.longest,
-        ) || !agree(count.is_some() && wait.count.is_some(), count == wait.count)
-        {
-            return None;
-        }
-        wait.longest = wait.longest.or(longest);
-        wait.count = wait.count.or(count);
-    }
-    Some(wait)
+    let waits = || members.iter().map(|member| specs[*member].commit_wait);
+    Some(CommitWait {
+        longest: agreed(waits().filter_map(|wait| wait.longest))?,
+        count: agreed(waits().filter_map(|wait| wait.count))?,
+    })
+}
+
+/// What all say, if anybody says anything; `None` if two disagree.
+fn agreed<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
+    let first = said.next();
+    said.all(|other| Some(&other) == first.as_ref())
+        .then_some(first)
 }
 
 /// The disks with a log, by its directory, in the order in which the directories are first named.

@@ -103,9 +103,9 @@ pub(super) mod extent {
     pub(crate) const ZERO: u32 = 2;
 }
 
-/// The one metadata context that there is, and its number in replies.
+/// The one metadata context that there is.
 pub(super) const ALLOCATION: &str = "base:allocation";
-/// Its number.
+/// Its number in replies.
 pub(super) const ALLOCATION_ID: u32 = 1;
 
 /// Why a request failed, as the wire says it.
