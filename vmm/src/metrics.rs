@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use walvisor_devices::backend::LogCounters;
-use walvisor_devices::block::BlockCounts;
+use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 
 use crate::control_socket::ControlledDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
@@ -38,6 +38,26 @@ impl Text {
     /// Adds a sample; `labels` is empty or `{...}`.
     fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
         let _ = writeln!(self.0, "{name}{labels} {value}");
+    }
+
+    /// Adds a histogram: classes by their upper ends, `None` for the last, with how many are in each.
+    fn histogram(
+        &mut self,
+        name: &str,
+        labels: &str,
+        classes: impl Iterator<Item = (Option<u64>, u64)>,
+        sum: u64,
+    ) {
+        let mut count = 0;
+        for (end, requests) in classes {
+            count += requests;
+            let end = end.map_or_else(|| "+Inf".to_owned(), |end| end.to_string());
+            let _ = writeln!(self.0, "{name}_bucket{{{labels},le=\"{end}\"}} {count}");
+        }
+        let _ = writeln!(
+            self.0,
+            "{name}_sum{{{labels}}} {sum}\n{name}_count{{{labels}}} {count}"
+        );
     }
 
     /// A metric with one sample.
@@ -91,7 +111,9 @@ pub fn render(run: &RunMetrics<'_>) -> String {
     }
     exits(&mut text, run.exits);
     block(&mut text, &run.disks);
+    latency(&mut text, &run.disks);
     log(&mut text, &run.disks);
+    group_sizes(&mut text, &run.disks);
     text.0
 }
 
@@ -115,6 +137,8 @@ pub struct DiskMetrics {
     pub transport: &'static str,
     /// What was asked of it.
     pub counts: BlockCounts,
+    /// How long that took.
+    pub block: Arc<BlockMetrics>,
     /// What its log did, where it has one.
     pub log: Option<LogCounters>,
 }
@@ -125,6 +149,7 @@ impl From<&ControlledDisk> for DiskMetrics {
             disk: disk.name.clone(),
             transport: disk.transport,
             counts: disk.metrics.counts(),
+            block: Arc::clone(&disk.metrics),
             log: disk.backend.log_counters(),
         }
     }
@@ -141,7 +166,9 @@ impl DiskMetrics {
 pub fn render_served(disks: &[DiskMetrics]) -> String {
     let mut text = Text::default();
     block(&mut text, disks);
+    latency(&mut text, disks);
     log(&mut text, disks);
+    group_sizes(&mut text, disks);
     text.0
 }
 
@@ -197,6 +224,54 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
         "Processor time of looking at rings before sleeping (poll-usec).",
         &|disk| of(disk).poll_ns,
     );
+}
+
+/// How long requests took: a histogram for each operation and queue that had any.
+fn latency(text: &mut Text, disks: &[DiskMetrics]) {
+    let name = "walvisor_block_latency_us";
+    let help = "From taking a request to its end in microseconds, by operation and queue.";
+    text.metric(name, "histogram", help);
+    for disk in disks {
+        let latencies = &disk.block.latencies;
+        let (labels, transport) = (escape(&disk.disk), disk.transport);
+        for queue in 0..latencies.queues() {
+            for kind in OperationKind::ALL {
+                let counts = latencies.get(queue, kind);
+                if counts.count() == 0 {
+                    continue;
+                }
+                let labels = format!(
+                    "disk=\"{labels}\",transport=\"{transport}\",queue=\"{queue}\",operation=\"{}\"",
+                    kind.name()
+                );
+                let ends = (0..counts.classes.len()).map(LatencyCounts::upper_us);
+                let classes = ends.zip(counts.classes);
+                text.histogram(name, &labels, classes, counts.sum_ns / 1000);
+            }
+        }
+    }
+}
+
+/// How many FLUSHes each commit group served.
+fn group_sizes(text: &mut Text, disks: &[DiskMetrics]) {
+    let name = "walvisor_log_group_size";
+    let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";
+    text.metric(name, "histogram", help);
+    for disk in disks {
+        let Some(log) = disk.log else {
+            continue;
+        };
+        let (labels, transport) = (escape(&disk.disk), disk.transport);
+        let labels = format!("disk=\"{labels}\",transport=\"{transport}\"");
+        let last = log.group_sizes.len() - 1;
+        let ends = (0..=last).map(|class| (class < last).then(|| 1 << class));
+        text.histogram(
+            name,
+            &labels,
+            ends.zip(log.group_sizes),
+            log.flushes_grouped,
+        );
+    }
 }
 
 /// The logs' counters. Disks on one log show the same counts.

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::latency::Latencies;
+
 macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Live counters of one device, over all of its queues and since it was created (a reset keeps them).
@@ -10,6 +12,8 @@ macro_rules! block_metrics {
         #[derive(Debug, Default)]
         pub struct BlockMetrics {
             $($(#[$doc])* pub $name: AtomicU64,)*
+            /// How long requests took.
+            pub latencies: Latencies,
         }
 
         /// The values of [`BlockMetrics`] at one moment.
@@ -59,6 +63,14 @@ block_metrics! {
 }
 
 impl BlockMetrics {
+    /// The metrics of a device with so many queues.
+    pub(crate) fn of_queues(queues: usize) -> Self {
+        Self {
+            latencies: Latencies::new(queues),
+            ..Self::default()
+        }
+    }
+
     /// Counts one interrupt that has left the device.
     pub(crate) fn interrupt_sent(&self) {
         self.interrupts.fetch_add(1, Ordering::Relaxed);

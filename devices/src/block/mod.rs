@@ -12,6 +12,7 @@
 mod chain;
 mod config;
 mod features;
+mod latency;
 mod metrics;
 mod order;
 mod request;
@@ -39,6 +40,7 @@ use crate::throttle::Throttle;
 use crate::transport::DeviceMemory;
 use request::ID_LEN;
 
+pub use latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use metrics::{BlockCounts, BlockMetrics};
 
 pub(crate) use config::CONFIG_LEN;
@@ -209,7 +211,7 @@ impl VirtioBlock {
             capabilities: backend.capabilities(),
             capacity: AtomicU64::new(capacity),
             cache: Arc::new(CacheSwitch::new(Arc::clone(&backend))),
-            metrics: Arc::default(),
+            metrics: Arc::new(BlockMetrics::of_queues(config.queues.into())),
             throttle: Arc::default(),
             starter: None,
             doorbells,

@@ -24,6 +24,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_storage::short_slice;
 
 use super::features::Features;
+use super::latency::OperationKind;
 use super::metrics::{BlockMetrics, add};
 use super::order::Batch;
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
@@ -229,9 +230,17 @@ fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
     status.needs_reset();
 }
 
+/// A request that was handed to the backend.
+struct Flying {
+    pending: Pending,
+    kind: OperationKind,
+    /// When the batch was taken that it came with.
+    since: Instant,
+}
+
 /// Requests handed to the backend, by token.
 struct InFlight {
-    slots: Vec<Option<Pending>>,
+    slots: Vec<Option<Flying>>,
     free: Vec<u16>,
     bytes: usize,
 }
@@ -259,10 +268,10 @@ impl InFlight {
     }
 
     /// Puts a request into the slot that [`vacancy`](Self::vacancy) named, and returns its token.
-    fn insert(&mut self, slot: u16, pending: Pending) -> u64 {
+    fn insert(&mut self, slot: u16, flying: Flying) -> u64 {
         self.free.pop();
-        self.bytes += pending.bytes as usize;
-        self.slots[usize::from(slot)] = Some(pending);
+        self.bytes += flying.pending.bytes as usize;
+        self.slots[usize::from(slot)] = Some(flying);
         slot.into()
     }
 
@@ -271,22 +280,22 @@ impl InFlight {
         usize::try_from(token)
             .ok()
             .and_then(|slot| self.slots.get_mut(slot)?.as_mut())
-            .is_some_and(|pending| std::mem::take(&mut pending.flush_after))
+            .is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
     }
 
-    fn remove(&mut self, token: u64) -> Option<Pending> {
+    fn remove(&mut self, token: u64) -> Option<Flying> {
         let slot = u16::try_from(token).ok()?;
-        let pending = self.slots.get_mut(usize::from(slot))?.take()?;
+        let flying = self.slots.get_mut(usize::from(slot))?.take()?;
         self.free.push(slot);
-        self.bytes -= pending.bytes as usize;
-        Some(pending)
+        self.bytes -= flying.pending.bytes as usize;
+        Some(flying)
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        for pending in self.slots.drain(..).flatten() {
-            pending.abandon();
+        for flying in self.slots.drain(..).flatten() {
+            flying.pending.abandon();
         }
     }
 }
@@ -422,6 +431,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             metrics: &plan.metrics,
         };
         let size = self.queue.size();
+        // One look at the clock for all that are taken now.
+        let mut since = None;
         let mut available = self.queue.available(memory)?;
         loop {
             let Some(slot) = self.in_flight.vacancy() else {
@@ -440,7 +451,12 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
             let (status, data) = match action {
                 Action::Submit(operation) => {
-                    let token = self.in_flight.insert(slot, pending);
+                    let flying = Flying {
+                        pending,
+                        kind: OperationKind::of(&operation),
+                        since: *since.get_or_insert_with(Instant::now),
+                    };
+                    let token = self.in_flight.insert(slot, flying);
                     self.disk.submit(token, operation);
                     self.submitted = true;
                     continue;
@@ -459,6 +475,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         loop {
             self.disk.completions(&mut self.ended);
             let mut flushing = false;
+            let mut now = None;
             for completion in self.ended.drain(..) {
                 let Completion { token, result } = completion;
                 if !self.broken && result.is_ok() && self.in_flight.take_flush_after(token) {
@@ -467,10 +484,18 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     flushing = true;
                     continue;
                 }
-                let Some(pending) = self.in_flight.remove(token) else {
+                let Some(flying) = self.in_flight.remove(token) else {
                     debug_assert!(false, "completion of unknown token {token}");
                     continue;
                 };
+                let Flying {
+                    pending,
+                    kind,
+                    since,
+                } = flying;
+                let time = now.get_or_insert_with(Instant::now).duration_since(since);
+                let queue = usize::from(self.plan.queue.index);
+                self.plan.metrics.latencies.count(queue, kind, time);
                 if self.broken {
                     pending.abandon();
                     continue;

@@ -64,7 +64,7 @@ impl Export {
             name: cut(name),
             description: cut(description),
             backend,
-            metrics: Arc::default(),
+            metrics: Arc::new(BlockMetrics::of_queues(1)),
             gate: Arc::default(),
             throttle: Arc::default(),
         }

@@ -21,9 +21,11 @@ use walvisor_storage::short_slice;
 use super::Export;
 use super::connection::{Connection, part};
 use super::handshake::Ended;
+use super::protocol::command;
 use super::request::Pending;
 use super::server::{join, report};
 use crate::backend::Completion;
+use crate::block::OperationKind;
 use crate::control::Wake;
 use crate::throttle::ThrottledQueue;
 
@@ -198,8 +200,8 @@ struct Desk {
     export: Arc<Export>,
     queue: ThrottledQueue,
     part: usize,
-    /// Requests in flight by token, each with its client's key.
-    in_flight: Slab<(usize, Pending)>,
+    /// Requests in flight by token, each with its client's key and when it was read.
+    in_flight: Slab<(usize, Pending, Instant)>,
     clients: usize,
     /// Something was submitted since the last kick.
     submitted: bool,
@@ -217,7 +219,7 @@ impl Desk {
     /// Submits the next step of a request; `false`: there is none.
     fn step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
-        let Some(operation) = pending.and_then(|(_, pending)| pending.step(self.part)) else {
+        let Some(operation) = pending.and_then(|(_, pending, _)| pending.step(self.part)) else {
             return false;
         };
         self.queue.submit(token as u64, operation);
@@ -437,6 +439,8 @@ impl Worker {
 
     /// Submits what a client has asked for, as far as there is room.
     fn submit(&mut self, key: usize) {
+        // One look at the clock for all.
+        let mut since = None;
         loop {
             let client = &mut self.clients[key];
             let Some(connection) = &mut client.connection else {
@@ -448,7 +452,9 @@ impl Worker {
                 Err(ended) => return self.leave(key, Err(ended)),
             };
             let desk = &mut self.desks[client.desk];
-            let token = desk.in_flight.insert((key, pending));
+            let token =
+                desk.in_flight
+                    .insert((key, pending, *since.get_or_insert_with(Instant::now)));
             // There is always a first step.
             desk.step(token);
         }
@@ -493,7 +499,7 @@ impl Worker {
         result: Result<Option<crate::backend::Buffer>, crate::backend::Failure>,
     ) {
         let desk = &mut self.desks[desk];
-        let Some((key, pending)) = desk.in_flight.get_mut(token) else {
+        let Some((key, pending, _)) = desk.in_flight.get_mut(token) else {
             debug_assert!(false, "completion of unknown token {token}");
             return;
         };
@@ -512,7 +518,11 @@ impl Worker {
             }
             Err(failure) => Err(failure),
         };
-        let (_, pending) = desk.in_flight.remove(token);
+        let (_, pending, since) = desk.in_flight.remove(token);
+        if let Some(kind) = kind(pending.command()) {
+            let latencies = &desk.export.metrics.latencies;
+            latencies.count(0, kind, since.elapsed());
+        }
         desk.export.gate.leave();
         let client = &mut self.clients[key];
         match &mut client.connection {
@@ -615,5 +625,17 @@ impl Worker {
                 }
             }
         }
+    }
+}
+
+/// What a command counts as.
+fn kind(command: u16) -> Option<OperationKind> {
+    match command {
+        command::READ => Some(OperationKind::Read),
+        command::WRITE => Some(OperationKind::Write),
+        command::FLUSH => Some(OperationKind::Flush),
+        command::TRIM => Some(OperationKind::Discard),
+        command::WRITE_ZEROES => Some(OperationKind::WriteZeroes),
+        _ => None,
     }
 }

@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
 
 use super::controlled::{Controlled, ControlledDisk, Power};
+use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
 use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
@@ -70,9 +71,34 @@ fn disk(disk: &ControlledDisk) -> Value {
         "interrupts": counts.interrupts,
         "secure_erases": counts.secure_erases,
         "poll_ns": counts.poll_ns,
+        "latency": latency(&disk.metrics.latencies),
         "limits": limits(&disk.throttle),
         "log": disk.backend.log_counters().map(log),
     })
+}
+
+/// How long requests took, by operation, all queues together. Percentiles are the ends of classes that are powers of two;
+/// null: more than 8.4 s.
+fn latency(latencies: &Latencies) -> Value {
+    let mut by_operation = Map::new();
+    for kind in OperationKind::ALL {
+        let mut all = LatencyCounts::default();
+        for queue in 0..latencies.queues() {
+            all.add(&latencies.get(queue, kind));
+        }
+        let count = all.count();
+        if count > 0 {
+            let one = json!({
+                "count": count,
+                "mean_us": all.sum_ns / 1000 / count,
+                "p50_us": all.all_but_one_in_us(2),
+                "p99_us": all.all_but_one_in_us(100),
+                "p999_us": all.all_but_one_in_us(1000),
+            });
+            by_operation.insert(kind.name().to_owned(), one);
+        }
+    }
+    by_operation.into()
 }
 
 /// How much of a disk may be used; 0 is no limit.

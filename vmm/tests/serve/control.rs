@@ -70,10 +70,23 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     assert_eq!(image.len() as u64, 4 * MIB);
     assert!(image[..4096] == [7; 4096] && image[4 * MIB as usize - 4096..] == [8; 4096]);
     let text = walvisor(dir, "ctl ctl stats --prometheus").stdout;
+    let text = super::text(&text);
+    assert_eq!(super::metric(&text, "walvisor_block_writes_total"), 2);
+    let counted = |operation: &str| {
+        let labels =
+            format!("disk=\"{name}\",transport=\"nbd\",queue=\"0\",operation=\"{operation}\"");
+        let bucket = format!("walvisor_block_latency_us_bucket{{{labels},le=\"+Inf\"}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&bucket));
+        line.map(|count| count.parse::<u64>().unwrap())
+    };
     assert_eq!(
-        super::metric(&super::text(&text), "walvisor_block_writes_total"),
-        2
+        ["read", "write", "flush", "discard"].map(counted),
+        [Some(1), Some(2), Some(1), None]
     );
+    assert!(text.contains("walvisor_log_group_size_bucket{"), "{text}");
+    let latency = &ctl(dir, "stats --json")["disks"][0]["latency"];
+    assert_eq!(latency["write"]["count"], 2);
+    assert!(latency["write"]["p50_us"].as_u64() <= latency["write"]["p99_us"].as_u64());
 
     assert_eq!(ctl(dir, "shutdown"), json!({}));
     let status = daemon.child.wait().unwrap();
