@@ -76,9 +76,6 @@ pub enum ThreadKind {
 #[error("seccomp: {0}: '--seccomp off' does without")]
 pub struct SeccompError(#[from] seccompiler::Error);
 
-/// What the libc crate does not have yet: a copy of the auxiliary vector.
-const PR_GET_AUXV: libc::c_int = 0x4155_5856;
-
 impl Seccomp {
     /// What becomes of a call; `None`: there is no filter.
     fn action(self) -> Option<SeccompAction> {
@@ -98,6 +95,8 @@ pub fn restrict(mode: Seccomp, duty: Duty) -> Result<(), SeccompError> {
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
+    // The first look at this clock looks for the kernel's own one, on kernels before 6.4 with open(2): done before nobody may.
+    let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(duty).map_err(seccompiler::Error::from)?;
     // What clone3 is to do stands in memory, where no filter looks: a C library that is told that there is none asks
     // clone in its place. Of two filters the stricter one decides.
@@ -199,8 +198,8 @@ fn allowed(
     // abort() signals the process itself.
     let me = u64::from(std::process::id());
     when(libc::SYS_tgkill, 0, Is::Eq, &[me])?;
-    // The names of threads and of their memory; where the kernel's own clock is to be found.
-    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA, PR_GET_AUXV];
+    // The names of threads and of their memory.
+    let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA];
     let prctl = prctl.iter().chain(more_prctl);
     let prctl: Vec<u64> = prctl.map(|option| *option as u64).collect();
     when(libc::SYS_prctl, 0, Is::Eq, &prctl)?;
