@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -28,23 +28,29 @@ impl Guest {
             .output()
             .unwrap();
         assert!(created.status.success(), "{}", stderr(&created));
-        let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
-                     --console file:console --control ctl";
-        let child = Command::new(env!("CARGO_BIN_EXE_walvisor"))
-            .args(words.split_whitespace())
-            .args(arguments)
-            .current_dir(dir.path())
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let child = run(dir.path(), arguments);
         let guest = Self { child, dir };
+        guest.wait_until_it_says(said);
+        guest
+    }
+
+    /// Kills the VMM in the middle of whatever it does, several times over, and starts another each time on what that has
+    /// left; waits until the guest has said `said` once more. Nobody unlocks, repairs or removes anything.
+    pub fn kill_and_start_again(&mut self, said: &str) {
+        for round in 2..5 {
+            self.child.kill().unwrap();
+            self.child.wait().unwrap();
+            self.child = run(self.dir.path(), &[]);
+            self.wait_until_it_says(&said.repeat(round));
+        }
+    }
+
+    fn wait_until_it_says(&self, said: &str) {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while std::fs::read_to_string(guest.path("console")).unwrap_or_default() != said {
+        while std::fs::read_to_string(self.path("console")).unwrap_or_default() != said {
             assert!(Instant::now() < deadline, "the guest did not say {said}");
             std::thread::sleep(Duration::from_millis(5));
         }
-        guest
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -118,6 +124,20 @@ impl Drop for Guest {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Starts `walvisor run` in `dir`.
+fn run(dir: &Path, arguments: &[&str]) -> Child {
+    let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
+                 --console file:console --control ctl";
+    Command::new(env!("CARGO_BIN_EXE_walvisor"))
+        .args(words.split_whitespace())
+        .args(arguments)
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
 }
 
 /// Exits of all vCPUs.

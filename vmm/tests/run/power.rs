@@ -56,3 +56,16 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
     guest.signal(libc::SIGTERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
+
+#[test]
+fn what_a_killed_vmm_leaves_needs_nobody() {
+    if !has_kvm() {
+        return;
+    }
+    let mut guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    guest.kill_and_start_again("upL");
+    guest.ctl("resize --size 2M").unwrap();
+    guest.ctl("checkpoint").unwrap();
+    guest.ctl("shutdown").unwrap();
+    assert_eq!(guest.end(), (Some(0), String::new()));
+}
