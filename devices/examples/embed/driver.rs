@@ -1,0 +1,130 @@
+//! In place of a guest: a virtio-blk driver (virtio 1.2, 3.1.1 and 2.7.13) that makes one request at a time.
+
+use std::error::Error;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
+use virtio_bindings::virtio_mmio as reg;
+use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use walvisor_devices::transport::MmioTransport;
+
+type Memory = Arc<GuestMemoryMmap>;
+
+/// Status without FEATURES_OK and DRIVER_OK, with the first, with both.
+const STATUS: [u32; 3] = [3, 11, 15];
+const QUEUE_SIZE: u16 = 8;
+/// Where things are in guest memory.
+const TABLE: u64 = 0x1000;
+const AVAILABLE: u64 = 0x2000;
+const USED: u64 = 0x3000;
+const HEADER: u64 = 0x4000;
+const BUFFER: u64 = 0x5000;
+const ANSWER: u64 = 0x6000;
+const BUFFER_LEN: usize = 512;
+
+/// Request type, sector, and what is in the buffer when the request is made.
+const REQUESTS: [(u32, u64, &[u8]); 3] = [
+    (VIRTIO_BLK_T_OUT, 7, b"stable means stable"),
+    (VIRTIO_BLK_T_IN, 7, b""),
+    (VIRTIO_BLK_T_IN, 2048, b""),
+];
+
+pub struct Driver {
+    transport: MmioTransport<Memory>,
+    memory: Memory,
+    made: u16,
+    answered: u16,
+}
+
+impl Driver {
+    /// Negotiates VERSION_1 and nothing else, and sets up queue 0.
+    pub fn start(transport: MmioTransport<Memory>, memory: Memory) -> Result<Self, Box<dyn Error>> {
+        let mut driver = Self {
+            transport,
+            memory,
+            made: 0,
+            answered: 0,
+        };
+        let [found, accepted, live] = STATUS;
+        driver.set(reg::VIRTIO_MMIO_STATUS, found);
+        driver.set(reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
+        driver.set(reg::VIRTIO_MMIO_DRIVER_FEATURES, 1);
+        driver.set(reg::VIRTIO_MMIO_STATUS, accepted);
+        driver.set(reg::VIRTIO_MMIO_QUEUE_NUM, QUEUE_SIZE.into());
+        driver.set(reg::VIRTIO_MMIO_QUEUE_DESC_LOW, TABLE as u32);
+        driver.set(reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW, AVAILABLE as u32);
+        driver.set(reg::VIRTIO_MMIO_QUEUE_USED_LOW, USED as u32);
+        driver.set(reg::VIRTIO_MMIO_QUEUE_READY, 1);
+        driver.set(reg::VIRTIO_MMIO_STATUS, live);
+        match driver.get(reg::VIRTIO_MMIO_STATUS) {
+            status if status == live => Ok(driver),
+            status => Err(format!("the device is not live: status {status:#x}").into()),
+        }
+    }
+
+    /// Makes the next request; `false`: there is none.
+    pub fn next_request(&mut self, out: &mut impl Write) -> Result<bool, Box<dyn Error>> {
+        let Some(&(kind, sector, contents)) = REQUESTS.get(usize::from(self.made)) else {
+            return Ok(false);
+        };
+        let is_read = kind == VIRTIO_BLK_T_IN;
+        let name = if is_read { "IN" } else { "OUT" };
+        writeln!(out, "driver: {name} at {sector}")?;
+        let memory = &self.memory;
+        let mut buffer = [0; BUFFER_LEN];
+        buffer[..contents.len()].copy_from_slice(contents);
+        memory.write_slice(&buffer, GuestAddress(BUFFER))?;
+        memory.write_obj(kind, GuestAddress(HEADER))?;
+        memory.write_obj(sector, GuestAddress(HEADER + 8))?;
+        let (next, write) = (VRING_DESC_F_NEXT as u16, VRING_DESC_F_WRITE as u16);
+        let data_flags = if is_read { next | write } else { next };
+        for (index, (address, len, flags)) in (0..).zip([
+            (HEADER, 16, next),
+            (BUFFER, BUFFER_LEN as u32, data_flags),
+            (ANSWER, 1, write),
+        ]) {
+            let at = TABLE + u64::from(index) * 16;
+            memory.write_obj::<u64>(address, GuestAddress(at))?;
+            memory.write_obj::<u32>(len, GuestAddress(at + 8))?;
+            memory.write_obj::<u16>(flags, GuestAddress(at + 12))?;
+            memory.write_obj::<u16>(index + 1, GuestAddress(at + 14))?;
+        }
+        // Head 0 each time: the ring's entries are 0 as they are.
+        self.made += 1;
+        memory.store(self.made, GuestAddress(AVAILABLE + 2), Ordering::SeqCst)?;
+        self.set(reg::VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+        Ok(true)
+    }
+
+    /// What the interrupt handler does.
+    pub fn take_answers(&mut self, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
+        let causes = self.get(reg::VIRTIO_MMIO_INTERRUPT_STATUS);
+        self.set(reg::VIRTIO_MMIO_INTERRUPT_ACK, causes);
+        let address = GuestAddress(USED + 2);
+        let used: u16 = self.memory.load(address, Ordering::SeqCst)?;
+        if used == self.answered {
+            return Err("an interrupt without an answer: the device needs a reset".into());
+        }
+        self.answered = used;
+        let status: u8 = self.memory.read_obj(GuestAddress(ANSWER))?;
+        let mut buffer = [0; BUFFER_LEN];
+        self.memory.read_slice(&mut buffer, GuestAddress(BUFFER))?;
+        let text = String::from_utf8_lossy(&buffer);
+        let text = text.trim_end_matches('\0');
+        writeln!(out, "driver: status {status}, buffer {text:?}")?;
+        Ok(())
+    }
+
+    fn get(&mut self, register: u32) -> u32 {
+        let mut bytes = [0; 4];
+        self.transport.read(register.into(), &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn set(&mut self, register: u32, value: u32) {
+        self.transport.write(register.into(), &value.to_le_bytes());
+    }
+}
