@@ -21,6 +21,7 @@
 //! server. The codec is small, and pipelining, back-pressure and group commit are what this door is for.
 
 mod connection;
+mod desk;
 mod handshake;
 mod incoming;
 mod outgoing;

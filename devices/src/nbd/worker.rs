@@ -20,12 +20,10 @@ use walvisor_storage::short_slice;
 
 use super::Export;
 use super::connection::{Connection, part};
+use super::desk::{Desk, kind};
 use super::handshake::Ended;
-use super::protocol::command;
-use super::request::Pending;
 use super::server::{join, report};
 use crate::backend::Completion;
-use crate::block::OperationKind;
 use crate::control::Wake;
 use crate::throttle::ThrottledQueue;
 
@@ -193,48 +191,6 @@ fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
 
 fn watch(events: &OwnedFd, what: impl AsFd, data: u64, flags: EventFlags) -> io::Result<()> {
     Ok(epoll::add(events, what, EventData::new_u64(data), flags)?)
-}
-
-/// The way to one disk, which the connections of a thread share.
-struct Desk {
-    export: Arc<Export>,
-    queue: ThrottledQueue,
-    part: usize,
-    /// Requests in flight by token, each with its client's key and when it was read.
-    in_flight: Slab<(usize, Pending, Instant)>,
-    clients: usize,
-    /// Something was submitted since the last kick.
-    submitted: bool,
-    /// Something may have ended.
-    rung: bool,
-}
-
-impl Desk {
-    /// Clients come or go.
-    fn count(&mut self, more: isize) {
-        self.clients = self.clients.saturating_add_signed(more);
-        self.queue.set_clients(self.clients);
-    }
-
-    /// Submits the next step of a request; `false`: there is none.
-    fn step(&mut self, token: usize) -> bool {
-        let pending = self.in_flight.get_mut(token);
-        let Some(operation) = pending.and_then(|(_, pending, _)| pending.step(self.part)) else {
-            return false;
-        };
-        self.queue.submit(token as u64, operation);
-        self.submitted = true;
-        true
-    }
-}
-
-impl Drop for Desk {
-    /// What is still in flight, after an error, nobody will hear of.
-    fn drop(&mut self) {
-        for _ in self.in_flight.drain() {
-            self.export.gate.leave();
-        }
-    }
 }
 
 struct Client {
@@ -625,17 +581,5 @@ impl Worker {
                 }
             }
         }
-    }
-}
-
-/// What a command counts as.
-fn kind(command: u16) -> Option<OperationKind> {
-    match command {
-        command::READ => Some(OperationKind::Read),
-        command::WRITE => Some(OperationKind::Write),
-        command::FLUSH => Some(OperationKind::Flush),
-        command::TRIM => Some(OperationKind::Discard),
-        command::WRITE_ZEROES => Some(OperationKind::WriteZeroes),
-        _ => None,
     }
 }
