@@ -1,12 +1,13 @@
 //! What a frontend calls: the disk behind a device, and one queue's way to it.
 //!
 //! ```text
-//!   virtio queue worker ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, RAM)
+//!   virtio queue worker ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
 //!          ▲                             │
 //!          └────── completions ◀── event ┘      one queue, one thread, one event descriptor
 //! ```
 
 pub mod ram;
+pub mod raw;
 mod wal;
 
 use std::io;

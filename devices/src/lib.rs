@@ -23,8 +23,9 @@
 //! The crate is always built with it, engine and io_uring included; no feature leaves it out. For its own work it takes
 //! the types of requests ([`backend::Operation`], [`backend::Completion`], [`backend::Failure`], [`backend::Buffer`],
 //! [`backend::Extent`], [`backend::LogCounters`] and two constants) and one call that shortens the time slices of
-//! worker threads. `Backend` for `walvisor_storage::Disk` is the only code here that reaches the store: a program with
-//! a backend of its own opens no log, starts no thread of the store and makes no io_uring.
+//! worker threads. `Backend` for `walvisor_storage::Disk` is the only code here that reaches the store; [`backend::raw`]
+//! takes the locked image and its extents of it, and has an io_uring of its own. A program with a backend of its own opens
+//! no log, starts no thread of the store and makes no io_uring.
 
 pub mod backend;
 pub mod block;

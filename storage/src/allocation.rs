@@ -1,6 +1,7 @@
 //! How an open disk is kept: which parts are data, zeroes, holes; the log over the base image.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 
 use crate::SECTOR_SIZE;
 use crate::disk::Disk;
@@ -11,7 +12,7 @@ use crate::view::data_ranges;
 /// Sectors looked up at once: the pieces of so many are kept in memory.
 const STEP: u64 = 1 << 18;
 /// Most sectors told about at once: 8 GiB.
-const LIMIT: u64 = 1 << 24;
+pub(crate) const LIMIT: u64 = 1 << 24;
 
 /// How a stretch of a disk is kept. A hint: it may have changed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,27 +86,38 @@ impl Disk {
     fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
         // SAFETY: the base image is open as long as `self.state`, which outlives this call.
         let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
-        let end = sector + sectors;
-        let mut at = sector;
-        let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
-        data_ranges(base, &self.state.path, bytes, &mut |data| {
-            // A sector with any data in it is data.
-            let (start, stop) = (
-                data.start / SECTOR_SIZE,
-                data.end.div_ceil(SECTOR_SIZE).min(end),
-            );
-            push(extents, start.saturating_sub(at), Allocation::Hole);
-            push(
-                extents,
-                stop.saturating_sub(start.max(at)),
-                Allocation::Data,
-            );
-            at = at.max(stop);
-            Ok(())
-        })?;
-        push(extents, end - at, Allocation::Hole);
-        Ok(())
+        file_extents(base, &self.state.path, sector, sectors, extents)
     }
+}
+
+/// Appends how a file keeps `sectors` sectors from `sector` on.
+pub(crate) fn file_extents(
+    file: impl AsFd,
+    path: &Path,
+    sector: u64,
+    sectors: u64,
+    extents: &mut Vec<Extent>,
+) -> Result<()> {
+    let end = sector + sectors;
+    let mut at = sector;
+    let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
+    data_ranges(file, path, bytes, &mut |data| {
+        // A sector with any data in it is data.
+        let (start, stop) = (
+            data.start / SECTOR_SIZE,
+            data.end.div_ceil(SECTOR_SIZE).min(end),
+        );
+        push(extents, start.saturating_sub(at), Allocation::Hole);
+        push(
+            extents,
+            stop.saturating_sub(start.max(at)),
+            Allocation::Data,
+        );
+        at = at.max(stop);
+        Ok(())
+    })?;
+    push(extents, end - at, Allocation::Hole);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use crate::format::{
     BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
     Uuid, VERSION,
 };
+use crate::image::open_file;
 use crate::keeper::ControlFile;
 use crate::recovery;
 use crate::store::{DiskOptions, StoreOptions};
@@ -50,25 +51,7 @@ pub(crate) struct OpenBase {
 
 impl OpenBase {
     pub(crate) fn open(options: &DiskOptions) -> Result<Self> {
-        let path = &options.path;
-        let metadata =
-            std::fs::metadata(path).map_err(|error| Error::io("open the disk", path, error))?;
-        if !metadata.is_file() {
-            return Err(invalid(format!(
-                "{}: not a regular file; a disk is a raw image file",
-                path.display()
-            )));
-        }
-        let size = metadata.len();
-        if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
-            return Err(invalid(format!(
-                "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
-                path.display()
-            )));
-        }
-        let file = file::open_direct(path, true)
-            .map_err(|error| Error::io("open the disk", path, error))?;
-        file::lock(&file, path)?;
+        let (file, size) = open_file(&options.path, true)?;
         let mark = file::read_mark(&file);
         Ok(Self {
             options: options.clone(),

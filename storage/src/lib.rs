@@ -37,6 +37,7 @@ mod group;
 #[cfg(test)]
 #[path = "../tests/support/heap.rs"]
 mod heap;
+mod image;
 mod index;
 mod keeper;
 mod log;
@@ -67,6 +68,7 @@ pub use dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records};
 pub use engine::EngineKind;
 pub use error::{Error, ErrorKind, Result};
 pub use gather::CommitWait;
+pub use image::Image;
 pub use port::Port;
 pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 pub use resize::{Resize, resize_disk};

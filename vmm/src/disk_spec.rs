@@ -43,6 +43,8 @@ pub enum BackendKind {
     /// A base image and a write-ahead log.
     #[default]
     Wal,
+    /// A base image alone: FLUSH is an fdatasync.
+    Raw,
     /// Memory: gone when the guest ends.
     Ram,
 }
@@ -134,9 +136,6 @@ pub enum DiskSpecError {
         /// What it takes.
         expected: String,
     },
-    /// A key or value that is planned, but not carried out.
-    #[error("{0} is not carried out by this version: leave it out")]
-    NotYet(String),
     /// A key that only `walvisor serve` carries out.
     #[error("{0}= is for 'walvisor serve': leave it out")]
     Serve(&'static str),
@@ -198,8 +197,8 @@ impl DiskSpec {
                 self.backend = match value {
                     "wal" => BackendKind::Wal,
                     "ram" => BackendKind::Ram,
-                    "raw" => return Err(DiskSpecError::NotYet("backend=raw".to_owned())),
-                    _ => return Err(wrong("backend", value, "wal or ram")),
+                    "raw" => BackendKind::Raw,
+                    _ => return Err(wrong("backend", value, "wal, raw or ram")),
                 }
             }
             "transport" => {
@@ -338,7 +337,7 @@ impl DiskSpec {
             ));
         }
         match self.backend {
-            BackendKind::Wal => {
+            BackendKind::Wal | BackendKind::Raw => {
                 if self.size.is_some() {
                     return Err(DiskSpecError::Conflict(
                         "size= is for backend=ram: a disk image has a size ('walvisor disk create' sets it)",
@@ -347,21 +346,15 @@ impl DiskSpec {
                 if self.path.is_none() {
                     return Err(DiskSpecError::NoPath);
                 }
+                if self.backend == BackendKind::Raw {
+                    self.check_no_log()?;
+                }
             }
             BackendKind::Ram => {
-                if self.log.is_some() {
-                    return Err(DiskSpecError::Conflict(
-                        "backend=ram has no log: leave log= out",
-                    ));
-                }
+                self.check_no_log()?;
                 if self.path.is_some() {
                     return Err(DiskSpecError::Conflict(
                         "backend=ram starts empty: give size=N in place of path=",
-                    ));
-                }
-                if self.commit_wait != CommitWait::default() {
-                    return Err(DiskSpecError::Conflict(
-                        "backend=ram has no log: leave commit-wait-usec= and commit-wait-count= out",
                     ));
                 }
                 if self.size.is_none() {
@@ -374,8 +367,26 @@ impl DiskSpec {
         Ok(())
     }
 
-    /// The log's directory: as given, or `<path>.wal`. `None` for a RAM disk.
+    /// Refuses what is of a log alone.
+    fn check_no_log(&self) -> Result<(), DiskSpecError> {
+        if self.log.is_some() {
+            return Err(DiskSpecError::Conflict(
+                "only backend=wal has a log: leave log= out",
+            ));
+        }
+        if self.commit_wait != CommitWait::default() {
+            return Err(DiskSpecError::Conflict(
+                "only backend=wal has a log: leave commit-wait-usec= and commit-wait-count= out",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The log's directory: as given, or `<path>.wal`. `None` for a disk without one.
     pub fn log_directory(&self) -> Option<PathBuf> {
+        if self.backend != BackendKind::Wal {
+            return None;
+        }
         self.log.clone().or_else(|| {
             let mut name = self.path.clone()?.into_os_string();
             name.push(".wal");
@@ -515,9 +526,20 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_later_versions_say_so() {
-        let error = parse("path=a,backend=raw").unwrap_err();
-        assert!(error.contains("not carried out by this version"), "{error}");
+    fn a_raw_disk_has_an_image_and_no_log() {
+        let raw = parse("path=a.img,backend=raw,cache=writethrough,readonly=on").unwrap();
+        assert_eq!(raw.backend, BackendKind::Raw);
+        assert_eq!(raw.log_directory(), None);
+        for (wrong, part) in [
+            ("backend=raw", "path=FILE"),
+            ("backend=raw,path=a,log=l", "leave log= out"),
+            ("backend=raw,path=a,size=1M", "size="),
+            ("backend=raw,path=a,commit-wait-usec=0", "commit-wait-usec="),
+            ("path=a,backend=qcow2", "wal, raw or ram"),
+        ] {
+            let error = parse(wrong).unwrap_err();
+            assert!(error.contains(part), "{wrong}: {error}");
+        }
     }
 
     #[test]

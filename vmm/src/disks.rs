@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
-use walvisor_storage::{CommitWait, DiskOptions, Store, StoreOptions};
+use walvisor_storage::{CommitWait, DiskOptions, Image, Store, StoreOptions};
 
 use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
 use crate::progress::with_bar;
@@ -65,12 +66,14 @@ pub fn open(
         }
         logs.stores.push(store);
     }
-    let disks = specs
-        .iter()
-        .enumerate()
-        .map(|(index, spec)| DiskConfig {
+    let disks = specs.iter().enumerate().map(|(index, spec)| {
+        let backend = match backends.remove(&index) {
+            Some(backend) => backend,
+            None => open_without_log(spec)?,
+        };
+        Ok(DiskConfig {
             name: spec.serial.clone().unwrap_or_else(|| spec.name()),
-            backend: backends.remove(&index).unwrap_or_else(|| ram_disk(spec)),
+            backend,
             transport: spec.transport,
             device: BlockConfig {
                 queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
@@ -83,7 +86,8 @@ pub fn open(
             },
             limits: spec.limits,
         })
-        .collect();
+    });
+    let disks = disks.collect::<Result<_, _>>()?;
     Ok((disks, logs))
 }
 
@@ -165,15 +169,23 @@ fn disk_options(spec: &DiskSpec) -> DiskOptions {
     options
 }
 
-/// A disk in memory. Nothing of it is durable, so every cache mode is the same.
-fn ram_disk(spec: &DiskSpec) -> Arc<dyn Backend> {
-    debug_assert_eq!(spec.backend, BackendKind::Ram);
-    let bytes = spec.size.unwrap_or(0);
-    if spec.read_only {
-        Arc::new(RamDisk::read_only(&vec![0; bytes as usize]))
-    } else {
-        Arc::new(RamDisk::new(bytes / SECTOR_SIZE))
+/// A disk without a log: a raw image, or memory, of which nothing is durable, so that every cache mode is the same.
+fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
+    if spec.backend == BackendKind::Raw {
+        let path = spec.path.clone().unwrap_or_default();
+        let cache = match spec.cache {
+            CacheMode::Writeback => RawCache::Writeback,
+            CacheMode::Writethrough => RawCache::Writethrough,
+            CacheMode::Unsafe => RawCache::Unsafe,
+        };
+        let image = Image::open(&path, spec.read_only)?;
+        return Ok(Arc::new(RawDisk::new(image, cache)));
     }
+    let bytes = spec.size.unwrap_or(0);
+    Ok(match spec.read_only {
+        true => Arc::new(RamDisk::read_only(&vec![0; bytes as usize])),
+        false => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
+    })
 }
 
 /// The image's file name, as much of it as a serial holds.
@@ -265,10 +277,13 @@ mod tests {
         }
         let text = |name: &str| format!("path={},log={}", at(name).display(), at("log").display());
         let (a, b) = (text("a.img"), text("b.img"));
-        let (disks, logs) = open(&specs(&[&a, "backend=ram,size=1M", &b]), 3).unwrap();
+        std::fs::write(at("raw.img"), [0; 1024]).unwrap();
+        let raw = format!("backend=raw,path={}", at("raw.img").display());
+        let (disks, logs) = open(&specs(&[&a, "backend=ram,size=1M", &b, &raw]), 3).unwrap();
         assert_eq!(logs.stores.len(), 1);
         let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
-        assert_eq!(sectors, [2048, 2048, 2048]);
+        assert_eq!(sectors, [2048, 2048, 2048, 2]);
+        assert!(disks[3].backend.log_counters().is_none());
         assert!(
             disks[1].backend.log_counters().is_none() && disks[2].backend.log_counters().is_some()
         );

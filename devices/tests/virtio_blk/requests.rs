@@ -1,9 +1,13 @@
 //! Every request type, in every shape a driver may give it (virtio 1.2, 5.2.6).
 
+use std::fs::File;
+
 use virtio_bindings::virtio_blk::*;
 use vm_memory::{Bytes, GuestAddress};
 use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::block::BlockConfig;
+use walvisor_storage::Image;
 
 use crate::driver::*;
 use crate::gate::Gate;
@@ -11,17 +15,34 @@ use crate::gate::Gate;
 const SECTORS: u64 = 8192;
 
 on_every_transport!(
-    what_is_written_is_read,
-    discard_and_write_zeroes_read_as_zeroes,
     the_serial_is_the_identity,
-    descriptors_may_end_anywhere,
     several_queues_keep_their_requests_apart,
     ranges_beyond_the_disk_are_errors,
-    sizes_that_are_no_sectors_are_errors,
     the_largest_request_works_and_a_larger_one_is_an_error,
-    unknown_requests_and_flags_are_unsupported,
     what_was_not_negotiated_is_unsupported,
     a_read_only_disk_reads_and_flushes,
+);
+
+/// The same for what every disk does: memory, and a raw image.
+macro_rules! on_every_disk {
+    ($($name:ident,)*) => {
+        mod ram {
+            $(fn $name(kind: crate::driver::Kind) { super::$name(super::start(kind)); })*
+            on_every_transport!($($name,)*);
+        }
+        mod raw {
+            $(fn $name(kind: crate::driver::Kind) { super::$name(super::start_raw(kind)); })*
+            on_every_transport!($($name,)*);
+        }
+    };
+}
+
+on_every_disk!(
+    what_is_written_is_read,
+    discard_and_write_zeroes_read_as_zeroes,
+    descriptors_may_end_anywhere,
+    sizes_that_are_no_sectors_are_errors,
+    unknown_requests_and_flags_are_unsupported,
     buffers_outside_guest_memory_are_errors,
     a_chain_as_long_as_the_queue_works,
 );
@@ -30,8 +51,18 @@ fn start(kind: Kind) -> Driver {
     Driver::start(kind, RamDisk::new(SECTORS), config(1), EVERYTHING)
 }
 
-fn what_is_written_is_read(kind: Kind) {
-    let mut driver = start(kind);
+fn start_raw(kind: Kind) -> Driver {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("disk.img");
+    let file = File::create(&path).expect("an image");
+    file.set_len(SECTORS * 512).expect("an image");
+    let image = Image::open(&path, false).expect("an image");
+    // Its name goes with the directory; the file, when the device does.
+    let disk = RawDisk::new(image, RawCache::Writeback);
+    Driver::start(kind, disk, config(1), EVERYTHING)
+}
+
+fn what_is_written_is_read(mut driver: Driver) {
     for (sector, sectors) in [(0, 1), (7, 8), (SECTORS - 1, 1), (100, 2048)] {
         let data = pattern(sector, sectors * 512);
         driver.write(0, sector, &data);
@@ -56,8 +87,7 @@ fn what_is_written_is_read(kind: Kind) {
     });
 }
 
-fn discard_and_write_zeroes_read_as_zeroes(kind: Kind) {
-    let mut driver = start(kind);
+fn discard_and_write_zeroes_read_as_zeroes(mut driver: Driver) {
     driver.write(0, 0, &[0x77; 64 * 512]);
     for (request, flags, sector) in [
         (VIRTIO_BLK_T_DISCARD, 0, 8),
@@ -130,8 +160,7 @@ fn cut(
         .collect()
 }
 
-fn descriptors_may_end_anywhere(kind: Kind) {
-    let mut driver = start(kind);
+fn descriptors_may_end_anywhere(mut driver: Driver) {
     let mut random = Random(0x5eed);
     let mut disk = vec![0; 32 * 512];
     for round in 0..600 {
@@ -284,8 +313,7 @@ fn ranges_beyond_the_disk_are_errors(kind: Kind) {
     assert_eq!(driver.counts().errors, 38);
 }
 
-fn sizes_that_are_no_sectors_are_errors(kind: Kind) {
-    let mut driver = start(kind);
+fn sizes_that_are_no_sectors_are_errors(mut driver: Driver) {
     for len in [0, 1, 511, 513, 1000] {
         let answer = driver.request(0, VIRTIO_BLK_T_IN, 0, &[], len);
         assert_eq!(answer.status, IOERR, "read of {len} bytes");
@@ -375,8 +403,7 @@ fn the_largest_request_works_and_a_larger_one_is_an_error(kind: Kind) {
     assert_eq!(data, pattern(9, MIB as usize));
 }
 
-fn unknown_requests_and_flags_are_unsupported(kind: Kind) {
-    let mut driver = start(kind);
+fn unknown_requests_and_flags_are_unsupported(mut driver: Driver) {
     for request in [2, 3, 5, 7, 9, 10, 12, 15, 24, 0x8000_0000, u32::MAX] {
         let answer = driver.request(0, request, 0, &[], 512);
         assert_eq!(
@@ -430,8 +457,7 @@ fn a_read_only_disk_reads_and_flushes(kind: Kind) {
     assert_eq!(driver.read(0, 0, 4096), contents);
 }
 
-fn buffers_outside_guest_memory_are_errors(kind: Kind) {
-    let mut driver = start(kind);
+fn buffers_outside_guest_memory_are_errors(mut driver: Driver) {
     driver.write(0, 0, &[5; 1024]);
     let nowhere = [
         MEMORY_END - 256,
@@ -492,8 +518,7 @@ fn buffers_outside_guest_memory_are_errors(kind: Kind) {
     assert_eq!(driver.read(0, 1, 512), pattern(8, 512));
 }
 
-fn a_chain_as_long_as_the_queue_works(kind: Kind) {
-    let mut driver = start(kind);
+fn a_chain_as_long_as_the_queue_works(mut driver: Driver) {
     let size = driver.rings[0].size as usize;
     for indirect in [false, true] {
         let data = pattern(11 + u64::from(indirect), (size - 2) * 512);

@@ -124,8 +124,9 @@ pub(super) const VCPU: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// What a disk's queue worker, and the thread that starts it, take beside the open files.
-pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup];
+/// What a disk's queue worker, and the thread that starts it, take beside the open files: holes in a raw image, where there
+/// is no io_uring to make them.
+pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup, libc::SYS_fallocate];
 
 /// What terminals and sockets are asked: whether they block; whether, and how wide, a terminal is there.
 pub(super) const IOCTL: &[c_ulong] = &[libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];

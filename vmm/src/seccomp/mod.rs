@@ -230,7 +230,13 @@ mod tests {
     use std::net::TcpListener;
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, ExitStatus};
+    use std::sync::OnceLock;
     use std::thread;
+
+    use rustix::event::{PollFd, PollFlags, poll};
+    use walvisor_devices::backend::raw::{RawCache, RawDisk};
+    use walvisor_devices::backend::{Backend, Buffer, Operation};
+    use walvisor_storage::{EngineKind, Image};
 
     use super::*;
 
@@ -255,6 +261,7 @@ mod tests {
                 assert_eq!(error.raw_os_error(), Some(libc::EACCES));
             }
             "ring" => drop(io_uring::IoUring::new(2)),
+            "raw-disk" => raw_disks(),
             // One more filter could not take anything back; it is no business of theirs.
             "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
             "socket" => drop(TcpListener::bind("127.0.0.1:0")),
@@ -276,6 +283,52 @@ mod tests {
                 unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
             }
             name => panic!("{name}"),
+        }
+    }
+
+    static RAW_DISKS: OnceLock<Vec<RawDisk>> = OnceLock::new();
+
+    /// Opens a raw disk for each engine, before the filters come.
+    fn open_raw_disks() -> Vec<RawDisk> {
+        let dir = tempfile::tempdir().unwrap();
+        let open = |(name, engine)| {
+            let path = dir.path().join(name);
+            fs::write(&path, [1; 8192]).unwrap();
+            let image = Image::open(&path, false).unwrap();
+            RawDisk::with_engine(image, RawCache::Writethrough, engine).unwrap()
+        };
+        let engines = [("a", EngineKind::Auto), ("b", EngineKind::Blocking)];
+        engines.into_iter().map(open).collect()
+    }
+
+    /// What a disk's worker asks of raw images.
+    fn raw_disks() {
+        for disk in RAW_DISKS.get().unwrap() {
+            let mut queue = disk.open_queue().unwrap();
+            let (sector, sectors) = (0, 8);
+            let data = Buffer::zeroed(4096);
+            queue.submit(0, Operation::Write { sector, data });
+            queue.submit(1, Operation::Discard { sector, sectors });
+            for unmap in [false, true] {
+                queue.submit(
+                    2,
+                    Operation::WriteZeroes {
+                        sector,
+                        sectors,
+                        unmap,
+                    },
+                );
+            }
+            queue.submit(3, Operation::Read { sector, sectors });
+            queue.submit(4, Operation::Flush);
+            queue.kick();
+            let mut done = Vec::new();
+            while done.len() < 6 {
+                let event = queue.event();
+                poll(&mut [PollFd::new(&event, PollFlags::IN)], None).unwrap();
+                queue.completions(&mut done);
+            }
+            assert!(done.iter().all(|done| done.result.is_ok()), "{done:?}");
         }
     }
 
@@ -308,6 +361,7 @@ mod tests {
             _ => None,
         };
         if let Some(kind) = kind {
+            RAW_DISKS.set(open_raw_disks()).unwrap();
             restrict(mode, Duty::Vm).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
@@ -334,6 +388,7 @@ mod tests {
             "vcpu:memory",
             "worker:memory",
             "worker:thread",
+            "worker:raw-disk",
             "vcpu:no-open",
             "worker:no-open",
         ] {

@@ -51,8 +51,8 @@ fn wrong_usage_is_one_line_and_status_2() {
             &["queues=0", "1 to 64"],
         ),
         (
-            "run --kernel k --disk path=a,backend=raw",
-            &["backend=raw", "not carried out"],
+            "run --kernel k --disk path=a,backend=raw,log=l",
+            &["backend=wal", "leave log= out"],
         ),
         (
             "run --kernel k --disk backend=ram,size=1000",

@@ -204,3 +204,21 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         .unwrap();
     assert!(checked.status.success(), "{}", stderr(&checked));
 }
+
+#[test]
+fn a_raw_image_is_a_disk_without_a_log() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.img");
+    std::fs::write(&image, [7; 8192]).unwrap();
+    for transport in ["mmio", "pci"] {
+        let disk = format!("path={},backend=raw,transport={transport}", image.display());
+        for output in boot_both(Then::PowerOff, &["--cmdline", "x", "--disk", &disk]) {
+            assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        }
+    }
+    assert_eq!(std::fs::read(&image).unwrap(), [7; 8192]);
+    assert!(!directory.path().join("disk.img.wal").exists());
+}

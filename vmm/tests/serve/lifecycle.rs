@@ -93,7 +93,7 @@ fn every_thread_is_restricted() {
 }
 
 /// Starts its arguments where there is no io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
-const WITHOUT_IO_URING: &str = "
+pub const WITHOUT_IO_URING: &str = "
 import ctypes, os, struct, sys
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
 code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *step) for step in code))

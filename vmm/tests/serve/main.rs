@@ -12,6 +12,7 @@ mod raw_client;
 mod recovery;
 mod tls;
 mod vhost_user;
+mod without_log;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

@@ -6,12 +6,21 @@ use crate::{MIB, create, metric, noise};
 
 #[test]
 fn a_driver_in_user_space_reads_what_it_wrote_over_every_queue_and_connection() {
+    every_queue_and_connection("wal");
+}
+
+#[test]
+fn so_does_one_whose_disk_has_no_log() {
+    every_queue_and_connection("raw");
+}
+
+fn every_queue_and_connection(backend: &str) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "16M");
     let daemon = daemon(
         dir,
-        "--disk path=disk.img,socket=s,queues=4 --metrics metrics.txt",
+        &format!("--disk path=disk.img,backend={backend},socket=s,queues=4 --metrics metrics.txt"),
     );
     let socket = dir.join("s");
     let data = noise(16 * BUFFER);

@@ -1,0 +1,177 @@
+//! A request as the steps that the kernel takes for it; the same for both ways of asking.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+
+use crate::backend::Buffer;
+
+/// Most zeroes written at once where the file system cannot make a range read as zeroes by itself.
+const ZEROES: u64 = 1 << 20;
+
+/// The name of [`Step::Sync`].
+pub(super) const SYNC: &str = "fdatasync";
+
+/// A request on its way.
+#[derive(Debug)]
+pub(super) struct Task {
+    pub token: u64,
+    pub step: Step,
+    /// What it changes is to be durable before it completes.
+    pub durably: bool,
+}
+
+/// What is asked of the kernel next. It owns the memory that the kernel uses meanwhile.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// Fill `buffer` from byte `done` of it on; its first byte is at `offset` of the file.
+    Read {
+        offset: u64,
+        buffer: Buffer,
+        done: usize,
+    },
+    /// Write `buffer` from byte `done` of it on.
+    Write {
+        offset: u64,
+        buffer: Buffer,
+        done: usize,
+    },
+    /// Make a range read as zeroes.
+    Zero { offset: u64, len: u64, unmap: bool },
+    /// Write zeroes to a range, which gets shorter.
+    Fill {
+        offset: u64,
+        len: u64,
+        zeroes: Buffer,
+    },
+    /// Make durable what has been written.
+    Sync,
+}
+
+impl Step {
+    pub(super) fn read(offset: u64, buffer: Buffer) -> Self {
+        let done = 0;
+        Self::Read {
+            offset,
+            buffer,
+            done,
+        }
+    }
+
+    pub(super) fn write(offset: u64, buffer: Buffer) -> Self {
+        let done = 0;
+        Self::Write {
+            offset,
+            buffer,
+            done,
+        }
+    }
+
+    pub(super) fn zeroes(offset: u64, len: u64, unmap: bool) -> Self {
+        Self::Zero { offset, len, unmap }
+    }
+
+    /// What messages call it.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "read",
+            Self::Write { .. } => "write",
+            Self::Zero { .. } | Self::Fill { .. } => "writing zeroes",
+            Self::Sync => SYNC,
+        }
+    }
+
+    /// How fallocate is to make a range read as zeroes.
+    pub(super) fn zero_mode(unmap: bool) -> FallocateFlags {
+        let how = match unmap {
+            true => FallocateFlags::PUNCH_HOLE,
+            false => FallocateFlags::ZERO_RANGE,
+        };
+        how | FallocateFlags::KEEP_SIZE
+    }
+
+    /// The part of the zeroes that the next write of a fill takes.
+    pub(super) fn filling(zeroes: &Buffer, len: u64) -> &[u8] {
+        &zeroes[..len.min(zeroes.len() as u64) as usize]
+    }
+
+    /// Takes it in the calling thread, and waits for it: the bytes moved.
+    pub(super) fn call(&mut self, file: BorrowedFd<'_>) -> Result<usize, Errno> {
+        match self {
+            Self::Read {
+                offset,
+                buffer,
+                done,
+            } => rustix::io::pread(file, &mut buffer[*done..], *offset + *done as u64),
+            Self::Write {
+                offset,
+                buffer,
+                done,
+            } => rustix::io::pwrite(file, &buffer[*done..], *offset + *done as u64),
+            Self::Zero { offset, len, unmap } => {
+                rustix::fs::fallocate(file, Self::zero_mode(*unmap), *offset, *len).map(|()| 0)
+            }
+            Self::Fill {
+                offset,
+                len,
+                zeroes,
+            } => rustix::io::pwrite(file, Self::filling(zeroes, *len), *offset),
+            Self::Sync => rustix::fs::fdatasync(file).map(|()| 0),
+        }
+    }
+}
+
+impl Task {
+    /// Goes on after a step that moved so many bytes: how the request ended, or `None` if there is another step now.
+    pub(super) fn advance(&mut self, moved: Result<usize, Errno>) -> Option<io::Result<()>> {
+        let moved = match (moved, &self.step) {
+            (Ok(moved), _) => moved,
+            // A signal: once more.
+            (Err(Errno::INTR), _) => return None,
+            (Err(Errno::OPNOTSUPP), Step::Zero { offset, len, .. }) => {
+                self.step = Step::Fill {
+                    offset: *offset,
+                    len: *len,
+                    zeroes: Buffer::zeroed((*len).min(ZEROES) as usize),
+                };
+                return None;
+            }
+            (Err(errno), _) => return Some(Err(errno.into())),
+        };
+        match &mut self.step {
+            // Somebody made the file shorter.
+            Step::Read { .. } if moved == 0 => {
+                return Some(Err(io::ErrorKind::UnexpectedEof.into()));
+            }
+            Step::Write { .. } | Step::Fill { .. } if moved == 0 => {
+                return Some(Err(io::ErrorKind::WriteZero.into()));
+            }
+            Step::Read { buffer, done, .. } => {
+                *done += moved;
+                return (*done >= buffer.len()).then_some(Ok(()));
+            }
+            Step::Write { buffer, done, .. } => {
+                *done += moved;
+                if *done < buffer.len() {
+                    return None;
+                }
+            }
+            Step::Fill { offset, len, .. } => {
+                *offset += moved as u64;
+                *len = len.saturating_sub(moved as u64);
+                if *len > 0 {
+                    return None;
+                }
+            }
+            Step::Zero { .. } => {}
+            Step::Sync => return Some(Ok(())),
+        }
+        if !self.durably {
+            return Some(Ok(()));
+        }
+        self.step = Step::Sync;
+        None
+    }
+}

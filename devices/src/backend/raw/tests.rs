@@ -1,0 +1,360 @@
+//! Both engines against a model in memory; what each promises in every cache mode, and when something fails.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use super::*;
+use crate::backend::Allocation;
+
+const SECTORS: u64 = 16384;
+const SECTOR: usize = SECTOR_SIZE as usize;
+
+/// An image of [`SECTORS`] sectors in `directory`.
+fn create(directory: &Path) -> PathBuf {
+    let path = directory.join("disk.img");
+    let file = File::create(&path).expect("an image");
+    file.set_len(SECTORS * SECTOR_SIZE).expect("an image");
+    path
+}
+
+/// Runs `test` over each engine that this kernel has.
+fn on_every_engine(cache: RawCache, test: impl Fn(&RawDisk, &Path)) {
+    for engine in [EngineKind::IoUring, EngineKind::Blocking] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = create(directory.path());
+        let image = Image::open(&path, false).expect("an image");
+        match RawDisk::with_engine(image, cache, engine) {
+            Ok(disk) => test(&disk, &path),
+            Err(error) => println!("skipped: {engine:?}: {error}"),
+        }
+    }
+}
+
+/// A queue with requests that were told apart by their number.
+struct Client {
+    queue: Box<dyn BackendQueue>,
+    submitted: u64,
+}
+
+impl Client {
+    fn new(disk: &RawDisk) -> Self {
+        let queue = disk.open_queue().expect("a queue");
+        Self {
+            queue,
+            submitted: 0,
+        }
+    }
+
+    fn submit(&mut self, operation: Operation) {
+        self.queue.submit(self.submitted, operation);
+        self.submitted += 1;
+    }
+
+    /// Waits for all: their ends in the order in which they were submitted.
+    fn finish(&mut self) -> Vec<Result<Option<Buffer>, Failure>> {
+        let mut done = Vec::new();
+        self.queue.kick();
+        loop {
+            self.queue.completions(&mut done);
+            if done.len() as u64 == self.submitted {
+                break;
+            }
+            let event = self.queue.event();
+            poll(&mut [PollFd::new(&event, PollFlags::IN)], None).expect("poll");
+        }
+        self.submitted = 0;
+        done.sort_by_key(|completion| completion.token);
+        done.into_iter()
+            .map(|completion| completion.result)
+            .collect()
+    }
+
+    fn run(&mut self, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        self.submit(operation);
+        self.finish().remove(0)
+    }
+}
+
+fn write(sector: u64, byte: u8, sectors: usize) -> Operation {
+    let data = Buffer::from(&vec![byte; sectors * SECTOR][..]);
+    Operation::Write { sector, data }
+}
+
+/// How something that has no data ended.
+fn end(ended: Result<Option<Buffer>, Failure>) -> Result<(), Failure> {
+    ended.map(|data| assert!(data.is_none()))
+}
+
+fn read(sector: u64, sectors: u32) -> Operation {
+    Operation::Read { sector, sectors }
+}
+
+#[test]
+fn every_operation_does_what_the_model_does_in_every_cache_mode() {
+    for cache in [
+        RawCache::Writeback,
+        RawCache::Writethrough,
+        RawCache::Unsafe,
+    ] {
+        on_every_engine(cache, |disk, path| {
+            let mut client = Client::new(disk);
+            let mut model = vec![0_u8; SECTORS as usize * SECTOR];
+            let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+            let mut below = |bound: u64| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                state % bound
+            };
+            for round in 0..400_u64 {
+                let sectors = 1 + below(64);
+                let sector = below(SECTORS - sectors + 1);
+                let bytes =
+                    (sector * SECTOR_SIZE) as usize..((sector + sectors) * SECTOR_SIZE) as usize;
+                let byte = round as u8 | 1;
+                let kind = below(6);
+                let count = sectors as u32;
+                let ended = client.run(match kind {
+                    0 | 1 => write(sector, byte, sectors as usize),
+                    2 => Operation::Discard {
+                        sector,
+                        sectors: count,
+                    },
+                    3 => Operation::WriteZeroes {
+                        sector,
+                        sectors: count,
+                        unmap: below(2) == 0,
+                    },
+                    4 => Operation::Flush,
+                    _ => read(sector, count),
+                });
+                match kind {
+                    0 | 1 => model[bytes].fill(byte),
+                    2 | 3 => model[bytes].fill(0),
+                    4 => {}
+                    _ => {
+                        let data = ended.expect("a read").expect("data");
+                        assert!(data[..] == model[bytes], "round {round}");
+                        continue;
+                    }
+                }
+                assert!(ended.expect("done").is_none());
+            }
+            assert!(client.run(Operation::Flush).is_ok());
+            drop(client);
+            assert!(std::fs::read(path).expect("the image") == model);
+        });
+    }
+}
+
+#[test]
+fn more_requests_at_once_than_a_ring_holds() {
+    on_every_engine(RawCache::Writethrough, |disk, path| {
+        let mut client = Client::new(disk);
+        for sector in 0..1500 {
+            client.submit(write(sector, sector as u8, 1));
+            if sector % 100 == 0 {
+                client.submit(Operation::Flush);
+            }
+        }
+        assert!(client.finish().into_iter().all(|ended| end(ended).is_ok()));
+        for sector in 0..1500 {
+            client.submit(read(sector, 1));
+        }
+        for (sector, ended) in client.finish().into_iter().enumerate() {
+            let data = ended.expect("a read").expect("data");
+            assert!(data.iter().all(|&byte| byte == sector as u8));
+        }
+        // What nobody waits for harms nobody.
+        for sector in 0..1500 {
+            client.submit(write(sector, 9, 8));
+        }
+        client.queue.kick();
+        drop(client);
+        assert_eq!(std::fs::metadata(path).expect("it").len(), SECTORS * 512);
+    });
+}
+
+#[test]
+fn wrong_requests_fail_as_with_every_disk() {
+    on_every_engine(RawCache::Writeback, |disk, _| {
+        let mut client = Client::new(disk);
+        for operation in [
+            read(SECTORS, 1),
+            read(SECTORS - 1, 2),
+            read(0, 0),
+            read(u64::MAX, 1),
+            write(SECTORS, 1, 1),
+            Operation::Discard {
+                sector: 0,
+                sectors: u32::MAX,
+            },
+            Operation::WriteZeroes {
+                sector: 0,
+                sectors: 0,
+                unmap: false,
+            },
+        ] {
+            assert_eq!(end(client.run(operation)), Err(Failure::OutOfRange));
+        }
+        let odd = Operation::Write {
+            sector: 0,
+            data: Buffer::zeroed(513),
+        };
+        assert_eq!(end(client.run(odd)), Err(Failure::TooLarge));
+        let beyond = MAX_REQUEST_BYTES as u64 / SECTOR_SIZE + 1;
+        disk.grow(64 << 20).expect("longer");
+        assert_eq!(
+            end(client.run(read(0, beyond as u32))),
+            Err(Failure::TooLarge)
+        );
+    });
+}
+
+#[test]
+fn a_read_only_disk_reads_and_flushes() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = create(directory.path());
+    let image = Image::open(&path, true).expect("an image");
+    let disk = RawDisk::new(image, RawCache::Writeback);
+    assert!(disk.capabilities().read_only && !disk.capabilities().discard);
+    let mut client = Client::new(&disk);
+    assert_eq!(end(client.run(write(0, 1, 1))), Err(Failure::ReadOnly));
+    assert_eq!(end(client.run(Operation::Flush)), Ok(()));
+    assert!(client.run(read(0, 8)).is_ok());
+    assert!(disk.grow(1 << 30).is_err());
+}
+
+#[test]
+fn a_disk_grows_and_tells_its_holes() {
+    on_every_engine(RawCache::Writeback, |disk, path| {
+        let mut client = Client::new(disk);
+        assert!(disk.grow(513).is_err() && disk.grow(512).is_err());
+        disk.grow(2 * SECTORS * SECTOR_SIZE).expect("longer");
+        assert_eq!(disk.sectors(), 2 * SECTORS);
+        assert_eq!(end(client.run(write(SECTORS, 5, 2048))), Ok(()));
+        assert_eq!(end(client.run(Operation::Flush)), Ok(()));
+        let told = disk.extents(0, 2 * SECTORS, 8).expect("extents");
+        let total: u64 = told.iter().map(|extent| extent.sectors).sum();
+        assert_eq!(total, 2 * SECTORS);
+        let kept: Vec<_> = told.iter().map(|extent| extent.allocation).collect();
+        let (data, hole) = (Allocation::Data, Allocation::Hole);
+        // A file system without holes says that all is data.
+        assert!(kept == [hole, data, hole] || kept == [data], "{kept:?}");
+        assert_eq!(disk.extents(SECTORS, 8, 1).expect("extents").len(), 1);
+        assert_eq!(
+            std::fs::metadata(path).expect("it").len(),
+            2 * SECTORS * SECTOR_SIZE
+        );
+    });
+}
+
+#[test]
+fn where_the_file_system_makes_no_zeroes_they_are_written() {
+    // tmpfs knows holes, but no ranges of zeroes.
+    let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
+        return println!("skipped: no /dev/shm");
+    };
+    let path = create(directory.path());
+    for engine in [EngineKind::IoUring, EngineKind::Blocking] {
+        let image = Image::open(&path, false).expect("an image");
+        let disk = match RawDisk::with_engine(image, RawCache::Writethrough, engine) {
+            Ok(disk) => disk,
+            Err(error) => {
+                println!("skipped: {engine:?}: {error}");
+                continue;
+            }
+        };
+        let mut client = Client::new(&disk);
+        assert_eq!(end(client.run(write(0, 7, 8000))), Ok(()));
+        let zeroes = Operation::WriteZeroes {
+            sector: 3,
+            sectors: 7001,
+            unmap: false,
+        };
+        assert_eq!(end(client.run(zeroes)), Ok(()));
+        let data = client.run(read(0, 8000)).expect("a read").expect("data");
+        for (sector, bytes) in data.chunks(SECTOR).enumerate() {
+            let byte = if (3..7004).contains(&sector) { 0 } else { 7 };
+            assert!(bytes.iter().all(|&it| it == byte), "sector {sector}");
+        }
+    }
+}
+
+#[test]
+fn a_file_that_somebody_cut_off_is_an_error_and_no_more() {
+    on_every_engine(RawCache::Writeback, |disk, path| {
+        let mut client = Client::new(disk);
+        let file = File::options().write(true).open(path).expect("the image");
+        file.set_len(4096).expect("shorter");
+        assert_eq!(end(client.run(read(4, 8))), Err(Failure::Io));
+        assert_eq!(end(client.run(read(100, 8))), Err(Failure::Io));
+        assert!(client.run(read(0, 8)).is_ok());
+    });
+}
+
+#[test]
+fn in_writethrough_mode_a_sync_follows_each_change_and_ends_it() {
+    let ends = |durably, step: Step, moved| {
+        let mut task = Task {
+            token: 0,
+            step,
+            durably,
+        };
+        let ended = task.advance(moved).map(|ended| ended.map_err(|e| e.kind()));
+        (ended, task.step.name())
+    };
+    let done = Some(Ok(()));
+    let data = || Buffer::zeroed(1024);
+    assert_eq!(
+        ends(true, Step::write(0, data()), Ok(1024)),
+        (None, task::SYNC)
+    );
+    assert_eq!(
+        ends(true, Step::zeroes(0, 512, true), Ok(0)),
+        (None, task::SYNC)
+    );
+    assert_eq!(ends(true, Step::Sync, Ok(0)), (done, task::SYNC));
+    assert_eq!(ends(true, Step::read(0, data()), Ok(1024)), (done, "read"));
+    assert_eq!(
+        ends(false, Step::write(0, data()), Ok(1024)),
+        (done, "write")
+    );
+    // In part, or not at all: once more.
+    assert_eq!(ends(true, Step::write(0, data()), Ok(512)), (None, "write"));
+    assert_eq!(ends(true, Step::read(0, data()), Ok(512)), (None, "read"));
+    let interrupted = ends(true, Step::Sync, Err(Errno::INTR));
+    assert_eq!(interrupted, (None, task::SYNC));
+    let broken = ends(true, Step::write(0, data()), Err(Errno::IO));
+    assert!(matches!(broken, (Some(Err(_)), "write")));
+}
+
+#[test]
+fn after_a_failed_sync_nothing_is_written_and_reads_go_on() {
+    on_every_engine(RawCache::Writeback, |disk, _| {
+        let mut client = Client::new(disk);
+        assert_eq!(end(client.run(write(0, 1, 8))), Ok(()));
+        let task = Task {
+            token: 3,
+            step: Step::Sync,
+            durably: false,
+        };
+        let ended = disk.shared.end(task, Err(Errno::IO.into()));
+        assert_eq!((ended.token, end(ended.result)), (3, Err(Failure::Io)));
+        for operation in [
+            write(0, 2, 8),
+            Operation::Flush,
+            Operation::Discard {
+                sector: 0,
+                sectors: 1,
+            },
+        ] {
+            assert_eq!(end(client.run(operation)), Err(Failure::Io));
+        }
+        let data = client.run(read(0, 8)).expect("a read").expect("data");
+        assert!(data.iter().all(|&byte| byte == 1));
+    });
+}

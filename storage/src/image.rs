@@ -1,0 +1,199 @@
+//! An image that is used as it is, without a log: what a server of raw disks needs of it.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::allocation::{Extent, LIMIT, file_extents};
+use crate::catalog::invalid;
+use crate::error::{Error, ErrorKind, Result};
+use crate::{SECTOR_SIZE, file};
+
+/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
+/// opens it meanwhile.
+#[derive(Debug)]
+pub struct Image {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    read_only: bool,
+}
+
+impl Image {
+    /// Opens the image at `path`: with O_DIRECT where the file system does I/O of sectors that way, else through the
+    /// page cache.
+    ///
+    /// # Errors
+    /// If it is no regular file, its size is no positive multiple of 512 bytes, somebody else has it open
+    /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
+    pub fn open(path: &Path, read_only: bool) -> Result<Self> {
+        let (file, bytes) = open_file(path, !read_only)?;
+        match file::read_mark(&file) {
+            None => Ok(Self {
+                path: path.to_owned(),
+                file,
+                bytes,
+                read_only,
+            }),
+            Some(uuid) => Err(Error::new(
+                ErrorKind::WrongLog,
+                format!(
+                    "{}: disk {} was not closed: its newest bytes may be in its log; use backend=wal, or copy them to \
+                     the image first with: walvisor disk checkpoint {0}",
+                    path.display(),
+                    file::hex(&uuid),
+                ),
+            )),
+        }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The file. Buffers, offsets and lengths of I/O are multiples of 512, and memory is that of a
+    /// [`Buffer`](crate::Buffer).
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Whether it is open for reading only.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Its length in bytes when it was opened, a positive multiple of 512.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// How the file keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
+    /// `sectors` sectors in all or fewer. The range lies in the file and is not empty. Where the file system knows no
+    /// holes all of it is data.
+    ///
+    /// # Errors
+    /// If the file cannot be asked for its holes.
+    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        let sectors = sectors.min(LIMIT);
+        file_extents(&self.file, &self.path, sector, sectors, &mut extents)?;
+        extents.truncate(most.max(1));
+        Ok(extents)
+    }
+
+    /// Gives the file the length of `bytes`, durably. What is new reads as zeroes.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn grow(&self, bytes: u64) -> io::Result<()> {
+        file::DataFile::set_len(&self.file, bytes)
+    }
+}
+
+/// Opens and locks the file of a disk; it and its length in bytes.
+pub(crate) fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
+    let metadata =
+        std::fs::metadata(path).map_err(|error| Error::io("open the disk", path, error))?;
+    if !metadata.is_file() {
+        return Err(invalid(format!(
+            "{}: not a regular file; a disk is a raw image file",
+            path.display()
+        )));
+    }
+    let size = metadata.len();
+    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
+        return Err(invalid(format!(
+            "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
+            path.display()
+        )));
+    }
+    let file =
+        file::open_direct(path, write).map_err(|error| Error::io("open the disk", path, error))?;
+    file::lock(&file, path)?;
+    Ok((file, size))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Allocation, DiskOptions, Store, StoreOptions, create_disk};
+
+    #[test]
+    fn an_image_is_opened_once_and_tells_its_holes() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        assert_eq!(
+            Image::open(&path, true).unwrap_err().kind(),
+            ErrorKind::NotFound
+        );
+        for len in [0, 513] {
+            std::fs::write(&path, vec![1; len]).unwrap();
+            let error = Image::open(&path, false).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        }
+        let file = File::create(&path).unwrap();
+        file.set_len(8 << 20).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 1 << 20], 2 << 20).unwrap();
+        file.sync_all().unwrap();
+        let image = Image::open(&path, false).unwrap();
+        assert_eq!(image.bytes(), 8 << 20);
+        let told = image.extents(0, 16384, 8).unwrap();
+        let extent = |sectors, allocation| Extent {
+            sectors,
+            allocation,
+        };
+        let holes = [
+            extent(4096, Allocation::Hole),
+            extent(2048, Allocation::Data),
+            extent(10240, Allocation::Hole),
+        ];
+        // A file system without holes says that all is data.
+        assert!(told == holes || told == [extent(16384, Allocation::Data)]);
+        assert_eq!(image.extents(5000, 8, 1).unwrap().len(), 1);
+        let error = Image::open(&path, true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Locked);
+        image.grow(9 << 20).unwrap();
+        drop(image);
+        assert_eq!(Image::open(&path, true).unwrap().bytes(), 9 << 20);
+    }
+
+    #[test]
+    fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, log) = (
+            directory.path().join("disk.img"),
+            directory.path().join("log"),
+        );
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&path, 1 << 20, &log, &options).unwrap();
+        let marked = rustix::fs::setxattr(
+            &path,
+            "user.walvisor.disk",
+            b"0123456789abcdef0123456789abcdef",
+            rustix::fs::XattrFlags::empty(),
+        );
+        if let Err(error) = marked {
+            return println!("skipped: no attributes here: {error}");
+        }
+        let error = Image::open(&path, true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WrongLog);
+        let text = error.to_string();
+        assert!(
+            text.contains("backend=wal") && text.contains("disk checkpoint"),
+            "{text}"
+        );
+        rustix::fs::removexattr(&path, "user.walvisor.disk").unwrap();
+        // Closed in order, the image is all there is.
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        assert_eq!(
+            Image::open(&path, true).unwrap_err().kind(),
+            ErrorKind::Locked
+        );
+        store.close().unwrap();
+        Image::open(&path, false).unwrap();
+    }
+}
