@@ -1,4 +1,4 @@
-//! A thread's part in group commit: waiting for an LSN, leading a group when nobody does.
+//! A thread's part in group commit: waiting for an LSN, and leading what falls to it ([`Role`]) when nobody does.
 
 use std::io;
 

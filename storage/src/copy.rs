@@ -15,6 +15,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::iter::Peekable;
+use std::time::Duration;
 
 use crate::disk::DiskState;
 use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
@@ -23,7 +24,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::{Log, UNAPPLIED_LIMIT};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Event};
+use crate::sync::{self, Arc, Event};
 use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 
 /// Longest write to a base image, in sectors.
@@ -33,6 +34,8 @@ const IN_FLIGHT_BYTES: usize = 8 << 20;
 /// Most runs in flight, and how many while there is time.
 const IN_FLIGHT_RUNS: usize = 64;
 const UNHURRIED_RUNS: usize = 2;
+/// Longest pause between two calls of `tend`.
+const TEND: Duration = Duration::from_millis(20);
 /// What share of the room may be used before all is copied.
 const USABLE_SHARE: f64 = 0.7;
 
@@ -262,13 +265,13 @@ pub(crate) fn copy(
             break;
         }
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
-            let _ = sync(&layers);
+            let _ = sync_bases(&layers);
         }
         copier.engine.enter();
         event.clear();
         copier.engine.poll(&mut ended);
         if ended.is_empty() {
-            event.sleep();
+            event.sleep_until(Some(sync::now() + TEND));
         }
         for end in ended.drain(..) {
             copier.end(end);
@@ -277,11 +280,11 @@ pub(crate) fn copy(
     match copier.failed {
         Some(error) => Err(error),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => Ok(()),
-        None => sync(&layers),
+        None => sync_bases(&layers),
     }
 }
 
-fn sync(layers: &[(&DiskState, Arc<ExtentMap>)]) -> Result<()> {
+fn sync_bases(layers: &[(&DiskState, Arc<ExtentMap>)]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
         let synced = disk.base.sync_data();
         synced.map_err(|error| Error::io("sync the base image", &disk.path, error))

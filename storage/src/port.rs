@@ -30,7 +30,7 @@ struct Read {
 
 /// One thread's way to a disk. Dropping it waits for what is in flight; completions not taken are lost.
 ///
-/// A port may lead a commit group that other ports of the log wait for. So its owner has to call
+/// A port may write a batch of records that other ports of the log wait for. So its owner has to call
 /// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while it waits for nothing
 /// itself, or drop it.
 pub struct Port {

@@ -8,22 +8,50 @@
 /// Its share of the processors stays the same. For threads that block often, such as a disk's queue worker. A system
 /// that refuses is served without.
 pub fn short_slice() {
-    const SIZE: usize = size_of::<libc::sched_attr>();
-    const SLICE: u64 = 100_000;
-    // SAFETY: all fields are integers, for which zero is a value.
-    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes at most `SIZE` bytes of the calling thread's attributes into the structure, which has
-    // at least as many.
-    let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, SIZE, 0) };
     let fair = [libc::SCHED_OTHER, libc::SCHED_BATCH].map(|policy| policy as u32);
-    if told != 0 || !fair.contains(&attributes.sched_policy) {
+    let Some(mut attributes) = attributes().filter(|now| fair.contains(&now.sched_policy)) else {
         return;
-    }
+    };
     attributes.sched_runtime = SLICE;
     // SAFETY: the kernel reads the structure, whose `size` it has set itself.
     let set = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
     if set != 0 {
         let error = std::io::Error::last_os_error();
         tracing::debug!("the scheduler gives no short slices: {error}");
+    }
+}
+
+/// In nanoseconds.
+const SLICE: u64 = 100_000;
+
+/// Those of the calling thread, if the system tells.
+fn attributes() -> Option<libc::sched_attr> {
+    const SIZE: usize = size_of::<libc::sched_attr>();
+    // SAFETY: all fields are integers, for which zero is a value.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most `SIZE` bytes of the calling thread's attributes into the structure, which has
+    // as many.
+    let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, SIZE, 0) };
+    (told == 0).then_some(attributes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_gets_short_slices_and_keeps_its_priority() {
+        let before = attributes().unwrap();
+        short_slice();
+        let after = attributes().unwrap();
+        if before.sched_runtime == 0 {
+            println!("skipped: this kernel has no slices of a thread's own (Linux 6.12)");
+            return;
+        }
+        assert_eq!(after.sched_runtime, SLICE);
+        assert_eq!(
+            (before.sched_policy, before.sched_nice),
+            (after.sched_policy, after.sched_nice)
+        );
     }
 }

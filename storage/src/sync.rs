@@ -38,11 +38,6 @@ impl Event {
         })
     }
 
-    /// Sleeps until signalled, or shorter.
-    pub(crate) fn sleep(&self) {
-        self.sleep_until(None);
-    }
-
     /// Another handle on the same event.
     ///
     /// # Errors

@@ -291,7 +291,7 @@ mod tests {
         while done.len() < count {
             engine.poll(&mut done);
             if done.len() < count {
-                event.sleep();
+                event.sleep_until(None);
                 event.clear();
             }
         }

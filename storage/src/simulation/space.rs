@@ -13,11 +13,15 @@ const WRITE: u64 = 32;
 const WRITES_OF_A_SEGMENT: u32 = 3;
 
 fn open() -> (Fixture, Running) {
+    open_ring(SEGMENTS)
+}
+
+fn open_ring(max_segments: u32) -> (Fixture, Running) {
     let shape = Shape {
         disks: 1,
         sectors: SECTORS,
         segment_size: 64 << 10,
-        max_segments: SEGMENTS,
+        max_segments,
     };
     let fixture = Fixture::new(World::new(1), shape);
     let running = fixture.open(false, CommitWait::NONE);
@@ -199,10 +203,16 @@ fn a_log_without_any_segment_refuses_until_it_has_one() {
     read(&mut running, &mut port, 1);
 }
 
-/// A checkpoint that takes its time holds nobody up until the ring is full, and then only until it is done.
+/// A checkpoint that takes its time holds nobody up until the ring is full, and then only until it is done. A ring that
+/// is still to grow grows meanwhile.
 #[test]
 fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
-    let (fixture, running) = open();
+    writers_go_on(SEGMENTS);
+    writers_go_on(4 * SEGMENTS);
+}
+
+fn writers_go_on(segments: u32) {
+    let (fixture, running) = open_ring(segments);
     fixture.medium.lock().base_blocked = true;
     let log = running.disks[0].log.clone();
     let store = Store::start(log, running.disks, running.keeper).unwrap();
@@ -222,7 +232,7 @@ fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
         }
     };
     let (long, short) = (Duration::from_secs(20), Duration::from_millis(50));
-    for number in 1..=WRITES_OF_A_SEGMENT * (SEGMENTS - 1) {
+    for number in 1..=WRITES_OF_A_SEGMENT * (segments - 1) {
         assert_eq!(run(write(number), long), Some(Ok(())));
         assert_eq!(run(Operation::Flush, long), Some(Ok(())));
     }
