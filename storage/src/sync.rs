@@ -4,8 +4,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 #[cfg(not(all(test, feature = "shuttle")))]
-use std::time::Duration;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::{sync::*, thread};
