@@ -1,7 +1,7 @@
 # Everything from a fresh clone on Debian, set-up included. Needs Rust (cargo) and, to install packages, root.
 
 CARGO ?= cargo
-# For building: a linker, and for the fuzz target a C++ compiler. The rest is installed by what needs it, when it needs it.
+# For building: a linker, and for the fuzz targets a C++ compiler. The rest is installed by what needs it, when it needs it.
 PACKAGES = gcc g++ libc6-dev
 # No questions from apt, and no colours in logs.
 SHELL = bash
@@ -23,14 +23,14 @@ setup:
 	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
 	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
 
-# The embedded guest and the fuzz target are workspaces of their own.
+# The embedded guest and the fuzz targets are workspaces of their own.
 GUEST = guest-images/guest
-FUZZ = storage/fuzz
 
 format:
 	$(CARGO) fmt --all --check
 	cd $(GUEST) && $(CARGO) fmt --check
-	cd $(FUZZ) && $(CARGO) fmt --check
+	cd storage/fuzz && $(CARGO) fmt --check
+	cd devices/fuzz && $(CARGO) fmt --check
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -58,22 +58,29 @@ check:
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
   -Cllvm-args=-sanitizer-coverage-trace-compares
-# Seconds, and the seed of its random choices.
+# Seconds for each target, and the seed of their random choices.
 FUZZ_TIME ?= 25
+FUZZ_REQUESTS_TIME ?= 10
 FUZZ_SEED ?= 1
 
-## fuzz: recovery on mutated logs; what it finds in `target/corpus` makes the next run deeper
+## fuzz: recovery on mutated logs, virtio-blk requests in any chains; what they find in `target/corpus` makes the next run deeper
 fuzz: setup
-	@cd $(FUZZ) && host=$$(rustc -vV | sed -n 's/^host: //p') && export RUSTFLAGS='$(COVERAGE)' && \
+	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME))
+	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_REQUESTS_TIME))
+
+# Of the workspace $(1) the target $(2), for $(3) seconds.
+define run_fuzz
+	@cd $(1) && host=$$(rustc -vV | sed -n 's/^host: //p') && export RUSTFLAGS='$(COVERAGE)' && \
 	$(CARGO) clippy --release --locked --target $$host -- -D warnings && \
 	$(CARGO) build --release --locked --target $$host && \
 	mkdir -p target/corpus artifacts && \
-	if ! RUST_BACKTRACE=0 target/$$host/release/recover -seed=$(FUZZ_SEED) -max_total_time=$(FUZZ_TIME) -timeout=5 \
-	  -max_len=8192 -artifact_prefix=artifacts/ target/corpus corpus/recover >target/fuzz.log 2>&1; then \
+	if ! RUST_BACKTRACE=0 target/$$host/release/$(2) -seed=$(FUZZ_SEED) -max_total_time=$(3) -timeout=5 \
+	  -max_len=8192 -artifact_prefix=artifacts/ target/corpus corpus/$(2) >target/fuzz.log 2>&1; then \
 	  tail -n 40 target/fuzz.log; \
-	  echo "replay: $(FUZZ)/target/$$host/release/recover $(FUZZ)/<the file named above>"; exit 1; \
+	  echo "replay: $(1)/target/$$host/release/$(2) $(1)/<the file named above>"; exit 1; \
 	fi; \
 	first=$$(grep -o 'INITED cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
 	last=$$(grep -o 'DONE *cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
-	echo "fuzz: seed $(FUZZ_SEED), $$(grep '^Done' target/fuzz.log), coverage $$first -> $$last"; \
+	echo "fuzz $(2): seed $(FUZZ_SEED), $$(grep '^Done' target/fuzz.log), coverage $$first -> $$last"; \
 	test "$$first" -gt 0
+endef

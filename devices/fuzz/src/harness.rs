@@ -1,0 +1,423 @@
+//! A driver that does what the input says.
+//!
+//! An *input* is a byte of options (1: EVENT_IDX, 2: a read-only disk, 4: writethrough), then steps. A step is a request
+//! `kind u8, sector u8, sectors u8, flags u8, head and number of descriptors u8` and its descriptors `place u8, length u8,
+//! flags u8`, or 0xff, a length, and three times as many bytes for the table and the available ring.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, LazyLock};
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::EventFd;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, Operation};
+use walvisor_devices::block::{BlockConfig, BlockMetrics, VirtioBlock};
+use walvisor_devices::transport::MmioTransport;
+
+use crate::model::{Model, QUEUE_SIZE, SECTOR, SERIAL, Verdict};
+
+const SECTORS: u64 = 64;
+const MEMORY: usize = 64 << 10;
+/// The first page: rings, and two tables for indirect descriptors. Requests lie behind it.
+const RINGS: usize = 0x1000;
+const TABLE: u64 = 0x100;
+const AVAILABLE: u64 = 0x300;
+const USED: u64 = 0x400;
+const INDIRECT_TABLES: [u64; 2] = [0x800, 0xa00];
+/// Where the header of a request is; an erase segment follows it.
+const HEADER: u64 = RINGS as u64;
+const MOST_STEPS: usize = 24;
+
+const EVENT_IDX: u32 = 1 << 29;
+const LIVE: u32 = 15;
+const NEEDS_RESET: u32 = 64;
+
+const KINDS: [u32; 8] = [0, 1, 4, 8, 11, 13, 14, 10];
+const LENGTHS: [u32; 16] = [
+    0,
+    1,
+    8,
+    15,
+    16,
+    17,
+    32,
+    511,
+    512,
+    513,
+    1024,
+    1536,
+    4096,
+    0x8000,
+    0x1_0000,
+    u32::MAX,
+];
+const ODD_SECTORS: [u64; 6] = [
+    SECTORS - 1,
+    SECTORS,
+    1 << 55,
+    (1 << 55) - 1,
+    u64::MAX,
+    u64::MAX - 1,
+];
+const ODD_PLACES: [u64; 6] = [
+    MEMORY as u64 - 1,
+    MEMORY as u64 - 8,
+    MEMORY as u64 - 512,
+    MEMORY as u64,
+    u64::MAX - 3,
+    1 << 63,
+];
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let options = input.byte();
+    let mut driver = Driver::new(options);
+    for _ in 0..MOST_STEPS {
+        if input.0.is_empty() {
+            break;
+        }
+        match input.byte() {
+            0xff => driver.scribble(&mut input),
+            kind => driver.request(kind, &mut input),
+        }
+    }
+    driver.finish();
+}
+
+/// What is left of the input; zeroes follow.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((&first, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        first
+    }
+
+    /// An odd number from `odd`, or what `usual` makes of a byte.
+    fn pick(&mut self, odd: &[u64], usual: impl Fn(u64) -> u64) -> u64 {
+        let byte = self.byte();
+        let odd = odd.get(usize::from(!byte));
+        odd.copied().unwrap_or_else(|| usual(byte.into()))
+    }
+}
+
+struct Driver {
+    transport: MmioTransport<Arc<GuestMemoryMmap>>,
+    irq: EventFd,
+    memory: Arc<GuestMemoryMmap>,
+    disk: RamDisk,
+    metrics: Arc<BlockMetrics>,
+    event_idx: bool,
+    /// The available index, which is the used index too between requests.
+    index: u16,
+    model: Model,
+}
+
+impl Driver {
+    fn new(options: u8) -> Self {
+        let contents = MIXED[..SECTORS as usize * SECTOR].to_vec();
+        let read_only = options & 2 != 0;
+        let disk = match read_only {
+            true => RamDisk::read_only(&contents),
+            false => RamDisk::new(SECTORS),
+        };
+        disk.set_write_cache(options & 4 == 0);
+        let config = BlockConfig {
+            queue_size: QUEUE_SIZE,
+            serial: String::from_utf8_lossy(SERIAL).into_owned(),
+            ..BlockConfig::default()
+        };
+        let device = VirtioBlock::new(Arc::new(disk.clone()), config).expect("a device");
+        let metrics = device.metrics();
+        // Two regions side by side, so that buffers lie across them.
+        let half = MEMORY / 2;
+        let regions = [0, half].map(|start| (GuestAddress(start as u64), half));
+        let memory = Arc::new(GuestMemoryMmap::from_ranges(&regions).expect("guest memory"));
+        memory
+            .write_slice(&MIXED[RINGS..], GuestAddress(RINGS as u64))
+            .expect("memory");
+        let irq = EventFd::new(0).expect("an eventfd");
+        let line = irq.try_clone().expect("an eventfd");
+        let model = Model {
+            disk: if read_only {
+                contents
+            } else {
+                vec![0; SECTORS as usize * SECTOR]
+            },
+            read_only,
+            memory: Vec::new(),
+            any: Vec::new(),
+        };
+        let mut driver = Self {
+            transport: MmioTransport::new(device, Arc::clone(&memory), line),
+            irq,
+            memory,
+            disk,
+            metrics,
+            event_idx: options & 1 != 0,
+            index: 0,
+            model,
+        };
+        driver.start();
+        driver
+    }
+
+    /// Reset to DRIVER_OK, with empty rings (virtio 1.2, 3.1.1).
+    fn start(&mut self) {
+        self.reset();
+        self.write(0, &[0; RINGS]);
+        self.index = 0;
+        self.set(0x70, 3);
+        for half in [0, 1] {
+            self.set(0x14, half);
+            let offered = self.get(0x10);
+            self.set(0x24, half);
+            let unwanted = if half == 0 && !self.event_idx {
+                EVENT_IDX
+            } else {
+                0
+            };
+            self.set(0x20, offered & !unwanted);
+        }
+        self.set(0x70, 11);
+        self.set(0x38, QUEUE_SIZE.into());
+        for (register, address) in [(0x80, TABLE), (0x90, AVAILABLE), (0xa0, USED)] {
+            self.set(register, address as u32);
+            self.set(register + 4, 0);
+        }
+        self.set(0x44, 1);
+        self.set(0x70, LIVE);
+        assert_eq!(self.get(0x70), LIVE, "the device does not start");
+        self.model.memory = self.bytes();
+    }
+
+    /// However the device was left, this ends it.
+    fn reset(&mut self) {
+        self.set(0x70, 0);
+        assert_eq!(self.get(0x70), 0, "the device does not reset");
+    }
+
+    fn request(&mut self, kind: u8, input: &mut Input) {
+        let kind = KINDS.get(usize::from(kind)).copied().unwrap_or(kind.into());
+        let sector = input.pick(&ODD_SECTORS, |byte| byte % 72);
+        let (sectors, flags) = (input.byte(), input.byte());
+        let mut header = [0; 32];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        header[8..16].copy_from_slice(&sector.to_le_bytes());
+        header[16..24].copy_from_slice(&sector.to_le_bytes());
+        header[24..28].copy_from_slice(&u32::from(sectors).to_le_bytes());
+        header[28..].copy_from_slice(&u32::from(flags).to_le_bytes());
+        self.write(HEADER, &header);
+        let shape = input.byte();
+        let head = u16::from(shape >> 4);
+        self.lay_chain(head, shape & 15, input);
+        self.write(
+            AVAILABLE + 4 + u64::from(self.index % QUEUE_SIZE) * 2,
+            &head.to_le_bytes(),
+        );
+        // With EVENT_IDX: an interrupt for this one.
+        let used_event = AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2;
+        self.write(used_event, &self.index.to_le_bytes());
+        self.model.memory = self.bytes();
+        self.execute(head);
+    }
+
+    /// Writes descriptors from `head` on, or in a table of their own from where the input says so.
+    fn lay_chain(&mut self, head: u16, count: u8, input: &mut Input) {
+        let (mut table, mut index, mut entries) = (TABLE, head, QUEUE_SIZE);
+        let mut tables = INDIRECT_TABLES.into_iter();
+        for left in (0..count).rev() {
+            let address = input.pick(&ODD_PLACES, |byte| match byte {
+                0..128 => HEADER + byte * 16,
+                _ => 0x2000 + (byte - 128) * 0x180,
+            });
+            let len = LENGTHS[usize::from(input.byte() & 15)];
+            let flags = input.byte();
+            if flags & 2 != 0
+                && let Some(indirect) = tables.next()
+            {
+                let odd = u32::from(flags >> 5 & 1);
+                let len = (u32::from(left) + 1) * 16 + odd;
+                self.descriptor(table, index, indirect, len, 4, 0);
+                (table, index, entries) = (indirect, 0, u16::from(left) + 1);
+            }
+            let next = match flags >> 3 & 3 {
+                1 => index,
+                2 => 200,
+                _ => (index + 1) % entries,
+            };
+            // The last has none, unless the input wants it the other way round.
+            let has_next = (left > 0) ^ (flags & 4 != 0);
+            let bits = u16::from(has_next) | u16::from(flags & 1) << 1;
+            self.descriptor(table, index, address, len, bits, next);
+            index = (index + 1) % entries;
+        }
+    }
+
+    fn descriptor(&self, table: u64, index: u16, address: u64, len: u32, flags: u16, next: u16) {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&address.to_le_bytes());
+        bytes[8..12].copy_from_slice(&len.to_le_bytes());
+        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+        bytes[14..].copy_from_slice(&next.to_le_bytes());
+        self.write(table + u64::from(index) * 16, &bytes);
+    }
+
+    /// Has the device and the model carry out the chain at `head`, and compares.
+    fn execute(&mut self, head: u16) {
+        let before = self.index;
+        self.index = self.index.wrapping_add(1);
+        let verdict = self.model.execute(TABLE, head);
+        self.publish(self.index);
+        // An interrupt comes with an answer, and with DEVICE_NEEDS_RESET. A hang is libFuzzer's to find.
+        while self.used_index() == before && self.get(0x70) & NEEDS_RESET == 0 {
+            // Interrupted by libFuzzer's alarm at times.
+            let _ = self.irq.read();
+        }
+        let status = self.get(0x70);
+        let answered = match verdict {
+            Verdict::Broken => {
+                assert_eq!(self.used_index(), before, "a broken chain was used");
+                assert_eq!(status, LIVE | NEEDS_RESET, "a broken chain");
+                false
+            }
+            Verdict::Answered { written } => {
+                assert_eq!(status, LIVE, "a chain that can be answered");
+                assert_eq!(self.used_index(), self.index, "used index");
+                let mut element = [0; 8];
+                let slot = u64::from(before % QUEUE_SIZE);
+                self.memory
+                    .read_slice(&mut element, GuestAddress(USED + 4 + slot * 8))
+                    .expect("used ring");
+                let mut expected = [0; 8];
+                expected[..2].copy_from_slice(&head.to_le_bytes());
+                expected[4..].copy_from_slice(&written.to_le_bytes());
+                assert_eq!(element, expected, "used element");
+                true
+            }
+        };
+        self.compare();
+        if !answered {
+            self.start();
+        }
+    }
+
+    /// Guest memory, but for the used ring, and the disk are as the model has them.
+    fn compare(&mut self) {
+        let mut bytes = self.bytes();
+        for (start, len) in std::mem::take(&mut self.model.any) {
+            let range = start..start + len;
+            self.model.memory[range.clone()].copy_from_slice(&bytes[range]);
+        }
+        let used = USED as usize..USED as usize + 6 + usize::from(QUEUE_SIZE) * 8;
+        bytes[used.clone()].copy_from_slice(&self.model.memory[used]);
+        assert_same("guest memory", &bytes, &self.model.memory);
+        assert_same("the disk", &self.contents(), &self.model.disk);
+    }
+
+    /// Any bytes in the rings, the indices among them. What the device does then is its affair, but it survives, and the
+    /// disk keeps its size.
+    fn scribble(&mut self, input: &mut Input) {
+        let len = usize::from(input.byte()) * 3;
+        let mut bytes = vec![0; len];
+        bytes.fill_with(|| input.byte());
+        self.write(TABLE, &bytes);
+        let doorbells = self.metrics.counts().doorbells;
+        self.set(0x50, 0);
+        while self.metrics.counts().doorbells == doorbells {
+            std::thread::yield_now();
+        }
+        self.start();
+        self.model.disk = self.contents();
+    }
+
+    /// A device that works.
+    fn finish(mut self) {
+        self.start();
+        let mut input = Input(&[0, 9, 0, 0, 3, 0, 4, 0, 160, 8, 1, 200, 1, 1]);
+        let kind = input.byte();
+        self.request(kind, &mut input);
+        let data = 0x2000 + (160 - 128) * 0x180;
+        let sector = 9 * SECTOR;
+        assert_eq!(
+            self.bytes()[data..data + SECTOR],
+            self.model.disk[sector..sector + SECTOR],
+            "a read after all that"
+        );
+        self.reset();
+    }
+
+    fn publish(&mut self, index: u16) {
+        let at = GuestAddress(AVAILABLE + 2);
+        self.memory
+            .store(index.to_le(), at, Ordering::SeqCst)
+            .expect("available index");
+        let index = index.to_le_bytes();
+        let at = at.0 as usize;
+        self.model.memory[at..at + 2].copy_from_slice(&index);
+        self.set(0x50, 0);
+    }
+
+    fn used_index(&self) -> u16 {
+        let index = self
+            .memory
+            .load(GuestAddress(USED + 2), Ordering::SeqCst)
+            .expect("used index");
+        u16::from_le(index)
+    }
+
+    fn contents(&self) -> Vec<u8> {
+        let mut queue = self.disk.open_queue().expect("a queue");
+        let (sector, sectors) = (0, SECTORS as u32);
+        queue.submit(0, Operation::Read { sector, sectors });
+        let mut done = Vec::new();
+        queue.completions(&mut done);
+        let data = done.remove(0).result.expect("a read").expect("data");
+        data.to_vec()
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; MEMORY];
+        self.memory
+            .read_slice(&mut bytes, GuestAddress(0))
+            .expect("guest memory");
+        bytes
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) {
+        self.memory
+            .write_slice(bytes, GuestAddress(at))
+            .expect("guest memory");
+    }
+
+    fn get(&mut self, register: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.transport.read(register, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn set(&mut self, register: u64, value: u32) {
+        self.transport.write(register, &value.to_le_bytes());
+    }
+}
+
+fn assert_same(what: &str, is: &[u8], should: &[u8]) {
+    // As a whole first, which is fast.
+    if is != should
+        && let Some((at, (is, should))) =
+            (0..).zip(is.iter().zip(should)).find(|(_, (a, b))| a != b)
+    {
+        panic!("{what} at {at:#x} is {is:#x}, should be {should:#x}");
+    }
+}
+
+/// Bytes that tell places apart.
+static MIXED: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    (0..MEMORY)
+        .map(|at| (at.wrapping_mul(0x9e37_79b9) >> 13) as u8)
+        .collect()
+});
