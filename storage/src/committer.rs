@@ -38,7 +38,7 @@ impl Committer {
 
     /// For the log's writer, which it becomes.
     pub(crate) fn writer(log: Arc<Log>) -> io::Result<Self> {
-        let event = Event::new()?;
+        let event = Event::internal();
         let engine = log.medium.writer_engine(&event)?;
         let writer = Self::with(log, 0, event, engine);
         let first = writer.log.writer.set(writer.mailbox.clone());

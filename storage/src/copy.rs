@@ -36,6 +36,8 @@ const IN_FLIGHT_RUNS: usize = 64;
 const UNHURRIED_RUNS: usize = 2;
 /// Longest pause between two calls of `tend`.
 const TEND: Duration = Duration::from_millis(20);
+/// With so much of its work behind time a copy has most runs in flight; before, as many as it is behind.
+const WORST_LAG: f64 = 0.125;
 /// What share of the room may be used before all is copied.
 const USABLE_SHARE: f64 = 0.7;
 
@@ -209,10 +211,12 @@ impl Pace {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
         let used = used(log.end(state), self.bytes).max(used(state.appended, self.records));
-        match hurry || used * self.extents as f64 > taken as f64 {
-            true => IN_FLIGHT_RUNS,
-            false => UNHURRIED_RUNS,
-        }
+        let behind = match hurry {
+            true => 1.0,
+            false => used - taken as f64 / self.extents as f64,
+        };
+        let more = (IN_FLIGHT_RUNS - UNHURRIED_RUNS) as f64;
+        UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize
     }
 }
 

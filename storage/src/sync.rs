@@ -4,14 +4,14 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 #[cfg(not(all(test, feature = "shuttle")))]
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use std::time::Instant;
 
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use shuttle::{sync::*, thread};
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::{sync::*, thread};
 
-#[cfg(not(all(test, feature = "shuttle")))]
 use rustix::event::{PollFd, PollFlags, Timespec};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use scheduled::{now, sleep, wait_timeout_while};
@@ -20,9 +20,9 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
 #[derive(Debug)]
 pub(crate) struct Event {
-    fd: EventFd,
-    /// Stands in for the descriptor, whose reader `shuttle` could not schedule.
-    #[cfg(all(test, feature = "shuttle"))]
+    /// `None`: nobody polls it among other things, and its thread is sooner awake.
+    fd: Option<EventFd>,
+    /// Of an event without a descriptor, and of all under `shuttle`, which could not schedule who reads one.
     signalled: Arc<(Mutex<bool>, Condvar)>,
 }
 
@@ -31,10 +31,17 @@ impl Event {
     /// If the system refuses a descriptor.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self {
-            fd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
-            #[cfg(all(test, feature = "shuttle"))]
+            fd: Some(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             signalled: Arc::default(),
         })
+    }
+
+    /// One that has no descriptor.
+    pub(crate) fn internal() -> Self {
+        Self {
+            fd: None,
+            signalled: Arc::default(),
+        }
     }
 
     /// Another handle on the same event.
@@ -43,30 +50,50 @@ impl Event {
     /// If the system refuses a descriptor.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(Self {
-            fd: self.fd.try_clone()?,
-            #[cfg(all(test, feature = "shuttle"))]
+            fd: self.fd.as_ref().map(EventFd::try_clone).transpose()?,
             signalled: self.signalled.clone(),
         })
     }
 
     /// Readable while signalled, for whoever polls it among other things.
+    ///
+    /// # Panics
+    /// If it is [`internal`](Self::internal).
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        let fd = self.fd.as_ref().expect("an event with a descriptor");
         // SAFETY: the descriptor is open as long as `self.fd`, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
+        unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
     }
-}
 
-#[cfg(not(all(test, feature = "shuttle")))]
-impl Event {
+    /// Whether the descriptor is what is signalled.
+    fn polled(&self) -> Option<&EventFd> {
+        self.fd
+            .as_ref()
+            .filter(|_| !cfg!(all(test, feature = "shuttle")))
+    }
+
+    fn set(&self, signalled: bool) {
+        *self.signalled.0.lock().expect("event") = signalled;
+    }
+
     /// Wakes who sleeps, now or next.
     pub(crate) fn signal(&self) {
-        // Fails only if the counter is at its limit: then the event is signalled already.
-        let _ = self.fd.write(1);
+        match self.polled() {
+            // Fails only if the counter is at its limit: then the event is signalled already.
+            Some(fd) => drop(fd.write(1)),
+            None => {
+                self.set(true);
+                self.signalled.1.notify_all();
+            }
+        }
     }
 
     /// Takes the signal back.
     pub(crate) fn clear(&self) {
-        let _ = self.fd.read();
+        match self.polled() {
+            Some(fd) => drop(fd.read()),
+            None => self.set(false),
+        }
     }
 
     /// Sleeps until signalled or until it is `over`, or shorter.
@@ -75,10 +102,21 @@ impl Event {
         if left.is_some_and(|left| left.is_zero()) {
             return;
         }
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
-        let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
-        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
-        let _ = rustix::event::poll(&mut fds, left.as_ref());
+        if self.polled().is_some() {
+            let left = left.and_then(|left| Timespec::try_from(left).ok());
+            let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
+            // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
+            let _ = rustix::event::poll(&mut fds, left.as_ref());
+            return;
+        }
+        let (lock, condvar) = &*self.signalled;
+        let signalled = lock.lock().expect("event");
+        match left {
+            Some(left) => drop(wait_timeout_while(condvar, lock, signalled, left, |set| {
+                !*set
+            })),
+            None => drop(condvar.wait_while(signalled, |set| !*set)),
+        }
     }
 }
 
@@ -112,33 +150,13 @@ mod scheduled {
     use std::cell::Cell;
     use std::time::{Duration, Instant};
 
-    use super::{Condvar, Event, Mutex, MutexGuard, thread};
+    use super::{Condvar, Mutex, MutexGuard, thread};
 
     /// Time goes on by so much whenever somebody looks: one seed gives one run.
     const TICK: Duration = Duration::from_micros(100);
 
     std::thread_local! {
         static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
-    }
-
-    impl Event {
-        pub(crate) fn signal(&self) {
-            *self.signalled.0.lock().expect("event") = true;
-            self.signalled.1.notify_all();
-        }
-
-        pub(crate) fn clear(&self) {
-            *self.signalled.0.lock().expect("event") = false;
-        }
-
-        /// See [`sleep`].
-        pub(crate) fn sleep_until(&self, over: Option<Instant>) {
-            if over.is_some() {
-                return thread::yield_now();
-            }
-            let signalled = self.signalled.0.lock().expect("event");
-            drop(self.signalled.1.wait_while(signalled, |set| !*set));
-        }
     }
 
     /// See [`TICK`].
