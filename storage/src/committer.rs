@@ -234,31 +234,15 @@ impl Drop for Committer {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Buffer, Completion, DiskOptions, Failure, Operation, Port, Store, StoreOptions,
-        create_disk, default_log_dir,
+        Buffer, DiskOptions, Failure, Operation, Port, Store, StoreOptions, create_disk,
+        default_log_dir,
     };
 
-    fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
-        port.submit(1, operation);
-        port.kick();
-        let mut done: Vec<Completion> = Vec::new();
-        while done.is_empty() {
-            port.completions(&mut done);
-            if done.is_empty() {
-                port.sleep_for_test();
-            }
-        }
-        done.swap_remove(0).result
-    }
-
     fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {
-        end(
-            port,
-            Operation::Write {
-                sector: 0,
-                data: Buffer::from(&[byte; 4096][..]),
-            },
-        )
+        port.end_for_test(Operation::Write {
+            sector: 0,
+            data: Buffer::from(&[byte; 4096][..]),
+        })
     }
 
     /// Promise 5: after the log fails everyone who waits gets an error, later writes and flushes too, reads go
@@ -276,7 +260,7 @@ mod tests {
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let mut ports = [0, 1].map(|_| store.disks()[0].open_port().unwrap());
         write(&mut ports[0], 1).unwrap();
-        end(&mut ports[0], Operation::Flush).unwrap();
+        ports[0].end_for_test(Operation::Flush).unwrap();
         // One waits, not started yet, when the log fails.
         write(&mut ports[0], 2).unwrap();
         ports[0].submit(7, Operation::Flush);
@@ -290,34 +274,33 @@ mod tests {
             (7, &Failure::Io)
         );
         for port in &mut ports {
-            assert_eq!(end(port, Operation::Flush).unwrap_err(), Failure::Io);
+            assert_eq!(
+                port.end_for_test(Operation::Flush).unwrap_err(),
+                Failure::Io
+            );
             assert_eq!(write(port, 3).unwrap_err(), Failure::Io);
-            let read = end(
-                port,
-                Operation::Read {
+            let read = port
+                .end_for_test(Operation::Read {
                     sector: 0,
                     sectors: 8,
-                },
-            )
-            .unwrap()
-            .unwrap();
+                })
+                .unwrap()
+                .unwrap();
             assert!(read.iter().all(|&byte| byte == 2));
         }
         drop(ports);
         assert!(store.close().unwrap_err().to_string().contains("reopen"));
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let mut port = store.disks()[0].open_port().unwrap();
-        let read = end(
-            &mut port,
-            Operation::Read {
+        let read = port
+            .end_for_test(Operation::Read {
                 sector: 0,
                 sectors: 8,
-            },
-        )
-        .unwrap()
-        .unwrap();
+            })
+            .unwrap()
+            .unwrap();
         assert!(read.iter().all(|&byte| byte == 1));
         write(&mut port, 4).unwrap();
-        end(&mut port, Operation::Flush).unwrap();
+        port.end_for_test(Operation::Flush).unwrap();
     }
 }

@@ -122,40 +122,13 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::{
-        Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
-        default_log_dir, inspect,
-    };
-
-    const MIB: u64 = 1 << 20;
-
-    fn end(port: &mut Port, operation: Operation) -> Option<Buffer> {
-        port.submit(1, operation);
-        port.kick();
-        let mut done: Vec<Completion> = Vec::new();
-        loop {
-            port.completions(&mut done);
-            match done.pop() {
-                Some(ended) => return ended.result.unwrap(),
-                None => port.sleep_for_test(),
-            }
-        }
-    }
-
-    fn fill(port: &mut Port, sector: u64, byte: u8) {
-        let data = Buffer::from(&[byte; 4096][..]);
-        end(port, Operation::Write { sector, data });
-    }
+    use crate::resize::tests::{MIB, end, fill, open};
+    use crate::{Operation, Port, StoreOptions, create_disk, default_log_dir, inspect};
 
     fn page(port: &mut Port, sector: u64) -> Vec<u8> {
         end(port, Operation::Read { sector, sectors: 8 })
             .unwrap()
             .to_vec()
-    }
-
-    fn open(disk: &Path) -> Store {
-        let options = [DiskOptions::new(disk)];
-        Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
     }
 
     fn create(dir: &Path) -> std::path::PathBuf {

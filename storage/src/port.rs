@@ -135,6 +135,21 @@ impl Port {
         self.committer.sleep();
     }
 
+    /// Carries out one request, with nothing else in flight.
+    #[cfg(test)]
+    pub(crate) fn end_for_test(&mut self, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        self.submit(1, operation);
+        self.kick();
+        let mut done = Vec::new();
+        loop {
+            self.completions(&mut done);
+            match done.pop() {
+                Some(Completion { result, .. }) => return result,
+                None => self.sleep_for_test(),
+            }
+        }
+    }
+
     fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
         let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
         if sectors == 0 || end > self.disk.sectors() {

@@ -121,35 +121,24 @@ fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::{
-        Buffer, Completion, Operation, Port, create_disk, default_log_dir, export_disk, inspect,
-    };
+    use crate::{Buffer, Operation, Port, create_disk, default_log_dir, export_disk, inspect};
 
-    const MIB: u64 = 1 << 20;
+    pub(crate) const MIB: u64 = 1 << 20;
 
-    fn end(port: &mut Port, operation: Operation) -> Option<Buffer> {
-        port.submit(1, operation);
-        port.kick();
-        let mut done: Vec<Completion> = Vec::new();
-        loop {
-            port.completions(&mut done);
-            match done.pop() {
-                Some(ended) => return ended.result.unwrap(),
-                None => port.sleep_for_test(),
-            }
-        }
+    pub(crate) fn end(port: &mut Port, operation: Operation) -> Option<Buffer> {
+        port.end_for_test(operation).unwrap()
     }
 
-    fn fill(port: &mut Port, sector: u64, byte: u8) {
+    pub(crate) fn fill(port: &mut Port, sector: u64, byte: u8) {
         let data = Buffer::from(&[byte; 4096][..]);
         end(port, Operation::Write { sector, data });
     }
 
-    fn open(disk: &Path) -> Store {
+    pub(crate) fn open(disk: &Path) -> Store {
         let options = [DiskOptions::new(disk)];
         Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
     }
