@@ -3,6 +3,7 @@
 mod nbd;
 mod vhost_user;
 
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -12,14 +13,17 @@ use std::time::Instant;
 use clap::{Args, Subcommand};
 
 use super::CommandError;
+use super::metrics_file::MetricsFile;
 use super::socket::{self, SocketFile};
 use crate::control_socket::{
     CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
 };
 use crate::disk_spec::DiskSpec;
+use crate::disks::OpenLogs;
 use crate::landlock::{Landlock, Places};
+use crate::metrics::{DiskMetrics, render_served};
 use crate::seccomp::Seccomp;
-use crate::vm::{TerminationSignals, readiness};
+use crate::vm::{DiskConfig, TerminationSignals, readiness};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// The arguments of `walvisor serve`.
@@ -79,6 +83,11 @@ impl DaemonArguments {
             .for_each(|path| places.socket(path));
         places.restrict(self.landlock);
     }
+
+    /// Where metrics go, if they are wanted.
+    fn metrics(&self) -> Result<Option<MetricsFile>, CommandError> {
+        self.metrics.as_deref().map(MetricsFile::open).transpose()
+    }
 }
 
 /// Serves until a signal asks to stop.
@@ -90,6 +99,32 @@ pub fn run(arguments: &ServeArguments, started: Instant) -> Result<(), CommandEr
         Door::Nbd(arguments) => nbd::run(arguments, started),
         Door::VhostUser(arguments) => vhost_user::run(arguments, started),
     }
+}
+
+/// Ends a daemon however serving has ended: tells what was done, and closes the disks, which nobody may use any more.
+/// What went wrong first is what is told.
+fn conclude(
+    served: Result<Vec<DiskMetrics>, CommandError>,
+    metrics: Option<MetricsFile>,
+    open: Vec<DiskConfig>,
+    logs: OpenLogs,
+) -> Result<(), CommandError> {
+    let told = match (&served, metrics) {
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        _ => Ok(()),
+    };
+    drop(open);
+    let closed = logs.close().map_err(CommandError::failed);
+    served.map(|_| ()).and(told).and(closed)
+}
+
+/// Says where the disks are.
+fn announce(lines: &str) {
+    let mut stdout = std::io::stdout();
+    // Nobody has to listen.
+    let _ = stdout
+        .write_all(lines.as_bytes())
+        .and_then(|()| stdout.flush());
 }
 
 /// What ends a daemon: signals, and its control socket.

@@ -1,6 +1,5 @@
 //! `walvisor serve nbd`: disks as NBD exports.
 
-use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,15 +9,13 @@ use clap::{Args, ValueEnum};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
-use super::DaemonArguments;
-use super::Ending;
+use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
-use crate::commands::metrics_file::MetricsFile;
 use crate::commands::socket::{SocketFile, Sockets};
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
 use crate::disks;
-use crate::metrics::{DiskMetrics, render_served};
+use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
 use crate::vm::DiskConfig;
 
@@ -108,11 +105,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     let specs = &arguments.disks;
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments
-        .metrics
-        .as_deref()
-        .map(MetricsFile::open)
-        .transpose()?;
+    let metrics = arguments.metrics()?;
     let ending = Ending::prepare(arguments, Kind::Nbd, started)?;
     // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
     let bound = groups
@@ -125,14 +118,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)
         .and_then(|()| serve(specs, &open, &groups, bound, &tls, ending));
-    let told = match (&served, metrics) {
-        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
-        _ => Ok(()),
-    };
-    drop(open);
-    // However it ended; what went wrong first is what is told.
-    let closed = logs.close().map_err(CommandError::failed);
-    served.map(|_| ()).and(told).and(closed)
+    conclude(served, metrics, open, logs)
 }
 
 /// Serves open disks until a signal comes. Returns what was done with them.
@@ -178,11 +164,7 @@ fn serve(
         files.extend(bound._file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
-    // Nobody has to listen.
-    let mut stdout = std::io::stdout();
-    let _ = stdout
-        .write_all(lines.as_bytes())
-        .and_then(|()| stdout.flush());
+    announce(&lines);
     controlled.sort_by_key(|(member, _)| *member);
     let controlled: Vec<_> = controlled.into_iter().map(|(_, disk)| disk).collect();
     let ended = ending.wait(controlled.clone());

@@ -1,6 +1,5 @@
 //! `walvisor serve vhost-user`: disks as virtio-blk devices of other VMMs.
 
-use std::io::Write;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,14 +11,13 @@ use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::vhost_user::{Server, Service};
 
-use super::{DaemonArguments, Ending};
+use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
-use crate::commands::metrics_file::MetricsFile;
 use crate::commands::socket::{SocketFile, Sockets};
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DiskSpec, MAX_QUEUES, TransportKind};
 use crate::disks;
-use crate::metrics::{DiskMetrics, render_served};
+use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
 use crate::vm::DiskConfig;
 
@@ -32,11 +30,7 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     let mut sockets = Sockets::take(arguments.mode)?;
     let places = places(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments
-        .metrics
-        .as_deref()
-        .map(MetricsFile::open)
-        .transpose()?;
+    let metrics = arguments.metrics()?;
     let ending = Ending::prepare(arguments, Kind::VhostUser, started)?;
     raise_descriptor_limit();
     // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
@@ -50,14 +44,7 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
         .map_err(CommandError::failed)
         .and_then(|()| serve(&open, &places, bound, ending));
-    let told = match (&served, metrics) {
-        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
-        _ => Ok(()),
-    };
-    drop(open);
-    // However it ended; what went wrong first is what is told.
-    let closed = logs.close().map_err(CommandError::failed);
-    served.map(|_| ()).and(told).and(closed)
+    conclude(served, metrics, open, logs)
 }
 
 /// Front-ends bring descriptors, some hundreds each if they like: none may take the last one that the logs need.
@@ -115,11 +102,7 @@ fn serve(
         files.extend(file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
-    // Nobody has to listen.
-    let mut stdout = std::io::stdout();
-    let _ = stdout
-        .write_all(lines.as_bytes())
-        .and_then(|()| stdout.flush());
+    announce(&lines);
     let ended = ending.wait(controlled.clone());
     server.stop();
     drop(files);
