@@ -26,6 +26,9 @@ setup:
 # The embedded guest and the fuzz targets are workspaces of their own.
 GUEST = guest-images/guest
 
+# The devices for a program that brings its own disk: without the store, its log and its io_uring.
+EMBEDDED = --package walvisor-devices --no-default-features
+
 format:
 	$(CARGO) fmt --all --check
 	cd $(GUEST) && $(CARGO) fmt --check
@@ -35,6 +38,7 @@ format:
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --all-targets --features shuttle --locked -- -D warnings
+	$(CARGO) clippy $(EMBEDDED) --all-targets --locked -- -D warnings
 	cd $(GUEST) && $(CARGO) clippy --all-targets --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
@@ -48,6 +52,8 @@ check:
 	@set -o pipefail; status=0; \
 	{ $(CARGO) test --workspace --locked --no-fail-fast -- --show-output && \
 	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output && \
+	  ! $(CARGO) tree $(EMBEDDED) --edges normal --locked | grep -E 'io-uring|kvm' && \
+	  $(CARGO) test $(EMBEDDED) --example embed --locked -- --show-output && \
 	  cd $(GUEST) && $(CARGO) test --locked -- --show-output; } 2>&1 | tee target/test.log || status=1; \
 	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \

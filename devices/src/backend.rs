@@ -7,7 +7,9 @@
 //! ```
 
 pub mod ram;
+#[cfg(feature = "raw")]
 pub mod raw;
+#[cfg(feature = "wal")]
 mod wal;
 
 use std::io;

@@ -18,14 +18,16 @@
 //! [`interrupt::MsiRouter`] (PCI). Each queue has a worker thread of the device's own; the backend may do its part in any
 //! thread or event loop. `examples/embed` does it in one of about the smallest kind: `cargo run --example embed`.
 //!
-//! # What it takes of `walvisor-storage`
+//! # Features
 //!
-//! The crate is always built with it, engine and io_uring included; no feature leaves it out. For its own work it takes
-//! the types of requests ([`backend::Operation`], [`backend::Completion`], [`backend::Failure`], [`backend::Buffer`],
-//! [`backend::Extent`], [`backend::LogCounters`] and two constants) and one call that shortens the time slices of
-//! worker threads. `Backend` for `walvisor_storage::Disk` is the only code here that reaches the store; [`backend::raw`]
-//! takes the locked image and its extents of it, and has an io_uring of its own. A program with a backend of its own opens
-//! no log, starts no thread of the store and makes no io_uring.
+//! Both are on by default, and both bring the engine of `walvisor-storage` with them:
+//! - `wal`: `Backend` for `walvisor_storage::Disk`, a disk with a write-ahead log;
+//! - `raw`: `backend::raw`, a raw image through io_uring.
+//!
+//! A program with a backend of its own needs neither. With `default-features = false` this crate takes of
+//! `walvisor-storage` the types of requests ([`backend::Operation`], [`backend::Completion`], [`backend::Failure`],
+//! [`backend::Buffer`], [`backend::Extent`], [`backend::LogCounters`]), two constants and one call that shortens the time
+//! slices of worker threads; no log and no io_uring are built.
 
 pub mod backend;
 pub mod block;

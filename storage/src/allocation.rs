@@ -3,36 +3,16 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
-use crate::SECTOR_SIZE;
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::index::Place;
 use crate::view::data_ranges;
+use crate::{Allocation, Extent, SECTOR_SIZE};
 
 /// Sectors looked up at once: the pieces of so many are kept in memory.
 const STEP: u64 = 1 << 18;
 /// Most sectors told about at once: 8 GiB.
 pub(crate) const LIMIT: u64 = 1 << 24;
-
-/// How a stretch of a disk is kept. A hint: it may have changed since.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allocation {
-    /// It may hold anything.
-    Data,
-    /// It reads as zeroes, and has space of its own.
-    Zero,
-    /// It reads as zeroes, and takes no space.
-    Hole,
-}
-
-/// A stretch of a disk that is kept in one way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
-    /// Its length in sectors, at least 1.
-    pub sectors: u64,
-    /// How it is kept.
-    pub allocation: Allocation,
-}
 
 /// Appends to extents, joining neighbours of one kind.
 fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocation) {

@@ -130,6 +130,7 @@ impl Buffer {
     }
 
     /// Makes it read-only and cheap to clone.
+    #[cfg(any(feature = "engine", test))]
     pub(crate) fn share(self) -> SharedBuffer {
         self.0
     }

@@ -1,36 +1,9 @@
 //! What a log counts.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::{GROUP_SIZE_CLASSES, LogCounters};
 
-/// Length of [`LogCounters::group_sizes`].
-pub const GROUP_SIZE_CLASSES: usize = 10;
-
-/// What the log has done since it was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LogCounters {
-    /// FLUSH requests received, and writes in writethrough mode.
-    pub flushes: u64,
-    /// Those that waited for a commit group; the others found nothing new and cost no sync.
-    pub flushes_grouped: u64,
-    /// Commit groups made durable.
-    pub groups: u64,
-    /// Device syncs (fdatasync) of log segments.
-    pub syncs: u64,
-    /// Bytes written to segments, headers and padding included.
-    pub log_bytes: u64,
-    /// Checkpoints finished.
-    pub checkpoints: u64,
-    /// Bytes that checkpoints wrote to base images; ranges made zero are not among them.
-    pub base_bytes: u64,
-    /// Operations that did so, zeroing included: fewer than records, since adjacent ones are copied together.
-    pub base_writes: u64,
-    /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
-    /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups that
-    /// nobody waited for are not here.
-    pub group_sizes: [u64; GROUP_SIZE_CLASSES],
-}
-
-/// The same, being counted.
+/// [`LogCounters`], being counted.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub flushes: AtomicU64,

@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::SECTOR_SIZE;
 use crate::catalog::invalid;
-use crate::counters::LogCounters;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::format::Uuid;
@@ -15,6 +13,7 @@ use crate::port::Port;
 use crate::resize::{Resize, check_size};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::{LogCounters, SECTOR_SIZE};
 
 /// What FLUSH and a completed WRITE mean.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::allocation::{Extent, LIMIT, file_extents};
+use crate::allocation::{LIMIT, file_extents};
 use crate::catalog::invalid;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{SECTOR_SIZE, file};
+use crate::{Extent, SECTOR_SIZE, file};
 
 /// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
 /// opens it meanwhile.

@@ -16,64 +16,105 @@
 //! 3. *Prefix*: what a crash leaves is a prefix of the LSN order.
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
+//!
+//! Without the feature `engine`, which is on by default, there is no store: only the types of requests ([`Operation`],
+//! [`Completion`] and what they are made of), for frontends over another disk.
 
-mod allocation;
 mod buffer;
+mod request;
+mod schedule;
+
+// The store: all that is left out without the feature `engine`.
+#[cfg(feature = "engine")]
+mod allocation;
+#[cfg(feature = "engine")]
 mod catalog;
+#[cfg(feature = "engine")]
 mod committer;
+#[cfg(feature = "engine")]
 mod copy;
+#[cfg(feature = "engine")]
 mod counters;
+#[cfg(feature = "engine")]
 mod disk;
+#[cfg(feature = "engine")]
 mod dump;
+#[cfg(feature = "engine")]
 mod engine;
+#[cfg(feature = "engine")]
 mod error;
+#[cfg(feature = "engine")]
 mod file;
+#[cfg(feature = "engine")]
 mod format;
-#[cfg(any(test, fuzzing))]
+#[cfg(all(feature = "engine", any(test, fuzzing)))]
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(feature = "engine")]
 mod gather;
+#[cfg(feature = "engine")]
 mod group;
-#[cfg(test)]
+#[cfg(all(feature = "engine", test))]
 #[path = "../tests/support/heap.rs"]
 mod heap;
+#[cfg(feature = "engine")]
 mod image;
+#[cfg(feature = "engine")]
 mod index;
+#[cfg(feature = "engine")]
 mod keeper;
+#[cfg(feature = "engine")]
 mod log;
+#[cfg(feature = "engine")]
 mod mutant;
+#[cfg(feature = "engine")]
 mod orders;
+#[cfg(feature = "engine")]
 mod port;
+#[cfg(feature = "engine")]
 mod recovery;
-mod request;
+#[cfg(feature = "engine")]
 mod resize;
-mod schedule;
+#[cfg(feature = "engine")]
 mod segment;
-#[cfg(test)]
+#[cfg(all(feature = "engine", test))]
 mod simulation;
+#[cfg(feature = "engine")]
 mod store;
+#[cfg(feature = "engine")]
 mod sync;
+#[cfg(feature = "engine")]
 mod transfer;
+#[cfg(feature = "engine")]
 mod view;
+#[cfg(feature = "engine")]
 mod window;
+#[cfg(feature = "engine")]
 mod writer;
 
-pub use allocation::{Allocation, Extent};
-pub(crate) use buffer::SharedBuffer;
 pub use buffer::{BUFFER_ALIGN, Buffer};
-pub use catalog::log_images;
-pub use counters::{GROUP_SIZE_CLASSES, LogCounters};
-pub use disk::{CacheMode, Disk};
-pub use dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records};
-pub use engine::EngineKind;
-pub use error::{Error, ErrorKind, Result};
-pub use gather::CommitWait;
-pub use image::Image;
-pub use port::Port;
-pub use request::{Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
-pub use resize::{Resize, resize_disk};
-pub use schedule::short_slice;
-pub use store::{
-    DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir, inspect,
+pub use request::{
+    Allocation, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES,
+    Operation, SECTOR_SIZE,
 };
-pub use transfer::{Progress, Transfer, export_disk, import_disk};
+pub use schedule::short_slice;
+#[cfg(feature = "engine")]
+pub use {
+    catalog::log_images,
+    disk::{CacheMode, Disk},
+    dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
+    engine::EngineKind,
+    error::{Error, ErrorKind, Result},
+    gather::CommitWait,
+    image::Image,
+    port::Port,
+    resize::{Resize, resize_disk},
+    store::{
+        DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir,
+        inspect,
+    },
+    transfer::{Progress, Transfer, export_disk, import_disk},
+};
+
+#[cfg(feature = "engine")]
+pub(crate) use buffer::SharedBuffer;

@@ -1,4 +1,4 @@
-//! What a frontend asks of a disk, and what it gets back.
+//! What a frontend asks of a disk, and what it gets back or is told.
 
 use crate::Buffer;
 
@@ -71,4 +71,52 @@ pub struct Completion {
     pub token: u64,
     /// The data of a read, `None` for every other operation; or why it failed.
     pub result: Result<Option<Buffer>, Failure>,
+}
+
+/// How a stretch of a disk is kept. A hint: it may have changed since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocation {
+    /// It may hold anything.
+    Data,
+    /// It reads as zeroes, and has space of its own.
+    Zero,
+    /// It reads as zeroes, and takes no space.
+    Hole,
+}
+
+/// A stretch of a disk that is kept in one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Its length in sectors, at least 1.
+    pub sectors: u64,
+    /// How it is kept.
+    pub allocation: Allocation,
+}
+
+/// Length of [`LogCounters::group_sizes`].
+pub const GROUP_SIZE_CLASSES: usize = 10;
+
+/// What the log has done since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogCounters {
+    /// FLUSH requests received, and writes in writethrough mode.
+    pub flushes: u64,
+    /// Those that waited for a commit group; the others found nothing new and cost no sync.
+    pub flushes_grouped: u64,
+    /// Commit groups made durable.
+    pub groups: u64,
+    /// Device syncs (fdatasync) of log segments.
+    pub syncs: u64,
+    /// Bytes written to segments, headers and padding included.
+    pub log_bytes: u64,
+    /// Checkpoints finished.
+    pub checkpoints: u64,
+    /// Bytes that checkpoints wrote to base images; ranges made zero are not among them.
+    pub base_bytes: u64,
+    /// Operations that did so, zeroing included: fewer than records, since adjacent ones are copied together.
+    pub base_writes: u64,
+    /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
+    /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups that
+    /// nobody waited for are not here.
+    pub group_sizes: [u64; GROUP_SIZE_CLASSES],
 }

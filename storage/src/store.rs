@@ -13,7 +13,7 @@ use crate::catalog::{
     OpenBase, canonical, check_options, create_log, entry_path, has_control, invalid, open_control,
     register, set_size,
 };
-use crate::counters::{Counters, LogCounters};
+use crate::counters::Counters;
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
 use crate::error::{Error, ErrorKind, Result};
@@ -30,7 +30,7 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex, RwLock};
 use crate::transfer::Progress;
 use crate::writer::Writer;
-use crate::{MAX_REQUEST_BYTES, SECTOR_SIZE};
+use crate::{LogCounters, MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// How a log is made and run.
 #[derive(Clone, Copy, Debug)]

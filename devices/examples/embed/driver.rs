@@ -1,4 +1,5 @@
-//! In place of a guest: a virtio-blk driver (virtio 1.2, 3.1.1 and 2.7.13) that makes one request at a time.
+//! In place of a guest, and no part of embedding the device: a virtio-blk driver (virtio 1.2, 3.1.1 and 2.7.13) that makes
+//! one request at a time.
 
 use std::error::Error;
 use std::io::Write;
@@ -32,19 +33,26 @@ const REQUESTS: [(u32, u64, &[u8]); 3] = [
     (VIRTIO_BLK_T_IN, 2048, b""),
 ];
 
-pub struct Driver {
+pub struct Driver<'a, O> {
     transport: MmioTransport<Memory>,
     memory: Memory,
+    /// Where it tells what it does.
+    out: &'a mut O,
     made: u16,
     answered: u16,
 }
 
-impl Driver {
-    /// Negotiates VERSION_1 and nothing else, and sets up queue 0.
-    pub fn start(transport: MmioTransport<Memory>, memory: Memory) -> Result<Self, Box<dyn Error>> {
+impl<'a, O: Write> Driver<'a, O> {
+    /// Negotiates VERSION_1 and nothing else, sets up queue 0, and makes the first request.
+    pub fn start(
+        transport: MmioTransport<Memory>,
+        memory: Memory,
+        out: &'a mut O,
+    ) -> Result<Self, Box<dyn Error>> {
         let mut driver = Self {
             transport,
             memory,
+            out,
             made: 0,
             answered: 0,
         };
@@ -60,19 +68,22 @@ impl Driver {
         driver.set(reg::VIRTIO_MMIO_QUEUE_READY, 1);
         driver.set(reg::VIRTIO_MMIO_STATUS, live);
         match driver.get(reg::VIRTIO_MMIO_STATUS) {
-            status if status == live => Ok(driver),
+            status if status == live => {
+                driver.next_request()?;
+                Ok(driver)
+            }
             status => Err(format!("the device is not live: status {status:#x}").into()),
         }
     }
 
     /// Makes the next request; `false`: there is none.
-    pub fn next_request(&mut self, out: &mut impl Write) -> Result<bool, Box<dyn Error>> {
+    fn next_request(&mut self) -> Result<bool, Box<dyn Error>> {
         let Some(&(kind, sector, contents)) = REQUESTS.get(usize::from(self.made)) else {
             return Ok(false);
         };
         let is_read = kind == VIRTIO_BLK_T_IN;
         let name = if is_read { "IN" } else { "OUT" };
-        writeln!(out, "driver: {name} at {sector}")?;
+        writeln!(self.out, "driver: {name} at {sector}")?;
         let memory = &self.memory;
         let mut buffer = [0; BUFFER_LEN];
         buffer[..contents.len()].copy_from_slice(contents);
@@ -99,8 +110,8 @@ impl Driver {
         Ok(true)
     }
 
-    /// What the interrupt handler does.
-    pub fn take_answers(&mut self, out: &mut impl Write) -> Result<(), Box<dyn Error>> {
+    /// Handles an interrupt, and makes the next request; `false`: there is none.
+    pub fn interrupt(&mut self) -> Result<bool, Box<dyn Error>> {
         let causes = self.get(reg::VIRTIO_MMIO_INTERRUPT_STATUS);
         self.set(reg::VIRTIO_MMIO_INTERRUPT_ACK, causes);
         let address = GuestAddress(USED + 2);
@@ -114,8 +125,8 @@ impl Driver {
         self.memory.read_slice(&mut buffer, GuestAddress(BUFFER))?;
         let text = String::from_utf8_lossy(&buffer);
         let text = text.trim_end_matches('\0');
-        writeln!(out, "driver: status {status}, buffer {text:?}")?;
-        Ok(())
+        writeln!(self.out, "driver: status {status}, buffer {text:?}")?;
+        self.next_request()
     }
 
     fn get(&mut self, register: u32) -> u32 {
@@ -126,5 +137,22 @@ impl Driver {
 
     fn set(&mut self, register: u32, value: u32) {
         self.transport.write(register.into(), &value.to_le_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn what_was_written_is_read_and_a_range_beyond_the_disk_is_refused() {
+        let mut out = Vec::new();
+        crate::run(&mut out).expect("a run");
+        let expected = "\
+            driver: OUT at 7\n\
+            driver: status 0, buffer \"stable means stable\"\n\
+            driver: IN at 7\n\
+            driver: status 0, buffer \"stable means stable\"\n\
+            driver: IN at 2048\n\
+            driver: status 1, buffer \"\"\n";
+        assert_eq!(String::from_utf8_lossy(&out), expected);
     }
 }

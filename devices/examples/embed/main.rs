@@ -3,8 +3,8 @@
 //! ```text
 //!   this program: one thread, one epoll                        walvisor-devices
 //!   Driver ──registers, doorbell──▶ MmioTransport ──eventfd──▶ queue worker (a thread)
-//!   loop ◀──REQUESTS── Job { token, Operation } ◀──channel── LoopQueue::submit ◀─┘ ▲
-//!    ├─ served from a map that needs no lock ────── Completion, eventfd ───────────┤
+//!   loop ◀──REQUESTS── (token, Operation) ◀─────channel── Queue::submit ◀────────┘ ▲
+//!    ├─ served from the program's own bytes ────── Completion, eventfd ────────────┤
 //!    └◀─INTERRUPT── irq ◀──── data, status and used ring in guest memory ──────────┘
 //! ```
 //! In a VMM the register accesses come from vCPU threads. Here they are made in the loop, and none may reset the device
@@ -12,55 +12,40 @@
 
 mod driver;
 
-use std::collections::HashMap;
-use std::error::Error;
-use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, mpsc};
+use std::{error::Error, io};
 
-use rustix::event::{EventfdFlags, eventfd};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_devices::backend::{
-    Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, Operation, SECTOR_SIZE,
-};
+use walvisor_devices::backend::*;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::transport::MmioTransport;
 
-use driver::Driver;
-
-/// Sources of events.
+const SECTORS: u64 = 2048;
+// Sources of events.
 const REQUESTS: u64 = 0;
 const INTERRUPT: u64 = 1;
 
-/// A request on its way to the loop, and whom to tell how it ended.
-struct Job {
-    token: u64,
-    operation: Operation,
-    queue: Arc<Ended>,
-}
+/// A request on its way to the loop: its token, what it asks for, and whom to tell how it ended.
+type Job = (u64, Operation, Arc<Ended>);
 
 struct Ended {
     completions: Mutex<Vec<Completion>>,
-    event: OwnedFd,
+    event: EventFd,
 }
 
-/// The backend, and each queue's way to it: they hand requests to the loop.
+/// The disk as the device sees it: each request goes to the loop.
 #[derive(Clone)]
-struct LoopDisk {
+struct Disk {
     jobs: mpsc::Sender<Job>,
-    requests: Arc<OwnedFd>,
+    wake: Arc<EventFd>,
 }
 
-struct LoopQueue {
-    disk: LoopDisk,
-    ended: Arc<Ended>,
-}
-
-impl Backend for LoopDisk {
+impl Backend for Disk {
     fn sectors(&self) -> u64 {
-        2048
+        SECTORS
     }
 
     /// What stands here is what the driver is offered: no DISCARD, no WRITE_ZEROES, and no FLUSH, because there is no
@@ -78,133 +63,87 @@ impl Backend for LoopDisk {
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
         let ended = Ended {
             completions: Mutex::default(),
-            event: new_event()?,
+            event: EventFd::new(EFD_NONBLOCK)?,
         };
-        Ok(Box::new(LoopQueue {
-            disk: self.clone(),
-            ended: Arc::new(ended),
-        }))
+        Ok(Box::new(Queue(self.clone(), Arc::new(ended))))
     }
 }
 
-impl BackendQueue for LoopQueue {
+/// One queue's way to the disk, and what ended. It belongs to the queue's worker.
+struct Queue(Disk, Arc<Ended>);
+
+impl BackendQueue for Queue {
     fn submit(&mut self, token: u64, operation: Operation) {
-        let job = Job {
-            token,
-            operation,
-            queue: Arc::clone(&self.ended),
-        };
-        // Each request must end, so one that nobody takes any more ends here.
-        if let Err(mpsc::SendError(job)) = self.disk.jobs.send(job) {
-            job.queue.push(job.token, Err(Failure::Io));
-        }
+        let job = (token, operation, Arc::clone(&self.1));
+        self.0.jobs.send(job).expect("the loop outlives the device");
     }
 
     fn kick(&mut self) {
-        signal(&self.disk.requests);
+        self.0.wake.write(1).expect("an eventfd that is read often");
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        self.ended.event.as_fd()
+        // SAFETY: it stays open as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.1.event.as_raw_fd()) }
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        clear(&self.ended.event);
-        done.append(&mut self.ended.completions.lock().expect("nobody panics"));
+        let _ = self.1.event.read();
+        done.append(&mut self.1.completions.lock().expect("nobody panics"));
     }
 }
 
-impl Ended {
-    fn push(&self, token: u64, result: Result<Option<Buffer>, Failure>) {
-        let mut completions = self.completions.lock().expect("nobody panics");
-        completions.push(Completion { token, result });
-        signal(&self.event);
-    }
-}
-
-fn new_event() -> io::Result<OwnedFd> {
-    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
-}
-
-fn signal(event: &OwnedFd) {
-    // A counter that is full is readable too.
-    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
-}
-
-fn clear(event: &OwnedFd) {
-    let _ = rustix::io::read(event, &mut [0; 8]);
-}
-
-/// The loop's own disk. The device has checked each range against the capacity.
-#[derive(Default)]
-struct Sectors(HashMap<u64, [u8; SECTOR_SIZE as usize]>);
-
-impl Sectors {
-    fn serve(&mut self, operation: &Operation) -> Result<Option<Buffer>, Failure> {
-        match operation {
-            Operation::Read { sector, sectors } => {
-                let mut data = Buffer::zeroed(*sectors as usize * SECTOR_SIZE as usize);
-                let (chunks, _) = data.as_chunks_mut();
-                for (sector, chunk) in (*sector..).zip(chunks) {
-                    *chunk = *self.0.get(&sector).unwrap_or(&[0; SECTOR_SIZE as usize]);
-                }
-                Ok(Some(data))
-            }
-            Operation::Write { sector, data } => {
-                let (chunks, _) = data.as_chunks();
-                self.0.extend((*sector..).zip(chunks.iter().copied()));
-                Ok(None)
-            }
-            Operation::Flush => Ok(None),
-            // Never offered, so never asked for.
-            Operation::Discard { .. } | Operation::WriteZeroes { .. } => Err(Failure::Io),
+/// The program's part of a request. The device has checked its range against the capacity.
+fn serve(disk: &mut [u8], operation: Operation) -> Result<Option<Buffer>, Failure> {
+    let at = |sector| (sector * SECTOR_SIZE) as usize;
+    match operation {
+        Operation::Read { sector, sectors } => Ok(Some(
+            disk[at(sector)..at(sector + u64::from(sectors))].into(),
+        )),
+        Operation::Write { sector, data } => {
+            disk[at(sector)..][..data.len()].copy_from_slice(&data);
+            Ok(None)
         }
+        // Never offered, so never asked for.
+        _ => Err(Failure::Io),
     }
 }
 
 /// Serves one device until its driver is through with it.
-fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
+fn run(out: &mut impl io::Write) -> Result<(), Box<dyn Error>> {
     let (sender, jobs) = mpsc::channel::<Job>();
-    let requests = Arc::new(new_event()?);
-    let disk = LoopDisk {
+    let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+    let irq = EventFd::new(EFD_NONBLOCK)?;
+    let disk = Disk {
         jobs: sender,
-        requests: Arc::clone(&requests),
+        wake: Arc::clone(&wake),
     };
     let device = VirtioBlock::new(Arc::new(disk), BlockConfig::default())?;
-    let metrics = device.metrics();
-    let irq = EventFd::new(EFD_NONBLOCK)?;
-    let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
-    let memory = Arc::new(memory);
+    let memory = Arc::new(GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)])?);
     let transport = MmioTransport::new(device, Arc::clone(&memory), irq.try_clone()?);
+    let mut driver = driver::Driver::start(transport, memory, out)?;
 
+    let mut bytes = vec![0; (SECTORS * SECTOR_SIZE) as usize];
     let epoll = Epoll::new()?;
-    for (fd, source) in [
-        (requests.as_raw_fd(), REQUESTS),
-        (irq.as_raw_fd(), INTERRUPT),
-    ] {
-        let event = EpollEvent::new(EventSet::IN, source);
-        epoll.ctl(ControlOperation::Add, fd, event)?;
+    for (event, source) in [(&*wake, REQUESTS), (&irq, INTERRUPT)] {
+        let event_set = EpollEvent::new(EventSet::IN, source);
+        epoll.ctl(ControlOperation::Add, event.as_raw_fd(), event_set)?;
     }
-
-    let mut sectors = Sectors::default();
-    let mut driver = Driver::start(transport, memory)?;
-    driver.next_request(out)?;
     let mut events = [EpollEvent::default(); 2];
     loop {
         let ready = epoll.wait(-1, &mut events)?;
         for event in &events[..ready] {
             if event.data() == REQUESTS {
-                clear(&requests);
-                for job in jobs.try_iter() {
-                    writeln!(out, "loop: {}", describe(&job.operation))?;
-                    job.queue.push(job.token, sectors.serve(&job.operation));
+                wake.read()?;
+                for (token, operation, ended) in jobs.try_iter() {
+                    let result = serve(&mut bytes, operation);
+                    let mut completions = ended.completions.lock().expect("nobody panics");
+                    completions.push(Completion { token, result });
+                    ended.event.write(1)?;
                 }
             } else {
                 irq.read()?;
-                driver.take_answers(out)?;
-                if !driver.next_request(out)? {
-                    let counts = metrics.counts();
-                    writeln!(out, "device: {} requests", counts.requests)?;
+                if !driver.interrupt()? {
                     return Ok(());
                 }
             }
@@ -212,34 +151,6 @@ fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn describe(operation: &Operation) -> String {
-    match operation {
-        Operation::Read { sector, sectors } => format!("read {sectors} at {sector}"),
-        Operation::Write { sector, data } => format!("write {} bytes at {sector}", data.len()),
-        other => format!("{other:?}"),
-    }
-}
-
 fn main() -> Result<(), Box<dyn Error>> {
     run(&mut io::stdout())
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn what_was_written_is_read_and_a_range_beyond_the_disk_is_refused() {
-        let mut out = Vec::new();
-        super::run(&mut out).expect("a run");
-        let expected = "\
-            driver: OUT at 7\n\
-            loop: write 512 bytes at 7\n\
-            driver: status 0, buffer \"stable means stable\"\n\
-            driver: IN at 7\n\
-            loop: read 1 at 7\n\
-            driver: status 0, buffer \"stable means stable\"\n\
-            driver: IN at 2048\n\
-            driver: status 1, buffer \"\"\n\
-            device: 3 requests\n";
-        assert_eq!(String::from_utf8_lossy(&out), expected);
-    }
 }
