@@ -1,0 +1,400 @@
+//! One command in flight: a few backend operations, and what came of them.
+
+use super::DataBuffer;
+use super::command::{self, Plan};
+use super::order::Ticket;
+use super::sense::{Sense, SenseData, Status};
+use super::unit::LogicalUnit;
+use crate::backend::{Buffer, Failure, Operation, SECTOR_SIZE};
+use crate::block::OperationKind;
+
+/// Most operations of one command in flight.
+const MAX_IN_FLIGHT: usize = 32;
+/// Longest write of a WRITE SAME in bytes: the block repeated.
+const FILL_PART: usize = 1 << 20;
+/// Bytes of a data buffer compared at once.
+const COMPARED: usize = 4096;
+
+/// What a transport is to do next for a task.
+#[derive(Debug)]
+pub enum Step {
+    /// Submit this, and ask again.
+    Submit(Operation),
+    /// Nothing until an operation of this task has ended.
+    InFlight,
+    /// Nothing until another task of the unit is over, for the two must not overlap.
+    Blocked,
+    /// The command has ended.
+    Done,
+}
+
+/// The end of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The status.
+    pub status: Status,
+    /// Why it failed, with CHECK CONDITION.
+    pub sense: Option<SenseData>,
+    /// Bytes of the Data-In Buffer that are valid, from its first one on; 0 for a command that sends data.
+    pub data_in: usize,
+}
+
+/// Blocks that follow each other, all of them on the disk when the command was judged.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Range {
+    pub(super) lba: u64,
+    pub(super) blocks: u32,
+}
+
+/// A step of a job.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Action {
+    Flush,
+    /// Read the range.
+    Read(Then),
+    /// Write the range from the Data-Out Buffer, beginning at this byte of it.
+    Write {
+        from: usize,
+    },
+    /// Write the block in the Data-Out Buffer to every block of the range.
+    Fill,
+    /// Make the range read as zeroes.
+    Zero {
+        unmap: bool,
+    },
+    /// Discard every range of the list.
+    Unmap,
+}
+
+/// What is done with blocks that were read.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Then {
+    /// They go to the Data-In Buffer, as much as fits.
+    Return,
+    /// They were readable, and that was the question.
+    Forget,
+    /// They are to be what the Data-Out Buffer begins with.
+    Compare,
+    /// Each is to be the one block in the Data-Out Buffer.
+    CompareEach,
+}
+
+/// Who may change blocks while a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// It changes none.
+    None,
+    /// Anyone.
+    Shared,
+    /// Nobody: what it reads it goes by.
+    Alone,
+}
+
+/// What a command has to do.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) kind: Option<OperationKind>,
+    pub(super) range: Range,
+    pub(super) list: Vec<Range>,
+    pub(super) script: [Option<Action>; 3],
+    pub(super) change: Change,
+}
+
+impl Job {
+    /// `script` on `range`.
+    pub(super) fn new(kind: OperationKind, range: Range, script: [Option<Action>; 3]) -> Self {
+        Self {
+            kind: Some(kind),
+            range,
+            list: Vec::new(),
+            script,
+            change: Change::None,
+        }
+    }
+
+    /// Nothing more than what was done when the command was judged.
+    pub(super) fn nothing() -> Self {
+        Self {
+            kind: None,
+            ..Self::new(OperationKind::Flush, Range::default(), [None; 3])
+        }
+    }
+
+    pub(super) fn changing(mut self, change: Change) -> Self {
+        self.change = change;
+        self
+    }
+}
+
+/// One command in flight.
+pub struct Task {
+    job: Job,
+    /// The next action.
+    at: usize,
+    /// Blocks of the range that are filled, or ranges of the list that are discarded, with what is in flight.
+    progress: usize,
+    in_flight: usize,
+    /// What the blocks in flight are for, if they are read.
+    then: Option<Then>,
+    ticket: Option<Ticket>,
+    data_in: usize,
+    failed: Option<(Status, Option<SenseData>)>,
+}
+
+impl Task {
+    /// Judges a command: finds it, checks its CDB, and its parameter list if it has one, before anything is done.
+    ///
+    /// `cdb` may be longer than the command's. `data` is the same for all calls of one task.
+    pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
+        let (job, data_in, failed) = match command::judge(unit, cdb, data) {
+            Ok(Plan::Run(job)) => (job, 0, None),
+            Ok(Plan::Answer { bytes, allocation }) => {
+                let len = bytes.len().min(allocation).min(data.len());
+                data.write(0, &bytes[..len]);
+                (Job::nothing(), len, None)
+            }
+            Err(sense) => {
+                let data = sense.data(unit.descriptor_sense());
+                let failed = (Status::CheckCondition, Some(data));
+                (Job::nothing(), 0, Some(failed))
+            }
+        };
+        let ticket = (job.change != Change::None).then(|| {
+            let all = || {
+                job.list
+                    .iter()
+                    .chain([&job.range])
+                    .filter(|range| range.blocks > 0)
+            };
+            let start = all().map(|range| range.lba).min();
+            let end = all().map(|range| range.lba + u64::from(range.blocks)).max();
+            let alone = job.change == Change::Alone;
+            unit.order
+                .enter(start.unwrap_or(0), end.unwrap_or(0), alone)
+        });
+        Self {
+            job,
+            at: 0,
+            progress: 0,
+            in_flight: 0,
+            then: None,
+            ticket,
+            data_in,
+            failed,
+        }
+    }
+
+    /// What the command counts as, and bytes of its payload; `None` for one that is neither I/O nor a flush.
+    pub fn kind(&self) -> Option<OperationKind> {
+        self.job.kind
+    }
+
+    /// Most bytes of backend buffers that the command has in use at any time.
+    pub fn bytes(&self, unit: &LogicalUnit) -> usize {
+        let range = self.job.range.blocks as usize * unit.block_size() as usize;
+        let most = self.job.script.iter().flatten().map(|action| match action {
+            Action::Read(_) | Action::Write { .. } => range,
+            Action::Fill => range.min(FILL_PART),
+            Action::Flush | Action::Zero { .. } | Action::Unmap => 0,
+        });
+        most.max().unwrap_or(0)
+    }
+
+    /// What is to be done next.
+    pub fn next(&mut self, unit: &LogicalUnit, data: &dyn DataBuffer) -> Step {
+        let idle = match self.in_flight {
+            0 => Step::Done,
+            _ => Step::InFlight,
+        };
+        if self.failed.is_some() {
+            return idle;
+        }
+        if self
+            .ticket
+            .as_ref()
+            .is_some_and(|ticket| !ticket.admitted())
+        {
+            return Step::Blocked;
+        }
+        let Some(action) = self.job.script.get(self.at).copied().flatten() else {
+            return idle;
+        };
+        // Only the ranges of one list run beside each other.
+        let most = match action {
+            Action::Unmap if self.progress > 0 => MAX_IN_FLIGHT,
+            _ => 1,
+        };
+        if self.in_flight >= most {
+            return Step::InFlight;
+        }
+        let operation = self.operation(unit, data, action);
+        self.in_flight += 1;
+        Step::Submit(operation)
+    }
+
+    /// The operation of `action`, which is done with this or not.
+    fn operation(
+        &mut self,
+        unit: &LogicalUnit,
+        data: &dyn DataBuffer,
+        action: Action,
+    ) -> Operation {
+        let per_block = unit.sectors_per_block();
+        let block = unit.block_size() as usize;
+        let Range { lba, blocks } = self.job.range;
+        let sector = lba * per_block;
+        // A job's range has at most 2^32 - 1 sectors.
+        let sectors = blocks * per_block as u32;
+        self.at += 1;
+        self.then = None;
+        match action {
+            Action::Flush => Operation::Flush,
+            Action::Read(then) => {
+                self.then = Some(then);
+                Operation::Read { sector, sectors }
+            }
+            Action::Write { from } => {
+                // `read` fills all of it.
+                let mut payload = Buffer::for_overwrite(blocks as usize * block);
+                data.read(from, &mut payload);
+                let data = payload;
+                Operation::Write { sector, data }
+            }
+            Action::Fill => {
+                let left = blocks as usize - self.progress;
+                let part = left.min(FILL_PART / block);
+                let mut payload = Buffer::for_overwrite(part * block);
+                data.read(0, &mut payload[..block]);
+                let mut filled = block;
+                while filled < payload.len() {
+                    let more = filled.min(payload.len() - filled);
+                    payload.copy_within(..more, filled);
+                    filled += more;
+                }
+                let sector = sector + self.progress as u64 * per_block;
+                self.progress = if part < left {
+                    self.at -= 1;
+                    self.progress + part
+                } else {
+                    0
+                };
+                let data = payload;
+                Operation::Write { sector, data }
+            }
+            Action::Zero { unmap } => {
+                let can = unit.can();
+                match unmap && !can.write_zeroes {
+                    true => Operation::Discard { sector, sectors },
+                    false => Operation::WriteZeroes {
+                        sector,
+                        sectors,
+                        unmap,
+                    },
+                }
+            }
+            Action::Unmap => {
+                let range = self.job.list[self.progress];
+                self.progress += 1;
+                if self.progress < self.job.list.len() {
+                    self.at -= 1;
+                } else {
+                    self.progress = 0;
+                }
+                Operation::Discard {
+                    sector: range.lba * per_block,
+                    sectors: range.blocks * per_block as u32,
+                }
+            }
+        }
+    }
+
+    /// An operation of this task has ended.
+    pub fn ended(
+        &mut self,
+        unit: &LogicalUnit,
+        data: &dyn DataBuffer,
+        result: Result<Option<Buffer>, Failure>,
+    ) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        // Of several failures the first counts.
+        if self.failed.is_some() {
+            return;
+        }
+        let judged = match (result, self.then) {
+            (Ok(Some(blocks)), Some(then)) => self.took(unit, data, &blocks, then),
+            (Ok(_), None) => Ok(()),
+            // A read without its data is as failed as one that says so.
+            (Ok(None), Some(_)) => Err(Sense::READ_ERROR),
+            (Err(failure), Some(_)) => Err(Sense::of(failure, Sense::READ_ERROR)),
+            (Err(failure), None) => Err(Sense::of(failure, Sense::WRITE_ERROR)),
+        };
+        if let Err(sense) = judged {
+            let sense = sense.data(unit.descriptor_sense());
+            self.failed = Some((Status::CheckCondition, Some(sense)));
+            self.data_in = 0;
+        }
+    }
+
+    /// Blocks were read.
+    fn took(
+        &mut self,
+        unit: &LogicalUnit,
+        data: &dyn DataBuffer,
+        blocks: &[u8],
+        then: Then,
+    ) -> Result<(), Sense> {
+        let block = unit.block_size() as usize;
+        if blocks.len() != self.job.range.blocks as usize * block {
+            return Err(Sense::READ_ERROR);
+        }
+        match then {
+            Then::Forget => Ok(()),
+            Then::Return => {
+                self.data_in = blocks.len().min(data.len());
+                data.write(0, &blocks[..self.data_in]);
+                Ok(())
+            }
+            Then::Compare => compare(blocks, data, blocks.len()),
+            Then::CompareEach => compare(blocks, data, block),
+        }
+    }
+
+    /// Gives the command up: nothing more of it is submitted, and it ends with TASK ABORTED once nothing is in flight. What
+    /// was submitted is not taken back.
+    pub fn abort(&mut self) {
+        self.failed = Some((Status::TaskAborted, None));
+        self.data_in = 0;
+    }
+
+    /// How the command ended, after [`Step::Done`].
+    pub fn outcome(self) -> Outcome {
+        let (status, sense) = self.failed.unwrap_or((Status::Good, None));
+        Outcome {
+            status,
+            sense,
+            data_in: self.data_in,
+        }
+    }
+}
+
+/// Compares blocks with the first `period` bytes of the data buffer, over and over.
+fn compare(blocks: &[u8], data: &dyn DataBuffer, period: usize) -> Result<(), Sense> {
+    let mut piece = [0; COMPARED];
+    // Of every block size and the piece one is a multiple of the other.
+    for (index, blocks) in blocks.chunks(COMPARED.min(period)).enumerate() {
+        let offset = index * COMPARED.min(period) % period;
+        let expected = &mut piece[..blocks.len()];
+        data.read(offset, expected);
+        if let Some(at) = blocks
+            .iter()
+            .zip(&*expected)
+            .position(|(is, should)| is != should)
+        {
+            return Err(Sense::miscompare((offset + at) as u64));
+        }
+    }
+    Ok(())
+}
+
+const _: () =
+    assert!(COMPARED.is_multiple_of(SECTOR_SIZE as usize) && FILL_PART.is_multiple_of(4096));

@@ -1,0 +1,171 @@
+//! A logical unit: a backend as a SCSI block device.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use super::order::Order;
+use super::sense::Sense;
+use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
+
+/// Physical block in bytes: what the log aligns to, and base images on today's media like. As virtio-blk's.
+pub(super) const PHYSICAL_BLOCK: u32 = 4096;
+
+/// Most blocks of a COMPARE AND WRITE: its CDB has a byte for them.
+const MAX_COMPARE_BLOCKS: u64 = u8::MAX as u64;
+
+/// A backend that cannot be a logical unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnitError {
+    /// Logical blocks have 512 or 4096 bytes.
+    #[error("a logical block of {0} bytes: it must have 512 or 4096")]
+    BlockSize(u32),
+    /// There is no logical block.
+    #[error("the disk has less than a logical block of {0} bytes")]
+    TooSmall(u32),
+}
+
+/// A logical unit: a [`Backend`] with an identity, a logical block size, and the state that its commands share.
+///
+/// One for all initiators: a transport that cannot tell them apart is what it is made for. So a unit attention condition is
+/// reported once, and mode pages are shared.
+pub struct LogicalUnit {
+    backend: Arc<dyn Backend>,
+    serial: String,
+    block_size: u32,
+    pub(super) order: Arc<Order>,
+    /// D_SENSE of the control mode page.
+    descriptor_sense: AtomicBool,
+    /// Stopped by START STOP UNIT.
+    stopped: AtomicBool,
+    /// Unit attention conditions that wait, as bits; the lowest is reported first.
+    attentions: AtomicU8,
+}
+
+/// The bit of CAPACITY DATA HAS CHANGED.
+const CAPACITY_CHANGED: u8 = 1 << 0;
+
+impl LogicalUnit {
+    /// Longest serial number in bytes.
+    pub const MAX_SERIAL_BYTES: usize = 36;
+
+    /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. What the disk has beyond the last whole
+    /// block is out of reach.
+    ///
+    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h), and what the designators of page 83h are made of: hosts take
+    /// units with the same one for two paths to one disk. What is not printable ASCII in it becomes `_`, and it is cut to
+    /// [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
+    ///
+    /// # Errors
+    /// If the block size is another one, or the disk has not even one block.
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        serial: &str,
+        block_size: u32,
+    ) -> Result<Self, UnitError> {
+        if !matches!(block_size, 512 | 4096) {
+            return Err(UnitError::BlockSize(block_size));
+        }
+        let printable = |c: char| {
+            if c.is_ascii_graphic() || c == ' ' {
+                c
+            } else {
+                '_'
+            }
+        };
+        let serial = serial.chars().take(Self::MAX_SERIAL_BYTES);
+        let unit = Self {
+            backend,
+            serial: serial.map(printable).collect(),
+            block_size,
+            order: Arc::default(),
+            descriptor_sense: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            attentions: AtomicU8::new(0),
+        };
+        match unit.blocks() {
+            0 => Err(UnitError::TooSmall(block_size)),
+            _ => Ok(unit),
+        }
+    }
+
+    /// The disk.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    /// The serial number, as initiators see it.
+    pub fn serial(&self) -> &str {
+        &self.serial
+    }
+
+    /// Bytes of a logical block: 512 or 4096.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Capacity in logical blocks, as it is now.
+    pub fn blocks(&self) -> u64 {
+        self.backend.sectors() / self.sectors_per_block()
+    }
+
+    /// Most bytes that a command moves, a multiple of the block size. One that asks for more is refused.
+    pub fn max_transfer_bytes(&self) -> usize {
+        let block = self.block_size as usize;
+        (self.backend.max_request_bytes() / block).max(1) * block
+    }
+
+    /// The disk has another size now: the next command hears of it.
+    pub fn capacity_changed(&self) {
+        self.attentions.fetch_or(CAPACITY_CHANGED, Ordering::AcqRel);
+    }
+
+    pub(super) fn sectors_per_block(&self) -> u64 {
+        u64::from(self.block_size) / SECTOR_SIZE
+    }
+
+    /// MAXIMUM TRANSFER LENGTH in blocks.
+    pub(super) fn max_transfer_blocks(&self) -> u32 {
+        (self.max_transfer_bytes() / self.block_size as usize) as u32
+    }
+
+    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks.
+    pub(super) fn max_compare_blocks(&self) -> u8 {
+        u64::from(self.max_transfer_blocks()).min(MAX_COMPARE_BLOCKS) as u8
+    }
+
+    pub(super) fn can(&self) -> Capabilities {
+        self.backend.capabilities()
+    }
+
+    /// WCE: writes complete before they are durable.
+    pub(super) fn write_cache(&self) -> bool {
+        self.can().flush && self.backend.write_cache()
+    }
+
+    pub(super) fn descriptor_sense(&self) -> bool {
+        self.descriptor_sense.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_descriptor_sense(&self, on: bool) {
+        self.descriptor_sense.store(on, Ordering::Relaxed);
+    }
+
+    pub(super) fn stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_stopped(&self, stopped: bool) {
+        self.stopped.store(stopped, Ordering::Relaxed);
+    }
+
+    /// Takes the unit attention condition that is to be reported next.
+    pub(super) fn take_attention(&self) -> Option<Sense> {
+        if self.attentions.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let before = self
+            .attentions
+            .fetch_and(!CAPACITY_CHANGED, Ordering::AcqRel);
+        (before & CAPACITY_CHANGED != 0).then_some(Sense::CAPACITY_CHANGED)
+    }
+}
