@@ -37,6 +37,7 @@ pub mod nbd;
 #[allow(dead_code)] // The commands that need the rest come next.
 pub mod scsi;
 mod status;
+pub mod tcmu;
 pub mod throttle;
 pub mod transport;
 pub mod vhost_user;

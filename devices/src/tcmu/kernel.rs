@@ -1,0 +1,290 @@
+//! A model of the ring's other side: what the kernel's target_core_user does with it, and what it complains about.
+//!
+//! For tests and fuzz targets. It keeps what it knows in its own memory, as the kernel does, and reads from the shared one
+//! only what it has to.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use vm_memory::Bytes;
+
+use super::layout::{flag, header, mailbox, request, response, task_management};
+use super::memory::Mapping;
+
+/// Length of a block of the data area: a page.
+pub const BLOCK: usize = 4096;
+
+/// A command as an initiator sees it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Request {
+    /// Its CDB.
+    pub cdb: Vec<u8>,
+    /// What it writes.
+    pub out: Vec<u8>,
+    /// How many bytes it reads. With `out`, the command is bidirectional.
+    pub read: usize,
+}
+
+/// What the initiator is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// The command's number.
+    pub id: u16,
+    /// The SCSI status.
+    pub status: u8,
+    /// Sense data, where the status is CHECK CONDITION.
+    pub sense: Vec<u8>,
+    /// What was read.
+    pub data: Vec<u8>,
+}
+
+struct InFlight {
+    request: Request,
+    blocks: Vec<usize>,
+}
+
+/// The kernel.
+pub struct Kernel {
+    memory: Arc<Mapping>,
+    size: u32,
+    head: u32,
+    cleaned: u32,
+    next_id: u16,
+    in_flight: HashMap<u16, InFlight>,
+    used: Vec<bool>,
+}
+
+impl Kernel {
+    /// Makes a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of `blocks` blocks.
+    ///
+    /// # Panics
+    /// If there is no memory.
+    pub fn new(ring_size: u32, blocks: usize) -> Self {
+        let data = mailbox::LEN + ring_size as usize;
+        let memory = Mapping::anonymous(data + blocks * BLOCK).expect("memory");
+        let kernel = Self {
+            memory: Arc::new(memory),
+            size: ring_size,
+            head: 0,
+            cleaned: 0,
+            next_id: 1,
+            in_flight: HashMap::new(),
+            used: vec![false; blocks],
+        };
+        let flags =
+            flag::OUT_OF_ORDER | flag::READ_LENGTH | flag::TASK_MANAGEMENT | flag::KEEP_BUFFER;
+        kernel.put(mailbox::VERSION, &mailbox::KNOWN_VERSION.to_ne_bytes());
+        kernel.put(mailbox::FLAGS, &flags.to_ne_bytes());
+        kernel.put(mailbox::RING_OFFSET, &(mailbox::LEN as u32).to_ne_bytes());
+        kernel.put(mailbox::RING_SIZE, &ring_size.to_ne_bytes());
+        kernel
+    }
+
+    /// The shared memory.
+    pub fn memory(&self) -> Arc<Mapping> {
+        Arc::clone(&self.memory)
+    }
+
+    /// Begins with an empty ring at `position`.
+    pub fn start_at(&mut self, position: u32) {
+        (self.head, self.cleaned) = (position, position);
+        self.publish();
+        self.put(mailbox::TAIL, &position.to_ne_bytes());
+    }
+
+    /// Where the next entry goes, from the start of the memory.
+    pub fn head_offset(&self) -> usize {
+        mailbox::LEN + self.head as usize
+    }
+
+    /// Where the data area begins, from the start of the memory.
+    pub fn data_offset(&self) -> usize {
+        mailbox::LEN + self.size as usize
+    }
+
+    /// Commands that have not ended.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Puts bytes anywhere.
+    ///
+    /// # Panics
+    /// If that is outside of the memory.
+    pub fn put(&self, at: usize, bytes: &[u8]) {
+        self.memory.slice().write_slice(bytes, at).expect("inside");
+    }
+
+    fn get<const N: usize>(&self, at: usize) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.memory
+            .slice()
+            .read_slice(&mut bytes, at)
+            .expect("inside");
+        bytes
+    }
+
+    /// Queues a command. `None`: there is no room for it now.
+    pub fn queue(&mut self, request: Request) -> Option<u16> {
+        let (out, read) = (
+            request.out.len().div_ceil(BLOCK),
+            request.read.div_ceil(BLOCK),
+        );
+        let free = self.used.iter().enumerate().filter(|(_, used)| !**used);
+        let blocks: Vec<_> = free.map(|(block, _)| block).take(out + read).collect();
+        let bidi = !request.out.is_empty() && request.read > 0;
+        let base = (request::FIRST_IOVEC + blocks.len() * request::IOVEC_LEN).max(response::LEN);
+        let len = base + request.cdb.len().next_multiple_of(8);
+        if blocks.len() < out + read || !self.has_room(len) {
+            return None;
+        }
+        self.pad(len);
+        let at = self.head_offset();
+        self.put(at, &vec![0; len]);
+        let id = self.next_id;
+        self.next_id = self.next_id.checked_add(1).unwrap_or(1);
+        self.put(at + header::ID, &id.to_ne_bytes());
+        let counts = if bidi { [out, read] } else { [out + read, 0] };
+        for (place, count) in [request::IOVECS, request::BIDI_IOVECS].iter().zip(counts) {
+            self.put(at + place, &(count as u32).to_ne_bytes());
+        }
+        let cdb = at + base;
+        self.put(at + request::CDB, &(cdb as u64).to_ne_bytes());
+        self.put(cdb, &request.cdb);
+        for (index, block) in blocks.iter().enumerate() {
+            self.used[*block] = true;
+            let place = self.data_offset() + block * BLOCK;
+            let (all, done) = match index < out {
+                true => (request.out.len(), index * BLOCK),
+                false => (request.read, (index - out) * BLOCK),
+            };
+            let piece = (all - done).min(BLOCK);
+            if index < out {
+                self.put(place, &request.out[done..done + piece]);
+            }
+            let iovec = at + request::FIRST_IOVEC + index * request::IOVEC_LEN;
+            self.put(iovec, &(place as u64).to_ne_bytes());
+            self.put(iovec + 8, &(piece as u64).to_ne_bytes());
+        }
+        self.finish(len as u32, header::COMMAND);
+        self.in_flight.insert(id, InFlight { request, blocks });
+        Some(id)
+    }
+
+    /// Tells of a task management function. `false`: there is no room.
+    pub fn queue_task_management(&mut self, kind: u8, ids: &[u16]) -> bool {
+        let len = (task_management::FIRST_ID + size_of_val(ids)).next_multiple_of(8);
+        if !self.has_room(len) {
+            return false;
+        }
+        self.pad(len);
+        let at = self.head_offset();
+        self.put(at, &vec![0; len]);
+        self.put(at + task_management::KIND, &[kind]);
+        let count = ids.len() as u32;
+        self.put(at + task_management::COUNT, &count.to_ne_bytes());
+        for (index, id) in ids.iter().enumerate() {
+            self.put(
+                at + task_management::FIRST_ID + 2 * index,
+                &id.to_ne_bytes(),
+            );
+        }
+        self.finish(len as u32, header::TASK_MANAGEMENT);
+        true
+    }
+
+    /// Makes the next entry visible, whatever was put there.
+    pub fn finish(&mut self, len: u32, op: u32) {
+        self.put(
+            self.head_offset() + header::LEN_OP,
+            &(len | op).to_ne_bytes(),
+        );
+        self.head = (self.head + len) % self.size;
+        self.publish();
+    }
+
+    fn publish(&self) {
+        let memory = self.memory.slice();
+        memory
+            .store(self.head, mailbox::HEAD, Ordering::Release)
+            .expect("inside");
+    }
+
+    fn has_room(&self, len: usize) -> bool {
+        let end = (self.size - self.head) as usize;
+        let needed = if end >= len { len } else { len + end };
+        let used = (self.head + self.size - self.cleaned) % self.size;
+        (self.size - used - 1) as usize >= needed
+    }
+
+    fn pad(&mut self, len: usize) {
+        let end = self.size - self.head;
+        if (end as usize) < len {
+            self.put(self.head_offset(), &[0; header::LEN]);
+            self.finish(end, header::PAD);
+        }
+    }
+
+    /// Takes what has ended, as the kernel does when it is woken.
+    ///
+    /// # Panics
+    /// Where the kernel would call the ring broken.
+    pub fn ended(&mut self) -> Vec<Ended> {
+        let tail: u32 = self
+            .memory
+            .slice()
+            .load(mailbox::TAIL, Ordering::Acquire)
+            .expect("inside");
+        let mut ended = Vec::new();
+        while self.cleaned != tail {
+            let at = mailbox::LEN + self.cleaned as usize;
+            let word = u32::from_ne_bytes(self.get(at + header::LEN_OP));
+            let (op, len) = (word & header::OP, word & !header::OP);
+            assert!(len > 0, "an entry of no length at {}", self.cleaned);
+            self.cleaned = (self.cleaned + len) % self.size;
+            match op {
+                header::PAD | header::TASK_MANAGEMENT => {}
+                header::COMMAND => ended.push(self.end(at)),
+                op => {
+                    let [flags] = self.get(at + header::OUR_FLAGS);
+                    assert_eq!(flags & response::UNKNOWN_OP, 1, "an entry of kind {op}");
+                }
+            }
+        }
+        ended
+    }
+
+    fn end(&mut self, at: usize) -> Ended {
+        let id = u16::from_ne_bytes(self.get(at + header::ID));
+        let Some(InFlight { request, blocks }) = self.in_flight.remove(&id) else {
+            panic!("command {id} not found, the ring is broken");
+        };
+        let [flags] = self.get(at + header::OUR_FLAGS);
+        let [status] = self.get(at + response::STATUS);
+        let said = u32::from_ne_bytes(self.get(at + response::READ_LEN)) as usize;
+        let read = match flags & response::READ_LENGTH != 0 && said > 0 {
+            true => said.min(request.read),
+            false => request.read,
+        };
+        let sense = match status {
+            2 => self
+                .get::<{ response::SENSE_LEN }>(at + response::SENSE)
+                .to_vec(),
+            _ => Vec::new(),
+        };
+        let mut data = vec![0; if status == 0 { read } else { 0 }];
+        let first = request.out.len().div_ceil(BLOCK);
+        for (part, block) in data.chunks_mut(BLOCK).zip(&blocks[first..]) {
+            let place = self.data_offset() + block * BLOCK;
+            self.memory.slice().read_slice(part, place).expect("inside");
+        }
+        blocks.iter().for_each(|block| self.used[*block] = false);
+        Ended {
+            id,
+            status,
+            sense,
+            data,
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The memory that is shared with the kernel, and the parts of it that hold a command's data.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use smallvec::SmallVec;
+use vm_memory::{Bytes, VolatileSlice};
+
+/// Shared memory. The other side writes to it at any time, so all access is volatile or atomic, and bounds-checked.
+pub struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the memory belongs to the value and may be accessed from any thread; nobody gets a plain reference to it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; volatile and atomic accesses from several threads are what it is for.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first region of a UIO device, which is `len` bytes long: the kernel maps all of it or nothing.
+    ///
+    /// # Errors
+    /// If the kernel refuses, mostly because `len` is not the region's length.
+    pub fn of_device(device: impl AsFd, len: usize) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use changes.
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                protection,
+                MapFlags::SHARED,
+                device,
+                0,
+            )
+        };
+        Self::new(start?, len)
+    }
+
+    /// Memory of this process alone, zeroed, for who plays both sides.
+    ///
+    /// # Errors
+    /// If there is not enough of it, or `len` is 0.
+    pub fn anonymous(len: usize) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: as above.
+        let start =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, MapFlags::PRIVATE) };
+        Self::new(start?, len)
+    }
+
+    fn new(start: *mut core::ffi::c_void, len: usize) -> io::Result<Self> {
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, len })
+    }
+
+    /// Bytes of it.
+    #[expect(clippy::len_without_is_empty, reason = "a mapping is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// All of it.
+    pub fn slice(&self) -> VolatileSlice<'_> {
+        // SAFETY: the memory is mapped, readable and writable, for as long as `self` lives, which the slice borrows.
+        unsafe { VolatileSlice::new(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `of_device` or `anonymous` with this length; every slice of it borrows `self`.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        if let Err(error) = unmapped {
+            tracing::error!("shared memory stays mapped: {error}");
+        }
+    }
+}
+
+/// The data of one command: blocks of the shared memory, in order. The kernel has put in what a command writes, and takes
+/// out what it has read once the command has ended.
+#[derive(Clone)]
+pub struct CommandData {
+    memory: Arc<Mapping>,
+    /// Offset and length; all lie inside of the memory.
+    pieces: SmallVec<[(usize, usize); 4]>,
+    len: usize,
+}
+
+impl std::fmt::Debug for CommandData {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("CommandData").field(&self.pieces).finish()
+    }
+}
+
+impl CommandData {
+    pub(super) fn empty(memory: &Arc<Mapping>) -> Self {
+        Self {
+            memory: Arc::clone(memory),
+            pieces: SmallVec::new(),
+            len: 0,
+        }
+    }
+
+    /// Appends a block, if it lies in the memory from `from` on and all blocks together are no longer than that.
+    pub(super) fn push(&mut self, from: usize, offset: u64, len: u64) -> Option<()> {
+        let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
+        let area = self.memory.len() - from;
+        let end = offset.checked_add(len)?;
+        let total = self.len.checked_add(len)?;
+        if offset < from || end > self.memory.len() || total > area {
+            return None;
+        }
+        if len > 0 {
+            self.pieces.push((offset, len));
+            self.len = total;
+        }
+        Some(())
+    }
+
+    /// Bytes of it.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the command has no data.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies from `offset` on into `into`.
+    ///
+    /// # Panics
+    /// If that is more than there is.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        let memory = self.memory.slice();
+        self.each(offset, into.len(), |at, done, len| {
+            let part = &mut into[done..done + len];
+            memory.read_slice(part, at).is_ok()
+        });
+    }
+
+    /// Copies `from` to `offset` and on.
+    ///
+    /// # Panics
+    /// If that is more than there is room for.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        let memory = self.memory.slice();
+        self.each(offset, from.len(), |at, done, len| {
+            memory.write_slice(&from[done..done + len], at).is_ok()
+        });
+    }
+
+    /// Calls `copy` for each block of `[offset, offset + len)`: its place in memory, the bytes before it, its length.
+    fn each(&self, offset: usize, len: usize, mut copy: impl FnMut(usize, usize, usize) -> bool) {
+        let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(
+            fits,
+            "bytes {offset} and {len} more of a command's {}",
+            self.len
+        );
+        let (mut skip, mut done) = (offset, 0);
+        for &(at, piece) in &self.pieces {
+            if done == len {
+                break;
+            }
+            if skip >= piece {
+                skip -= piece;
+                continue;
+            }
+            let now = (piece - skip).min(len - done);
+            let copied = copy(at + skip, done, now);
+            debug_assert!(copied, "blocks lie in the memory");
+            done += now;
+            skip = 0;
+        }
+    }
+}
