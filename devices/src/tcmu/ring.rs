@@ -119,6 +119,7 @@ pub struct Command {
 
 /// What is in the ring.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "nearly all are commands")]
 pub enum Entry {
     /// A SCSI command, which wants an answer.
     Command(Command),
