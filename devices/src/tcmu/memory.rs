@@ -9,6 +9,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use smallvec::SmallVec;
 use vm_memory::{Bytes, VolatileSlice};
 
+use crate::scsi::DataBuffer;
+
 /// Shared memory. The other side writes to it at any time, so all access is volatile or atomic, and bounds-checked.
 pub struct Mapping {
     start: NonNull<u8>,
@@ -122,39 +124,6 @@ impl CommandData {
         Some(())
     }
 
-    /// Bytes of it.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether the command has no data.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Copies from `offset` on into `into`.
-    ///
-    /// # Panics
-    /// If that is more than there is.
-    pub fn read(&self, offset: usize, into: &mut [u8]) {
-        let memory = self.memory.slice();
-        self.each(offset, into.len(), |at, done, len| {
-            let part = &mut into[done..done + len];
-            memory.read_slice(part, at).is_ok()
-        });
-    }
-
-    /// Copies `from` to `offset` and on.
-    ///
-    /// # Panics
-    /// If that is more than there is room for.
-    pub fn write(&self, offset: usize, from: &[u8]) {
-        let memory = self.memory.slice();
-        self.each(offset, from.len(), |at, done, len| {
-            memory.write_slice(&from[done..done + len], at).is_ok()
-        });
-    }
-
     /// Calls `copy` for each block of `[offset, offset + len)`: its place in memory, the bytes before it, its length.
     fn each(&self, offset: usize, len: usize, mut copy: impl FnMut(usize, usize, usize) -> bool) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
@@ -178,5 +147,30 @@ impl CommandData {
             done += now;
             skip = 0;
         }
+    }
+}
+
+impl DataBuffer for CommandData {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    /// # Panics
+    /// If that is more than there is.
+    fn read(&self, offset: usize, into: &mut [u8]) {
+        let memory = self.memory.slice();
+        self.each(offset, into.len(), |at, done, len| {
+            let part = &mut into[done..done + len];
+            memory.read_slice(part, at).is_ok()
+        });
+    }
+
+    /// # Panics
+    /// If that is more than there is room for.
+    fn write(&self, offset: usize, from: &[u8]) {
+        let memory = self.memory.slice();
+        self.each(offset, from.len(), |at, done, len| {
+            memory.write_slice(&from[done..done + len], at).is_ok()
+        });
     }
 }

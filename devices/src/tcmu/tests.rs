@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use super::kernel::{BLOCK, Ended, Kernel, Request};
 use super::layout::{header, mailbox, request, response};
 use super::*;
+use crate::scsi::DataBuffer;
 
 fn read_of(len: usize) -> Request {
     Request {

@@ -1,0 +1,96 @@
+//! A disk as a device of target_core_user.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::backend::Backend;
+use crate::block::BlockMetrics;
+use crate::control::{DeviceControl, Gate};
+use crate::scsi::{LogicalUnit, UnitError};
+use crate::throttle::Throttle;
+
+/// A disk that the kernel asks for. [`Worker::start`](super::Worker::start) serves it.
+pub struct Device {
+    pub(super) name: String,
+    pub(super) unit: Arc<LogicalUnit>,
+    pub(super) metrics: Arc<BlockMetrics>,
+    pub(super) gate: Arc<Gate>,
+    pub(super) throttle: Arc<Throttle>,
+}
+
+impl Device {
+    /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. `name` is what messages call it;
+    /// for `serial` see [`LogicalUnit::new`].
+    ///
+    /// # Errors
+    /// If the disk cannot have such blocks.
+    pub fn new(
+        backend: Arc<dyn Backend>,
+        name: &str,
+        serial: &str,
+        block_size: u32,
+    ) -> Result<Self, UnitError> {
+        Ok(Self {
+            name: name.to_owned(),
+            unit: Arc::new(LogicalUnit::new(backend, serial, block_size)?),
+            metrics: Arc::new(BlockMetrics::of_queues(1)),
+            gate: Arc::default(),
+            throttle: Arc::default(),
+        })
+    }
+
+    /// The disk as SCSI shows it.
+    pub fn unit(&self) -> &LogicalUnit {
+        &self.unit
+    }
+
+    /// What the kernel has asked for so far: commands as requests, the kernel's events as doorbells, writes to the UIO
+    /// device as interrupts.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// The limits of the device.
+    pub fn throttle(&self) -> Arc<Throttle> {
+        Arc::clone(&self.throttle)
+    }
+
+    /// The device in use, for its owner.
+    pub fn control(&self) -> Arc<dyn DeviceControl> {
+        Arc::new(Controls {
+            unit: Arc::clone(&self.unit),
+            gate: Arc::clone(&self.gate),
+        })
+    }
+}
+
+/// A device as its owner sees it.
+struct Controls {
+    unit: Arc<LogicalUnit>,
+    gate: Arc<Gate>,
+}
+
+impl DeviceControl for Controls {
+    /// The next command hears of it (UNIT ATTENTION, CAPACITY DATA HAS CHANGED), and initiators ask for the new capacity
+    /// when they are told to rescan.
+    fn capacity_changed(&self) {
+        self.unit.capacity_changed();
+    }
+
+    fn set_write_cache(&self, on: bool) -> bool {
+        let backend = self.unit.backend();
+        if backend.capabilities().write_cache_toggle {
+            backend.set_write_cache(on);
+        }
+        backend.write_cache()
+    }
+
+    fn pause(&self) -> io::Result<()> {
+        self.gate.close();
+        Ok(())
+    }
+
+    fn resume(&self) {
+        self.gate.open();
+    }
+}

@@ -1,0 +1,174 @@
+//! A worker over a RAM disk, with a model of the kernel at the other end of a socket in place of a UIO device.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
+use super::super::kernel::{Ended, Kernel, Request};
+use super::*;
+use crate::backend::Backend;
+use crate::backend::ram::RamDisk;
+
+const BLOCK: usize = 512;
+
+struct Machine {
+    kernel: Kernel,
+    device: Device,
+    bell: UnixStream,
+    worker: Option<Worker>,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let disk: Arc<dyn Backend> = Arc::new(RamDisk::new(64));
+        Self {
+            kernel: Kernel::new(16384, 64),
+            device: Device::new(disk, "disk", "serial", 512).unwrap(),
+            bell: UnixStream::pair().unwrap().0,
+            worker: None,
+        }
+    }
+
+    fn start(&mut self) {
+        let (ours, uio) = UnixStream::pair().unwrap();
+        self.bell = ours;
+        let ring = Ring::open(self.kernel.memory()).unwrap();
+        self.worker = Some(Worker::start(&self.device, ring, uio.into()).unwrap());
+    }
+
+    fn queue(&mut self, request: Request) -> u16 {
+        self.kernel.queue(request).unwrap()
+    }
+
+    fn ring(&mut self) {
+        self.bell.write_all(&1_u32.to_ne_bytes()).unwrap();
+    }
+
+    /// Waits until the worker has told of this many.
+    fn ended(&mut self, count: usize) -> Vec<Ended> {
+        let mut ended = Vec::new();
+        while ended.len() < count {
+            self.bell.read_exact(&mut [0; 4]).unwrap();
+            ended.extend(self.kernel.ended());
+        }
+        assert_eq!(ended.len(), count);
+        ended
+    }
+
+    fn counts(&self) -> crate::block::BlockCounts {
+        self.device.metrics().counts()
+    }
+}
+
+fn read(lba: u8, blocks: u8) -> Request {
+    Request {
+        cdb: vec![0x28, 0, 0, 0, 0, lba, 0, 0, blocks, 0],
+        read: usize::from(blocks) * BLOCK,
+        ..Request::default()
+    }
+}
+
+fn write(lba: u8, byte: u8) -> Request {
+    Request {
+        cdb: vec![0x2a, 0, 0, 0, 0, lba, 0, 0, 1, 0],
+        out: vec![byte; BLOCK],
+        ..Request::default()
+    }
+}
+
+#[test]
+fn what_waits_is_one_batch_and_one_wake() {
+    let mut machine = Machine::new();
+    for lba in 0..32 {
+        machine.queue(write(lba, lba + 1));
+    }
+    machine.start();
+    let ended = machine.ended(32);
+    assert!(ended.iter().all(|ended| ended.status == 0));
+    let counts = machine.counts();
+    assert_eq!(
+        (counts.requests, counts.writes, counts.interrupts),
+        (32, 32, 1)
+    );
+    assert_eq!(counts.bytes_written, 32 * BLOCK as u64);
+    // One at a time, each is told of at once.
+    for lba in 0..4 {
+        machine.queue(read(lba, 2));
+        machine.ring();
+        let data = machine.ended(1).remove(0).data;
+        let expected = [vec![lba + 1; BLOCK], vec![lba + 2; BLOCK]].concat();
+        assert_eq!(data, expected);
+    }
+    let counts = machine.counts();
+    assert_eq!((counts.interrupts, counts.errors), (5, 0));
+    assert_eq!(counts.bytes_read, 8 * BLOCK as u64);
+}
+
+#[test]
+fn refusals_come_with_sense_data() {
+    let mut machine = Machine::new();
+    machine.start();
+    let id = machine.queue(read(64, 1));
+    machine.ring();
+    let ended = machine.ended(1);
+    assert_eq!((ended[0].id, ended[0].status), (id, 2));
+    // Fixed format: ILLEGAL REQUEST, LOGICAL BLOCK ADDRESS OUT OF RANGE.
+    assert_eq!((ended[0].sense[0] & 0x7f, ended[0].sense[2]), (0x70, 5));
+    assert_eq!(ended[0].sense[12..14], [0x21, 0]);
+    assert_eq!(machine.counts().errors, 1);
+}
+
+#[test]
+fn a_paused_device_leaves_commands_in_the_ring() {
+    let mut machine = Machine::new();
+    machine.start();
+    let control = machine.device.control();
+    control.pause().unwrap();
+    machine.queue(write(1, 9));
+    machine.ring();
+    control.pause().unwrap();
+    assert_eq!(machine.counts().requests, 0);
+    control.resume();
+    machine.ended(1);
+    assert_eq!(machine.counts().requests, 1);
+}
+
+#[test]
+fn what_is_in_the_ring_at_the_end_waits_for_the_next_worker() {
+    let mut machine = Machine::new();
+    machine.start();
+    machine.queue(write(1, 7));
+    machine.ring();
+    machine.ended(1);
+    machine.worker.take().unwrap().stop();
+    let id = machine.queue(read(1, 1));
+    assert!(machine.kernel.ended().is_empty());
+    machine.start();
+    let ended = machine.ended(1);
+    assert_eq!((ended[0].id, ended[0].data[0]), (id, 7));
+}
+
+#[test]
+fn a_torn_entry_ends_the_device_and_not_what_came_before_it() {
+    let mut machine = Machine::new();
+    machine.queue(write(3, 5));
+    machine.kernel.finish(8, 1);
+    machine.queue(write(4, 5));
+    machine.start();
+    let ended = machine.ended(1);
+    assert_eq!(ended[0].status, 0);
+    // Its thread has ended: its end of the socket is closed.
+    assert_eq!(machine.bell.read(&mut [0; 4]).unwrap(), 0);
+    assert_eq!(machine.counts().requests, 1);
+}
+
+#[test]
+fn a_device_that_is_removed_is_served_no_longer() {
+    let mut machine = Machine::new();
+    machine.start();
+    let (other, _) = UnixStream::pair().unwrap();
+    drop(std::mem::replace(&mut machine.bell, other));
+    // Reads nothing, or fails: it is not asked for ever.
+    while !machine.worker.as_ref().unwrap().finished() {
+        thread::yield_now();
+    }
+}
