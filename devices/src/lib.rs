@@ -34,7 +34,6 @@ pub mod block;
 pub mod control;
 pub mod interrupt;
 pub mod nbd;
-#[allow(dead_code)] // The commands that need the rest come next.
 pub mod scsi;
 mod status;
 pub mod tcmu;

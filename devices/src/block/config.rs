@@ -9,7 +9,7 @@ pub(crate) const CONFIG_LEN: usize = 72;
 pub(super) const WRITEBACK: usize = 32;
 
 /// Most sectors one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that no single request is unbounded work.
-pub(super) const MAX_ERASE_SECTORS: u32 = 1 << 22;
+pub(crate) const MAX_ERASE_SECTORS: u32 = 1 << 22;
 
 /// Most data segments a request may have, whatever the queue size. With [`size_max`] this keeps every
 /// request that a driver may make within what the backend takes.

@@ -43,7 +43,7 @@ use request::ID_LEN;
 pub use latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use metrics::{BlockCounts, BlockMetrics};
 
-pub(crate) use config::CONFIG_LEN;
+pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
 pub(crate) use metrics::add;
 pub(crate) use tracker::Tracker;

@@ -1,25 +1,138 @@
-//! INQUIRY: who the unit is (SPC-5, 6.7), and the vital product data pages (SPC-5, 7.7; SBC-4, 6.6).
+//! INQUIRY: what the unit is, who it is, and what it takes (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
 use super::command::{Plan, Request};
+use super::provisioning::{MAX_UNMAP_BYTES, MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES};
 use super::sense::Sense;
+use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 
 /// T10 VENDOR IDENTIFICATION.
 const VENDOR: &[u8; 8] = b"WALVISOR";
 /// PRODUCT IDENTIFICATION.
-const PRODUCT: &[u8; 16] = b"Walvisor disk   ";
+const PRODUCT: &[u8; 16] = b"Virtual disk    ";
+/// What the unit keeps to: SAM-5, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
+const VERSIONS: [u16; 3] = [0x00a0, 0x05c0, 0x0600];
 
-/// INQUIRY.
+/// OPTIMAL TRANSFER LENGTH in bytes: the log takes 1 % more than the payload at this length, and 100 % at a page. Linux makes
+/// no longer requests of its own than this.
+const OPTIMAL_BYTES: usize = 1 << 20;
+
+/// The vital product data pages, in ascending order as page 00h has them.
+const PAGES: &[(u8, Page)] = &[
+    (0x00, supported),
+    (0x80, serial),
+    (0x83, identification),
+    (0xb0, block_limits),
+    (0xb1, characteristics),
+    (0xb2, provisioning),
+];
+
+/// What follows a page's header.
+type Page = fn(&LogicalUnit) -> Vec<u8>;
+
+/// INQUIRY (SPC-5, 6.7).
 pub(super) fn inquiry(request: &Request<'_>) -> Result<Plan, Sense> {
-    let allocation = request.length(3, 2);
-    if request.byte(2) != 0 {
-        return Err(Sense::cdb(2, None));
-    }
+    let (unit, allocation) = (request.unit, request.length(3, 2));
+    let vital = request.bit(1, 0x01);
+    let code = request.byte(2);
+    let bytes = match PAGES.iter().find(|(page, _)| *page == code) {
+        _ if !vital && code == 0 => standard(),
+        Some((code, page)) if vital => {
+            let page = page(unit);
+            let mut bytes = vec![0, *code];
+            bytes.extend((page.len() as u16).to_be_bytes());
+            bytes.extend(page);
+            bytes
+        }
+        _ => return Err(Sense::cdb(2, None)),
+    };
+    Ok(Plan::Answer { bytes, allocation })
+}
+
+/// Standard INQUIRY data (SPC-5, 6.7.2).
+fn standard() -> Vec<u8> {
     let mut bytes = vec![0; 96];
-    bytes[2] = 0x07;
-    bytes[3] = 0x02;
-    bytes[4] = 91;
-    bytes[7] = 0x02;
+    bytes[2] = 0x07; // SPC-5
+    bytes[3] = 0x02; // response data format
+    bytes[4] = 96 - 5;
+    bytes[7] = 0x02; // CMDQUE
     bytes[8..16].copy_from_slice(VENDOR);
     bytes[16..32].copy_from_slice(PRODUCT);
-    Ok(Plan::Answer { bytes, allocation })
+    let revision = concat!(env!("CARGO_PKG_VERSION"), "    ");
+    bytes[32..36].copy_from_slice(&revision.as_bytes()[..4]);
+    for (at, version) in VERSIONS.iter().enumerate() {
+        let at = 58 + 2 * at;
+        bytes[at..at + 2].copy_from_slice(&version.to_be_bytes());
+    }
+    bytes
+}
+
+/// 00h, Supported VPD Pages (SPC-5, 7.7.16).
+fn supported(_: &LogicalUnit) -> Vec<u8> {
+    PAGES.iter().map(|(code, _)| *code).collect()
+}
+
+/// 80h, Unit Serial Number (SPC-5, 7.7.20).
+fn serial(unit: &LogicalUnit) -> Vec<u8> {
+    unit.serial().as_bytes().to_vec()
+}
+
+/// 83h, Device Identification (SPC-5, 7.7.6): two designators of the logical unit, both made of the serial number.
+fn identification(unit: &LogicalUnit) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut put = |code_set: u8, kind: u8, designator: &[u8]| {
+        bytes.extend([code_set, kind, 0, designator.len() as u8]);
+        bytes.extend(designator);
+    };
+    // T10 vendor ID based, ASCII: at most 8 + 36 bytes.
+    put(2, 1, &[VENDOR, unit.serial().as_bytes()].concat());
+    // NAA, binary: locally assigned, since the project has no company ID. 60 bits.
+    let naa = 3 << 60 | digest(unit.serial().as_bytes()) >> 4;
+    put(1, 3, &naa.to_be_bytes());
+    bytes
+}
+
+/// FNV-1a: another one for another serial number, as far as 64 bits allow, and the same in every version.
+fn digest(bytes: &[u8]) -> u64 {
+    let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+/// B0h, Block Limits (SBC-4, 6.6.4).
+fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
+    let mut page = vec![0; 0x3c];
+    // By the page's own offsets, its header counted.
+    let mut put =
+        |at: usize, field: &[u8]| page[at - 4..at - 4 + field.len()].copy_from_slice(field);
+    let in_blocks = |bytes: u64| bytes / u64::from(unit.block_size());
+    let physical = PHYSICAL_BLOCK / unit.block_size();
+    let optimal = unit.max_transfer_bytes().min(OPTIMAL_BYTES) as u64;
+    put(4, &[0x01, unit.max_compare_blocks()]); // WSNZ, MAXIMUM COMPARE AND WRITE LENGTH
+    put(6, &(physical as u16).to_be_bytes()); // OPTIMAL TRANSFER LENGTH GRANULARITY
+    put(8, &unit.max_transfer_blocks().to_be_bytes()); // MAXIMUM TRANSFER LENGTH
+    put(12, &(in_blocks(optimal) as u32).to_be_bytes()); // OPTIMAL TRANSFER LENGTH
+    if unit.thin() {
+        put(20, &(in_blocks(MAX_UNMAP_BYTES) as u32).to_be_bytes()); // MAXIMUM UNMAP LBA COUNT
+        put(24, &(MAX_UNMAP_RANGES as u32).to_be_bytes()); // MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
+        put(28, &physical.to_be_bytes()); // OPTIMAL UNMAP GRANULARITY
+        put(32, &[0x80, 0, 0, 0]); // UGAVALID, UNMAP GRANULARITY ALIGNMENT
+    }
+    put(36, &in_blocks(MAX_WRITE_SAME_BYTES).to_be_bytes()); // MAXIMUM WRITE SAME LENGTH
+    page
+}
+
+/// B1h, Block Device Characteristics (SBC-4, 6.6.2).
+fn characteristics(_: &LogicalUnit) -> Vec<u8> {
+    let mut page = vec![0; 0x3c];
+    // MEDIUM ROTATION RATE: none. How far apart two blocks are says nothing about the time between them.
+    page[1] = 1;
+    page
+}
+
+/// B2h, Logical Block Provisioning (SBC-4, 6.6.7).
+fn provisioning(unit: &LogicalUnit) -> Vec<u8> {
+    match unit.thin() {
+        // LBPU, LBPWS, LBPWS10; LBPRZ: what is discarded reads as zeroes. Thin.
+        true => vec![0, 0xe0 | 1 << 2, 2, 0],
+        false => vec![0; 4],
+    }
 }

@@ -1,34 +1,50 @@
-//! READ and WRITE (SBC-4, 5.13 to 5.16 and 5.39 to 5.42).
+//! READ, WRITE and SYNCHRONIZE CACHE of every length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to 5.42), and what the other
+//! commands that name blocks have in common with them.
 
 use super::command::{Plan, Request};
 use super::sense::Sense;
 use super::task::{Action, Change, Job, Range, Then};
-use super::unit::LogicalUnit;
 use crate::block::OperationKind;
 
-const DPO_FUA_BYTE: usize = 1;
-const FUA: u8 = 0x08;
-
-/// READ (10).
-pub(super) fn read_10(request: &Request<'_>) -> Result<Plan, Sense> {
-    read(request, request.number(2, 4), request.number(7, 2), 7)
+/// The blocks that a CDB names, on the disk and not too many. It may be none.
+pub(super) struct Named {
+    pub(super) range: Range,
+    /// Where the CDB has their number: what a pointer to a wrong one points to.
+    pub(super) at: u16,
 }
 
-/// WRITE (10).
-pub(super) fn write_10(request: &Request<'_>) -> Result<Plan, Sense> {
-    write(request, request.number(2, 4), request.number(7, 2), 7)
+/// Takes LOGICAL BLOCK ADDRESS and TRANSFER LENGTH out of a CDB of 6, 10, 12 or 16 bytes.
+///
+/// # Errors
+/// If they are not all on the disk, or more than `most`.
+pub(super) fn named(request: &Request<'_>, most: u32) -> Result<Named, Sense> {
+    let (lba, blocks, at) = match request.cdb_len() {
+        6 => {
+            let blocks = match request.byte(4) {
+                0 => 256,
+                blocks => blocks.into(),
+            };
+            // Without the three bits of byte 1 that have no meaning here, and which are 0.
+            (request.number(1, 3), blocks, 4)
+        }
+        10 => (request.number(2, 4), request.number(7, 2), 7),
+        12 => (request.number(2, 4), request.number(6, 4), 6),
+        _ => (request.number(2, 8), request.number(10, 4), 10),
+    };
+    let range = range(request, lba, blocks, most, at)?;
+    Ok(Named { range, at })
 }
 
-/// `blocks` blocks from `lba` on, which lie on the disk and are no more than `most`. `at`: where the CDB has their number.
+/// `blocks` blocks from `lba` on. `at`: where the CDB has their number.
 pub(super) fn range(
-    unit: &LogicalUnit,
+    request: &Request<'_>,
     lba: u64,
     blocks: u64,
     most: u32,
     at: u16,
 ) -> Result<Range, Sense> {
     match lba.checked_add(blocks) {
-        Some(end) if end <= unit.blocks() => {}
+        Some(end) if end <= request.unit.blocks() => {}
         _ => return Err(Sense::OUT_OF_RANGE),
     }
     match u32::try_from(blocks) {
@@ -37,22 +53,13 @@ pub(super) fn range(
     }
 }
 
-fn read(request: &Request<'_>, lba: u64, blocks: u64, at: u16) -> Result<Plan, Sense> {
-    let unit = request.unit;
-    let mut range = range(unit, lba, blocks, unit.max_transfer_blocks(), at)?;
-    // What does not fit need not be read.
-    let fits = request.data.len().div_ceil(unit.block_size() as usize);
-    range.blocks = range.blocks.min(u32::try_from(fits).unwrap_or(u32::MAX));
-    if range.blocks == 0 {
-        return Ok(Plan::Run(Job::nothing()));
+/// Whether the Data-Out Buffer has `blocks` blocks, which the CDB announces at byte `at`.
+pub(super) fn sent(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Sense> {
+    let bytes = u64::from(blocks) * u64::from(request.unit.block_size());
+    match request.data.len() as u64 >= bytes {
+        true => Ok(()),
+        false => Err(Sense::cdb(at, None)),
     }
-    let read = Some(Action::Read(Then::Return));
-    // With FUA it comes from the medium: what is newer goes there first (SBC-4, 4.15.2).
-    let script = match request.bit(DPO_FUA_BYTE, FUA) && unit.write_cache() {
-        true => [Some(Action::Flush), read, None],
-        false => [read, None, None],
-    };
-    Ok(Plan::Run(Job::new(OperationKind::Read, range, script)))
 }
 
 /// Whether the unit can be written to.
@@ -63,31 +70,56 @@ pub(super) fn writable(request: &Request<'_>) -> Result<(), Sense> {
     }
 }
 
-/// Whether the Data-Out Buffer has what the CDB announces at byte `at`.
-pub(super) fn sent(request: &Request<'_>, blocks: u64, at: u16) -> Result<(), Sense> {
-    let bytes = blocks * u64::from(request.unit.block_size());
-    match request.data.len() as u64 >= bytes {
-        true => Ok(()),
-        false => Err(Sense::cdb(at, None)),
-    }
+/// FUA, in the CDBs that have it.
+fn forced(request: &Request<'_>) -> bool {
+    request.cdb_len() > 6 && request.bit(1, 0x08)
 }
 
-fn write(request: &Request<'_>, lba: u64, blocks: u64, at: u16) -> Result<Plan, Sense> {
-    writable(request)?;
+/// What comes after a change with FUA: the step that makes it durable.
+pub(super) fn durable(request: &Request<'_>) -> Option<Action> {
+    let needed = forced(request) && request.unit.can().flush;
+    needed.then_some(Action::Flush)
+}
+
+/// READ (6), (10), (12), (16).
+pub(super) fn read(request: &Request<'_>) -> Result<Plan, Sense> {
     let unit = request.unit;
-    let range = range(unit, lba, blocks, unit.max_transfer_blocks(), at)?;
-    sent(request, blocks, at)?;
-    if range.blocks == 0 {
-        return Ok(Plan::Run(Job::nothing()));
-    }
-    let durable = durable(request);
-    let script = [Some(Action::Write { from: 0 }), durable, None];
+    let mut range = named(request, unit.max_transfer_blocks())?.range;
+    // What does not fit need not be read.
+    let fits = request.data.len().div_ceil(unit.block_size() as usize);
+    range.blocks = range.blocks.min(u32::try_from(fits).unwrap_or(u32::MAX));
+    let read = Some(Action::Read(Then::Return));
+    // With FUA it comes from the medium: what is newer in the cache goes there first (SBC-4, 4.15.2).
+    let script = match forced(request) && unit.write_cache() {
+        _ if range.blocks == 0 => [None; 3],
+        true => [Some(Action::Flush), read, None],
+        false => [read, None, None],
+    };
+    Ok(Plan::Run(Job::new(OperationKind::Read, range, script)))
+}
+
+/// WRITE (6), (10), (12), (16).
+pub(super) fn write(request: &Request<'_>) -> Result<Plan, Sense> {
+    writable(request)?;
+    let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
+    sent(request, range.blocks, at)?;
+    let script = match range.blocks {
+        0 => [None; 3],
+        _ => [Some(Action::Write { from: 0 }), durable(request), None],
+    };
     let job = Job::new(OperationKind::Write, range, script);
     Ok(Plan::Run(job.changing(Change::Shared)))
 }
 
-/// What follows a change with FUA: the step that makes it durable.
-pub(super) fn durable(request: &Request<'_>) -> Option<Action> {
-    let needed = request.bit(DPO_FUA_BYTE, FUA) && request.unit.can().flush;
-    needed.then_some(Action::Flush)
+/// SYNCHRONIZE CACHE (10), (16). Whatever range it names, everything is synchronized: many of these share one sync.
+pub(super) fn synchronize(request: &Request<'_>) -> Result<Plan, Sense> {
+    // 0 blocks: all from there on.
+    named(request, u32::MAX)?;
+    let flush = request.unit.can().flush.then_some(Action::Flush);
+    let script = [flush, None, None];
+    Ok(Plan::Run(Job::new(
+        OperationKind::Flush,
+        Range::default(),
+        script,
+    )))
 }

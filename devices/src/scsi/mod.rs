@@ -37,13 +37,18 @@
 //!   such as TCMU tells nothing. There the kernel answers them before they come here.
 //! - **IMMED** is taken, and status comes when the work is done: later than it might, and true.
 
+mod capacity;
 mod command;
+mod control;
 mod inquiry;
 mod io;
+mod mode;
 mod order;
+mod provisioning;
 mod sense;
 mod task;
 mod unit;
+mod verify;
 
 pub use sense::{SenseData, Status};
 pub use task::{Outcome, Step, Task};

@@ -262,7 +262,8 @@ impl Task {
             }
             Action::Fill => {
                 let left = blocks as usize - self.progress;
-                let part = left.min(FILL_PART / block);
+                let most = unit.max_transfer_bytes().min(FILL_PART) / block;
+                let part = left.min(most);
                 let mut payload = Buffer::for_overwrite(part * block);
                 data.read(0, &mut payload[..block]);
                 let mut filled = block;

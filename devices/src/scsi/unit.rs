@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use super::order::Order;
 use super::sense::Sense;
-use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
+use crate::backend::{Backend, Capabilities, MAX_REQUEST_BYTES, SECTOR_SIZE};
 
 /// Physical block in bytes: what the log aligns to, and base images on today's media like. As virtio-blk's.
 pub(super) const PHYSICAL_BLOCK: u32 = 4096;
@@ -32,6 +32,8 @@ pub struct LogicalUnit {
     backend: Arc<dyn Backend>,
     serial: String,
     block_size: u32,
+    /// WCE when the unit was made.
+    default_write_cache: bool,
     pub(super) order: Arc<Order>,
     /// D_SENSE of the control mode page.
     descriptor_sense: AtomicBool,
@@ -74,6 +76,7 @@ impl LogicalUnit {
         };
         let serial = serial.chars().take(Self::MAX_SERIAL_BYTES);
         let unit = Self {
+            default_write_cache: backend.capabilities().flush && backend.write_cache(),
             backend,
             serial: serial.map(printable).collect(),
             block_size,
@@ -111,7 +114,8 @@ impl LogicalUnit {
     /// Most bytes that a command moves, a multiple of the block size. One that asks for more is refused.
     pub fn max_transfer_bytes(&self) -> usize {
         let block = self.block_size as usize;
-        (self.backend.max_request_bytes() / block).max(1) * block
+        let most = self.backend.max_request_bytes().min(MAX_REQUEST_BYTES);
+        (most / block).max(1) * block
     }
 
     /// The disk has another size now: the next command hears of it.
@@ -137,9 +141,19 @@ impl LogicalUnit {
         self.backend.capabilities()
     }
 
+    /// Whether blocks can be unmapped, after which they read as zeroes (LBPME, LBPRZ).
+    pub(super) fn thin(&self) -> bool {
+        let can = self.can();
+        can.discard && !can.read_only
+    }
+
     /// WCE: writes complete before they are durable.
     pub(super) fn write_cache(&self) -> bool {
         self.can().flush && self.backend.write_cache()
+    }
+
+    pub(super) fn default_write_cache(&self) -> bool {
+        self.default_write_cache
     }
 
     pub(super) fn descriptor_sense(&self) -> bool {

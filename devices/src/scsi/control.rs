@@ -1,0 +1,112 @@
+//! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
+//! OPERATION CODES.
+
+use super::command::{Command, Plan, Request, commands};
+use super::sense::Sense;
+use super::task::{Action, Job, Range};
+use crate::block::OperationKind;
+
+/// TEST UNIT READY (SPC-5, 6.52). What could be in its way was looked at already.
+pub(super) fn test_unit_ready(_: &Request<'_>) -> Result<Plan, Sense> {
+    Ok(Plan::Run(Job::nothing()))
+}
+
+/// REQUEST SENSE (SPC-5, 6.40): a unit attention condition, which is cleared with that, or why the unit is not ready.
+pub(super) fn request_sense(request: &Request<'_>) -> Result<Plan, Sense> {
+    let unit = request.unit;
+    let stopped = unit.stopped().then_some(Sense::STOPPED);
+    let sense = unit.take_attention().or(stopped).unwrap_or(Sense::NONE);
+    let bytes = sense.data(request.bit(1, 0x01)).to_vec();
+    let allocation = request.length(4, 1);
+    Ok(Plan::Answer { bytes, allocation })
+}
+
+/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: there is this one, with number 0.
+pub(super) fn report_luns(request: &Request<'_>) -> Result<Plan, Sense> {
+    let mut bytes = vec![0; 8];
+    match request.byte(2) {
+        // Without and with well known logical units, of which there are none.
+        0x00 | 0x02 => {
+            bytes[3] = 8;
+            bytes.extend([0; 8]);
+        }
+        0x01 => {}
+        _ => return Err(Sense::cdb(2, None)),
+    }
+    let allocation = request.length(6, 4);
+    Ok(Plan::Answer { bytes, allocation })
+}
+
+/// START STOP UNIT (SBC-4, 5.29). A stopped unit has its cache on the medium, and refuses commands that need that.
+pub(super) fn start_stop(request: &Request<'_>) -> Result<Plan, Sense> {
+    let unit = request.unit;
+    let start = request.bit(4, 0x01);
+    let no_flush = request.bit(4, 0x04);
+    unit.set_stopped(!start);
+    let flush = !start && !no_flush && unit.can().flush;
+    let script = [flush.then_some(Action::Flush), None, None];
+    Ok(Plan::Run(Job::new(
+        OperationKind::Flush,
+        Range::default(),
+        script,
+    )))
+}
+
+/// REPORT SUPPORTED OPERATION CODES (SPC-5, 6.35).
+pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
+    let timeouts = request.bit(2, 0x80);
+    let allocation = request.length(6, 4);
+    let opcode = request.byte(3);
+    let action = request.number(4, 2);
+    let all = || commands(request.unit);
+    let mut same = all().filter(|command| command.opcode == opcode).peekable();
+    let has_actions = same.peek().map(|command| command.action.is_some());
+    let exact = |command: &&Command| command.action.unwrap_or(0) as u64 == action;
+    let bytes = match (request.byte(2) & 0x07, has_actions) {
+        (0, _) => list(all(), timeouts),
+        // By opcode alone, or by opcode and service action: an opcode of the other kind is an error.
+        (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
+        (1, _) => one(request, same.next(), timeouts),
+        // 3: either.
+        (2 | 3, _) => one(request, same.find(exact), timeouts),
+        _ => return Err(Sense::cdb(2, Some(2))),
+    };
+    Ok(Plan::Answer { bytes, allocation })
+}
+
+/// A command timeouts descriptor without any (SPC-5, 6.35.4).
+const TIMEOUTS: [u8; 12] = [0, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+/// The all_commands parameter data (SPC-5, 6.35.2).
+fn list<'a>(commands: impl Iterator<Item = &'a Command>, timeouts: bool) -> Vec<u8> {
+    let mut bytes = vec![0; 4];
+    for command in commands {
+        // CTDP, SERVACTV
+        let flags = u8::from(timeouts) << 1 | u8::from(command.action.is_some());
+        let action = command.action.unwrap_or(0);
+        let len = command.usage.len() as u8;
+        bytes.extend([command.opcode, 0, 0, action, 0, flags, 0, len]);
+        if timeouts {
+            bytes.extend(TIMEOUTS);
+        }
+    }
+    let len = (bytes.len() - 4) as u32;
+    bytes[..4].copy_from_slice(&len.to_be_bytes());
+    bytes
+}
+
+/// The one_command parameter data (SPC-5, 6.35.3).
+fn one(request: &Request<'_>, command: Option<&Command>, timeouts: bool) -> Vec<u8> {
+    let Some(command) = command else {
+        // SUPPORT: not supported.
+        return vec![0, 0x01, 0, 0];
+    };
+    // CTDP; SUPPORT: as a standard has it.
+    let flags = u8::from(timeouts) << 7 | 0x03;
+    let mut bytes = vec![0, flags, 0, command.usage.len() as u8];
+    bytes.extend((0..command.usage.len()).map(|at| command.usage(request.unit, at)));
+    if timeouts {
+        bytes.extend(TIMEOUTS);
+    }
+    bytes
+}

@@ -1,0 +1,261 @@
+//! Blocks without data of their own: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS (5.9).
+
+use super::DataBuffer;
+use super::command::{Plan, Request};
+use super::io::{Named, named, sent, writable};
+use super::sense::Sense;
+use super::task::{Action, Change, Job, Range};
+use crate::backend::{Allocation, Extent, SECTOR_SIZE};
+use crate::block::{MAX_ERASE_SECTORS, OperationKind};
+
+/// Most bytes of one UNMAP, all descriptors together: as much as a DISCARD of virtio-blk.
+pub(super) const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
+/// Most descriptors of one UNMAP.
+pub(super) const MAX_UNMAP_RANGES: usize = 256;
+/// Most bytes of one WRITE SAME: a second's work where the block is not zeroes, and has to be written that often.
+pub(super) const MAX_WRITE_SAME_BYTES: u64 = 256 << 20;
+
+/// Most descriptors in one answer to GET LBA STATUS.
+const MAX_STATUS: usize = 256;
+
+const HEADER: usize = 8;
+const DESCRIPTOR: usize = 16;
+
+/// UNMAP.
+pub(super) fn unmap(request: &Request<'_>) -> Result<Plan, Sense> {
+    writable(request)?;
+    let unit = request.unit;
+    let len = request.length(7, 2);
+    if len == 0 {
+        return Ok(Plan::Run(Job::nothing()));
+    }
+    if len < HEADER || request.data.len() < len {
+        return Err(Sense::LIST_LENGTH);
+    }
+    // At most 64 KiB.
+    let mut list = vec![0; len];
+    request.data.read(0, &mut list);
+    // UNMAP DATA LENGTH may be 0 as well, for a list without descriptors. A descriptor that is not all there is passed
+    // over if the list says that it is not, and an error if the list is cut off.
+    let announced = usize::from(u16::from_be_bytes([list[2], list[3]]));
+    if announced > len - HEADER {
+        return Err(Sense::LIST_LENGTH);
+    }
+    let descriptors = list[HEADER..HEADER + announced].chunks_exact(DESCRIPTOR);
+    if descriptors.len() > MAX_UNMAP_RANGES {
+        return Err(Sense::list(2, None));
+    }
+    let most = MAX_UNMAP_BYTES / u64::from(unit.block_size());
+    let (mut ranges, mut sum) = (Vec::with_capacity(descriptors.len()), 0);
+    for (index, descriptor) in descriptors.enumerate() {
+        let number = |at: usize, len: usize| {
+            let bytes = &descriptor[at..at + len];
+            bytes
+                .iter()
+                .fold(0, |number, byte| number << 8 | u64::from(*byte))
+        };
+        let (lba, blocks) = (number(0, 8), number(8, 4));
+        let end = lba.checked_add(blocks);
+        if end.is_none_or(|end| end > unit.blocks()) {
+            return Err(Sense::OUT_OF_RANGE);
+        }
+        sum += blocks;
+        if sum > most {
+            return Err(Sense::list((HEADER + DESCRIPTOR * index + 8) as u16, None));
+        }
+        if blocks > 0 {
+            let blocks = blocks as u32;
+            ranges.push(Range { lba, blocks });
+        }
+    }
+    let action = (!ranges.is_empty()).then_some(Action::Unmap);
+    let script = [action, None, None];
+    let job = Job {
+        list: ranges,
+        ..Job::new(OperationKind::Discard, Range::default(), script)
+    };
+    Ok(Plan::Run(job.changing(Change::Shared)))
+}
+
+/// WRITE SAME (10), (16).
+pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
+    writable(request)?;
+    let unit = request.unit;
+    let most = MAX_WRITE_SAME_BYTES / u64::from(unit.block_size());
+    let Named { range, at } = named(request, most as u32)?;
+    if range.blocks == 0 {
+        // WSNZ: "all up to the last one" might be work without end.
+        return Err(Sense::cdb(at, None));
+    }
+    let unmap = request.bit(1, 0x08);
+    let no_data = request.bit(1, 0x01);
+    if !no_data {
+        sent(request, 1, at)?;
+    }
+    // Zeroes are a record without payload. With UNMAP set, blocks of zeroes may be unmapped, since these read as zeroes;
+    // others are written (SBC-4, table 139).
+    let zero = no_data || is_zero(request.data, unit.block_size() as usize);
+    let (kind, action) = match zero && (unit.can().write_zeroes || unmap) {
+        true => (OperationKind::WriteZeroes, Action::Zero { unmap }),
+        false if no_data => return Err(Sense::cdb(1, Some(0))),
+        false => (OperationKind::Write, Action::Fill),
+    };
+    let job = Job::new(kind, range, [Some(action), None, None]);
+    Ok(Plan::Run(job.changing(Change::Shared)))
+}
+
+/// Whether the data buffer begins with so many zeroes.
+fn is_zero(data: &dyn DataBuffer, len: usize) -> bool {
+    let mut block = [0; 4096];
+    let block = &mut block[..len];
+    data.read(0, block);
+    block.iter().all(|&byte| byte == 0)
+}
+
+/// GET LBA STATUS (16).
+pub(super) fn lba_status(request: &Request<'_>) -> Result<Plan, Sense> {
+    let unit = request.unit;
+    let (start, allocation) = (request.number(2, 8), request.length(10, 4));
+    let end = unit.blocks();
+    if start >= end {
+        return Err(Sense::OUT_OF_RANGE);
+    }
+    let room = allocation.min(request.data.len()).saturating_sub(HEADER) / DESCRIPTOR;
+    let most = room.clamp(1, MAX_STATUS);
+    let per_block = unit.sectors_per_block();
+    let (first, sectors) = (start * per_block, (end - start) * per_block);
+    let extents = unit.backend().extents(first, sectors, most);
+    let extents = extents.map_err(|error| {
+        tracing::error!("cannot tell which parts of a disk hold data: {error}");
+        Sense::READ_ERROR
+    })?;
+    let mut bytes = vec![0; HEADER];
+    for (status, range) in statuses(&extents, per_block, start, most) {
+        bytes.extend(range.lba.to_be_bytes());
+        bytes.extend(range.blocks.to_be_bytes());
+        bytes.extend([status, 0, 0, 0]);
+    }
+    let len = (bytes.len() - 4) as u32;
+    bytes[..4].copy_from_slice(&len.to_be_bytes());
+    Ok(Plan::Answer { bytes, allocation })
+}
+
+/// Mapped, or something that is not known to be unmapped.
+const MAPPED: u8 = 0;
+/// Deallocated.
+const DEALLOCATED: u8 = 1;
+
+/// At least one and at most `most` ranges that follow each other from block `start` on, where `extents` begin, with their
+/// PROVISIONING STATUS. A block of several sectors is deallocated if all of them are.
+fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<(u8, Range)> {
+    let mut statuses: Vec<(u8, Range)> = Vec::new();
+    let (mut sector, mut told) = (start * per_block, start);
+    let mut tell = |status: u8, told: &mut u64, until: u64| {
+        let Some(blocks) = until.checked_sub(*told).filter(|&blocks| blocks > 0) else {
+            return true;
+        };
+        // Of a stretch that is longer its beginning is told; who wants the rest asks again.
+        let told_of = u32::try_from(blocks).unwrap_or(u32::MAX);
+        let lba = std::mem::replace(told, until);
+        let last = statuses
+            .last_mut()
+            .filter(|(last, range)| *last == status && range.blocks.checked_add(told_of).is_some());
+        if let Some((_, range)) = last {
+            range.blocks += told_of;
+        } else if statuses.len() < most {
+            let blocks = told_of;
+            statuses.push((status, Range { lba, blocks }));
+        } else {
+            return false;
+        }
+        u64::from(told_of) == blocks
+    };
+    for extent in extents {
+        let begin = sector;
+        sector = sector.saturating_add(extent.sectors);
+        let goes_on = match extent.allocation {
+            Allocation::Hole => {
+                tell(
+                    MAPPED,
+                    &mut told,
+                    begin.div_ceil(per_block).min(sector / per_block),
+                ) && tell(DEALLOCATED, &mut told, sector / per_block)
+            }
+            // The block at its end may be in part of the next one, which does not begin it then.
+            _ => tell(MAPPED, &mut told, sector.div_ceil(per_block)),
+        };
+        if !goes_on {
+            break;
+        }
+    }
+    if statuses.is_empty() {
+        // Less than a block is known of.
+        let (lba, blocks) = (start, 1);
+        statuses.push((MAPPED, Range { lba, blocks }));
+    }
+    statuses
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(
+        extents: &[(u64, Allocation)],
+        per_block: u64,
+        start: u64,
+        most: usize,
+    ) -> Vec<(u8, u64, u32)> {
+        let extents = extents.iter().map(|&(sectors, allocation)| Extent {
+            sectors,
+            allocation,
+        });
+        let extents: Vec<_> = extents.collect();
+        let statuses = statuses(&extents, per_block, start, most);
+        statuses
+            .iter()
+            .map(|(status, range)| (*status, range.lba, range.blocks))
+            .collect()
+    }
+
+    #[test]
+    fn a_block_is_deallocated_if_all_of_it_is() {
+        use Allocation::{Data, Hole, Zero};
+        assert_eq!(
+            told(&[(3, Data), (2, Zero), (4, Hole), (1, Data)], 1, 7, 9),
+            [(0, 7, 5), (1, 12, 4), (0, 16, 1)]
+        );
+        // Blocks of eight sectors: the hole begins and ends within one.
+        assert_eq!(
+            told(&[(12, Data), (30, Hole), (6, Data)], 8, 2, 9),
+            [(0, 2, 2), (1, 4, 3), (0, 7, 1)]
+        );
+        // A hole in the middle of one block, twice, and then one that has a whole block.
+        assert_eq!(
+            told(
+                &[(2, Data), (2, Hole), (2, Data), (2, Hole), (9, Hole)],
+                8,
+                0,
+                9
+            ),
+            [(0, 0, 1), (1, 1, 1)]
+        );
+        // A hole that is followed by a hole, since extents need not be joined.
+        assert_eq!(told(&[(8, Hole), (8, Hole)], 8, 0, 9), [(1, 0, 2)]);
+        assert_eq!(
+            told(&[(3, Hole)], 8, 5, 9),
+            [(0, 5, 1)],
+            "less than a block"
+        );
+        assert_eq!(told(&[(8, Hole), (8, Data), (8, Hole)], 1, 0, 2).len(), 2);
+    }
+
+    #[test]
+    fn a_stretch_too_long_for_its_field_is_told_in_part() {
+        let long = (1 << 33, Allocation::Hole);
+        assert_eq!(
+            told(&[long, (1, Allocation::Data)], 1, 3, 9),
+            [(1, 3, u32::MAX)]
+        );
+    }
+}

@@ -1,0 +1,89 @@
+//! Commands that look at what is there: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE AND
+//! WRITE (5.3).
+
+use super::command::{Plan, Request};
+use super::io::{Named, durable, named, range, sent, writable};
+use super::sense::Sense;
+use super::task::{Action, Change, Job, Then};
+use crate::block::OperationKind;
+
+/// BYTCHK (SBC-4, table 117): what the blocks are compared with.
+enum Check {
+    /// 00b: nothing; they must be readable.
+    Readable,
+    /// 01b: as many blocks.
+    Blocks,
+    /// 11b: one block.
+    Block,
+}
+
+fn check(request: &Request<'_>) -> Result<Check, Sense> {
+    match request.byte(1) >> 1 & 3 {
+        0 => Ok(Check::Readable),
+        1 => Ok(Check::Blocks),
+        3 => Ok(Check::Block),
+        _ => Err(Sense::cdb(1, Some(2))),
+    }
+}
+
+/// VERIFY (10), (12), (16).
+pub(super) fn verify(request: &Request<'_>) -> Result<Plan, Sense> {
+    let check = check(request)?;
+    let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
+    let then = match check {
+        Check::Readable => Then::Forget,
+        Check::Blocks => {
+            sent(request, range.blocks, at)?;
+            Then::Compare
+        }
+        Check::Block => {
+            sent(request, range.blocks.min(1), at)?;
+            Then::CompareEach
+        }
+    };
+    let read = (range.blocks > 0).then_some(Action::Read(then));
+    let script = [read, None, None];
+    Ok(Plan::Run(Job::new(OperationKind::Read, range, script)))
+}
+
+/// WRITE AND VERIFY (10), (12), (16). What is verified is on the medium: the write is made durable first. And it is what this
+/// command wrote, so no other changes it meanwhile.
+pub(super) fn write_and_verify(request: &Request<'_>) -> Result<Plan, Sense> {
+    writable(request)?;
+    let then = match check(request)? {
+        Check::Readable => Then::Forget,
+        Check::Blocks => Then::Compare,
+        Check::Block => return Err(Sense::cdb(1, Some(2))),
+    };
+    let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
+    sent(request, range.blocks, at)?;
+    let write = Some(Action::Write { from: 0 });
+    let read = Some(Action::Read(then));
+    let script = match request.unit.can().flush {
+        _ if range.blocks == 0 => [None; 3],
+        true => [write, Some(Action::Flush), read],
+        false => [write, read, None],
+    };
+    let job = Job::new(OperationKind::Write, range, script);
+    Ok(Plan::Run(job.changing(Change::Alone)))
+}
+
+/// COMPARE AND WRITE. The Data-Out Buffer has the blocks to compare, then those to write.
+pub(super) fn compare_and_write(request: &Request<'_>) -> Result<Plan, Sense> {
+    writable(request)?;
+    let (unit, at) = (request.unit, 13);
+    let (lba, blocks) = (request.number(2, 8), request.number(13, 1));
+    let range = range(request, lba, blocks, unit.max_compare_blocks().into(), at)?;
+    sent(request, 2 * range.blocks, at)?;
+    let from = range.blocks as usize * unit.block_size() as usize;
+    let script = match range.blocks {
+        0 => [None; 3],
+        _ => [
+            Some(Action::Read(Then::Compare)),
+            Some(Action::Write { from }),
+            durable(request),
+        ],
+    };
+    let job = Job::new(OperationKind::Write, range, script);
+    Ok(Plan::Run(job.changing(Change::Alone)))
+}

@@ -1,0 +1,205 @@
+//! Commands that move blocks, over every kind of disk and both block sizes.
+
+use crate::driver::*;
+
+const BYTES: u64 = 4 << 20;
+
+fn benches() -> Vec<Bench> {
+    let sizes = [512, 4096].into_iter();
+    sizes.flat_map(|size| Bench::each(BYTES, size)).collect()
+}
+
+#[test]
+fn every_length_of_read_and_write_reaches_the_same_blocks() {
+    for mut bench in benches() {
+        let size = bench.unit.block_size() as usize;
+        let two = |seed| pattern(seed, 2 * size);
+        let writes: [&[u8]; 4] = [
+            &[0x0a, 0, 0, 10, 2, 0],
+            &cdb10(0x2a, 0, 20, 2),
+            &cdb12(0xaa, 0, 30, 2),
+            &cdb16(0x8a, 0, 40, 2),
+        ];
+        for (at, cdb) in writes.iter().enumerate() {
+            bench.send(cdb, &two(at as u64));
+        }
+        let reads: [&dyn Fn(u8) -> Vec<u8>; 4] = [
+            &|lba| vec![0x08, 0, 0, lba, 2, 0],
+            &|lba| cdb10(0x28, 0, lba.into(), 2).to_vec(),
+            &|lba| cdb12(0xa8, 0, lba.into(), 2).to_vec(),
+            &|lba| cdb16(0x88, 0, lba.into(), 2).to_vec(),
+        ];
+        for read in reads {
+            for at in 0..4 {
+                let lba = 10 * (at + 1);
+                assert_eq!(bench.receive(&read(lba), 2 * size), two(at.into()));
+            }
+        }
+        assert!(bench.read(12, 8).iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
+fn a_length_of_zero_is_256_blocks_in_six_bytes_and_none_in_more() {
+    let mut bench = Bench::ram(BYTES, 512);
+    let all = pattern(1, 256 * 512);
+    bench.send(&[0x0a, 0, 1, 0, 0, 0], &all);
+    assert_eq!(bench.receive(&[0x08, 0, 1, 0, 0, 0], 256 * 512), all);
+    assert_eq!(bench.read(256, 256), all);
+    for cdb in [
+        &cdb10(0x2a, 0, 8192, 0)[..],
+        &cdb12(0xaa, 0, 8192, 0),
+        &cdb16(0x8a, 8, 8192, 0),
+    ] {
+        bench.good(cdb);
+    }
+    for cdb in [&cdb10(0x28, 0, 8192, 0)[..], &cdb16(0x88, 8, 8192, 0)] {
+        assert!(bench.receive(cdb, 512).is_empty());
+    }
+}
+
+/// FUA is durable, and so is everything before a SYNCHRONIZE CACHE; what is neither is lost with the power.
+#[test]
+fn what_is_forced_to_the_medium_survives_power_loss() {
+    use std::sync::Arc;
+    use walvisor_devices::backend::ram::RamDisk;
+    const FUA: u8 = 0x08;
+    let disk = RamDisk::with_power_loss(1024, true);
+    let mut bench = Bench::over(Arc::new(disk.clone()), 512);
+    let block = |seed| pattern(seed, 512);
+    bench.send(&cdb10(0x2a, FUA, 0, 1), &block(1));
+    bench.send(&cdb10(0x2a, 0, 1, 1), &block(2));
+    disk.power_loss();
+    assert_eq!(bench.read(0, 2), [block(1), vec![0; 512]].concat());
+
+    for (at, sync) in [&cdb10(0x35, 0, 0, 0)[..], &cdb16(0x91, 2, 5, 1)]
+        .into_iter()
+        .enumerate()
+    {
+        bench.send(&cdb10(0x2a, 0, 2 + at as u32, 1), &block(3));
+        bench.good(sync);
+        disk.power_loss();
+        assert_eq!(bench.read(2 + at as u64, 1), block(3));
+    }
+    // COMPARE AND WRITE with FUA, and WRITE AND VERIFY, which is durable always.
+    bench.send(
+        &compare_and_write(FUA, 0, 1),
+        &[block(1), block(4)].concat(),
+    );
+    bench.send(&cdb10(0x2e, 0, 8, 1), &block(5));
+    // A read with FUA puts what it reads onto the medium first.
+    bench.send(&cdb10(0x2a, 0, 9, 1), &block(6));
+    assert_eq!(bench.receive(&cdb10(0x28, FUA, 9, 1), 512), block(6));
+    disk.power_loss();
+    assert_eq!(bench.read(0, 1), block(4));
+    assert_eq!(bench.read(8, 2), [block(5), block(6)].concat());
+}
+
+#[test]
+fn verify_tells_where_blocks_differ() {
+    for mut bench in benches() {
+        let size = bench.unit.block_size() as usize;
+        let bytes = pattern(9, 5 * size);
+        bench.write(3, &bytes);
+        for cdb in [
+            &cdb10(0x2f, 0, 3, 5)[..],
+            &cdb12(0xaf, 0, 3, 5),
+            &cdb16(0x8f, 0, 3, 5),
+        ] {
+            bench.good(cdb);
+            let mut cdb = cdb.to_vec();
+            cdb[1] = 0x02;
+            bench.send(&cdb, &bytes);
+            let mut other = bytes.clone();
+            other[4 * size + 100] ^= 1;
+            let refused = bench.refused(&cdb, &other);
+            assert_eq!(refused.code, MISCOMPARE);
+            assert_eq!(refused.information, Some(4 * size as u32 + 100));
+            // Each block with one: the first is the same, the second is not.
+            cdb[1] = 0x06;
+            let refused = bench.refused(&cdb, &bytes[..size]);
+            assert_eq!(refused.code, MISCOMPARE);
+            assert!(refused.information.is_some_and(|at| at < 8), "{refused:?}");
+        }
+        bench.write(3, &bytes[..size].repeat(5));
+        bench.send(&cdb10(0x2f, 0x06, 3, 5), &bytes[..size]);
+        let mut last = bytes[..size].to_vec();
+        last[size - 1] ^= 0x80;
+        bench.write(7, &last);
+        let refused = bench.refused(&cdb10(0x2f, 0x06, 3, 5), &bytes[..size]);
+        assert_eq!(refused.information, Some(size as u32 - 1));
+    }
+}
+
+#[test]
+fn compare_and_write_writes_only_what_compares() {
+    for mut bench in benches() {
+        let size = bench.unit.block_size() as usize;
+        let (old, new) = (pattern(1, 3 * size), pattern(2, 3 * size));
+        bench.write(6, &old);
+        bench.send(&compare_and_write(0, 6, 3), &[&old[..], &new].concat());
+        assert_eq!(bench.read(6, 3), new);
+        let mut wrong = new.clone();
+        wrong[2 * size + 17] ^= 4;
+        let refused = bench.refused(&compare_and_write(0x18, 6, 3), &[wrong, old].concat());
+        assert_eq!(refused.code, MISCOMPARE);
+        assert_eq!(refused.information, Some(2 * size as u32 + 17));
+        assert_eq!(bench.read(6, 3), new);
+        bench.good(&compare_and_write(0, 6, 0));
+    }
+}
+
+#[test]
+fn write_and_verify_writes() {
+    for mut bench in benches() {
+        let size = bench.unit.block_size() as usize;
+        for (seed, cdb) in [
+            &cdb10(0x2e, 0x02, 4, 2)[..],
+            &cdb12(0xae, 0x10, 6, 2),
+            &cdb16(0x8e, 0x02, 8, 2),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let bytes = pattern(seed as u64, 2 * size);
+            bench.send(cdb, &bytes);
+            assert_eq!(bench.read(4 + 2 * seed as u64, 2), bytes);
+        }
+    }
+}
+
+/// A Data-In Buffer that is too short gets as much as fits; one of data out that is, and nothing is written.
+#[test]
+fn lengths_that_do_not_agree() {
+    for mut bench in benches() {
+        let size = bench.unit.block_size() as usize;
+        let bytes = pattern(4, 4 * size);
+        bench.write(0, &bytes);
+        for room in [0, 1, size - 1, size, size + 1, 4 * size, 4 * size + 100] {
+            let got = bench.receive(&cdb10(0x28, 0, 0, 4), room);
+            assert_eq!(got, bytes[..room.min(4 * size)]);
+        }
+        let long = pattern(5, 4 * size + 9);
+        bench.send(&cdb10(0x2a, 0, 0, 4), &long);
+        assert_eq!(bench.read(0, 4), long[..4 * size]);
+        for (cdb, at, needed) in [
+            (&cdb10(0x2a, 0, 0, 4)[..], 7, 4 * size),
+            (&[0x0a, 0, 0, 0, 4, 0], 4, 4 * size),
+            (&cdb12(0xaa, 0, 0, 4), 6, 4 * size),
+            (&cdb16(0x8a, 0, 0, 4), 10, 4 * size),
+            (&cdb10(0x2e, 0, 0, 4), 7, 4 * size),
+            (&cdb10(0x2f, 2, 0, 4), 7, 4 * size),
+            (&cdb10(0x2f, 6, 0, 4), 7, size),
+            (&cdb10(0x41, 0, 0, 4), 7, size),
+            (&cdb16(0x93, 8, 0, 4), 10, size),
+            (&compare_and_write(0, 0, 4), 13, 8 * size),
+        ] {
+            for len in [0, needed - 1] {
+                let refused = bench.refused(cdb, &vec![7; len]);
+                assert_eq!(refused.code, INVALID_CDB, "{cdb:02x?}");
+                assert_eq!(refused.cdb, Some((at, None)), "{cdb:02x?}");
+            }
+        }
+        assert_eq!(bench.read(0, 4), long[..4 * size]);
+    }
+}

@@ -1,0 +1,196 @@
+//! Commands beside each other, in every order in which a backend may end their operations.
+
+use walvisor_devices::backend::{Failure, Operation};
+use walvisor_devices::scsi::{Status, Step, Task};
+
+use crate::driver::*;
+
+/// A task whose operations end when the test says so.
+struct Slow<'a> {
+    task: Task,
+    data: &'a Data,
+    held: Vec<Operation>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    InFlight,
+    Blocked,
+    Done,
+}
+
+impl<'a> Slow<'a> {
+    fn new(bench: &Bench, cdb: &[u8], data: &'a Data) -> Self {
+        Self {
+            task: Task::new(&bench.unit, cdb, data),
+            data,
+            held: Vec::new(),
+        }
+    }
+
+    fn go(&mut self, bench: &Bench) -> State {
+        loop {
+            match self.task.next(&bench.unit, self.data) {
+                Step::Submit(operation) => self.held.push(operation),
+                Step::InFlight => return State::InFlight,
+                Step::Blocked => return State::Blocked,
+                Step::Done => return State::Done,
+            }
+        }
+    }
+
+    /// Lets one operation end.
+    fn end(&mut self, bench: &mut Bench) -> State {
+        let result = bench.operate(self.held.remove(0));
+        self.task.ended(&bench.unit, self.data, result);
+        self.go(bench)
+    }
+}
+
+/// Two COMPARE AND WRITE of one block that expect the same: one of them fails. And a plain write between the read and the
+/// write of one waits.
+#[test]
+fn compare_and_write_is_one_action() {
+    let mut bench = Bench::ram(1 << 20, 512);
+    let swap = |seed: u64| Data::new([vec![0; 1024], pattern(seed, 1024)].concat());
+    let (first, second) = (swap(1), swap(2));
+    let cdb = compare_and_write(0, 4, 2);
+    let mut one = Slow::new(&bench, &cdb, &first);
+    assert_eq!(one.go(&bench), State::InFlight);
+    let mut two = Slow::new(&bench, &cdb, &second);
+    let write = Data::new(pattern(3, 512));
+    let mut three = Slow::new(&bench, &cdb10(0x2a, 0, 5, 1), &write);
+    let beside = Data::new(pattern(4, 512));
+    let mut four = Slow::new(&bench, &cdb10(0x2a, 0, 6, 1), &beside);
+    let room = Data::room(512);
+    let mut read = Slow::new(&bench, &cdb10(0x28, 0, 4, 1), &room);
+    assert_eq!(two.go(&bench), State::Blocked);
+    assert_eq!(three.go(&bench), State::Blocked);
+    assert_eq!(four.go(&bench), State::InFlight);
+    assert_eq!(read.go(&bench), State::InFlight);
+    // Read, then write.
+    assert_eq!(one.end(&mut bench), State::InFlight);
+    assert_eq!(two.go(&bench), State::Blocked);
+    assert_eq!(one.end(&mut bench), State::Done);
+    // Still not answered.
+    assert_eq!(two.go(&bench), State::Blocked);
+    assert_eq!(one.task.outcome().status, Status::Good);
+    assert_eq!(
+        three.go(&bench),
+        State::Blocked,
+        "it came behind the second"
+    );
+    assert_eq!(two.go(&bench), State::InFlight);
+    assert_eq!(two.end(&mut bench), State::Done);
+    assert_eq!(fixed(&two.task.outcome()).code, MISCOMPARE);
+    assert_eq!(three.go(&bench), State::InFlight);
+    assert_eq!(three.end(&mut bench), State::Done);
+    assert_eq!(four.end(&mut bench), State::Done);
+    assert_eq!(read.end(&mut bench), State::Done);
+    assert_eq!(
+        bench.read(4, 2),
+        [&pattern(1, 512), &pattern(3, 512)[..]].concat()
+    );
+}
+
+#[test]
+fn a_write_in_flight_holds_up_a_compare_and_write() {
+    let mut bench = Bench::ram(1 << 20, 512);
+    let (write, swap) = (
+        Data::new([1; 512]),
+        Data::new([[1; 512], [2; 512]].concat()),
+    );
+    let list = Data::new(unmap_list(&[(100, 1), (9, 1)]));
+    let mut writing = Slow::new(&bench, &cdb10(0x2a, 0, 7, 1), &write);
+    let mut unmapping = Slow::new(&bench, &cdb10(0x42, 0, 0, 40), &list);
+    let mut swapping = Slow::new(&bench, &compare_and_write(0, 7, 1), &swap);
+    let mut other = Slow::new(&bench, &compare_and_write(0, 9, 1), &swap);
+    assert_eq!(writing.go(&bench), State::InFlight);
+    assert_eq!(
+        (unmapping.go(&bench), unmapping.held.len()),
+        (State::InFlight, 2)
+    );
+    assert_eq!(swapping.go(&bench), State::Blocked);
+    assert_eq!(writing.end(&mut bench), State::Done);
+    drop(writing);
+    assert_eq!(swapping.go(&bench), State::InFlight);
+    assert_eq!(other.go(&bench), State::Blocked);
+    assert_eq!(unmapping.end(&mut bench), State::InFlight);
+    assert_eq!(unmapping.end(&mut bench), State::Done);
+    drop(unmapping);
+    assert_eq!(other.go(&bench), State::InFlight);
+    assert_eq!(swapping.end(&mut bench), State::InFlight);
+    assert_eq!(swapping.end(&mut bench), State::Done);
+    assert_eq!(other.end(&mut bench), State::Done);
+    assert_eq!(fixed(&other.task.outcome()).code, MISCOMPARE);
+    assert_eq!(bench.read(7, 1), [2; 512]);
+}
+
+/// A failure of any operation ends the command with sense, and nothing more is submitted.
+#[test]
+fn failures_of_the_backend() {
+    let bench = Bench::ram(1 << 20, 512);
+    const IO: Failure = Failure::Io;
+    let data = Data::new([7; 4096]);
+    for (cdb, good, failure, code) in [
+        (&cdb10(0x28, 0, 0, 1)[..], 0, IO, READ_ERROR),
+        (&cdb10(0x28, 8, 0, 1), 0, IO, WRITE_ERROR),
+        (&cdb10(0x28, 8, 0, 1), 1, IO, READ_ERROR),
+        (&cdb10(0x2a, 0, 0, 1), 0, IO, WRITE_ERROR),
+        (&cdb10(0x2a, 8, 0, 1), 1, IO, WRITE_ERROR),
+        (&cdb10(0x2a, 0, 0, 1), 0, Failure::ReadOnly, WRITE_PROTECTED),
+        (&cdb10(0x28, 0, 0, 1), 0, Failure::OutOfRange, OUT_OF_RANGE),
+        (&cdb10(0x2a, 0, 0, 1), 0, Failure::TooLarge, INVALID_CDB),
+        (&cdb10(0x35, 0, 0, 0), 0, IO, WRITE_ERROR),
+        (&cdb10(0x2f, 0, 0, 8), 0, IO, READ_ERROR),
+        (&cdb10(0x2e, 0, 0, 8), 1, IO, WRITE_ERROR),
+        (&cdb10(0x2e, 0, 0, 8), 2, IO, READ_ERROR),
+        (&cdb10(0x41, 0, 0, 8000), 0, IO, WRITE_ERROR),
+        (&cdb10(0x41, 0, 0, 8000), 2, IO, WRITE_ERROR),
+        (&compare_and_write(0, 0, 1), 0, IO, READ_ERROR),
+        (&[0x1b, 0, 0, 0, 0, 0], 0, IO, WRITE_ERROR),
+    ] {
+        let mut bench = match cdb[0] {
+            0x1b | 0x41 => Bench::ram(8 << 20, 512),
+            _ => Bench::ram(1 << 20, 512),
+        };
+        let mut slow = Slow::new(&bench, cdb, &data);
+        for _ in 0..good {
+            assert_eq!(slow.go(&bench), State::InFlight);
+            slow.end(&mut bench);
+        }
+        assert_eq!(slow.go(&bench), State::InFlight);
+        slow.held.clear();
+        slow.task.ended(&bench.unit, &data, Err(failure));
+        assert_eq!(slow.go(&bench), State::Done, "{cdb:02x?}");
+        assert!(slow.held.is_empty());
+        assert_eq!(fixed(&slow.task.outcome()).code, code, "{cdb:02x?}");
+    }
+    // Several in flight, of which the first to fail counts.
+    let list = Data::new(unmap_list(&[(0, 1), (2, 1), (4, 1)]));
+    let mut slow = Slow::new(&bench, &cdb10(0x42, 0, 0, 56), &list);
+    assert_eq!((slow.go(&bench), slow.held.len()), (State::InFlight, 3));
+    for failure in [Failure::ReadOnly, IO, IO] {
+        assert_eq!(slow.go(&bench), State::InFlight);
+        slow.task.ended(&bench.unit, &list, Err(failure));
+    }
+    assert_eq!(slow.go(&bench), State::Done);
+    assert_eq!(fixed(&slow.task.outcome()).code, WRITE_PROTECTED);
+}
+
+#[test]
+fn an_aborted_command_ends_with_what_is_in_flight() {
+    let mut bench = Bench::ram(8 << 20, 512);
+    let data = Data::new([7; 512]);
+    let mut slow = Slow::new(&bench, &cdb10(0x41, 0, 0, 16000), &data);
+    assert!(slow.task.bytes(&bench.unit) <= 1 << 20);
+    assert_eq!(slow.go(&bench), State::InFlight);
+    slow.task.abort();
+    assert_eq!(slow.go(&bench), State::InFlight);
+    assert_eq!(slow.end(&mut bench), State::Done);
+    let outcome = slow.task.outcome();
+    assert_eq!((outcome.status, outcome.sense), (Status::TaskAborted, None));
+    assert!(bench.read(8000, 1).iter().all(|&byte| byte == 0));
+    // It holds up nobody any more.
+    bench.send(&compare_and_write(0, 0, 1), &[[7; 512], [8; 512]].concat());
+}
