@@ -91,10 +91,11 @@ pub struct RunArguments {
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest and returns when it has powered off, rebooted or been stopped by a signal.
+/// Boots the guest and returns when it has powered off, reset itself (there is no second boot: the caller starts one) or been
+/// stopped by a signal.
 ///
 /// # Errors
-/// If the guest cannot be started, or cannot run on this machine.
+/// If the guest cannot be started, or cannot run on this machine, or its kernel says that it panicked.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
     check(arguments)?;
     let image = LinuxImage {
@@ -208,8 +209,15 @@ fn run_on(
             memory: outcome.memory,
         }))?;
     }
-    if let Ended::Crashed(crash) = &outcome.ended {
-        return Err(CommandError::failed(crash));
+    match &outcome.ended {
+        Ended::Crashed(crash) => return Err(CommandError::failed(crash)),
+        Ended::Panicked => {
+            return Err(CommandError::Failed(
+                "the guest's kernel panicked: its console tells why; the disks are closed and need no repair"
+                    .to_owned(),
+            ));
+        }
+        _ => {}
     }
     match outcome.flush_failures.first() {
         Some((disk, error)) => Err(CommandError::Failed(format!(

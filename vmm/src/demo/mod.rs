@@ -169,6 +169,7 @@ fn run_guest(
             ))
         }
         Ended::Reset | Ended::Quit => ended(format!("gave up; its last line: {last}")),
+        Ended::Panicked => ended("panicked".to_owned()),
         Ended::Signal(signal) => ended(format!("was stopped by signal {signal}")),
         Ended::Crashed(crash) => ended(format!("cannot run here: {crash}")),
     }

@@ -3,5 +3,6 @@
 pub mod acpi_pm;
 pub mod console;
 pub mod keyboard;
+pub mod panic;
 pub mod serial;
 pub mod terminal;

@@ -29,6 +29,7 @@ use crate::arch::x86_64::{cpuid, layout};
 use crate::devices::acpi_pm::{self, AcpiPm};
 use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
+use crate::devices::panic::{self, PanicPort};
 use crate::devices::serial::{self, SerialPort};
 use crate::disk_spec::TransportKind;
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
@@ -220,6 +221,12 @@ impl VmBuilder {
             u64::from(layout::ACPI_PM),
             acpi_pm::SIZE,
             power.clone(),
+        );
+        insert(
+            &mut ports,
+            u64::from(layout::PANIC),
+            panic::SIZE,
+            PanicPort::new(control.clone()),
         );
         let config_ports = ConfigPorts::new(pci.clone(), control.clone());
         insert(

@@ -19,6 +19,8 @@ pub enum Ended {
     Signal(i32),
     /// The user asked for it: the console's quit keys, or the control socket.
     Quit,
+    /// The guest's kernel panicked, and said so.
+    Panicked,
     /// The guest cannot run on.
     Crashed(Box<Crash>),
 }

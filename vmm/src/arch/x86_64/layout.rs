@@ -74,6 +74,8 @@ pub const RESET_PORT: u16 = 0xcf9;
 pub const RESET_VALUE: u8 = 0x06;
 /// ACPI fixed hardware: PM1 events, PM1 control, the timer.
 pub const ACPI_PM: u16 = 0x600;
+/// Where a guest tells of its kernel's panic: QEMU's port.
+pub const PANIC: u16 = 0x505;
 /// The interrupt of ACPI events (never raised).
 pub const SCI: u16 = 9;
 

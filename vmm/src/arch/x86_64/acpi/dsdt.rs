@@ -9,7 +9,7 @@ use acpi_tables::{Aml, AmlSink};
 
 use super::{MmioSlot, OEM, REVISION, TABLE};
 use crate::arch::x86_64::layout;
-use crate::devices::acpi_pm;
+use crate::devices::{acpi_pm, panic};
 
 const HEADER: u32 = 36;
 const DSDT_REVISION: u8 = 6;
@@ -24,6 +24,7 @@ pub(super) fn build(slots: &[MmioSlot]) -> Sdt {
     )
     .to_aml_bytes(&mut body);
     serial(&mut body);
+    panic(&mut body);
     for (index, slot) in (0u32..).zip(slots) {
         virtio_mmio(&mut body, index, *slot);
     }
@@ -42,6 +43,15 @@ fn serial(body: &mut dyn AmlSink) {
     let interrupt = Interrupt::new(true, true, false, false, layout::COM1_GSI);
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(vec![&io, &interrupt]));
     let device = Device::new("COM1".into(), vec![&hid, &uid, &resources]);
+    Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);
+}
+
+/// The port of panics: QEMU0001 is what Linux's driver binds to.
+fn panic(body: &mut dyn AmlSink) {
+    let hid = Name::new("_HID".into(), &"QEMU0001");
+    let io = IO::new(layout::PANIC, layout::PANIC, 1, panic::SIZE as u8);
+    let resources = Name::new("_CRS".into(), &ResourceTemplate::new(vec![&io]));
+    let device = Device::new("PEVT".into(), vec![&hid, &resources]);
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);
 }
 

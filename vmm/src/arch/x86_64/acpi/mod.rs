@@ -1,7 +1,7 @@
 //! ACPI tables: what tells the guest which processors, interrupt controllers and devices there are.
 //!
 //! ```text
-//!   RSDP ─▶ XSDT ─▶ FADT ─▶ DSDT (serial line, virtio-mmio devices, PCI host bridge, S5)
+//!   RSDP ─▶ XSDT ─▶ FADT ─▶ DSDT (serial line, panic port, virtio-mmio devices, PCI host bridge, S5)
 //!                │       └▶ FACS
 //!                ├▶ MADT (local APICs, I/O APIC)
 //!                └▶ MCFG (ECAM)

@@ -1,0 +1,62 @@
+//! The port where a guest says that its kernel panicked: QEMU's pvpanic (QEMU, docs/specs/pvpanic), which Linux has a driver for.
+//!
+//! Without it a panic is a reset, or a guest that does nothing for ever. The port holds one byte: read, the events that are
+//! understood; written, those that have happened.
+
+use std::sync::Arc;
+
+use crate::vm::bus::BusDevice;
+use crate::vm::control::{Control, Ended};
+
+/// Bytes of the port.
+pub const SIZE: u64 = 1;
+
+/// The kernel panicked, and nothing follows.
+const PANICKED: u8 = 1;
+/// It panicked, and a crash kernel takes over: the guest goes on, and resets when that has written its dump.
+const CRASH_LOADED: u8 = 1 << 1;
+
+/// The port.
+pub struct PanicPort(Arc<Control>);
+
+impl PanicPort {
+    /// A port whose event ends the run of `control`.
+    pub fn new(control: Arc<Control>) -> Self {
+        Self(control)
+    }
+}
+
+impl BusDevice for PanicPort {
+    fn read(&mut self, _: u64, data: &mut [u8]) {
+        data.fill(0);
+        if let [byte, ..] = data {
+            *byte = PANICKED | CRASH_LOADED;
+        }
+    }
+
+    fn write(&mut self, _: u64, data: &[u8]) {
+        if data.first().is_some_and(|events| events & PANICKED != 0) {
+            self.0.end(Ended::Panicked);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_ends_the_run_and_a_crash_kernel_does_not() {
+        let control = Arc::new(Control::new().unwrap());
+        let mut port = PanicPort::new(control.clone());
+        let mut events = [0];
+        port.read(0, &mut events);
+        assert_eq!(events, [0b11]);
+        for harmless in [&[][..], &[0], &[CRASH_LOADED], &[0xfc]] {
+            port.write(0, harmless);
+        }
+        assert!(control.ended().is_none());
+        port.write(0, &[PANICKED]);
+        assert!(matches!(control.ended(), Some(Ended::Panicked)));
+    }
+}
