@@ -6,7 +6,7 @@
 #   walvisor  on the search path
 # and these functions:
 #   progress TEXT                         replaces the progress line
-#   guest_initrd OUT SCRIPT [fio]         makes an initramfs whose guest runs SCRIPT; with fio if asked for
+#   guest_initrd OUT SCRIPT [PART...]     makes an initramfs whose guest runs SCRIPT; with these parts: fio, disks
 #   start_guest NAME ARGUMENT...          starts `walvisor run ARGUMENT...`; its output is shown and kept in $RESULTS/NAME.log
 #   wait_guest NAME SECONDS               waits for its end: walvisor's exit status, or 124 after SECONDS (it is killed then)
 #   wait_line NAME PATTERN SECONDS        waits until the output has a line that matches PATTERN: 0, or 1 if it never comes
@@ -24,11 +24,13 @@ export IMAGES JOB WORK RESULTS PATH
 progress() { echo "progress: $*"; }
 
 guest_initrd() {
-    cat "$IMAGES/initramfs-base.cpio" >"$1"
-    [ "$3" = fio ] && cat "$IMAGES/initramfs-fio.cpio" >>"$1"
-    mkdir -p "$1.d"
-    cat "$BASE/guest-functions.sh" "$2" >"$1.d/job"
-    (cd "$1.d" && echo job | cpio -o -H newc 2>/dev/null) >>"$1"
+    initrd=$1 script=$2
+    shift 2
+    cat "$IMAGES/initramfs-base.cpio" >"$initrd"
+    for part; do cat "$IMAGES/initramfs-$part.cpio" >>"$initrd"; done
+    mkdir -p "$initrd.d"
+    cat "$BASE/guest-functions.sh" "$script" >"$initrd.d/job"
+    (cd "$initrd.d" && echo job | cpio -o -H newc 2>/dev/null) >>"$initrd"
 }
 
 start_guest() {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   packages + scripts ──▶ guest-<key>/    vmlinuz, vmlinux, initramfs-base.cpio, initramfs-fio.cpio,
-//!                                          root.ext4, initramfs-outer.cpio
+//!                                          initramfs-disks.cpio, root.ext4, initramfs-outer.cpio
 //!   guest-<key>/ ────────▶ nested-<key>/   images.ext4: all of that on a disk, only made for nesting
 //! ```
 
@@ -18,7 +18,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when what the builder makes of the same inputs changes.
-const BUILDER: &[u8] = b"3";
+const BUILDER: &[u8] = b"4";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -34,6 +34,17 @@ const GUEST_MODULES: [&str; 6] = [
     "crc32c_generic",
     "ext4",
     "virtio_rng",
+];
+/// What `initramfs-disks.cpio` adds: loaded only where that is used, since every module takes its time in emulation.
+const DISK_MODULES: [&str; 2] = ["xfs", "pvpanic_mmio"];
+/// And its programs.
+const DISK_PROGRAMS: [&str; 6] = [
+    "bin/lsblk",
+    "sbin/blkdiscard",
+    "sbin/blockdev",
+    "sbin/fstrim",
+    "sbin/mkfs.xfs",
+    "sbin/xfs_repair",
 ];
 /// What the machine around a nested guest loads; the last for jobs that use that machine's kernel as a client.
 const OUTER_MODULES: [&str; 6] = [
@@ -63,6 +74,8 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `vmlinux`: the same kernel as an ELF file with a PVH entry point;
 /// - `initramfs-base.cpio`: busybox, e2fsprogs, the virtio and ext4 modules, and `/init`;
 /// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the former;
+/// - `initramfs-disks.cpio`: lsblk, blkdiscard, blockdev and fstrim of util-linux, xfsprogs, xfs and the driver of the panic
+///   device, to be appended too;
 /// - `root.ext4`: a root file system with all of that, to be booted with `root=/dev/vda`;
 /// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, the kernel's NBD client, and
 ///   another `/init`;
@@ -127,6 +140,13 @@ fn build_guest(
     let fio = Tree::new(scratch.join("fio"))?;
     fio.program(unpacked, "bin/fio")?;
     fio.pack_initramfs(&directory.join("initramfs-fio.cpio"))?;
+    let disks = Tree::new(scratch.join("disks"))?;
+    for program in DISK_PROGRAMS {
+        disks.program(unpacked, program)?;
+    }
+    let all: Vec<_> = GUEST_MODULES.into_iter().chain(DISK_MODULES).collect();
+    add_modules(&disks, unpacked, &all, &GUEST_MODULES)?;
+    disks.pack_initramfs(&directory.join("initramfs-disks.cpio"))?;
 
     reporter.progress("packing the outer initramfs");
     let outer = Tree::new(scratch.join("outer"))?;
@@ -138,7 +158,9 @@ fn build_guest(
     reporter.progress("making the guest's root file system");
     let root = Tree::new(scratch.join("root"))?;
     add_system(&root, unpacked, "sbin/init", GUEST_INIT, &[])?;
-    root.program(unpacked, "bin/fio")?;
+    for program in DISK_PROGRAMS.into_iter().chain(["bin/fio"]) {
+        root.program(unpacked, program)?;
+    }
     root.pack_ext4(&directory.join("root.ext4"), 192)
 }
 
@@ -161,8 +183,16 @@ fn add_system(
     let text = fs::read(&configuration).at("read", &configuration)?;
     tree.file("etc/mke2fs.conf", &text, 0o644)?;
     tree.file(init, script.as_bytes(), 0o755)?;
+    add_modules(tree, unpacked, modules, &[])
+}
+
+/// Adds `modules` but for those that `there` needs, which another tree has. Their names sort in load order, also in both
+/// trees together.
+fn add_modules(tree: &Tree, unpacked: &Path, modules: &[&str], there: &[&str]) -> Result<()> {
     let found = Modules::find(unpacked)?;
-    for (position, (name, content)) in found.load_order(modules)?.iter().enumerate() {
+    let there = found.load_order(there)?.len();
+    let order = found.load_order(modules)?;
+    for (position, (name, content)) in order.iter().enumerate().skip(there) {
         tree.file(&format!("modules/{position:02}-{name}.ko"), content, 0o644)?;
     }
     Ok(())

@@ -10,12 +10,14 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// What the guests are made of.
-const WANTED: [&str; 5] = [
+const WANTED: [&str; 7] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
     "fio",
     "nbd-client",
+    "util-linux",
+    "xfsprogs",
 ];
 
 /// One package at one version.
