@@ -64,29 +64,41 @@ check:
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
   -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
   -Cllvm-args=-sanitizer-coverage-trace-compares
-# Seconds for each target, and the seed of their random choices.
+# Seconds for the log's target, and for each of the others; the seed of their random choices.
 FUZZ_TIME ?= 25
-FUZZ_REQUESTS_TIME ?= 10
+FUZZ_SHORT_TIME ?= 9
 FUZZ_SEED ?= 1
+# The workspaces of the targets share what they build, and what each target finds.
+FUZZ_DIR = $(CURDIR)/target/fuzz
 
-## fuzz: recovery on mutated logs, virtio-blk requests in any chains; what they find in `target/corpus` makes the next run deeper
+## fuzz: mutated logs, hostile drivers, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
 fuzz: setup
-	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME))
-	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_REQUESTS_TIME))
+	$(call build_fuzz,storage/fuzz)
+	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME),8192)
+	$(call build_fuzz,devices/fuzz)
+	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
+	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
+	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
 
-# Of the workspace $(1) the target $(2), for $(3) seconds.
-define run_fuzz
-	@cd $(1) && host=$$(rustc -vV | sed -n 's/^host: //p') && export RUSTFLAGS='$(COVERAGE)' && \
+# Every target of the workspace $(1).
+define build_fuzz
+	@cd $(1) && host=$$(rustc -vV | sed -n 's/^host: //p') && \
+	export RUSTFLAGS='$(COVERAGE)' CARGO_TARGET_DIR=$(FUZZ_DIR) && \
 	$(CARGO) clippy --release --locked --target $$host -- -D warnings && \
-	$(CARGO) build --release --locked --target $$host && \
-	mkdir -p target/corpus artifacts && \
-	if ! RUST_BACKTRACE=0 target/$$host/release/$(2) -seed=$(FUZZ_SEED) -max_total_time=$(3) -timeout=5 \
-	  -max_len=8192 -artifact_prefix=artifacts/ target/corpus corpus/$(2) >target/fuzz.log 2>&1; then \
-	  tail -n 40 target/fuzz.log; \
-	  echo "replay: $(1)/target/$$host/release/$(2) $(1)/<the file named above>"; exit 1; \
+	$(CARGO) build --release --locked --target $$host
+endef
+
+# Of the workspace $(1) the target $(2), for $(3) seconds, on inputs of at most $(4) bytes.
+define run_fuzz
+	@cd $(1) && target=$(FUZZ_DIR)/$$(rustc -vV | sed -n 's/^host: //p')/release/$(2) log=$(FUZZ_DIR)/$(2).log && \
+	mkdir -p $(FUZZ_DIR)/corpus/$(2) artifacts && \
+	if ! RUST_BACKTRACE=0 $$target -seed=$(FUZZ_SEED) -max_total_time=$(3) -timeout=5 -rss_limit_mb=512 \
+	  -max_len=$(4) -artifact_prefix=artifacts/ $(FUZZ_DIR)/corpus/$(2) corpus/$(2) >$$log 2>&1; then \
+	  tail -n 40 $$log; \
+	  echo "replay: $$target $(1)/<the file named above>"; exit 1; \
 	fi; \
-	first=$$(grep -o 'INITED cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
-	last=$$(grep -o 'DONE *cov: [0-9]*' target/fuzz.log | grep -o '[0-9]*'); \
-	echo "fuzz $(2): seed $(FUZZ_SEED), $$(grep '^Done' target/fuzz.log), coverage $$first -> $$last"; \
+	first=$$(grep -o 'INITED cov: [0-9]*' $$log | grep -o '[0-9]*'); \
+	last=$$(grep -o 'DONE *cov: [0-9]*' $$log | grep -o '[0-9]*'); \
+	echo "fuzz $(2): seed $(FUZZ_SEED), $$(grep '^Done' $$log), coverage $$first -> $$last"; \
 	test "$$first" -gt 0
 endef

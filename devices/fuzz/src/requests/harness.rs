@@ -13,6 +13,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, Operation};
 use walvisor_devices::block::{BlockConfig, BlockMetrics, VirtioBlock};
 use walvisor_devices::transport::MmioTransport;
+use walvisor_devices_fuzz::input::Input;
 
 use crate::model::{Model, QUEUE_SIZE, SECTOR, SERIAL, Verdict};
 
@@ -70,11 +71,11 @@ const ODD_PLACES: [u64; 6] = [
 
 /// Runs one input.
 pub fn run(input: &[u8]) {
-    let mut input = Input(input);
+    let mut input = Input::new(input);
     let options = input.byte();
     let mut driver = Driver::new(options);
     for _ in 0..MOST_STEPS {
-        if input.0.is_empty() {
+        if input.is_empty() {
             break;
         }
         match input.byte() {
@@ -83,26 +84,6 @@ pub fn run(input: &[u8]) {
         }
     }
     driver.finish();
-}
-
-/// What is left of the input; zeroes follow.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        let Some((&first, rest)) = self.0.split_first() else {
-            return 0;
-        };
-        self.0 = rest;
-        first
-    }
-
-    /// An odd number from `odd`, or what `usual` makes of a byte.
-    fn pick(&mut self, odd: &[u64], usual: impl Fn(u64) -> u64) -> u64 {
-        let byte = self.byte();
-        let odd = odd.get(usize::from(!byte));
-        odd.copied().unwrap_or_else(|| usual(byte.into()))
-    }
 }
 
 struct Driver {
@@ -338,7 +319,7 @@ impl Driver {
     /// A device that works.
     fn finish(mut self) {
         self.start();
-        let mut input = Input(&[0, 9, 0, 0, 3, 0, 4, 0, 160, 8, 1, 200, 1, 1]);
+        let mut input = Input::new(&[0, 9, 0, 0, 3, 0, 4, 0, 160, 8, 1, 200, 1, 1]);
         let kind = input.byte();
         self.request(kind, &mut input);
         let data = 0x2000 + (160 - 128) * 0x180;

@@ -1,0 +1,55 @@
+//! A bound on what a driver can make the device allocate.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The system's allocator, refusing what an unchecked length would ask for: one allocation of more than `LONGEST` bytes,
+/// or more than `MOST` at a time.
+pub struct Bounded<const LONGEST: usize, const MOST: usize>;
+
+/// Bounds for a device over a disk of 32 KiB, so that no request may cost more. A RAM disk's chunk, the inputs and the
+/// copies of guest memory are 64 KiB; queues have 16 descriptors.
+pub type DeviceBounds = Bounded<{ 128 << 10 }, { 2 << 20 }>;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on to the system's allocator, whose promises these are.
+unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc for Bounded<LONGEST, MOST> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        Self::account(layout.size(), 0);
+        // SAFETY: the caller keeps the rules of this function, which are those of the called one.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        Self::account(layout.size(), 0);
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        Self::account(size, layout.size());
+        // SAFETY: as above.
+        unsafe { System.realloc(old, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        Self::account(0, layout.size());
+        // SAFETY: as above.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+impl<const LONGEST: usize, const MOST: usize> Bounded<LONGEST, MOST> {
+    /// Ends the process if it is too much: libFuzzer then keeps the input.
+    fn account(more: usize, less: usize) {
+        let before = ALLOCATED.fetch_add(more, Ordering::Relaxed);
+        ALLOCATED.fetch_sub(less, Ordering::Relaxed);
+        if more > LONGEST || before > MOST {
+            eprintln!(
+                "an allocation of {more} bytes above {before}: more than {LONGEST} or {MOST}"
+            );
+            std::process::abort();
+        }
+    }
+}
