@@ -1,5 +1,8 @@
 //! SPEC: a disk as the command line describes it, `path=disk.img,transport=pci,queues=4`.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashSet;
 use std::fmt;
 use std::net::IpAddr;
@@ -18,7 +21,7 @@ use crate::size::parse_size;
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
      cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
-     commit-wait-count, socket, port, address";
+     commit-wait-count, socket, port, address, name, fabric, wwn, command-timeout";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -34,6 +37,10 @@ pub const MAX_COMMIT_WAIT_US: u32 = 1_000_000;
 pub const MAX_COMMIT_WAIT_COUNT: u32 = 65_536;
 /// Largest number of a processor: more than the kernel knows of.
 const MAX_CPU: u16 = 1023;
+/// Longest name of a disk in the kernel's SCSI target, in bytes.
+const MAX_BACKSTORE_BYTES: usize = 32;
+/// Longest time that the kernel can be told to give a command, in seconds.
+const MAX_COMMAND_TIMEOUT: u32 = 86_400;
 /// Queue size if none is given.
 pub const DEFAULT_QUEUE_SIZE: u16 = 256;
 
@@ -47,6 +54,18 @@ pub enum BackendKind {
     Raw,
     /// Memory: gone when the guest ends.
     Ram,
+}
+
+/// Through what initiators reach a disk of the kernel's SCSI target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fabric {
+    /// tcm_loop: this machine itself sees it, as /dev/sdX.
+    #[default]
+    Loop,
+    /// vhost-scsi: a guest of QEMU sees it.
+    Vhost,
+    /// None: somebody else exports it, by iSCSI for example.
+    None,
 }
 
 /// How the guest reaches the disk.
@@ -112,6 +131,14 @@ pub struct DiskSpec {
     pub port: Option<u16>,
     /// The address of that port; `None` is the loopback address.
     pub address: Option<IpAddr>,
+    /// What the disk is called in the kernel's SCSI target; `None` is the name of the image file.
+    pub backstore: Option<String>,
+    /// Through what initiators reach it there; `None` is tcm_loop.
+    pub fabric: Option<Fabric>,
+    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the disk's name and path.
+    pub wwn: Option<String>,
+    /// Seconds that the kernel gives a command; 0: any. `None` is what the kernel has.
+    pub command_timeout: Option<u32>,
 }
 
 /// Why a SPEC was refused. Its text is one line and names the key.
@@ -139,6 +166,9 @@ pub enum DiskSpecError {
     /// A key that only `walvisor serve` carries out.
     #[error("{0}= is for 'walvisor serve': leave it out")]
     Serve(&'static str),
+    /// A key that only `walvisor serve tcmu` carries out.
+    #[error("{0}= is for 'walvisor serve tcmu': leave it out")]
+    Target(&'static str),
     /// A disk with no `path`.
     #[error("a disk needs path=FILE (or backend=ram,size=N)")]
     NoPath,
@@ -171,6 +201,10 @@ impl FromStr for DiskSpec {
             socket: None,
             port: None,
             address: None,
+            backstore: None,
+            fabric: None,
+            wwn: None,
+            command_timeout: None,
         };
         let mut seen = HashSet::new();
         for part in text.split(',') {
@@ -292,6 +326,30 @@ impl DiskSpec {
                 let expected = "an IP address, such as 127.0.0.1 or ::";
                 self.address = Some(address.map_err(|_| wrong("address", value, expected))?);
             }
+            "name" => self.backstore = Some(backstore(value)?),
+            "fabric" => {
+                self.fabric = Some(match value {
+                    "loop" => Fabric::Loop,
+                    "vhost" => Fabric::Vhost,
+                    "none" => Fabric::None,
+                    _ => return Err(wrong("fabric", value, "loop, vhost or none")),
+                });
+            }
+            "wwn" => {
+                let hexadecimal = |digits: &str| {
+                    let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+                    digits.len() == 16 && digits.bytes().all(digit)
+                };
+                if !value.strip_prefix("naa.").is_some_and(hexadecimal) {
+                    let expected = "naa. and 16 hexadecimal digits in lower case";
+                    return Err(wrong("wwn", value, expected));
+                }
+                self.wwn = Some(value.to_owned());
+            }
+            "command-timeout" => {
+                let timeout = number("command-timeout", value, 0..=MAX_COMMAND_TIMEOUT)?;
+                self.command_timeout = Some(timeout);
+            }
             _ => return Err(DiskSpecError::UnknownKey(key.to_owned())),
         }
         Ok(())
@@ -309,6 +367,23 @@ impl DiskSpec {
         ];
         match served.into_iter().find(|(given, _)| *given) {
             Some((_, key)) => Err(DiskSpecError::Serve(key)),
+            None => self.check_no_target(),
+        }
+    }
+
+    /// Refuses what is for the kernel's SCSI target alone.
+    ///
+    /// # Errors
+    /// A line that names the key.
+    pub fn check_no_target(&self) -> Result<(), DiskSpecError> {
+        let keys = [
+            (self.backstore.is_some(), "name"),
+            (self.fabric.is_some(), "fabric"),
+            (self.wwn.is_some(), "wwn"),
+            (self.command_timeout.is_some(), "command-timeout"),
+        ];
+        match keys.into_iter().find(|(given, _)| *given) {
+            Some((_, key)) => Err(DiskSpecError::Target(key)),
             None => Ok(()),
         }
     }
@@ -412,6 +487,18 @@ fn path(key: &'static str, value: &str) -> Result<PathBuf, DiskSpecError> {
     }
 }
 
+/// A name in configfs, which is also a part of a UIO device's name.
+fn backstore(value: &str) -> Result<String, DiskSpecError> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let dots = value.bytes().all(|byte| byte == b'.');
+    if value.len() > MAX_BACKSTORE_BYTES || dots || !value.bytes().all(allowed) {
+        let expected =
+            format!("1 to {MAX_BACKSTORE_BYTES} of the characters A-Z, a-z, 0-9, '.', '_' and '-'");
+        return Err(wrong("name", value, expected));
+    }
+    Ok(value.to_owned())
+}
+
 /// A list of processors: numbers and ranges joined by `+`, for a comma ends the value.
 fn cpus(value: &str) -> Option<Vec<u16>> {
     let mut list = Vec::new();
@@ -459,154 +546,4 @@ fn wrong(key: &'static str, value: &str, expected: impl Into<String>) -> DiskSpe
 fn rate(key: &'static str, value: &str) -> Result<u64, DiskSpecError> {
     let bytes = parse_size(value).ok().filter(|bytes| *bytes > 0);
     bytes.ok_or_else(|| wrong(key, value, "a number of bytes, or one with K, M or G"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(text: &str) -> Result<DiskSpec, String> {
-        text.parse()
-            .map_err(|error: DiskSpecError| error.to_string())
-    }
-
-    #[test]
-    fn a_path_alone_has_the_defaults() {
-        let spec = parse("path=disk.img").unwrap();
-        assert_eq!(spec.path, Some(PathBuf::from("disk.img")));
-        assert_eq!(spec.log_directory(), Some(PathBuf::from("disk.img.wal")));
-        assert_eq!(spec.backend, BackendKind::Wal);
-        assert_eq!(spec.transport, TransportKind::Mmio);
-        assert_eq!(spec.cache, CacheMode::Writeback);
-        assert!(!spec.read_only);
-        assert_eq!((spec.queues, spec.queue_size), (None, 256));
-    }
-
-    #[test]
-    fn every_key_is_carried_out() {
-        let spec = parse(
-            "path=a.img,log=l,backend=wal,transport=pci,queues=4,queue-size=128,cache=writethrough,readonly=on,serial=S1",
-        )
-        .unwrap();
-        assert_eq!(spec.log_directory(), Some(PathBuf::from("l")));
-        assert_eq!(spec.transport, TransportKind::Pci);
-        assert_eq!((spec.queues, spec.queue_size), (Some(4), 128));
-        assert_eq!(spec.cache, CacheMode::Writethrough);
-        assert!(spec.read_only);
-        assert_eq!(spec.serial.as_deref(), Some("S1"));
-        assert_eq!(spec.commit_wait, CommitWait::default());
-        assert_eq!((spec.block_size, spec.in_order), (512, false));
-        let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
-        assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
-        let pinned = parse("path=a,worker-cpus=2-4+0,poll-usec=50").unwrap();
-        assert_eq!(pinned.worker_cpus, [2, 3, 4, 0]);
-        assert_eq!(pinned.poll, Duration::from_micros(50));
-        let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
-        let wait = CommitWait {
-            longest: Some(Duration::from_micros(500)),
-            count: Some(8),
-        };
-        assert_eq!(waiting.commit_wait, wait);
-        let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
-        assert_eq!(
-            (ram.backend, ram.size, ram.cache),
-            (BackendKind::Ram, Some(64 << 20), CacheMode::Unsafe)
-        );
-        assert_eq!(ram.log_directory(), None);
-    }
-
-    #[test]
-    fn a_wrong_key_is_named_with_the_valid_ones() {
-        let error = parse("path=a,cashe=unsafe").unwrap_err();
-        assert!(
-            error.contains("'cashe'") && error.contains("cache, readonly"),
-            "{error}"
-        );
-        assert!(!error.contains('\n'));
-    }
-
-    #[test]
-    fn a_raw_disk_has_an_image_and_no_log() {
-        let raw = parse("path=a.img,backend=raw,cache=writethrough,readonly=on").unwrap();
-        assert_eq!(raw.backend, BackendKind::Raw);
-        assert_eq!(raw.log_directory(), None);
-        for (wrong, part) in [
-            ("backend=raw", "path=FILE"),
-            ("backend=raw,path=a,log=l", "leave log= out"),
-            ("backend=raw,path=a,size=1M", "size="),
-            ("backend=raw,path=a,commit-wait-usec=0", "commit-wait-usec="),
-            ("path=a,backend=qcow2", "wal, raw or ram"),
-        ] {
-            let error = parse(wrong).unwrap_err();
-            assert!(error.contains(part), "{wrong}: {error}");
-        }
-    }
-
-    #[test]
-    fn what_is_for_servers_is_refused_elsewhere() {
-        for (text, key) in [
-            ("path=a,socket=s", "socket="),
-            ("path=a,port=10809", "port="),
-            ("path=a,port=0,address=::1", "port="),
-        ] {
-            let spec: DiskSpec = text.parse().unwrap();
-            let error = spec.check_not_served().unwrap_err().to_string();
-            assert!(
-                error.contains(key) && error.contains("walvisor serve"),
-                "{error}"
-            );
-        }
-        assert_eq!(
-            "path=a".parse::<DiskSpec>().unwrap().check_not_served(),
-            Ok(())
-        );
-    }
-
-    #[test]
-    fn wrong_values_are_refused() {
-        for text in [
-            "",
-            "path",
-            "path=",
-            "path=a,path=b",
-            "path=a,queues=0",
-            "path=a,queues=65",
-            "path=a,queue-size=100",
-            "path=a,queue-size=65536",
-            "path=a,block-size=1024",
-            "path=a,block-size=0x200",
-            "path=a,in-order=yes",
-            "path=a,worker-cpus=",
-            "path=a,worker-cpus=1-",
-            "path=a,worker-cpus=3-1",
-            "path=a,worker-cpus=0+",
-            "path=a,worker-cpus=70000",
-            "path=a,worker-cpus=0-1024",
-            "path=a,poll-usec=1001",
-            "path=a,readonly=yes",
-            "path=a,serial=",
-            "path=a,serial=123456789012345678901",
-            "path=a,cache=none",
-            "path=a,transport=ccw",
-            "log=l",
-            "backend=ram",
-            "backend=ram,size=513",
-            "backend=ram,size=0",
-            "backend=ram,size=1M,log=l",
-            "backend=ram,path=x,size=1M",
-            "path=a,size=1M",
-            "path=a,commit-wait-usec=1000001",
-            "path=a,commit-wait-usec=1.5",
-            "path=a,commit-wait-count=0",
-            "path=a,socket=",
-            "path=a,socket=s,port=1",
-            "path=a,port=65536",
-            "path=a,port=1,address=localhost",
-            "path=a,address=::1",
-            "backend=ram,size=1M,commit-wait-usec=0",
-            "path=a,",
-        ] {
-            assert!(parse(text).is_err(), "{text:?} was taken");
-        }
-    }
 }

@@ -88,6 +88,23 @@ impl Places {
         self.rules.push((parent(path).to_owned(), rights));
     }
 
+    /// Attributes beneath a directory of configfs are read and set, and what is in it comes and goes.
+    pub fn configure(&mut self, path: &Path) {
+        let rights = AccessFs::ReadFile
+            | AccessFs::ReadDir
+            | AccessFs::WriteFile
+            | AccessFs::MakeSym
+            | AccessFs::RemoveFile
+            | AccessFs::RemoveDir;
+        self.rules.push((path.to_owned(), rights));
+    }
+
+    /// Directories beneath a directory go.
+    pub fn dismantle(&mut self, path: &Path) {
+        self.rules
+            .push((path.to_owned(), AccessFs::RemoveDir.into()));
+    }
+
     fn image(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
         self.rules.push((path.to_owned(), rights));

@@ -23,4 +23,5 @@ pub mod probe;
 pub mod progress;
 pub mod seccomp;
 pub mod size;
+pub mod target;
 pub mod vm;

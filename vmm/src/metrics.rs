@@ -133,7 +133,7 @@ fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
 pub struct DiskMetrics {
     /// Its name.
     pub disk: String,
-    /// How it was reached: `mmio`, `pci`, `nbd`, `vhost-user`.
+    /// How it was reached: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
     pub transport: &'static str,
     /// What was asked of it.
     pub counts: BlockCounts,
@@ -205,8 +205,10 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
         of(disk).bytes_written
     });
     metric("errors", "Requests that failed.", &|disk| of(disk).errors);
-    if disks.iter().any(|disk| disk.transport == "nbd") {
-        return;
+    match disks.first().map(|disk| disk.transport) {
+        Some("nbd") => return,
+        Some("tcmu") => return tcmu(text, disks),
+        _ => {}
     }
     metric(
         "doorbells",
@@ -224,6 +226,33 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
         "Processor time of looking at rings before sleeping (poll-usec).",
         &|disk| of(disk).poll_ns,
     );
+}
+
+/// What the kernel's SCSI target and its handler have told each other.
+fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
+    type Count = fn(&BlockCounts) -> u64;
+    let metrics: [(&str, &str, Count); 3] = [
+        ("commands", "SCSI commands taken from the ring.", |counts| {
+            counts.requests
+        }),
+        (
+            "uio_wakes",
+            "Writes to the UIO device: batches of answers that the kernel was told of.",
+            |counts| counts.interrupts,
+        ),
+        (
+            "uio_events",
+            "Reads of the UIO device: times that the kernel has told of commands.",
+            |counts| counts.doorbells,
+        ),
+    ];
+    for (name, help, count) in metrics {
+        let name = format!("walvisor_tcmu_{name}_total");
+        text.metric(&name, "counter", help);
+        for disk in disks {
+            text.sample(&name, &disk.labels(), count(&disk.counts));
+        }
+    }
 }
 
 /// How long requests took: a histogram for each operation and queue that had any.

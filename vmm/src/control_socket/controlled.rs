@@ -24,6 +24,8 @@ pub enum Kind {
     Nbd,
     /// `walvisor serve vhost-user`
     VhostUser,
+    /// `walvisor serve tcmu`
+    Tcmu,
 }
 
 impl Kind {
@@ -33,6 +35,7 @@ impl Kind {
             Self::Run => "run",
             Self::Nbd => "nbd",
             Self::VhostUser => "vhost-user",
+            Self::Tcmu => "tcmu",
         }
     }
 }
@@ -42,7 +45,7 @@ impl Kind {
 pub struct ControlledDisk {
     /// What requests call it.
     pub name: String,
-    /// How it is reached: `mmio`, `pci`, `nbd`, `vhost-user`.
+    /// How it is reached: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
     pub transport: &'static str,
     /// What keeps its data.
     pub backend: Arc<dyn Backend>,

@@ -94,6 +94,9 @@ pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
+/// What the kernel's target takes: LUNs that come and go, and directories that go, in configfs.
+pub(super) const TCMU: &[c_long] = &[libc::SYS_rmdir, libc::SYS_symlink];
+
 /// What event loops take.
 pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_create1,

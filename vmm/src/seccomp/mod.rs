@@ -35,8 +35,8 @@ use seccompiler::{
 };
 
 use calls::{
-    CONTROL, DISK_WORKER, EPOLL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME, STORE, TERMINAL_IOCTL,
-    VCPU, VHOST_USER, VM,
+    CONTROL, DISK_WORKER, EPOLL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME, STORE, TCMU,
+    TERMINAL_IOCTL, VCPU, VHOST_USER, VM,
 };
 
 /// What becomes of a system call that is not allowed.
@@ -58,6 +58,8 @@ pub enum Duty {
     Nbd,
     /// Serve disks to vhost-user front-ends.
     VhostUser,
+    /// Serve disks to the kernel's SCSI target.
+    Tcmu,
     /// Run a VM.
     Vm,
 }
@@ -147,6 +149,7 @@ fn of_process(duty: Duty) -> Result<Rules, seccompiler::BackendError> {
     match duty {
         Duty::Nbd => allowed(&common, NBD, &[], &[]),
         Duty::VhostUser => allowed(&common, VHOST_USER, &[], &[]),
+        Duty::Tcmu => allowed(&common, TCMU, &[], &[]),
         Duty::Vm => {
             let ioctl = [TERMINAL_IOCTL, KVM_IOCTL].concat();
             allowed(&common, VM, &ioctl, &[no_new_privileges])

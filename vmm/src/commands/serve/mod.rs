@@ -1,6 +1,7 @@
 //! `walvisor serve`: disks for programs other than this monitor's guests.
 
 mod nbd;
+mod tcmu;
 mod vhost_user;
 
 use std::io::Write;
@@ -41,6 +42,15 @@ pub enum Door {
     Nbd(nbd::NbdArguments),
     /// vhost-user-blk, until SIGTERM or SIGINT; prints where each disk is when it can be had
     VhostUser(DaemonArguments),
+    /// The kernel's SCSI target (TCMU), until SIGTERM or SIGINT; prints which disk each one is when it can be had
+    #[command(
+        mut_arg("disks", |arg| arg
+            .required(false)
+            .required_unless_present_any(["list", "remove"])
+            .help("A disk: path=FILE[,name=NAME][,fabric=loop|vhost|none][,wwn=naa.N]; may be given several times")),
+        mut_arg("mode", |arg| arg.hide(true))
+    )]
+    Tcmu(tcmu::TcmuArguments),
 }
 
 /// What every daemon takes.
@@ -76,7 +86,13 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 impl DaemonArguments {
     /// Gives up what a daemon does not need. To be called when its sockets are bound, before the disks are opened.
     fn restrict_to_disks(&self) {
+        self.restrict(|_| ());
+    }
+
+    /// The same, with what `more` adds.
+    fn restrict(&self, more: impl FnOnce(&mut Places)) {
         let mut places = Places::of(&self.disks);
+        more(&mut places);
         let sockets = self.disks.iter().filter_map(|spec| spec.socket.as_ref());
         sockets
             .chain(&self.control)
@@ -98,6 +114,7 @@ pub fn run(arguments: &ServeArguments, started: Instant) -> Result<(), CommandEr
     match &arguments.door {
         Door::Nbd(arguments) => nbd::run(arguments, started),
         Door::VhostUser(arguments) => vhost_user::run(arguments, started),
+        Door::Tcmu(arguments) => tcmu::run(arguments, started),
     }
 }
 

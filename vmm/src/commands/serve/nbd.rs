@@ -190,6 +190,7 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
                 "disk '{name}': transport=, queues=, queue-size=, block-size=, in-order=, worker-cpus= and poll-usec= are for virtio: leave them out"
             ));
         }
+        spec.check_no_target().map_err(|error| error.to_string())?;
         let place = place(spec)?;
         match groups.iter_mut().find(|group| group.place == place) {
             Some(group) => group.members.push(index),

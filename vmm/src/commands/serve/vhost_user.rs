@@ -119,6 +119,7 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
                 "disk '{name}': transport= is for guests of walvisor run: leave it out"
             ));
         }
+        spec.check_no_target().map_err(|error| error.to_string())?;
         let Some(socket) = spec.socket.as_deref() else {
             return Err(format!("disk '{name}': say where to serve it: socket=PATH"));
         };

@@ -1,0 +1,470 @@
+//! `walvisor serve tcmu`: disks of this machine's own kernel, through its SCSI target.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use clap::Args;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use serde_json::json;
+use walvisor_devices::backend::{Backend, MAX_REQUEST_BYTES, SECTOR_SIZE};
+use walvisor_devices::control::DeviceControl;
+use walvisor_devices::tcmu::Device;
+
+use super::{DaemonArguments, Ending, announce, conclude};
+use crate::commands::CommandError;
+use crate::control_socket::{ControlledDisk, Kind};
+use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, TransportKind};
+use crate::disks;
+use crate::landlock::Places;
+use crate::metrics::DiskMetrics;
+use crate::seccomp::{self, Duty};
+use crate::target::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
+use crate::vm::DiskConfig;
+
+/// The arguments of `walvisor serve tcmu`.
+#[derive(Args, Debug)]
+pub struct TcmuArguments {
+    /// What every daemon takes.
+    #[command(flatten)]
+    pub daemon: DaemonArguments,
+    /// Show the disks that stand in the kernel's target, served or not, and end
+    #[arg(long, conflicts_with = "disks")]
+    pub list: bool,
+    /// With --list: as JSON
+    #[arg(long, requires = "list")]
+    pub json: bool,
+    /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and end
+    #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "list"])]
+    pub remove: Option<Vec<String>>,
+    /// With --remove: all of them
+    #[arg(long, requires = "remove")]
+    pub all: bool,
+}
+
+/// Carries it out.
+pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), CommandError> {
+    if arguments.list {
+        return list(arguments.json);
+    }
+    if let Some(names) = &arguments.remove {
+        return remove(names, arguments.all);
+    }
+    let arguments = &arguments.daemon;
+    let specs = &arguments.disks;
+    let wanted = wanted(specs).map_err(CommandError::Usage)?;
+    disks::check(specs).map_err(CommandError::Usage)?;
+    let metrics = arguments.metrics()?;
+    let ending = Ending::prepare(arguments, Kind::Tcmu, started)?;
+    let target = Target::open().map_err(CommandError::failed)?;
+    // Before the disks are opened, which may take long after a crash: initiators of before wait, and get no errors.
+    let raised = specs.iter().zip(&wanted).map(|(spec, wanted)| {
+        let fabric = spec.fabric.unwrap_or_default();
+        Standing::raise(&target, wanted, fabric, &wwn(spec, wanted))
+    });
+    let mut standing = raised
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(CommandError::failed)?;
+    // Behind the members, so that what is changed already is heard of by nobody.
+    let events = Events::listen()
+        .inspect_err(|error| tracing::warn!("changes in configfs are not heard of: {error}"));
+    arguments.restrict(|places| {
+        standing
+            .iter()
+            .for_each(|disk| reach(places, &target, disk));
+    });
+    let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
+    let served = seccomp::restrict(arguments.seccomp, Duty::Tcmu)
+        .map_err(CommandError::failed)
+        .and_then(|()| serve(&wanted, &open, &mut standing, events.ok(), ending));
+    let down: Vec<_> = standing.into_iter().map(Standing::dismantle).collect();
+    let down: Result<(), _> = down.into_iter().collect();
+    let served = served.and_then(|disks| down.map(|()| disks).map_err(CommandError::failed));
+    conclude(served, metrics, open, logs)
+}
+
+/// What of configfs a standing disk takes: its own directories, and the end of them.
+fn reach(places: &mut Places, target: &Target, disk: &Standing) {
+    let directory = disk.store().directory();
+    let hba = directory.parent().unwrap_or(directory);
+    places.configure(hba);
+    places.dismantle(hba.parent().unwrap_or(hba));
+    for export in disk.exports() {
+        places.configure(&export.fabric().join(export.wwn()));
+        places.dismantle(export.fabric());
+    }
+    // Who else exports it, and what the kernel calls it.
+    places.read(&target.root());
+    places.read(Path::new("/sys/bus/scsi"));
+    places.read(Path::new("/sys/devices"));
+}
+
+/// Serves open disks until a signal comes. Returns what was done with them.
+fn serve(
+    wanted: &[Wanted],
+    disks: &[DiskConfig],
+    standing: &mut [Standing],
+    events: Option<Events>,
+    ending: Ending,
+) -> Result<Vec<DiskMetrics>, CommandError> {
+    let (mut lines, mut controlled) = (String::new(), Vec::new());
+    let mut changed = Vec::new();
+    for ((wanted, disk), standing) in wanted.iter().zip(disks).zip(standing) {
+        let (backend, block_size) = (Arc::clone(&disk.backend), wanted.block_size);
+        let device = Device::new(backend, &wanted.name, &wanted.serial, block_size)
+            .map_err(|error| CommandError::Failed(format!("disk '{}': {error}", disk.name)))?;
+        device.throttle().set(disk.limits);
+        let bytes = disk.backend.sectors() * SECTOR_SIZE;
+        standing
+            .serve(&device, bytes)
+            .map_err(CommandError::failed)?;
+        let line = format!(
+            "serving {}: {bytes} bytes at {}\n",
+            wanted.name,
+            place(standing)
+        );
+        lines.push_str(&line);
+        let store = standing.store();
+        changed.push(Changeable {
+            uio: format!("tcm-user/{}/{}/", store.hba, store.name),
+            name: wanted.name.clone(),
+            backend: Arc::clone(&disk.backend),
+            device: device.control(),
+        });
+        controlled.push(ControlledDisk {
+            name: wanted.name.clone(),
+            transport: Kind::Tcmu.name(),
+            backend: Arc::clone(&disk.backend),
+            metrics: device.metrics(),
+            throttle: device.throttle(),
+            device: Arc::new(Sized {
+                store: store.clone(),
+                backend: Arc::clone(&disk.backend),
+                device: device.control(),
+            }),
+        });
+    }
+    announce(&lines);
+    let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(CommandError::failed)?;
+    let ended = thread::scope(|scope| {
+        if let Some(events) = events {
+            scope.spawn(|| listen(events, &changed, &stop));
+        }
+        let ended = ending.wait(controlled.clone());
+        // A full counter is readable all the same.
+        let _ = rustix::io::write(&stop, &1_u64.to_ne_bytes());
+        ended
+    });
+    ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
+}
+
+/// Where initiators find a disk, for people.
+fn place(standing: &Standing) -> String {
+    match standing.exports().first() {
+        Some(export) => match export.disk() {
+            Some(disk) => format!("{disk} ({})", export.place()),
+            None => export.place(),
+        },
+        None => standing.store().directory().display().to_string(),
+    }
+}
+
+/// A disk's device, which tells the kernel of its size too.
+struct Sized {
+    store: Backstore,
+    backend: Arc<dyn Backend>,
+    device: Arc<dyn DeviceControl>,
+}
+
+impl DeviceControl for Sized {
+    fn capacity_changed(&self) {
+        self.device.capacity_changed();
+        let bytes = self.backend.sectors() * SECTOR_SIZE;
+        if let Err(error) = self.store.set_size(bytes) {
+            tracing::warn!("{error}");
+        }
+    }
+
+    fn set_write_cache(&self, on: bool) -> bool {
+        self.device.set_write_cache(on)
+    }
+
+    fn pause(&self) -> std::io::Result<()> {
+        self.device.pause()
+    }
+
+    fn resume(&self) {
+        self.device.resume();
+    }
+}
+
+/// A disk that can be changed through configfs.
+struct Changeable {
+    /// What its UIO device's name begins with.
+    uio: String,
+    name: String,
+    backend: Arc<dyn Backend>,
+    device: Arc<dyn DeviceControl>,
+}
+
+impl Changeable {
+    fn change(&self, change: Change) {
+        let Self { name, backend, .. } = self;
+        match change {
+            Change::Size(bytes) if bytes == backend.sectors() * SECTOR_SIZE => {}
+            Change::Size(bytes) => match backend.grow(bytes) {
+                Ok(()) => self.device.capacity_changed(),
+                Err(error) => tracing::warn!(
+                    "disk '{name}' stays as it is, whatever configfs says now: a dev_size of {bytes}: {error}"
+                ),
+            },
+            Change::WriteCache(on) => {
+                if self.device.set_write_cache(on) != on {
+                    tracing::warn!("disk '{name}' keeps its cache mode: it has but one");
+                }
+            }
+            Change::Config(config) => tracing::warn!(
+                "disk '{name}' stays what it is: its dev_config was set to '{config}', and it is served from the image \
+                 that it was started with"
+            ),
+        }
+    }
+}
+
+/// Carries out what is changed in configfs until `stop` is readable.
+fn listen(events: Events, disks: &[Changeable], stop: &impl std::os::fd::AsFd) {
+    loop {
+        let mut fds = [
+            PollFd::new(&events, PollFlags::IN),
+            PollFd::new(stop, PollFlags::IN),
+        ];
+        let polled = poll(&mut fds, None).map_err(std::io::Error::from);
+        if polled.is_ok() && !fds[1].revents().is_empty() {
+            return;
+        }
+        let event = match polled.and_then(|_| events.next()) {
+            Ok(Some(event)) => event,
+            Ok(None) => continue,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                tracing::warn!("changes in configfs are no longer heard of: {error}");
+                return;
+            }
+        };
+        let (device, change) = event;
+        if let Some(disk) = disks.iter().find(|disk| device.starts_with(&disk.uio)) {
+            disk.change(change);
+        }
+    }
+}
+
+/// What each disk is to be called and like in the target: names differ.
+fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
+    let mut all: Vec<Wanted> = Vec::new();
+    for spec in specs {
+        let disk = spec.name();
+        let virtio = spec.transport != TransportKind::default()
+            || spec.queues.is_some()
+            || spec.queue_size != DEFAULT_QUEUE_SIZE
+            || spec.in_order
+            || !spec.worker_cpus.is_empty()
+            || !spec.poll.is_zero();
+        if virtio {
+            return Err(format!(
+                "disk '{disk}': transport=, queues=, queue-size=, in-order=, worker-cpus= and poll-usec= are for virtio: \
+                 leave them out"
+            ));
+        }
+        if spec.socket.is_some() || spec.port.is_some() {
+            return Err(format!(
+                "disk '{disk}': socket= and port= are for other servers: name= and fabric= say where it is to be"
+            ));
+        }
+        if spec.fabric == Some(Fabric::None) && spec.wwn.is_some() {
+            return Err(format!(
+                "disk '{disk}': wwn= is the name of a target in a fabric, and fabric=none has none: leave one of them out"
+            ));
+        }
+        let image = match &spec.path {
+            Some(path) => disks::real_path(path).display().to_string(),
+            None => "ram".to_owned(),
+        };
+        let name = backstore_name(spec)?;
+        if all.iter().any(|other| other.name == name) {
+            return Err(format!(
+                "two disks are called '{name}': give one of them another name="
+            ));
+        }
+        let serial = spec.serial.clone();
+        all.push(Wanted {
+            serial: serial.unwrap_or_else(|| format!("{:016x}", identity(&name, &image))),
+            name,
+            image,
+            block_size: spec.block_size,
+            max_blocks: MAX_REQUEST_BYTES as u32 / spec.block_size,
+            timeout: spec.command_timeout,
+        });
+    }
+    Ok(all)
+}
+
+/// What a disk is called in the target: as it is given, or as its image is, without `.img`.
+fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
+    if let Some(name) = &spec.backstore {
+        return Ok(name.clone());
+    }
+    let stem = spec.path.as_deref().and_then(Path::file_stem);
+    let name = stem.map_or("ram".into(), |stem| stem.to_string_lossy());
+    let parsed = format!("backend=ram,size=512,name={name}").parse::<DiskSpec>();
+    match parsed.ok().and_then(|spec| spec.backstore) {
+        Some(name) => Ok(name),
+        None => Err(format!(
+            "disk '{}': '{name}' is no name for a back store: give it a name=",
+            spec.name()
+        )),
+    }
+}
+
+/// The target's name in its fabric: NAA 5, LIO's company, and what tells disks apart.
+fn wwn(spec: &DiskSpec, wanted: &Wanted) -> String {
+    let own = identity(&wanted.name, &wanted.image) & 0xf_ffff_ffff;
+    spec.wwn
+        .clone()
+        .unwrap_or_else(|| format!("naa.5001405{own:09x}"))
+}
+
+/// The same number for the same disk, at every start (FNV-1a).
+fn identity(name: &str, image: &str) -> u64 {
+    let bytes = name.bytes().chain([0]).chain(image.bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// Shows what stands.
+fn list(as_json: bool) -> Result<(), CommandError> {
+    let target = Target::open().map_err(CommandError::failed)?;
+    let stores = Backstore::ours(&target);
+    let rows = stores.iter().map(|store| {
+        let exports = Export::of(store);
+        let places: Vec<_> = exports.iter().map(Export::place).collect();
+        let disks: Vec<_> = exports.iter().filter_map(Export::disk_now).collect();
+        (store, places, disks, Uio::server(store))
+    });
+    if as_json {
+        let rows: Vec<_> = rows
+            .map(|(store, places, disks, server)| {
+                json!({
+                    "name": store.name,
+                    "image": store.image(),
+                    "size_bytes": store.size(),
+                    "path": store.directory().display().to_string(),
+                    "exports": places,
+                    "disks": disks,
+                    "pid": server,
+                })
+            })
+            .collect();
+        announce(&format!("{}\n", serde_json::Value::from(rows)));
+        return Ok(());
+    }
+    for (store, places, disks, server) in rows {
+        let size = store.size().unwrap_or(0);
+        let image = store.image().unwrap_or_default();
+        let seen = [disks, places].concat();
+        let seen = if seen.is_empty() {
+            "exported by none".to_owned()
+        } else {
+            seen.join(", ")
+        };
+        let served = match server {
+            Some(process) => format!("served by process {process}"),
+            None => "served by none".to_owned(),
+        };
+        announce(&format!(
+            "{}: {size} bytes of {image}; {seen}; {served}\n",
+            store.name
+        ));
+    }
+    Ok(())
+}
+
+/// Removes what stands and is served by nobody.
+fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
+    if names.is_empty() != all {
+        return Err(CommandError::Usage(
+            "--remove takes the names of disks ('--list' shows them), or --all".to_owned(),
+        ));
+    }
+    let target = Target::open().map_err(CommandError::failed)?;
+    let ours = Backstore::ours(&target);
+    let mut chosen = Vec::new();
+    for name in names {
+        let found = ours.iter().find(|store| store.name == *name);
+        chosen.push(found.ok_or_else(|| {
+            CommandError::Failed(format!(
+                "no disk '{name}' of walvisor stands in the kernel's target ('--list' shows those that do)"
+            ))
+        })?);
+    }
+    if all {
+        chosen.extend(&ours);
+    }
+    let mut outcome = Ok(());
+    for store in chosen {
+        match Standing::clear(store) {
+            Ok(()) => announce(&format!("removed {}\n", store.name)),
+            Err(error) if outcome.is_ok() => outcome = Err(CommandError::failed(error)),
+            Err(error) => tracing::error!("{error}"),
+        }
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(texts: &[&str]) -> Result<Vec<Wanted>, String> {
+        let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+        wanted(&specs)
+    }
+
+    #[test]
+    fn disks_have_names_and_identities_of_their_own() {
+        let disks = named(&[
+            "path=/x/a.img,block-size=4096",
+            "path=/y/a.img,name=other,serial=S",
+            "backend=ram,size=1M,fabric=vhost",
+        ])
+        .unwrap();
+        let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
+        assert_eq!(names, ["a", "other", "ram"]);
+        assert_eq!((disks[1].serial.as_str(), disks[0].serial.len()), ("S", 16));
+        assert_ne!(disks[0].serial, disks[2].serial);
+        assert_eq!(disks[0].max_blocks as usize * 4096, MAX_REQUEST_BYTES);
+        let spec = "path=/x/a.img".parse().unwrap();
+        let first = wwn(&spec, &disks[0]);
+        assert_eq!((first.len(), &first[..11]), (20, "naa.5001405"));
+        assert_eq!(first, wwn(&spec, &disks[0]));
+        assert_ne!(first, wwn(&spec, &disks[1]));
+    }
+
+    #[test]
+    fn what_cannot_stand_in_the_target_is_told() {
+        for (texts, part) in [
+            (&["path=x/a.img", "path=y/a.img"][..], "called 'a'"),
+            (&["path=a,queues=2"], "for virtio"),
+            (&["path=a,port=1"], "name= and fabric="),
+            (&["path=ä.img"], "give it a name="),
+            (
+                &["path=a,fabric=none,wwn=naa.0123456789abcdef"],
+                "leave one of them out",
+            ),
+        ] {
+            let error = named(texts).unwrap_err();
+            assert!(error.contains(part), "{texts:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Back stores of target_core_user.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{
+    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    remove_directory, set,
+};
+
+/// What a configuration begins with that is walvisor's: what tcmu-runner calls a subtype.
+const SUBTYPE: &str = "walvisor/";
+/// Longest configuration in bytes that the kernel keeps.
+const MAX_CONFIG: usize = 255;
+/// More devices than a machine has.
+const MAX_HBAS: u32 = 4096;
+
+/// What a back store is to be like.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Its name.
+    pub name: String,
+    /// What it keeps: the path of its image, for people and to know it again.
+    pub image: String,
+    /// Its unit serial number.
+    pub serial: String,
+    /// Bytes of a logical block.
+    pub block_size: u32,
+    /// Most logical blocks of a command.
+    pub max_blocks: u32,
+    /// Seconds that the kernel gives a command; `None` is what it has.
+    pub timeout: Option<u32>,
+}
+
+impl Wanted {
+    /// The configuration string. Of a path that the kernel's parser would cut, or that is too long, the end is kept.
+    fn config(&self) -> String {
+        let clean: String = self
+            .image
+            .chars()
+            .map(|c| if c == ',' || c.is_control() { '_' } else { c })
+            .collect();
+        let room = MAX_CONFIG - SUBTYPE.len();
+        let start = clean.ceil_char_boundary(clean.len().saturating_sub(room));
+        format!("{SUBTYPE}{}", clean[start..].trim_start_matches('/'))
+    }
+}
+
+/// A back store: `core/user_<hba>/<name>`.
+#[derive(Clone, Debug)]
+pub struct Backstore {
+    pub(super) target: Target,
+    /// The number behind `user_`.
+    pub hba: u32,
+    /// Its name.
+    pub name: String,
+    pub(super) directory: PathBuf,
+}
+
+impl Backstore {
+    fn at(target: &Target, hba: u32, name: &str) -> Self {
+        let directory = target.core().join(format!("user_{hba}")).join(name);
+        Self {
+            target: target.clone(),
+            hba,
+            name: name.to_owned(),
+            directory,
+        }
+    }
+
+    /// Every back store of target_core_user, whoever made it.
+    pub fn all(target: &Target) -> Vec<Self> {
+        let mut found = Vec::new();
+        for hba in directories(&target.core()) {
+            let number = name_of(&hba)
+                .strip_prefix("user_")
+                .and_then(|number| number.parse().ok());
+            let Some(number) = number else { continue };
+            let names = directories(&hba).into_iter().map(|path| name_of(&path));
+            found.extend(names.map(|name| Self::at(target, number, &name)));
+        }
+        found
+    }
+
+    /// Those that are walvisor's.
+    pub fn ours(target: &Target) -> Vec<Self> {
+        let all = Self::all(target).into_iter();
+        all.filter(|store| store.config().starts_with(SUBTYPE))
+            .collect()
+    }
+
+    /// Makes one, enabled and without a size. One that stands already for the same image is taken as it is (`true`), one
+    /// that was never enabled is made anew.
+    ///
+    /// # Errors
+    /// If the name is taken, or the kernel refuses; nothing is left then that was not there before.
+    pub fn raise(target: &Target, wanted: &Wanted) -> Result<(Self, bool)> {
+        let (name, config) = (&wanted.name, wanted.config());
+        let standing = Self::all(target)
+            .into_iter()
+            .find(|store| store.name == *name);
+        if let Some(store) = standing {
+            let known = store.config();
+            if store.enabled() && known == config {
+                return Ok((store, true));
+            }
+            let half_built = known.is_empty() || known.starts_with(SUBTYPE);
+            if store.enabled() || !half_built {
+                return Err(TargetError::Taken(format!(
+                    "a back store '{name}' exists ({}, of '{known}'): give the disk another name=, or remove that one first",
+                    store.directory.display()
+                )));
+            }
+            store.remove()?;
+        }
+        let hba = Self::new_hba(target)?;
+        let store = Self::at(target, hba, name);
+        let built = store.build(wanted, &config);
+        if built.is_err()
+            && let Err(error) = store.remove()
+        {
+            tracing::warn!("{error}");
+        }
+        built.map(|()| (store, false))
+    }
+
+    /// Makes the first directory `user_N` that is free.
+    fn new_hba(target: &Target) -> Result<u32> {
+        let core = target.core();
+        for hba in 0..MAX_HBAS {
+            let path = core.join(format!("user_{hba}"));
+            match fs::create_dir(&path) {
+                Ok(()) => return Ok(hba),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                // The kernel has asked modprobe for the module already.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) => {
+                    return Err(TargetError::Missing {
+                        what: "the kernel module target_core_user is not loaded".to_owned(),
+                        command: "modprobe target_core_user",
+                    });
+                }
+                Err(error) => return Err(error).doing("make", &path),
+            }
+        }
+        Err(TargetError::Taken(format!(
+            "{} has {MAX_HBAS} back stores of target_core_user",
+            core.display()
+        )))
+    }
+
+    fn build(&self, wanted: &Wanted, config: &str) -> Result<()> {
+        make_directory(&self.directory)?;
+        let control = self.directory.join("control");
+        // The kernel does not wait for an answer to its events: it would wait for ever for one of a handler that was killed.
+        for value in [
+            format!("dev_config={config}"),
+            format!("hw_block_size={}", wanted.block_size),
+            format!("hw_max_sectors={}", wanted.max_blocks),
+            "nl_reply_supported=-1".to_owned(),
+        ] {
+            set(&control, &value)?;
+        }
+        set(&self.directory.join("enable"), "1")?;
+        if let Some(timeout) = wanted.timeout {
+            let attribute = self.directory.join("attrib/cmd_time_out");
+            set(&attribute, &timeout.to_string())?;
+        }
+        let serial = self.directory.join("wwn/vpd_unit_serial");
+        set(&serial, &wanted.serial)
+    }
+
+    /// Its directory in configfs.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What it was made of.
+    pub fn config(&self) -> String {
+        get(&self.directory.join("attrib/dev_config"))
+    }
+
+    /// What it keeps, if it is walvisor's.
+    pub fn image(&self) -> Option<String> {
+        self.config().strip_prefix(SUBTYPE).map(str::to_owned)
+    }
+
+    /// Its size in bytes, as the kernel knows it.
+    pub fn size(&self) -> Option<u64> {
+        get(&self.directory.join("attrib/dev_size")).parse().ok()
+    }
+
+    /// Whether it is complete.
+    pub fn enabled(&self) -> bool {
+        get(&self.directory.join("enable")) == "1"
+    }
+
+    /// Tells the kernel its size in bytes.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn set_size(&self, bytes: u64) -> Result<()> {
+        let attribute = self.directory.join("attrib/dev_size");
+        set(&attribute, &bytes.to_string())
+    }
+
+    /// Lets initiators wait: their commands are answered BUSY, and tried again by them. `false` ends that.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or is older than 4.20.
+    pub fn block(&self, blocked: bool) -> Result<()> {
+        let attribute = self.directory.join("action/block_dev");
+        set(&attribute, if blocked { "1" } else { "0" })
+    }
+
+    /// Empties the ring of what a handler that is gone has left: BUSY, or an error.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or is older than 4.20.
+    pub fn reset_ring(&self, retry: bool) -> Result<()> {
+        let attribute = self.directory.join("action/reset_ring");
+        set(&attribute, if retry { "1" } else { "2" })
+    }
+
+    /// Removes it, which no fabric may export any more and no process have open.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn remove(&self) -> Result<()> {
+        remove_directory(&self.directory)?;
+        let hba = self.directory.parent().unwrap_or(&self.directory);
+        if directories(hba).is_empty() {
+            remove_directory(hba)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_is_what_the_kernel_takes_whole() {
+        let config = |image: &str| {
+            let wanted = Wanted {
+                name: "n".to_owned(),
+                image: image.to_owned(),
+                serial: String::new(),
+                block_size: 512,
+                max_blocks: 8,
+                timeout: None,
+            };
+            wanted.config()
+        };
+        assert_eq!(config("/var/a.img"), "walvisor/var/a.img");
+        assert_eq!(config("a,b\nc"), "walvisor/a_b_c");
+        let long = config(&"ü/".repeat(200));
+        assert!(long.len() <= MAX_CONFIG && long.ends_with("ü/"), "{long}");
+    }
+}

@@ -1,0 +1,216 @@
+//! What an administrator changes in configfs, as target_core_user tells it (generic netlink, family TCM-USER, group config).
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use netlink_packet_core::{
+    DecodeError, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, NlasIterator,
+    ParseableParametrized, parse_string, parse_u8, parse_u64,
+};
+use netlink_packet_generic::ctrl::nlas::{GenlCtrlAttrs, McastGrpAttrs};
+use netlink_packet_generic::ctrl::{GenlCtrl, GenlCtrlCmd};
+use netlink_packet_generic::{GenlHeader, GenlMessage};
+use netlink_sys::protocols::NETLINK_GENERIC;
+use netlink_sys::{Socket, SocketAddr};
+
+const FAMILY: &str = "TCM-USER";
+const GROUP: &str = "config";
+
+/// TCMU_CMD_RECONFIG_DEVICE; other commands tell of devices that come and go.
+const RECONFIGURE: u8 = 3;
+/// Attributes (enum tcmu_genl_attr).
+mod attribute {
+    pub(super) const DEVICE: u16 = 1;
+    pub(super) const CONFIG: u16 = 4;
+    pub(super) const SIZE: u16 = 5;
+    pub(super) const WRITE_CACHE: u16 = 6;
+}
+
+/// What an administrator wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Another size, in bytes.
+    Size(u64),
+    /// Writeback, or writethrough.
+    WriteCache(bool),
+    /// Another configuration string.
+    Config(String),
+}
+
+/// A message of the family.
+#[derive(Debug, Default)]
+struct Message {
+    device: String,
+    change: Option<Change>,
+}
+
+impl ParseableParametrized<[u8], GenlHeader> for Message {
+    fn parse_with_param(buffer: &[u8], header: GenlHeader) -> Result<Self, DecodeError> {
+        let mut message = Self::default();
+        if header.cmd != RECONFIGURE {
+            return Ok(message);
+        }
+        for attribute in NlasIterator::new(buffer) {
+            let attribute = attribute?;
+            let value = attribute.value();
+            match attribute.kind() {
+                attribute::DEVICE => message.device = parse_string(value)?,
+                attribute::CONFIG => message.change = Some(Change::Config(parse_string(value)?)),
+                attribute::SIZE => message.change = Some(Change::Size(parse_u64(value)?)),
+                attribute::WRITE_CACHE => {
+                    message.change = Some(Change::WriteCache(parse_u8(value)? != 0));
+                }
+                _ => {}
+            }
+        }
+        Ok(message)
+    }
+}
+
+/// A listener.
+pub struct Events {
+    socket: Socket,
+}
+
+impl AsFd for Events {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the socket's descriptor, which is open for as long as the socket is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.socket.as_raw_fd()) }
+    }
+}
+
+impl Events {
+    /// Listens from here on.
+    ///
+    /// # Errors
+    /// If the kernel has no such family, or refuses the socket.
+    pub fn listen() -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_GENERIC)?;
+        socket.bind_auto()?;
+        let group = group_of(&socket)?;
+        socket.add_membership(group)?;
+        socket.set_non_blocking(true)?;
+        Ok(Self { socket })
+    }
+
+    /// The next change, with the device's name as UIO has it; `None`: there is none now.
+    ///
+    /// # Errors
+    /// If events were lost, or cannot be read.
+    pub fn next(&self) -> io::Result<Option<(String, Change)>> {
+        loop {
+            let (bytes, sender) = match self.socket.recv_from_full() {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(error),
+            };
+            // Other processes can write here too.
+            if sender.port_number() != 0 {
+                continue;
+            }
+            if let Some(event) = parse(&bytes) {
+                return Ok(Some(event));
+            }
+        }
+    }
+}
+
+fn parse(bytes: &[u8]) -> Option<(String, Change)> {
+    let message = NetlinkMessage::<GenlMessage<Message>>::deserialize(bytes).ok()?;
+    let NetlinkPayload::InnerMessage(message) = message.payload else {
+        return None;
+    };
+    let Message { device, change } = message.payload;
+    Some((device, change?))
+}
+
+/// The number of the group: families and groups get theirs when their module is loaded.
+fn group_of(socket: &Socket) -> io::Result<u32> {
+    let mut message = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
+        cmd: GenlCtrlCmd::GetFamily,
+        nlas: vec![GenlCtrlAttrs::FamilyName(FAMILY.to_owned())],
+    }));
+    message.header.flags = NLM_F_REQUEST;
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    socket.send_to(&bytes, &SocketAddr::new(0, 0), 0)?;
+    let (bytes, _) = socket.recv_from_full()?;
+    let answer = NetlinkMessage::<GenlMessage<GenlCtrl>>::deserialize(&bytes);
+    match answer.map_err(io::Error::other)?.payload {
+        NetlinkPayload::InnerMessage(answer) => find_group(&answer.payload)
+            .ok_or_else(|| io::Error::other(format!("netlink family {FAMILY} has no {GROUP}"))),
+        NetlinkPayload::Error(error) => Err(error.to_io()),
+        _ => Err(io::Error::other("netlink gives no answer")),
+    }
+}
+
+fn find_group(family: &GenlCtrl) -> Option<u32> {
+    let groups = family.nlas.iter().find_map(|nla| match nla {
+        GenlCtrlAttrs::McastGroups(groups) => Some(groups),
+        _ => None,
+    })?;
+    let named = |group: &&Vec<McastGrpAttrs>| {
+        let name = McastGrpAttrs::Name(GROUP.to_owned());
+        group.contains(&name)
+    };
+    groups.iter().find(named)?.iter().find_map(|nla| match nla {
+        McastGrpAttrs::Id(id) => Some(*id),
+        McastGrpAttrs::Name(_) => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message as the kernel makes it.
+    fn message(command: u8, attributes: &[(u16, &[u8])]) -> Vec<u8> {
+        let mut payload = vec![command, 2, 0, 0];
+        for (kind, value) in attributes {
+            payload.extend((value.len() as u16 + 4).to_ne_bytes());
+            payload.extend(kind.to_ne_bytes());
+            payload.extend(*value);
+            payload.resize(payload.len().next_multiple_of(4), 0);
+        }
+        let mut bytes = (payload.len() as u32 + 16).to_ne_bytes().to_vec();
+        // Family 33, no flags, sequence number and port.
+        bytes.extend([33, 0, 0, 0]);
+        bytes.extend([0; 8]);
+        bytes.extend(payload);
+        bytes
+    }
+
+    #[test]
+    fn changes_are_read() {
+        let name = (attribute::DEVICE, &b"tcm-user/0/a/walvisor/a.img\0"[..]);
+        let minor = (2, &7_u32.to_ne_bytes()[..]);
+        let size = (1_u64 << 40).to_ne_bytes();
+        for (kind, value, change) in [
+            (attribute::SIZE, &size[..], Change::Size(1 << 40)),
+            (attribute::WRITE_CACHE, &[0], Change::WriteCache(false)),
+            (attribute::WRITE_CACHE, &[1], Change::WriteCache(true)),
+            (attribute::CONFIG, b"x/y\0", Change::Config("x/y".into())),
+        ] {
+            let event = parse(&message(RECONFIGURE, &[name, minor, (kind, value)]));
+            let device = "tcm-user/0/a/walvisor/a.img".to_owned();
+            assert_eq!(event, Some((device, change)));
+        }
+    }
+
+    #[test]
+    fn what_is_no_change_is_passed_over() {
+        let size = (attribute::SIZE, &[0; 8][..]);
+        let whole = message(RECONFIGURE, &[size]);
+        assert!(parse(&whole).is_some());
+        for end in 0..whole.len() {
+            assert_eq!(parse(&whole[..end]), None, "cut at {end}");
+        }
+        assert_eq!(parse(&message(1, &[size])), None);
+        assert_eq!(parse(&message(RECONFIGURE, &[])), None);
+        assert_eq!(
+            parse(&message(RECONFIGURE, &[(attribute::SIZE, &[0; 3])])),
+            None
+        );
+    }
+}

@@ -1,0 +1,222 @@
+//! Fabrics: who sees a back store.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use super::{
+    Backstore, Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    remove_directory, set,
+};
+use crate::disk_spec::Fabric;
+
+/// How often, and how long each time, the kernel's disk driver is waited for: it names its disk after the LUN is there.
+const NAME_TRIES: u32 = 40;
+const NAME_WAIT: Duration = Duration::from_millis(50);
+
+/// A LUN of a fabric: `<fabric>/<wwn>/tpgt_N/lun/lun_N`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Its directory.
+    lun: PathBuf,
+}
+
+impl Export {
+    /// Every LUN that is this back store, in any fabric.
+    pub fn of(store: &Backstore) -> Vec<Self> {
+        let mut found = Vec::new();
+        let fabrics = directories(&store.target.root());
+        for fabric in fabrics.iter().filter(|path| !path.ends_with("core")) {
+            let portals = directories(fabric)
+                .into_iter()
+                .flat_map(|wwn| directories(&wwn));
+            for lun in portals.flat_map(|portal| directories(&portal.join("lun"))) {
+                let export = Self { lun };
+                if export.link_to(store).is_some() {
+                    found.push(export);
+                }
+            }
+        }
+        found
+    }
+
+    /// Makes the target `wwn` in `fabric`, with a LUN that is still empty.
+    ///
+    /// # Errors
+    /// If the fabric's module is missing, or the target has a LUN 0 already; nothing is left that was not there before.
+    pub fn prepare(target: &Target, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
+        let (name, module, command) = match fabric {
+            Fabric::Loop => ("loopback", "tcm_loop", "modprobe tcm_loop"),
+            Fabric::Vhost => ("vhost", "vhost_scsi", "modprobe vhost_scsi"),
+            Fabric::None => return Ok(None),
+        };
+        let root = target.root().join(name);
+        if let Err(error) = fs::create_dir(&root)
+            && error.kind() != io::ErrorKind::AlreadyExists
+        {
+            // The kernel has asked modprobe for the module already.
+            if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) {
+                let what = format!("the kernel module {module} is not loaded");
+                return Err(TargetError::Missing { what, command });
+            }
+            return Err(error).doing("make", &root);
+        }
+        let export = Self {
+            lun: root.join(wwn).join("tpgt_1/lun/lun_0"),
+        };
+        if export.is_linked() {
+            return Err(TargetError::Taken(format!(
+                "{} exports something else: give the disk another wwn=",
+                export.lun.display()
+            )));
+        }
+        let built = export.build();
+        if built.is_err()
+            && let Err(error) = export.remove()
+        {
+            tracing::warn!("{error}");
+        }
+        built.map(|()| Some(export))
+    }
+
+    fn build(&self) -> Result<()> {
+        let portal = self.portal();
+        let wwn = portal.parent().unwrap_or(portal);
+        make_directory(wwn)?;
+        make_directory(portal)?;
+        let nexus = portal.join("nexus");
+        if !get(&nexus).starts_with("naa.") {
+            set(&nexus, &initiator(&name_of(wwn)))?;
+        }
+        make_directory(&self.lun)
+    }
+
+    /// `tpgt_N`.
+    fn portal(&self) -> &Path {
+        let lists = self.lun.parent().unwrap_or(&self.lun);
+        lists.parent().unwrap_or(lists)
+    }
+
+    /// The target's name in its fabric.
+    pub fn wwn(&self) -> String {
+        name_of(self.portal().parent().unwrap_or(Path::new("")))
+    }
+
+    /// The fabric's directory in configfs.
+    pub fn fabric(&self) -> &Path {
+        let wwn = self.portal().parent().unwrap_or(&self.lun);
+        wwn.parent().unwrap_or(wwn)
+    }
+
+    /// Whether it is of a kind that [`prepare`](Self::prepare) makes.
+    pub fn is_simple(&self) -> bool {
+        ["loopback", "vhost"].contains(&&*name_of(self.fabric()))
+    }
+
+    fn links(&self) -> impl Iterator<Item = PathBuf> {
+        let entries = fs::read_dir(&self.lun).into_iter().flatten().flatten();
+        entries
+            .map(|entry| entry.path())
+            .filter(|path| path.is_symlink())
+    }
+
+    fn is_linked(&self) -> bool {
+        self.links().next().is_some()
+    }
+
+    fn link_to(&self, store: &Backstore) -> Option<PathBuf> {
+        let end = Path::new("core")
+            .join(format!("user_{}", store.hba))
+            .join(&store.name);
+        let is = |path: &PathBuf| fs::read_link(path).is_ok_and(|to| to.ends_with(&end));
+        self.links().find(is)
+    }
+
+    /// Lets initiators see the back store. Those of this machine ask it at once: somebody has to answer.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn link(&self, store: &Backstore) -> Result<()> {
+        let link = self.lun.join(&store.name);
+        symlink(&store.directory, &link).doing("link", &link)
+    }
+
+    /// Takes the disk away from initiators. They may flush it first: somebody has to answer.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn unlink(&self) -> Result<()> {
+        for link in self.links() {
+            fs::remove_file(&link).doing("remove", &link)?;
+        }
+        Ok(())
+    }
+
+    /// Removes the LUN, which is empty, and its target, if nothing else is in that.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn remove(&self) -> Result<()> {
+        remove_directory(&self.lun)?;
+        let portal = self.portal();
+        let Some(wwn) = portal.parent() else {
+            return Ok(());
+        };
+        if !directories(&portal.join("lun")).is_empty() {
+            return Ok(());
+        }
+        let nexus = portal.join("nexus");
+        if get(&nexus).starts_with("naa.") {
+            set(&nexus, "NULL")?;
+        }
+        remove_directory(portal)?;
+        let other = directories(wwn);
+        if other.iter().any(|path| name_of(path).starts_with("tpgt_")) {
+            return Ok(());
+        }
+        remove_directory(wwn)
+    }
+
+    /// The SCSI address on this machine, `host:channel:target:lun`.
+    fn address(&self) -> Option<String> {
+        let address = get(&self.portal().join("address"));
+        let lun = name_of(&self.lun);
+        let lun = lun.strip_prefix("lun_")?;
+        (!address.is_empty()).then(|| format!("{address}:{lun}"))
+    }
+
+    /// The disk's name on this machine as it is now, such as `/dev/sda`.
+    pub fn disk_now(&self) -> Option<String> {
+        let device = Path::new("/sys/bus/scsi/devices").join(self.address()?);
+        let disk = directories(&device.join("block")).pop()?;
+        Some(format!("/dev/{}", name_of(&disk)))
+    }
+
+    /// The same, once the kernel's disk driver has named it; the SCSI address, if it does not.
+    pub fn disk(&self) -> Option<String> {
+        for _ in 0..NAME_TRIES {
+            if let Some(disk) = self.disk_now() {
+                return Some(disk);
+            }
+            self.address()?;
+            thread::sleep(NAME_WAIT);
+        }
+        Some(format!("SCSI address {}", self.address()?))
+    }
+
+    /// Where initiators find it, for people.
+    pub fn place(&self) -> String {
+        let fabric = name_of(self.fabric());
+        format!("{fabric} {}", self.wwn())
+    }
+}
+
+/// The initiator of a target that has but one: its neighbour.
+fn initiator(wwn: &str) -> String {
+    let (start, last) = wwn.split_at(wwn.len().saturating_sub(1));
+    let digit = u8::from_str_radix(last, 16).unwrap_or(0);
+    format!("{start}{:x}", digit ^ 1)
+}
