@@ -71,7 +71,7 @@ FUZZ_SEED ?= 1
 # The workspaces of the targets share what they build, and what each target finds.
 FUZZ_DIR = $(CURDIR)/target/fuzz
 
-## fuzz: mutated logs, hostile drivers, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
+## fuzz: mutated logs, hostile drivers, SCSI commands, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
 fuzz: setup
 	$(call build_fuzz,storage/fuzz)
 	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME),8192)
@@ -79,6 +79,7 @@ fuzz: setup
 	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
 	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
 	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
+	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
 
 # Every target of the workspace $(1).
 define build_fuzz

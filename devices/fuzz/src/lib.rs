@@ -4,6 +4,7 @@
 //!   requests: any chains, one transport, a model of the disk      mmio: any register accesses    pci: any of space and BARs
 //!                                                                    └───── registers.rs: a model of the registers ──┘
 //!                                                                    └───── driver.rs: how a driver does it right ───┘
+//!   cdb: any SCSI commands
 //!   bounded.rs: what may be allocated      guest.rs: memory between pages that nobody may touch      input.rs
 //! ```
 

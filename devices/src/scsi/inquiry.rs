@@ -57,7 +57,8 @@ fn standard() -> Vec<u8> {
     bytes[7] = 0x02; // CMDQUE
     bytes[8..16].copy_from_slice(VENDOR);
     bytes[16..32].copy_from_slice(PRODUCT);
-    let revision = concat!(env!("CARGO_PKG_VERSION"), "    ");
+    let major = env!("CARGO_PKG_VERSION_MAJOR");
+    let revision = format!("{:<4}", [major, env!("CARGO_PKG_VERSION_MINOR")].join("."));
     bytes[32..36].copy_from_slice(&revision.as_bytes()[..4]);
     for (at, version) in VERSIONS.iter().enumerate() {
         let at = 58 + 2 * at;

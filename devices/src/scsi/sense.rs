@@ -138,7 +138,7 @@ impl Sense {
         match failure {
             // The disk has changed since the command was judged.
             Failure::OutOfRange => Self::OUT_OF_RANGE,
-            Failure::TooLarge => Self::cdb(0, None),
+            Failure::TooLarge => Self::new(key::ILLEGAL_REQUEST, 0x2400),
             Failure::ReadOnly => Self::WRITE_PROTECTED,
             Failure::Io => io,
         }

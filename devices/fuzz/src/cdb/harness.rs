@@ -1,0 +1,322 @@
+//! An initiator that does what the input says.
+//!
+//! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough), then steps:
+//! `0, length u8, CDB, data` any CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` one of those that the server
+//! reports, with bits that it has; `2, task u8` one operation of a task ends; `3, task u8` a task is aborted; `4` the capacity
+//! is said to have changed. *Data* is `length u8, kind u8` and, if the kind says so, bytes.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, BackendQueue, Buffer, Completion, Operation};
+use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Outcome, Status, Step, Task};
+use walvisor_devices_fuzz::input::Input;
+
+/// 32 KiB: no command may cost more.
+const SECTORS: u64 = 64;
+const MOST_STEPS: usize = 64;
+/// Commands beside each other.
+const MOST_TASKS: usize = 4;
+
+/// Lengths of data buffers in bytes.
+const LENGTHS: [usize; 16] = [
+    0, 1, 4, 8, 18, 24, 36, 96, 255, 511, 512, 1024, 4096, 8192, 12_288, 65_535,
+];
+/// Addresses and numbers of blocks that are no small numbers.
+const ODD: [u64; 8] = [63, 64, 65, 0xffff, 1 << 32, 1 << 52, 1 << 61, u64::MAX];
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input::new(input);
+    let mut initiator = Initiator::new(input.byte());
+    for _ in 0..MOST_STEPS {
+        if input.is_empty() {
+            break;
+        }
+        initiator.step(&mut input);
+    }
+    while !initiator.tasks.is_empty() {
+        initiator.end(0);
+    }
+}
+
+fn bytes(input: &mut Input<'_>, len: usize) -> Vec<u8> {
+    (0..len).map(|_| input.byte()).collect()
+}
+
+fn number(input: &mut Input<'_>) -> u64 {
+    input.pick(&ODD, |byte| byte)
+}
+
+fn data(input: &mut Input<'_>) -> Data {
+    let len = input.of(&LENGTHS);
+    let data = match input.byte() {
+        0 => vec![0; len],
+        kind @ 1..16 => vec![kind; len],
+        // A list, as UNMAP and MODE SELECT have it, or blocks that differ.
+        kind => {
+            let mut bytes = bytes(input, usize::from(kind).min(len));
+            bytes.resize(len, kind);
+            bytes
+        }
+    };
+    Data(RefCell::new(data))
+}
+
+struct Data(RefCell<Vec<u8>>);
+
+impl DataBuffer for Data {
+    fn len(&self) -> usize {
+        self.0.borrow().len()
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) {
+        into.copy_from_slice(&self.0.borrow()[offset..offset + into.len()]);
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) {
+        self.0.borrow_mut()[offset..offset + from.len()].copy_from_slice(from);
+    }
+}
+
+/// A command in flight.
+struct Running {
+    task: Task,
+    data: Data,
+    /// What the data buffer had in it.
+    before: Vec<u8>,
+    held: Vec<Operation>,
+    aborted: bool,
+}
+
+struct Initiator {
+    unit: LogicalUnit,
+    queue: Box<dyn BackendQueue>,
+    read_only: bool,
+    tasks: Vec<Running>,
+    /// The commands that the server reports, as CDB usage data.
+    usages: Vec<Vec<u8>>,
+    /// The disk, when no command was in flight and nothing had been changed since.
+    still: Vec<u8>,
+}
+
+impl Initiator {
+    fn new(options: u8) -> Self {
+        let read_only = options & 2 != 0;
+        let disk = match read_only {
+            true => RamDisk::read_only(&[0x5a; SECTORS as usize * 512]),
+            false => RamDisk::new(SECTORS),
+        };
+        disk.set_write_cache(options & 4 == 0);
+        let queue = disk.open_queue().expect("a queue");
+        let block_size = if options & 1 != 0 { 4096 } else { 512 };
+        let unit = LogicalUnit::new(Arc::new(disk), "fuzz", block_size).expect("a unit");
+        let mut initiator = Self {
+            unit,
+            queue,
+            read_only,
+            tasks: Vec::new(),
+            usages: Vec::new(),
+            still: Vec::new(),
+        };
+        initiator.still = initiator.contents();
+        initiator.learn();
+        initiator
+    }
+
+    /// REPORT SUPPORTED OPERATION CODES, of all and then of each.
+    fn learn(&mut self) {
+        let report = |options: u8, opcode: u8, action: u8| {
+            let cdb = [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 16, 0, 0, 0];
+            let data = Data(RefCell::new(vec![0; 4096]));
+            let mut task = Task::new(&self.unit, &cdb, &data);
+            assert!(matches!(task.next(&self.unit, &data), Step::Done));
+            let len = task.outcome().data_in;
+            data.0.into_inner()[4..len].to_vec()
+        };
+        let all = report(0, 0, 0);
+        let usages = all.chunks(8).map(|entry| report(3, entry[0], entry[3]));
+        let usages: Vec<_> = usages.collect();
+        self.usages = usages;
+        assert!(self.usages.len() > 30);
+    }
+
+    fn operate(&mut self, operation: Operation) -> Completion {
+        let mut done = Vec::new();
+        self.queue.submit(0, operation);
+        self.queue.kick();
+        self.queue.completions(&mut done);
+        done.pop().expect("a RAM disk ends everything at once")
+    }
+
+    fn contents(&mut self) -> Vec<u8> {
+        let read = Operation::Read {
+            sector: 0,
+            sectors: SECTORS as u32,
+        };
+        let data: Option<Buffer> = self.operate(read).result.expect("a read");
+        data.expect("data").to_vec()
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        match input.byte() & 7 {
+            0 => {
+                let len = usize::from(input.byte() & 31);
+                let cdb = bytes(input, len);
+                self.start(&cdb, data(input));
+            }
+            2 => self.end(input.byte().into()),
+            3 => {
+                let at = usize::from(input.byte());
+                if at < self.tasks.len() {
+                    self.tasks[at].aborted = true;
+                    self.tasks[at].task.abort();
+                    self.go(at);
+                }
+            }
+            4 => self.unit.capacity_changed(),
+            _ => {
+                let usage = usize::from(input.byte()) % self.usages.len();
+                let mut cdb = self.usages[usage].clone();
+                let action = cdb[0] == 0x9e || cdb[0] == 0xa3;
+                if !action {
+                    cdb[1] &= input.byte();
+                }
+                let (address, blocks) = (number(input).to_be_bytes(), number(input).to_be_bytes());
+                let (lba, length) = match cdb.len() {
+                    6 => (2..4, 4..5),
+                    10 => (2..6, 7..9),
+                    12 => (2..6, 6..10),
+                    _ => (2..10, 10..14),
+                };
+                for (range, number) in [(lba, address), (length, blocks)] {
+                    let number = &number[8 - range.len()..];
+                    cdb[range]
+                        .iter_mut()
+                        .zip(number)
+                        .for_each(|(byte, new)| *byte &= new);
+                }
+                self.start(&cdb, data(input));
+            }
+        }
+    }
+
+    fn start(&mut self, cdb: &[u8], data: Data) {
+        if self.tasks.len() == MOST_TASKS {
+            self.end(0);
+        }
+        let before = data.0.borrow().clone();
+        let task = Task::new(&self.unit, cdb, &data);
+        assert!(task.bytes(&self.unit) <= SECTORS as usize * 512);
+        self.tasks.push(Running {
+            task,
+            data,
+            before,
+            held: Vec::new(),
+            aborted: false,
+        });
+        self.go(self.tasks.len() - 1);
+    }
+
+    /// Lets an operation of a task end; of one that can go on, if that has none.
+    fn end(&mut self, at: usize) {
+        let holds = |task: &Running| !task.held.is_empty();
+        let at = match self.tasks.get(at) {
+            Some(task) if holds(task) => Some(at),
+            _ => self.tasks.iter().position(holds),
+        };
+        let Some(at) = at else {
+            assert!(self.tasks.is_empty(), "commands that wait for each other");
+            return;
+        };
+        let operation = self.tasks[at].held.remove(0);
+        let result = self.operate(operation).result;
+        let running = &mut self.tasks[at];
+        running.task.ended(&self.unit, &running.data, result);
+        self.go(at);
+    }
+
+    /// Takes a task as far as it goes; if that is its end, those that it held up too.
+    fn go(&mut self, at: usize) {
+        let running = &mut self.tasks[at];
+        loop {
+            match running.task.next(&self.unit, &running.data) {
+                Step::Submit(operation) => running.held.push(operation),
+                Step::InFlight => {
+                    assert!(!running.held.is_empty());
+                    return;
+                }
+                Step::Blocked => {
+                    assert!(running.held.is_empty());
+                    return;
+                }
+                Step::Done => break,
+            }
+        }
+        let running = self.tasks.remove(at);
+        assert!(running.held.is_empty());
+        self.check(running);
+        self.retry();
+    }
+
+    /// Asks those that wait for others again.
+    fn retry(&mut self) {
+        let mut at = 0;
+        while let Some(task) = self.tasks.get(at) {
+            let count = self.tasks.len();
+            if task.held.is_empty() {
+                self.go(at);
+                if self.tasks.len() < count {
+                    // It has ended, and those behind it have been asked.
+                    return;
+                }
+            }
+            at += 1;
+        }
+    }
+
+    fn check(&mut self, running: Running) {
+        let Outcome {
+            status,
+            sense,
+            data_in,
+        } = running.task.outcome();
+        let after = running.data.0.into_inner();
+        // What is not valid Data-In is as it was.
+        assert_eq!(after[data_in..], running.before[data_in..]);
+        let mut refused = false;
+        match (status, sense) {
+            (Status::Good, None) => {}
+            (Status::TaskAborted, None) => assert!(running.aborted && data_in == 0),
+            (Status::CheckCondition, Some(sense)) => {
+                assert_eq!(data_in, 0);
+                let key = match sense[0] & 0x7f {
+                    0x70 => {
+                        assert!(sense.len() == 18 && sense[7] == 10);
+                        sense[2]
+                    }
+                    0x72 => {
+                        assert_eq!(sense.len(), 8 + usize::from(sense[7]));
+                        sense[1]
+                    }
+                    other => panic!("response code {other:02x}"),
+                };
+                // ILLEGAL REQUEST, UNIT ATTENTION, NOT READY, DATA PROTECT, MISCOMPARE: a RAM disk has no other failure.
+                assert!([2, 5, 6, 7, 0xe].contains(&key), "{sense:?}");
+                refused = key != 0xe;
+            }
+            other => panic!("{other:?}"),
+        }
+        if !self.tasks.is_empty() {
+            // Whose change it is cannot be told.
+            self.still.clear();
+            return;
+        }
+        let contents = self.contents();
+        if (refused || self.read_only) && !self.still.is_empty() {
+            assert!(contents == self.still, "a refused command changed the disk");
+        }
+        self.still = contents;
+    }
+}

@@ -1,0 +1,20 @@
+//! Any CDBs with any data, some commands beside each other: each ends with a status that the standards have, changes what it
+//! may and nothing else, and asks for no more memory than the disk has.
+//!
+//! ```text
+//!   input ──▶ harness.rs ── Task::new, next, ended ──▶ server over a RAM disk
+//!                  └─ after each command: status, sense, data buffer, and the disk if nothing may have changed it
+//! ```
+//!
+//! Seeds are in `corpus/cdb`; the rest as for `requests`.
+#![no_main]
+
+mod harness;
+
+use libfuzzer_sys::fuzz_target;
+use walvisor_devices_fuzz::bounded::DeviceBounds;
+
+#[global_allocator]
+static ALLOCATOR: DeviceBounds = DeviceBounds {};
+
+fuzz_target!(|input: &[u8]| harness::run(input));
