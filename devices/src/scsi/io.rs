@@ -88,10 +88,13 @@ pub(super) fn read(request: &Request<'_>) -> Result<Plan, Sense> {
     // What does not fit need not be read.
     let fits = request.data.len().div_ceil(unit.block_size() as usize);
     range.blocks = range.blocks.min(u32::try_from(fits).unwrap_or(u32::MAX));
+    if range.blocks == 0 {
+        let (bytes, allocation) = (Vec::new(), 0);
+        return Ok(Plan::Answer { bytes, allocation });
+    }
     let read = Some(Action::Read(Then::Return));
     // With FUA it comes from the medium: what is newer in the cache goes there first (SBC-4, 4.15.2).
     let script = match forced(request) && unit.write_cache() {
-        _ if range.blocks == 0 => [None; 3],
         true => [Some(Action::Flush), read, None],
         false => [read, None, None],
     };

@@ -35,8 +35,8 @@ pub struct Outcome {
     pub status: Status,
     /// Why it failed, with CHECK CONDITION.
     pub sense: Option<SenseData>,
-    /// Bytes of the Data-In Buffer that are valid, from its first one on; 0 for a command that sends data.
-    pub data_in: usize,
+    /// Bytes of the Data-In Buffer that are valid, from its first one on. `None`: the command receives no data, or it failed.
+    pub data_in: Option<usize>,
 }
 
 /// Blocks that follow each other, all of them on the disk when the command was judged.
@@ -137,7 +137,7 @@ pub struct Task {
     /// What the blocks in flight are for, if they are read.
     then: Option<Then>,
     ticket: Option<Ticket>,
-    data_in: usize,
+    data_in: Option<usize>,
     failed: Option<(Status, Option<SenseData>)>,
 }
 
@@ -147,16 +147,16 @@ impl Task {
     /// `cdb` may be longer than the command's. `data` is the same for all calls of one task.
     pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
         let (job, data_in, failed) = match command::judge(unit, cdb, data) {
-            Ok(Plan::Run(job)) => (job, 0, None),
+            Ok(Plan::Run(job)) => (job, None, None),
             Ok(Plan::Answer { bytes, allocation }) => {
                 let len = bytes.len().min(allocation).min(data.len());
                 data.write(0, &bytes[..len]);
-                (Job::nothing(), len, None)
+                (Job::nothing(), Some(len), None)
             }
             Err(sense) => {
                 let data = sense.data(unit.descriptor_sense());
                 let failed = (Status::CheckCondition, Some(data));
-                (Job::nothing(), 0, Some(failed))
+                (Job::nothing(), None, Some(failed))
             }
         };
         let ticket = (job.change != Change::None).then(|| {
@@ -332,7 +332,7 @@ impl Task {
         if let Err(sense) = judged {
             let sense = sense.data(unit.descriptor_sense());
             self.failed = Some((Status::CheckCondition, Some(sense)));
-            self.data_in = 0;
+            self.data_in = None;
         }
     }
 
@@ -351,8 +351,9 @@ impl Task {
         match then {
             Then::Forget => Ok(()),
             Then::Return => {
-                self.data_in = blocks.len().min(data.len());
-                data.write(0, &blocks[..self.data_in]);
+                let len = blocks.len().min(data.len());
+                data.write(0, &blocks[..len]);
+                self.data_in = Some(len);
                 Ok(())
             }
             Then::Compare => compare(blocks, data, blocks.len()),
@@ -364,7 +365,7 @@ impl Task {
     /// was submitted is not taken back.
     pub fn abort(&mut self) {
         self.failed = Some((Status::TaskAborted, None));
-        self.data_in = 0;
+        self.data_in = None;
     }
 
     /// How the command ended, after [`Step::Done`].

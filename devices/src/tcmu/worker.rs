@@ -352,18 +352,19 @@ impl Server {
         match (good, kind) {
             (false, _) => add(&self.metrics.errors, 1),
             (true, Some(OperationKind::Read)) => {
-                add(&self.metrics.bytes_read, outcome.data_in as u64);
+                add(
+                    &self.metrics.bytes_read,
+                    outcome.data_in.unwrap_or(0) as u64,
+                );
             }
             (true, Some(OperationKind::Write)) => {
                 add(&self.metrics.bytes_written, data.len() as u64);
             }
             (true, _) => {}
         }
-        let read = match outcome.data_in {
-            0 => None,
-            len if len == data.len() => None,
-            len => u32::try_from(len).ok(),
-        };
+        // Nothing valid in a longer buffer too: else it would go to the initiator with what was there before.
+        let short = outcome.data_in.filter(|&len| len < data.len());
+        let read = short.and_then(|len| u32::try_from(len).ok());
         self.ring.complete(
             ticket,
             &Response {

@@ -132,7 +132,7 @@ impl Initiator {
             let data = Data(RefCell::new(vec![0; 4096]));
             let mut task = Task::new(&self.unit, &cdb, &data);
             assert!(matches!(task.next(&self.unit, &data), Step::Done));
-            let len = task.outcome().data_in;
+            let len = task.outcome().data_in.expect("data in");
             data.0.into_inner()[4..len].to_vec()
         };
         let all = report(0, 0, 0);
@@ -284,13 +284,14 @@ impl Initiator {
         } = running.task.outcome();
         let after = running.data.0.into_inner();
         // What is not valid Data-In is as it was.
-        assert_eq!(after[data_in..], running.before[data_in..]);
+        let valid = data_in.unwrap_or(0);
+        assert_eq!(after[valid..], running.before[valid..]);
         let mut refused = false;
         match (status, sense) {
             (Status::Good, None) => {}
-            (Status::TaskAborted, None) => assert!(running.aborted && data_in == 0),
+            (Status::TaskAborted, None) => assert!(running.aborted && data_in.is_none()),
             (Status::CheckCondition, Some(sense)) => {
-                assert_eq!(data_in, 0);
+                assert_eq!(data_in, None);
                 let key = match sense[0] & 0x7f {
                     0x70 => {
                         assert!(sense.len() == 18 && sense[7] == 10);
