@@ -4,9 +4,9 @@
 //!            VirtioBlock ── offered features, configuration space, cache mode
 //!                │ start_queue (DRIVER_OK)
 //!                ▼
-//!   queue 0: Worker thread ── Virtqueue ── parse ── BackendQueue ─┐
-//!   queue 1: Worker thread ── Virtqueue ── parse ── BackendQueue ─┼── Backend
-//!   …                                                             ┘
+//!   queue 0: Worker ── Virtqueue ── parse ── BackendQueue ─┐
+//!   queue 1: Worker ── Virtqueue ── parse ── BackendQueue ─┼── Backend
+//!   …  (served by the threads of a WorkerPool)             ┘
 //! ```
 
 mod chain;
@@ -15,14 +15,15 @@ mod features;
 mod latency;
 mod metrics;
 mod order;
+mod pool;
 mod request;
 mod tracker;
 mod virtqueue;
 mod worker;
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -42,6 +43,7 @@ use request::ID_LEN;
 
 pub use latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use metrics::{BlockCounts, BlockMetrics};
+pub use pool::{Starter, WorkerPool};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
@@ -65,7 +67,7 @@ pub const MIN_QUEUE_SIZE: u16 = 4;
 /// How a device is to look.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockConfig {
-    /// Number of request queues, 1 to [`MAX_QUEUES`], each with a worker thread.
+    /// Number of request queues, 1 to [`MAX_QUEUES`], each with a worker.
     pub queues: u16,
     /// Descriptors per queue: a power of two from [`MIN_QUEUE_SIZE`] to [`MAX_QUEUE_SIZE`].
     pub queue_size: u16,
@@ -136,13 +138,6 @@ pub enum BlockError {
     Doorbell(#[source] io::Error),
 }
 
-/// Carries out jobs in a thread of its own: what threads inherit from the one that starts them, such as a system call
-/// filter, queue workers then have from it and not from a vCPU.
-pub trait Starter: Send + Sync {
-    /// Runs `job` once, soon. It does not wait for anything that the caller holds. A starter that cannot run it drops it.
-    fn run(&self, job: Box<dyn FnOnce() + Send>);
-}
-
 /// A virtio-blk device over a [`Backend`]. A transport owns it and presents it to the guest.
 pub struct VirtioBlock {
     backend: Arc<dyn Backend>,
@@ -154,7 +149,7 @@ pub struct VirtioBlock {
     cache: Arc<CacheSwitch>,
     metrics: Arc<BlockMetrics>,
     throttle: Arc<Throttle>,
-    starter: Option<Arc<dyn Starter>>,
+    workers: Arc<WorkerPool>,
     doorbells: Vec<EventFd>,
 }
 
@@ -213,7 +208,7 @@ impl VirtioBlock {
             cache: Arc::new(CacheSwitch::new(Arc::clone(&backend))),
             metrics: Arc::new(BlockMetrics::of_queues(config.queues.into())),
             throttle: Arc::default(),
-            starter: None,
+            workers: Arc::default(),
             doorbells,
             backend,
             config,
@@ -359,21 +354,13 @@ impl VirtioBlock {
             metrics: Arc::clone(&self.metrics),
             status,
         };
-        let Some(starter) = &self.starter else {
-            return Worker::start(plan, memory);
-        };
-        let (started, starting) = mpsc::channel();
-        starter.run(Box::new(move || {
-            drop(started.send(Worker::start(plan, memory)))
-        }));
-        let gone = || io::Error::other("the thread that starts queue workers is gone");
-        starting.recv().unwrap_or_else(|_| Err(gone()))
+        Worker::start(plan, memory, &self.workers)
     }
 
-    /// Queue workers, and what they need to be opened, are to come from `starter`. Without one they are started by the
-    /// thread that sets DRIVER_OK or enables the queue.
-    pub fn start_workers_with(&mut self, starter: Arc<dyn Starter>) {
-        self.starter = Some(starter);
+    /// The queues are to be served by the threads of `pool`, which several devices may share. Without it the device has
+    /// a pool of its own.
+    pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
+        self.workers = pool;
     }
 }
 

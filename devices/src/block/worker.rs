@@ -1,32 +1,25 @@
-//! One queue, one thread: it takes every available chain, submits them as a batch, and publishes whatever
-//! has ended as a batch.
+//! One queue: takes every available chain, submits them as a batch, and publishes whatever has ended as a batch.
 //!
 //! ```text
-//!   doorbell ─┐                ┌─ take all chains ─▶ submit … kick ─┐
-//!   backend ──┼─▶ event loop ──┤                                    ├─▶ used index once, ≤ 1 interrupt
-//!   stop ─────┘                └─ completions ──────────────────────┘
+//!   a thread of the pool ─▶ take all chains, submit ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
 //!
 //! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many
 //! requests as the queue has descriptors. Completions make room, and the worker goes on.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
-use rustix::thread::{CpuSet, sched_setaffinity};
 use vm_memory::GuestMemory;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_storage::short_slice;
+use vmm_sys_util::eventfd::EventFd;
 
 use super::features::Features;
 use super::latency::OperationKind;
 use super::metrics::{BlockMetrics, add};
 use super::order::Batch;
+use super::pool::{Alone, Control, Handle, Served, WorkerPool};
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
 use super::tracker::Tracker;
 use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
@@ -38,10 +31,6 @@ use crate::transport::DeviceMemory;
 /// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
 /// request may overshoot it.
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
-
-const DOORBELL: u32 = 0;
-const BACKEND: u32 = 1;
-const STOP: u32 = 2;
 
 /// The queue that a worker is to serve.
 pub(crate) struct QueueStart {
@@ -74,30 +63,20 @@ pub(super) struct Plan {
     pub(super) status: Arc<DeviceStatus>,
 }
 
-/// Tells a worker to stop.
-struct StopSignal {
-    requested: AtomicBool,
-    event: EventFd,
-    /// What the worker tells in return: its queue has met an error.
-    broken: AtomicBool,
-}
-
 /// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
 /// without an interrupt, chains still in the ring stay there.
 pub(crate) struct Worker {
-    stop: Arc<StopSignal>,
-    /// Gives the number of chains taken, modulo 2^16.
-    thread: Option<JoinHandle<Option<u16>>>,
+    /// `None`: the driver's rings are broken, and it never ran.
+    handle: Option<Handle>,
 }
 
 impl Worker {
-    /// Starts the thread. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
-    pub(super) fn start<M: DeviceMemory>(mut plan: Plan, memory: M) -> io::Result<Self> {
-        let stop = Arc::new(StopSignal {
-            requested: AtomicBool::new(false),
-            broken: AtomicBool::new(false),
-            event: EventFd::new(EFD_NONBLOCK)?,
-        });
+    /// Has the queue served. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
+    pub(super) fn start<M: DeviceMemory>(
+        mut plan: Plan,
+        memory: M,
+        pool: &Arc<WorkerPool>,
+    ) -> io::Result<Self> {
         let queue = Virtqueue::new(
             &plan.queue.setup,
             plan.max_size,
@@ -109,116 +88,63 @@ impl Worker {
             Ok(queue) => queue,
             Err(error) => {
                 give_up(&plan.status, plan.queue.index, &error);
-                return Ok(Self { stop, thread: None });
+                return Ok(Self { handle: None });
             }
         };
-        let worker = QueueWorker {
-            in_flight: InFlight::new(queue.size()),
-            queue,
-            memory,
-            disk: ThrottledQueue::open(&*plan.backend, &plan.throttle)?,
-            stop: Arc::clone(&stop),
-            started: Ok(()),
-            submitted: false,
-            ended: Vec::new(),
-            batch: Batch::new(plan.in_order),
-            broken: false,
-            plan,
-        };
-        let name = format!("virtio-blk-q{}", worker.plan.queue.index);
-        let mut manager = EventManager::new().map_err(io::Error::other)?;
-        let id = manager.add_subscriber(worker);
-        std::mem::replace(
-            &mut manager
-                .subscriber_mut(id)
-                .map_err(io::Error::other)?
-                .started,
-            Ok(()),
-        )
-        .map_err(io::Error::other)?;
-        let thread = thread::Builder::new().name(name).spawn(move || {
-            let worker = manager.subscriber_mut(id).ok()?;
-            let _announce = ResetOnPanic(Arc::clone(&worker.plan.status));
-            short_slice();
-            if let Some(cpu) = worker.plan.cpu {
-                pin(cpu, worker.plan.queue.index);
-            }
-            // A doorbell may have rung before this thread was there to see it.
-            worker.serve();
-            while manager
-                .subscriber_mut(id)
-                .is_ok_and(|worker| !worker.finished())
-            {
-                if let Err(error) = manager.run() {
-                    if let Ok(worker) = manager.subscriber_mut(id) {
-                        give_up(&worker.plan.status, worker.plan.queue.index, &error);
-                    }
-                    break;
-                }
-            }
-            let worker = manager.subscriber_mut(id).ok()?;
-            Some(worker.queue.taken())
+        // Whoever looks at its ring, or waits for its disk, keeps others waiting.
+        let own = plan.cpu.is_some() || !plan.poll.is_zero() || plan.backend.blocks();
+        let alone = own.then(|| Alone {
+            name: format!("virtio-blk-q{}", plan.queue.index),
+            cpu: plan.cpu,
+        });
+        let handle = pool.serve(alone, move || {
+            Ok(Box::new(QueueWorker {
+                in_flight: InFlight::new(queue.size()),
+                queue,
+                memory,
+                disk: ThrottledQueue::open(&*plan.backend, &plan.throttle)?,
+                control: Arc::default(),
+                submitted: false,
+                took_all: true,
+                promised: None,
+                ended: Vec::new(),
+                batch: Batch::new(plan.in_order),
+                broken: false,
+                plan,
+            }))
         })?;
         Ok(Self {
-            stop,
-            thread: Some(thread),
+            handle: Some(handle),
         })
     }
 
     /// Tells the worker to stop without waiting for it, so that several can drain at once.
     pub(crate) fn request_stop(&self) {
-        self.stop.requested.store(true, Ordering::SeqCst);
-        // A full counter is readable all the same.
-        let _ = self.stop.event.write(1);
+        self.handle.iter().for_each(Handle::request_stop);
     }
 
     /// Whether the queue has met an error, after which only a reset lets it go on.
     pub(crate) fn broken(&self) -> bool {
-        self.stop.broken.load(Ordering::SeqCst)
+        let handle = self.handle.as_ref();
+        handle.is_some_and(|handle| handle.control().broken())
     }
 
     /// Whether the queue is drained: then dropping the worker waits for nothing.
     pub(crate) fn finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.handle.as_ref().is_none_or(Handle::finished)
     }
 
     /// Drains the queue. Returns the index of the first chain that was not taken; `None` if the worker never ran.
     pub(crate) fn stop(mut self) -> Option<u16> {
-        self.end()
-    }
-
-    fn end(&mut self) -> Option<u16> {
-        self.request_stop();
-        self.thread.take()?.join().unwrap_or_else(|_| {
-            tracing::error!("a virtio-blk queue worker has panicked");
-            None
-        })
+        self.handle.take().map(|handle| handle.stop())
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.end();
-    }
-}
-
-/// A worker that panics must not leave its driver waiting in silence.
-struct ResetOnPanic(Arc<DeviceStatus>);
-
-impl Drop for ResetOnPanic {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            self.0.needs_reset();
+        if let Some(handle) = self.handle.take() {
+            handle.stop();
         }
-    }
-}
-
-/// Keeps the calling thread on one processor. Where the system takes it away again, slower is better than not at all.
-fn pin(cpu: u16, queue: u16) {
-    let mut set = CpuSet::new();
-    set.set(cpu.into());
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::warn!(%error, "virtio-blk queue {queue}: its worker cannot run on CPU {cpu} alone");
     }
 }
 
@@ -305,12 +231,14 @@ struct QueueWorker<M> {
     queue: Virtqueue,
     memory: M,
     disk: ThrottledQueue,
-    stop: Arc<StopSignal>,
+    control: Arc<Control>,
     in_flight: InFlight,
-    /// Whether the event loop took the descriptors.
-    started: Result<(), event_manager::Error>,
     /// Whether something was submitted since the last kick.
     submitted: bool,
+    /// Whether the last look at the ring left nothing in it.
+    took_all: bool,
+    /// The ring has said that there is a chain, after so many.
+    promised: Option<u16>,
     /// Completions being worked on; empty between batches, kept for its memory.
     ended: Vec<Completion>,
     /// Chains to be published next.
@@ -320,78 +248,56 @@ struct QueueWorker<M> {
 }
 
 impl<M: DeviceMemory> QueueWorker<M> {
-    fn stopping(&self) -> bool {
-        self.stop.requested.load(Ordering::SeqCst)
-    }
-
-    /// Nothing is left to wait for.
-    fn finished(&self) -> bool {
-        self.stopping() && self.in_flight.is_empty()
-    }
-
-    /// Works until there is nothing to do but wait.
-    fn serve(&mut self) {
+    /// Does a step of the queue's work, until it meets an error. `true`: there is more to take.
+    fn step(&mut self, step: impl FnOnce(&mut Self, &M::M) -> Result<bool, QueueError>) -> bool {
         let memory = self.memory.memory();
-        let outcome = if self.broken {
-            self.complete(&*memory)
-        } else {
-            self.serve_batches(&*memory)
-        };
-        if let Err(error) = outcome {
-            give_up(&self.plan.status, self.plan.queue.index, &error);
-            self.broken = true;
-            self.stop.broken.store(true, Ordering::SeqCst);
-            self.batch.clear();
-            // What was submitted before the error still has to be started, to end.
-            self.disk.kick();
-            self.submitted = false;
-            // Cannot fail: nothing is answered any more.
-            let _ = self.complete(&*memory);
+        match step(self, &*memory) {
+            Ok(more) => more,
+            Err(error) => {
+                self.fail(&error);
+                false
+            }
         }
     }
 
-    fn serve_batches<G: GuestMemory>(&mut self, memory: &G) -> Result<(), QueueError> {
-        let mut promised = false;
-        loop {
-            let taking = !self.stopping();
-            let mut took_all = true;
-            if taking {
-                self.queue.disable_doorbell(memory)?;
-                let before = self.queue.taken();
-                took_all = self.take_available(memory)?;
-                // Without this a ring that cannot be read would be asked forever.
-                if promised && took_all && self.queue.taken() == before {
-                    return Err(QueueError::Unreadable);
-                }
+    fn fail(&mut self, error: &dyn std::fmt::Display) {
+        give_up(&self.plan.status, self.plan.queue.index, error);
+        self.broken = true;
+        self.control.set_broken();
+        self.batch.clear();
+    }
+
+    fn take_batch<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
+        self.queue.disable_doorbell(memory)?;
+        self.took_all = self.take_available(memory)?;
+        // Without this a ring that cannot be read would be asked forever.
+        match self.promised.take() {
+            Some(before) if self.took_all && self.queue.taken() == before => {
+                Err(QueueError::Unreadable)
             }
-            if self.submitted {
-                self.disk.kick();
-                self.submitted = false;
-            }
-            self.complete(memory)?;
-            if self.queue.publish(memory, self.batch.ready())? && taking {
-                self.plan.status.interrupt().queue(self.plan.queue.index);
-            }
-            self.batch.clear();
-            if !taking {
-                return Ok(());
-            }
-            if !took_all {
-                // Full. Completions wake the worker; until then doorbells have nothing to say.
-                promised = false;
-                if self.in_flight.vacancy().is_none()
-                    || self.batch.is_full(self.queue.size())
-                    || self.disk.holds()
-                {
-                    return Ok(());
-                }
-            } else {
-                promised = self.poll(memory)? || self.queue.enable_doorbell(memory)?;
-                if !promised {
-                    return Ok(());
-                }
-            }
+            _ => Ok(false),
         }
+    }
+
+    fn answer_batch<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
+        self.complete(memory)?;
+        let taking = !self.control.stopping();
+        if self.queue.publish(memory, self.batch.ready())? && taking {
+            self.plan.status.interrupt().queue(self.plan.queue.index);
+        }
+        self.batch.clear();
+        if !taking {
+            return Ok(false);
+        }
+        if !self.took_all {
+            // Full. Completions wake the worker; until then doorbells have nothing to say.
+            return Ok(self.in_flight.vacancy().is_some()
+                && !self.batch.is_full(self.queue.size())
+                && !self.disk.holds());
+        }
+        let promised = self.poll(memory)? || self.queue.enable_doorbell(memory)?;
+        self.promised = promised.then(|| self.queue.taken());
+        Ok(promised)
     }
 
     /// Looks at the ring for as long as it is to be polled, doorbells still being off; `true`: there is a chain. Not
@@ -405,7 +311,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             if self.queue.has_available(memory)? {
                 break true;
             }
-            if self.stopping() || start.elapsed() >= self.plan.poll {
+            if self.control.stopping() || start.elapsed() >= self.plan.poll {
                 break false;
             }
             std::hint::spin_loop();
@@ -541,39 +447,55 @@ fn settle<G: GuestMemory>(
     Ok(used)
 }
 
-impl<M: DeviceMemory> MutEventSubscriber for QueueWorker<M> {
-    fn init(&mut self, ops: &mut EventOps) {
-        let sources = [
-            (self.plan.queue.doorbell.as_raw_fd(), DOORBELL),
-            (self.disk.event().as_raw_fd(), BACKEND),
-            (self.disk.timer().as_raw_fd(), BACKEND),
-            (self.stop.event.as_raw_fd(), STOP),
-        ];
-        self.started = sources
-            .into_iter()
-            .try_for_each(|(fd, source)| ops.add(Events::with_data_raw(fd, source, EventSet::IN)));
+impl<M: DeviceMemory> Served for QueueWorker<M> {
+    fn control(&self) -> Arc<Control> {
+        Arc::clone(&self.control)
     }
 
-    fn process(&mut self, events: Events, ops: &mut EventOps) {
-        match events.data() {
-            DOORBELL => {
-                if let Ok(rings) = self.plan.queue.doorbell.read() {
-                    add(&self.plan.metrics.doorbells, rings);
-                }
-            }
-            STOP => {
-                // From here on only the backend is listened to.
-                for fd in [
-                    self.plan.queue.doorbell.as_raw_fd(),
-                    self.stop.event.as_raw_fd(),
-                ] {
-                    if let Err(error) = ops.remove(Events::empty_raw(fd)) {
-                        tracing::error!(%error, "cannot leave the event loop of a queue");
-                    }
-                }
-            }
-            _ => {}
+    fn doorbell(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open as long as the plan, which the borrow keeps alive.
+        unsafe { BorrowedFd::borrow_raw(self.plan.queue.doorbell.as_raw_fd()) }
+    }
+
+    fn backend(&self) -> [BorrowedFd<'_>; 2] {
+        [self.disk.event(), self.disk.timer()]
+    }
+
+    fn rung(&mut self) {
+        if let Ok(rings) = self.plan.queue.doorbell.read() {
+            add(&self.plan.metrics.doorbells, rings);
         }
-        self.serve();
+    }
+
+    fn take(&mut self) {
+        if !self.broken && !self.control.stopping() {
+            self.step(Self::take_batch);
+        }
+    }
+
+    fn start(&mut self) {
+        // After an error too: what was submitted before it still has to end.
+        if std::mem::take(&mut self.submitted) {
+            self.disk.kick();
+        }
+    }
+
+    fn answer(&mut self) -> bool {
+        match self.broken {
+            true => self.step(|queue, memory| queue.complete(memory).map(|()| false)),
+            false => self.step(Self::answer_batch),
+        }
+    }
+
+    fn waits(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
+    fn taken(&self) -> u16 {
+        self.queue.taken()
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        self.fail(&reason);
     }
 }

@@ -11,7 +11,7 @@ use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::Backend;
-use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::block::{BlockConfig, VirtioBlock, WorkerPool};
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::Limits;
 use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
@@ -165,7 +165,7 @@ impl VmBuilder {
         let power = Arc::new(Mutex::new(AcpiPm::new(control.clone(), sci)));
         let (starter, jobs) = Starters::new();
         let mut attach = Attach {
-            starter: Arc::new(starter),
+            workers: Arc::new(WorkerPool::with_starter(Arc::new(starter))),
             pci: Arc::new(PciBus::new(vm.clone())),
             vm,
             memory,
@@ -361,7 +361,7 @@ fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> 
 
 /// What attaching disks needs and gathers.
 struct Attach {
-    starter: Arc<Starters>,
+    workers: Arc<WorkerPool>,
     vm: Arc<VmFd>,
     memory: Arc<GuestMemoryMmap>,
     router: Arc<GsiRouter>,
@@ -384,7 +384,7 @@ impl Attach {
         let failed = |error: String| VmError::Disk(name.clone(), error);
         let mut device =
             VirtioBlock::new(backend.clone(), device).map_err(|error| failed(error.to_string()))?;
-        device.start_workers_with(self.starter.clone());
+        device.serve_with(Arc::clone(&self.workers));
         let (metrics, throttle) = (device.metrics(), device.throttle());
         throttle.set(limits);
         let (location, device): (_, Arc<dyn DeviceControl>) = match transport {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::SECTOR_SIZE;
-use walvisor_devices::block::VirtioBlock;
+use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::vhost_user::{Server, Service};
 
 use super::{DaemonArguments, Ending, announce, conclude};
@@ -77,9 +77,11 @@ fn serve(
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
     let mut controlled = Vec::new();
+    let workers = Arc::new(WorkerPool::default());
     for ((disk, place), (listener, file)) in disks.iter().zip(places).zip(bound) {
-        let device = VirtioBlock::new(Arc::clone(&disk.backend), disk.device.clone())
+        let mut device = VirtioBlock::new(Arc::clone(&disk.backend), disk.device.clone())
             .map_err(CommandError::failed)?;
+        device.serve_with(Arc::clone(&workers));
         let bytes = disk.backend.sectors() * SECTOR_SIZE;
         let socket = std::path::absolute(place).unwrap_or_else(|_| place.clone());
         lines.push_str(&format!(

@@ -1,0 +1,181 @@
+use super::*;
+
+/// What was done with which queue.
+#[derive(Clone, Default)]
+struct Diary(Arc<Mutex<Vec<(&'static str, char)>>>);
+
+impl Diary {
+    fn wait_for(&self, note: (&'static str, char)) {
+        while !self.0.lock().unwrap().contains(&note) {
+            thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+}
+
+/// A queue that keeps a diary, and waits or panics in it if told to.
+struct Noted {
+    name: char,
+    control: Arc<Control>,
+    fds: [OwnedFd; 3],
+    diary: Diary,
+    gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
+}
+
+impl Noted {
+    fn note(&self, what: &'static str) {
+        self.diary.0.lock().unwrap().push((what, self.name));
+    }
+}
+
+impl Served for Noted {
+    fn control(&self) -> Arc<Control> {
+        Arc::clone(&self.control)
+    }
+
+    fn doorbell(&self) -> BorrowedFd<'_> {
+        self.fds[0].as_fd()
+    }
+
+    fn backend(&self) -> [BorrowedFd<'_>; 2] {
+        [self.fds[1].as_fd(), self.fds[2].as_fd()]
+    }
+
+    fn rung(&mut self) {
+        rustix::io::read(&self.fds[0], &mut [0; 8]).unwrap();
+        self.note("rung");
+    }
+
+    fn take(&mut self) {
+        self.note("take");
+        let gate = self.gate.lock().unwrap().take();
+        // Whoever drops the other end wants a panic.
+        gate.iter().for_each(|gate| gate.recv().unwrap());
+    }
+
+    fn start(&mut self) {
+        self.note("start");
+    }
+
+    fn answer(&mut self) -> bool {
+        self.note("answer");
+        false
+    }
+
+    fn waits(&self) -> bool {
+        false
+    }
+
+    fn taken(&self) -> u16 {
+        7
+    }
+
+    fn give_up(&mut self, _reason: &str) {
+        self.note("give up");
+    }
+}
+
+/// A queue that is served, and what its driver has of it.
+struct Queue {
+    handle: Handle,
+    doorbell: OwnedFd,
+    gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
+}
+
+impl Queue {
+    fn new(pool: &Arc<WorkerPool>, name: char, diary: &Diary) -> Self {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let fds = [(); 3].map(|()| eventfd(0, flags).unwrap());
+        let doorbell = fds[0].try_clone().unwrap();
+        let gate = Arc::default();
+        let noted = Noted {
+            name,
+            control: Arc::default(),
+            fds,
+            diary: diary.clone(),
+            gate: Arc::clone(&gate),
+        };
+        let handle = pool.serve(None, move || Ok(Box::new(noted))).unwrap();
+        // The first look at its ring.
+        diary.wait_for(("answer", name));
+        diary.0.lock().unwrap().clear();
+        Self {
+            handle,
+            doorbell,
+            gate,
+        }
+    }
+
+    fn ring(&self) {
+        rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes()).unwrap();
+    }
+
+    /// Has its thread wait in the next turn until the sender has sent; dropped, it panics.
+    fn hold_up(&self) -> mpsc::Sender<()> {
+        let (opens, gate) = mpsc::channel();
+        *self.gate.lock().unwrap() = Some(gate);
+        self.ring();
+        opens
+    }
+}
+
+/// Three queues at one thread, whatever the processors.
+fn three() -> (Arc<WorkerPool>, Diary, [Queue; 3]) {
+    let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
+    let first = Queue::new(&pool, 'a', &diary);
+    let most = thread::available_parallelism().unwrap().get();
+    *pool.shared.lock().unwrap() = vec![Arc::clone(&first.handle.inbox); most];
+    let others = ['b', 'c'].map(|name| Queue::new(&pool, name, &diary));
+    let [second, third] = others;
+    assert!(Arc::ptr_eq(&second.handle.inbox, &third.handle.inbox));
+    (pool, diary, [first, second, third])
+}
+
+#[test]
+fn all_queues_that_rang_are_taken_from_before_any_is_answered() {
+    let (_pool, diary, [first, second, third]) = three();
+    let opens = first.hold_up();
+    diary.wait_for(("take", 'a'));
+    second.ring();
+    third.ring();
+    opens.send(()).unwrap();
+    diary.wait_for(("answer", 'c'));
+    let notes = diary.0.lock().unwrap().clone();
+    let [a, b, c] = ['a', 'b', 'c'];
+    let alone = [("rung", a), ("take", a), ("start", a), ("answer", a)];
+    let rung = [("rung", b), ("rung", c), ("take", b), ("take", c)];
+    let then = [("start", b), ("start", c), ("answer", b), ("answer", c)];
+    assert_eq!(notes, [alone, rung, then].concat());
+    assert_eq!(
+        [first, second, third].map(|queue| queue.handle.stop()),
+        [7; 3]
+    );
+}
+
+#[test]
+fn a_queue_that_panics_is_lost_alone() {
+    let (_pool, diary, [first, second, third]) = three();
+    drop(second.hold_up());
+    diary.wait_for(("give up", 'b'));
+    assert_eq!(second.handle.stop(), 7);
+    diary.0.lock().unwrap().clear();
+    for (queue, name) in [(&first, 'a'), (&third, 'c')] {
+        queue.ring();
+        diary.wait_for(("answer", name));
+        assert!(!queue.handle.finished());
+    }
+}
+
+#[test]
+fn a_thread_ends_with_its_last_queue_and_another_takes_its_place() {
+    let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
+    let first = Queue::new(&pool, 'a', &diary);
+    first.handle.stop();
+    while !first.handle.inbox.lock().closed {
+        thread::yield_now();
+    }
+    let second = Queue::new(&pool, 'b', &diary);
+    assert!(!Arc::ptr_eq(&first.handle.inbox, &second.handle.inbox));
+    assert_eq!(pool.shared.lock().unwrap().len(), 1);
+    second.ring();
+    diary.wait_for(("answer", 'b'));
+}
