@@ -6,6 +6,7 @@
 //!          └────── completions ◀── event ┘      one queue, one thread, one event descriptor
 //! ```
 
+mod flush;
 pub mod ram;
 #[cfg(feature = "raw")]
 pub mod raw;
@@ -15,6 +16,7 @@ mod wal;
 use std::io;
 use std::os::fd::BorrowedFd;
 
+pub use flush::flush;
 pub use walvisor_storage::{
     Allocation, Buffer, Completion, Extent, Failure, LogCounters, MAX_REQUEST_BYTES, Operation,
     SECTOR_SIZE,

@@ -34,7 +34,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_IN_ORDER;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::backend::{Backend, Capabilities, SECTOR_SIZE};
+use crate::backend::{Backend, Capabilities, SECTOR_SIZE, flush};
 use crate::control::CacheSwitch;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
@@ -312,7 +312,21 @@ impl VirtioBlock {
         if let (config::WRITEBACK, [value]) = (offset as usize, data)
             && features.has(VIRTIO_BLK_F_CONFIG_WCE)
         {
+            let volatile = self.backend.write_cache();
             self.cache.set_for_driver(Some(*value != 0));
+            if volatile && !self.backend.write_cache() {
+                self.flush_before_writethrough();
+            }
+        }
+    }
+
+    /// Makes durable what was written while completed writes were volatile. No rule of virtio asks for it; but Linux sends no
+    /// FLUSH in writethrough mode, so the fsync of a file that was written before would rest on nothing.
+    fn flush_before_writethrough(&self) {
+        let backend = Arc::clone(&self.backend);
+        // The register write waits for one sync. Only those wait with it who use this device's registers.
+        if let Err(error) = self.workers.opened_by_starter(move || flush(&*backend)) {
+            tracing::error!(%error, "a driver asked for writethrough, and what was written before cannot be flushed");
         }
     }
 

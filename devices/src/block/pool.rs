@@ -71,16 +71,22 @@ impl WorkerPool {
         alone: Option<Alone>,
         open: impl FnOnce() -> io::Result<Box<dyn Served>> + Send + 'static,
     ) -> io::Result<Handle> {
-        let Some(starter) = &self.starter else {
-            return self.place(alone, open()?);
-        };
-        let (started, starting) = mpsc::channel();
         let pool = Arc::clone(self);
-        starter.run(Box::new(move || {
-            drop(started.send(open().and_then(|served| pool.place(alone, served))))
-        }));
+        self.opened_by_starter(move || open().and_then(|served| pool.place(alone, served)))
+    }
+
+    /// Does `work`, which opens queues, where that is to be done, and waits for it.
+    pub(super) fn opened_by_starter<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
+        let Some(starter) = &self.starter else {
+            return work();
+        };
+        let (done, waiting) = mpsc::channel();
+        starter.run(Box::new(move || drop(done.send(work()))));
         let gone = || io::Error::other("the thread that starts queue workers is gone");
-        starting.recv().unwrap_or_else(|_| Err(gone()))
+        waiting.recv().unwrap_or_else(|_| Err(gone()))
     }
 
     /// Gives a queue to a thread.

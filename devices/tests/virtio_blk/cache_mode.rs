@@ -84,6 +84,11 @@ fn writeback_is_switched_while_running(kind: Kind) {
     driver.write(0, 1, &[1; 512]);
     disk.power_loss();
     assert_eq!(
+        driver.read(0, 0, 512),
+        [1; 512],
+        "written in writeback mode, flushed by the switch"
+    );
+    assert_eq!(
         driver.read(0, 1, 512),
         [1; 512],
         "written in writethrough mode"

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::backend::{Backend, SECTOR_SIZE, flush};
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::Throttle;
@@ -13,7 +13,7 @@ use super::command::{CacheChoice, Command, ControlError, Format, Limits};
 use super::stats;
 use crate::vm::control::Control;
 use crate::vm::exits::ExitCounters;
-use crate::vm::{AttachedDisk, Vm, flush};
+use crate::vm::{AttachedDisk, Vm};
 
 /// What the process is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,6 @@
 mod builder;
 pub mod bus;
 pub mod control;
-mod disk_flush;
 pub mod exits;
 pub mod interrupts;
 pub mod memory_use;
@@ -30,13 +29,12 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::signal::Killable;
-use walvisor_devices::backend::Backend;
+use walvisor_devices::backend::{Backend, flush};
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::Throttle;
 
 pub use builder::{DiskConfig, VmBuilder};
-pub use disk_flush::flush;
 pub use signals::{TerminationSignals, block_termination_signals};
 
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
@@ -255,7 +253,7 @@ impl Vm {
         let mut flush_failures = Vec::new();
         for disk in &disks {
             if let Err(error) = flush(&*disk.backend) {
-                flush_failures.push((disk.name.clone(), error));
+                flush_failures.push((disk.name.clone(), error.to_string()));
             }
         }
         if let Some(error) = failed {
