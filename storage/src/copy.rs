@@ -8,6 +8,8 @@
 //! replicas apply the transactions of one commit group in parallel. What the group's order was shows in the layer,
 //! which has only the newest extent of each sector.
 //!
+//! Where many small parts of a segment are wanted they come from the page cache, see [`Ahead`].
+//!
 //! A checkpoint that is not waited for takes its time: it shares the medium with the syncs that others wait for. So few
 //! runs are in flight as long as the log, by what share of its room has been used since it began, will not be full
 //! before it ends.
@@ -17,8 +19,9 @@ use std::collections::HashMap;
 use std::iter::Peekable;
 use std::time::Duration;
 
+use crate::ahead::Ahead;
 use crate::disk::DiskState;
-use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
+use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::{Log, UNAPPLIED_LIMIT};
@@ -166,6 +169,7 @@ struct Flight<'a> {
 /// The runs in flight, and what becomes of them.
 struct Copier<'a> {
     log: &'a Log,
+    ahead: Ahead,
     /// Its own, for as long as it takes: the keeper's other one may lead commit groups.
     engine: Box<dyn Engine>,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
@@ -247,8 +251,11 @@ pub(crate) fn copy(
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
+    let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
+    let ahead = Ahead::of(log, pieces, hurry, &mut tend);
     let mut copier = Copier {
         log,
+        ahead,
         engine,
         flights: HashMap::new(),
         next: 0,
@@ -345,7 +352,7 @@ impl<'a> Copier<'a> {
                 Some(Place::Log { segment, offset }) => {
                     flight.reads += 1;
                     let read = Io::Read {
-                        source: Source::Segment(segment),
+                        source: self.ahead.source(segment),
                         offset,
                         buffer: Buffer::for_overwrite(len),
                     };

@@ -26,6 +26,8 @@ mod schedule;
 
 // The store: all that is left out without the feature `engine`.
 #[cfg(feature = "engine")]
+mod ahead;
+#[cfg(feature = "engine")]
 mod allocation;
 #[cfg(feature = "engine")]
 mod catalog;

@@ -1,7 +1,7 @@
 //! The medium: segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and
 //! the engines that reach them.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,6 +23,12 @@ pub(crate) trait Medium: Send + Sync {
 
     /// A number that no earlier segment had: random.
     fn salt(&self) -> u64;
+
+    /// A segment as the page cache has it, if it can; whoever overwrites the segment is seen through it.
+    fn cached(&self, segment: &Segment) -> Option<File> {
+        let _ = segment;
+        None
+    }
 
     /// Whether its engines read in the thread that submits.
     fn blocks(&self) -> bool {
@@ -132,6 +138,10 @@ impl Medium for Directory {
 
     fn salt(&self) -> u64 {
         u64::from_le_bytes(file::random())
+    }
+
+    fn cached(&self, segment: &Segment) -> Option<File> {
+        File::open(&segment.path).ok()
     }
 
     fn blocks(&self) -> bool {

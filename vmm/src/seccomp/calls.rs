@@ -65,6 +65,7 @@ pub(super) const OPEN_FILES: &[c_long] = &[
 
 /// What else disks take: segments that are made and recycled, checkpoints, holes, marks.
 pub(super) const STORE: &[c_long] = &[
+    libc::SYS_fadvise64,
     libc::SYS_fallocate,
     libc::SYS_fgetxattr,
     libc::SYS_flock,

@@ -1,0 +1,162 @@
+//! Segments that a checkpoint reads, in the kernel's page cache.
+//!
+//! A checkpoint goes through the base image in the order of its sectors. What belongs there lies anywhere in the log: read
+//! where it lies, each block of it would be a request to the medium, which others want to sync. So a segment of which many
+//! small parts are wanted is read once from its beginning to its end, and its parts come from memory. The kernel keeps it,
+//! gives the memory to who needs it more, and then reads a part again. All others that read the log read past the cache.
+
+use std::collections::HashMap;
+use std::fs::File;
+
+use rustix::fs::{Advice, fadvise};
+
+use crate::engine::Source;
+use crate::file::DataFile;
+use crate::index::{Piece, Place};
+use crate::log::Log;
+use crate::segment::Segment;
+use crate::sync::{self, Arc};
+use std::time::Duration;
+
+/// A part that costs a request of its own takes the medium as long as so many bytes in a row.
+const WORTH: u64 = 64 << 10;
+/// Bytes asked for at once, and the pause after them in which others have the medium.
+const STEP: u64 = 1 << 20;
+const PAUSE: Duration = Duration::from_micros(250);
+
+/// See the module's documentation. Dropped, it gives the memory back.
+#[derive(Default)]
+pub(crate) struct Ahead(HashMap<*const Segment, Arc<File>>);
+
+impl Ahead {
+    /// Reads the segments of which so many of `pieces` are wanted that it is worth it. `hurry`: somebody waits for it.
+    /// `tend` is called again and again.
+    pub(crate) fn of(
+        log: &Log,
+        pieces: impl Iterator<Item = Piece>,
+        hurry: bool,
+        mut tend: impl FnMut(),
+    ) -> Self {
+        let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
+        for piece in pieces {
+            if let Some(Place::Log { segment, .. }) = piece.place {
+                let entry = parts.entry(Arc::as_ptr(&segment));
+                entry.or_insert_with(|| (segment, 0)).1 += 1;
+            }
+        }
+        let mut files = HashMap::new();
+        for (at, (segment, parts)) in parts {
+            if parts * WORTH < log.segment_size {
+                continue;
+            }
+            // Without it the parts are read where they lie.
+            let Some(file) = log.medium.cached(&segment) else {
+                continue;
+            };
+            for offset in (0..log.segment_size).step_by(STEP as usize) {
+                let _ = fadvise(
+                    &file,
+                    offset,
+                    std::num::NonZero::new(STEP),
+                    Advice::WillNeed,
+                );
+                tend();
+                if !hurry {
+                    sync::sleep(PAUSE);
+                }
+            }
+            files.insert(at, Arc::new(file));
+        }
+        Self(files)
+    }
+
+    /// Where the parts of `segment` are to be read.
+    pub(crate) fn source(&self, segment: Arc<Segment>) -> Source {
+        match self.0.get(&Arc::as_ptr(&segment)) {
+            Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
+            None => Source::Segment(segment),
+        }
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        for file in self.0.values() {
+            let _ = fadvise(file, 0, None, Advice::DontNeed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    /// Whoever overwrites a segment past the cache is seen by the next who reads it through the cache.
+    #[test]
+    fn a_segment_is_read_as_it_was_written_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            max_segments: 4,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let log = &store.disks()[0].log;
+        let segment = Arc::new(log.medium.create_segment(9, 1 << 20).unwrap());
+        let pieces = |count: u64| {
+            let segment = segment.clone();
+            (0..count).map(move |at| Piece {
+                sector: at * 8,
+                sectors: 8,
+                place: Some(Place::Log {
+                    segment: segment.clone(),
+                    offset: at * 4096,
+                }),
+            })
+        };
+        for byte in 1..20_u8 {
+            let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
+            segment.file.write_all_at(&bytes, 0).unwrap();
+            let few = Ahead::of(log, pieces(15), true, || {});
+            assert!(matches!(few.source(segment.clone()), Source::Segment(_)));
+            let ahead = Ahead::of(log, pieces(16), true, || {});
+            let Source::Base(file) = ahead.source(segment.clone()) else {
+                panic!("16 parts of 1 MiB are worth it");
+            };
+            let mut read = Buffer::zeroed(1 << 20);
+            file.read_exact_at(&mut read, 0).unwrap();
+            assert!(read.iter().all(|&found| found == byte));
+        }
+    }
+
+    /// More blocks than are read one by one, some twice, at odd places: the base image has the newest of each.
+    #[test]
+    fn a_checkpoint_of_many_small_writes_copies_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 4 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        let mut expected = vec![0; 4 << 20];
+        for i in 0..1500_usize {
+            let at = i * 7919 % 1024 * 4096;
+            let block = [(i % 251) as u8; 4096];
+            expected[at..at + 4096].copy_from_slice(&block);
+            let sector = at as u64 / 512;
+            let data = Buffer::from(&block[..]);
+            port.end_for_test(Operation::Write { sector, data })
+                .unwrap();
+        }
+        drop(port);
+        store.disks()[0].checkpoint().unwrap();
+        store.close().unwrap();
+        assert!(std::fs::read(&disk).unwrap() == expected);
+    }
+}
