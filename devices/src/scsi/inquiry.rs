@@ -1,7 +1,7 @@
 //! INQUIRY: what the unit is, who it is, and what it takes (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
 use super::command::{Plan, Request};
-use super::provisioning::{MAX_UNMAP_BYTES, MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES};
+use super::provisioning::{MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES, max_unmap_blocks};
 use super::sense::Sense;
 use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 
@@ -9,8 +9,8 @@ use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 const VENDOR: &[u8; 8] = b"WALVISOR";
 /// PRODUCT IDENTIFICATION.
 const PRODUCT: &[u8; 16] = b"Virtual disk    ";
-/// What the unit keeps to: SAM-5, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
-const VERSIONS: [u16; 3] = [0x00a0, 0x05c0, 0x0600];
+/// What the unit keeps to: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
+const VERSIONS: [u16; 5] = [0x00a0, 0x0460, 0x04c0, 0x05c0, 0x0600];
 
 /// OPTIMAL TRANSFER LENGTH in bytes: the log takes 1 % more than the payload at this length, and 100 % at a page. Linux makes
 /// no longer requests of its own than this.
@@ -51,7 +51,7 @@ pub(super) fn inquiry(request: &Request<'_>) -> Result<Plan, Sense> {
 /// Standard INQUIRY data (SPC-5, 6.7.2).
 fn standard() -> Vec<u8> {
     let mut bytes = vec![0; 96];
-    bytes[2] = 0x07; // SPC-5
+    bytes[2] = 0x06; // SPC-4: initiators that are older than SPC-5 take 07h for less, if for anything.
     bytes[3] = 0x02; // response data format
     bytes[4] = 96 - 5;
     bytes[7] = 0x02; // CMDQUE
@@ -112,7 +112,7 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
     put(8, &unit.max_transfer_blocks().to_be_bytes()); // MAXIMUM TRANSFER LENGTH
     put(12, &(in_blocks(optimal) as u32).to_be_bytes()); // OPTIMAL TRANSFER LENGTH
     if unit.thin() {
-        put(20, &(in_blocks(MAX_UNMAP_BYTES) as u32).to_be_bytes()); // MAXIMUM UNMAP LBA COUNT
+        put(20, &max_unmap_blocks(unit.block_size()).to_be_bytes()); // MAXIMUM UNMAP LBA COUNT
         put(24, &(MAX_UNMAP_RANGES as u32).to_be_bytes()); // MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
         put(28, &physical.to_be_bytes()); // OPTIMAL UNMAP GRANULARITY
         put(32, &[0x80, 0, 0, 0]); // UGAVALID, UNMAP GRANULARITY ALIGNMENT

@@ -62,6 +62,17 @@ pub(super) fn sent(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Se
     }
 }
 
+/// Whether the Data-Out Buffer has `blocks` blocks and nothing else: one of another length is divided in another way than
+/// the command divides it.
+pub(super) fn sent_exactly(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Sense> {
+    sent(request, blocks, at)?;
+    let block = request.unit.block_size() as usize;
+    match request.data.len() == blocks as usize * block {
+        true => Ok(()),
+        false => Err(Sense::cdb(at, None)),
+    }
+}
+
 /// Whether the unit can be written to.
 pub(super) fn writable(request: &Request<'_>) -> Result<(), Sense> {
     match request.unit.can().read_only {

@@ -30,7 +30,9 @@
 //! # Which rules where the standards leave a choice
 //!
 //! - **Lengths**: a Data-In Buffer shorter than what the CDB asks for gets as much as fits, with GOOD; the transport
-//!   knows both lengths and reports the residual. A Data-Out Buffer shorter than that is refused, and nothing is written.
+//!   knows both lengths and reports the residual. A Data-Out Buffer shorter than that is refused, and nothing is written;
+//!   of a longer one the rest is passed over, but for WRITE SAME and COMPARE AND WRITE, where it shows that the initiator
+//!   divides it in another way.
 //! - **Reserved bits** of a CDB must be zero: CHECK CONDITION with the byte and the bit. So must what this server does not
 //!   do (protection information, groups, NACA, ANCHOR), instead of being passed over.
 //! - **Reservations** are refused as unknown commands: they belong to I_T nexuses, and of these a transport in user space

@@ -2,14 +2,16 @@
 
 use super::DataBuffer;
 use super::command::{Plan, Request};
-use super::io::{Named, named, sent, writable};
+use super::io::{Named, named, sent_exactly, writable};
 use super::sense::Sense;
 use super::task::{Action, Change, Job, Range};
 use crate::backend::{Allocation, Extent, SECTOR_SIZE};
 use crate::block::{MAX_ERASE_SECTORS, OperationKind};
 
 /// Most bytes of one UNMAP, all descriptors together: as much as a DISCARD of virtio-blk.
-pub(super) const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
+const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
+/// Most blocks of one UNMAP: what libiscsi's conformance tests hold for sane.
+const MAX_UNMAP_BLOCKS: u64 = 1 << 20;
 /// Most descriptors of one UNMAP.
 pub(super) const MAX_UNMAP_RANGES: usize = 256;
 /// Most bytes of one WRITE SAME: a second's work where the block is not zeroes, and has to be written that often.
@@ -17,6 +19,11 @@ pub(super) const MAX_WRITE_SAME_BYTES: u64 = 256 << 20;
 
 /// Most descriptors in one answer to GET LBA STATUS.
 const MAX_STATUS: usize = 256;
+
+/// MAXIMUM UNMAP LBA COUNT.
+pub(super) fn max_unmap_blocks(block_size: u32) -> u32 {
+    (MAX_UNMAP_BYTES / u64::from(block_size)).min(MAX_UNMAP_BLOCKS) as u32
+}
 
 const HEADER: usize = 8;
 const DESCRIPTOR: usize = 16;
@@ -45,7 +52,7 @@ pub(super) fn unmap(request: &Request<'_>) -> Result<Plan, Sense> {
     if descriptors.len() > MAX_UNMAP_RANGES {
         return Err(Sense::list(2, None));
     }
-    let most = MAX_UNMAP_BYTES / u64::from(unit.block_size());
+    let most = u64::from(max_unmap_blocks(unit.block_size()));
     let (mut ranges, mut sum) = (Vec::with_capacity(descriptors.len()), 0);
     for (index, descriptor) in descriptors.enumerate() {
         let number = |at: usize, len: usize| {
@@ -90,7 +97,7 @@ pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
     let unmap = request.bit(1, 0x08);
     let no_data = request.bit(1, 0x01);
     if !no_data {
-        sent(request, 1, at)?;
+        sent_exactly(request, 1, at)?;
     }
     // Zeroes are a record without payload. With UNMAP set, blocks of zeroes may be unmapped, since these read as zeroes;
     // others are written (SBC-4, table 139).

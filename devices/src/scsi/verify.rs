@@ -2,7 +2,7 @@
 //! WRITE (5.3).
 
 use super::command::{Plan, Request};
-use super::io::{Named, durable, named, range, sent, writable};
+use super::io::{Named, durable, named, range, sent, sent_exactly, writable};
 use super::sense::Sense;
 use super::task::{Action, Change, Job, Then};
 use crate::block::OperationKind;
@@ -74,7 +74,7 @@ pub(super) fn compare_and_write(request: &Request<'_>) -> Result<Plan, Sense> {
     let (unit, at) = (request.unit, 13);
     let (lba, blocks) = (request.number(2, 8), request.number(13, 1));
     let range = range(request, lba, blocks, unit.max_compare_blocks().into(), at)?;
-    sent(request, 2 * range.blocks, at)?;
+    sent_exactly(request, 2 * range.blocks, at)?;
     let from = range.blocks as usize * unit.block_size() as usize;
     let script = match range.blocks {
         0 => [None; 3],

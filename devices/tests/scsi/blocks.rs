@@ -200,6 +200,14 @@ fn lengths_that_do_not_agree() {
                 assert_eq!(refused.cdb, Some((at, None)), "{cdb:02x?}");
             }
         }
+        for (cdb, at, len) in [
+            (&cdb10(0x41, 0, 0, 4)[..], 7, 2 * size),
+            (&cdb16(0x93, 8, 0, 4), 10, size + 1),
+            (&compare_and_write(0, 0, 1), 13, 4 * size),
+        ] {
+            let refused = bench.refused(cdb, &vec![7; len]);
+            assert_eq!((refused.code, refused.cdb), (INVALID_CDB, Some((at, None))));
+        }
         assert_eq!(bench.read(0, 4), long[..4 * size]);
     }
 }

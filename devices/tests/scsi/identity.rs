@@ -32,12 +32,12 @@ fn standard_data() {
     let mut bench = Bench::ram(1 << 20, 512);
     let bytes = bench.receive(&[0x12, 0, 0, 1, 0, 0], 256);
     assert_eq!(bytes.len(), 96);
-    // A disk; SPC-5; response data format 2; length; CMDQUE.
-    assert_eq!(bytes[..8], [0, 0, 7, 2, 91, 0, 0, 2]);
+    // A disk; SPC-4; response data format 2; length; CMDQUE.
+    assert_eq!(bytes[..8], [0, 0, 6, 2, 91, 0, 0, 2]);
     assert_eq!(&bytes[8..32], b"WALVISORVirtual disk    ");
     assert!(bytes[32..36].iter().all(|byte| (0x20..0x7f).contains(byte)));
-    // SAM-5, SPC-5, SBC-4.
-    assert_eq!(bytes[58..64], [0, 0xa0, 5, 0xc0, 6, 0]);
+    // SAM-5, SPC-4, SBC-3, SPC-5, SBC-4.
+    assert_eq!(bytes[58..68], [0, 0xa0, 4, 0x60, 4, 0xc0, 5, 0xc0, 6, 0]);
     for len in [0_u8, 4, 36, 96] {
         let part = bench.receive(&[0x12, 0, 0, 0, len, 0], 256);
         assert_eq!(part, bytes[..len.into()]);
@@ -83,7 +83,8 @@ fn limits_are_what_the_backend_does() {
             assert_eq!(u32::from(u16_at(&page, 6)), 4096 / block_size);
             assert_eq!(u32_at(&page, 8), most / block_size);
             assert_eq!(u32_at(&page, 12), most.min(1 << 20) / block_size);
-            assert_eq!(u32_at(&page, 20), (2 << 30) / block_size);
+            let unmap = if block_size == 512 { 1 << 20 } else { 1 << 19 };
+            assert_eq!(u32_at(&page, 20), unmap);
             assert_eq!(u32_at(&page, 24), 256);
             assert_eq!(u32_at(&page, 28), 4096 / block_size);
             assert_eq!(u32_at(&page, 32), 1 << 31);

@@ -131,7 +131,6 @@ fn a_write_in_flight_holds_up_a_compare_and_write() {
 fn failures_of_the_backend() {
     let bench = Bench::ram(1 << 20, 512);
     const IO: Failure = Failure::Io;
-    let data = Data::new([7; 4096]);
     for (cdb, good, failure, code) in [
         (&cdb10(0x28, 0, 0, 1)[..], 0, IO, READ_ERROR),
         (&cdb10(0x28, 8, 0, 1), 0, IO, WRITE_ERROR),
@@ -154,6 +153,11 @@ fn failures_of_the_backend() {
             0x1b | 0x41 => Bench::ram(8 << 20, 512),
             _ => Bench::ram(1 << 20, 512),
         };
+        let data = Data::new(match cdb[0] {
+            0x41 => vec![7; 512],
+            0x89 => vec![7; 1024],
+            _ => vec![7; 4096],
+        });
         let mut slow = Slow::new(&bench, cdb, &data);
         for _ in 0..good {
             assert_eq!(slow.go(&bench), State::InFlight);
