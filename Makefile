@@ -34,6 +34,7 @@ format:
 	cd $(GUEST) && $(CARGO) fmt --check
 	cd storage/fuzz && $(CARGO) fmt --check
 	cd devices/fuzz && $(CARGO) fmt --check
+	cd vmm/fuzz && $(CARGO) fmt --check
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -80,6 +81,8 @@ fuzz: setup
 	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
 	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
 	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
+	$(call build_fuzz,vmm/fuzz)
+	$(call run_fuzz,vmm/fuzz,control,$(FUZZ_SHORT_TIME),320)
 
 # Every target of the workspace $(1).
 define build_fuzz

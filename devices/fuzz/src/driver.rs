@@ -56,7 +56,18 @@ pub fn request(bus: &mut impl Bus, input: &mut Input) {
     let size = input.of(&[QUEUE_SIZE, 8, 4]);
     let kind = input.of(&[0, 1, 4, 8, 11, 13, 14, 99]);
     let sector = input.pick(&[1 << 55, u64::MAX, 63], |byte| byte % 66);
-    let len = input.of(&[512, 1024, 0, 16, 20, 2048, 0x8000, u32::MAX]);
+    let len = input.of(&[
+        512,
+        1024,
+        0,
+        16,
+        20,
+        2048,
+        0x8000,
+        u32::MAX,
+        1 << 20,
+        0xffff_fe00,
+    ]);
     bus.guest().offer(queue, size, kind, sector, len);
     bus.notify(queue);
 }

@@ -21,7 +21,8 @@ use walvisor_devices_fuzz::registers::{MMIO_REGISTERS, Register, Registers, mmio
 const MOST_STEPS: usize = 48;
 /// Where the configuration space begins (virtio 1.2, 4.2.2).
 const CONFIG: u64 = 0x100;
-/// QueueNotify and InterruptStatus.
+/// QueueNumMax, QueueNotify, InterruptStatus.
+const QUEUE_NUM_MAX: u64 = 0x34;
 const NOTIFY: u64 = 0x50;
 const INTERRUPT_STATUS: u64 = 0x60;
 /// Registers that always read the same: magic, version, device, queue size, no shared memory.
@@ -103,6 +104,7 @@ impl Machine {
         for register in [Register::Status, Register::Ready] {
             self.get(register);
         }
+        self.read(QUEUE_NUM_MAX, 4);
         self.guest.check_quiet(self.registers.live());
     }
 
@@ -172,7 +174,7 @@ impl Machine {
                 assert_eq!(value, self.registers.value(*register), "{register:?}");
             }
             // The largest size, of a queue that there is.
-            (0x34, ..) => {
+            (QUEUE_NUM_MAX, ..) => {
                 let size = self.registers.queue().map_or(0, |_| QUEUE_SIZE);
                 assert_eq!(value, u32::from(size), "largest queue size");
             }

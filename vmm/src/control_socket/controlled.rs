@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use walvisor_devices::backend::{Backend, SECTOR_SIZE, flush};
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
-use walvisor_devices::throttle::Throttle;
+use walvisor_devices::throttle::{self, Throttle};
 
 use super::command::{CacheChoice, Command, ControlError, Format, Limits};
 use super::stats;
@@ -118,6 +118,13 @@ impl Controlled {
         Self::new(Kind::Run, started, disks, power)
     }
 
+    /// The end has come, which no limit is to hold up.
+    pub(crate) fn lift_limits(&self) {
+        for disk in &self.disks {
+            disk.throttle.set(throttle::Limits::default());
+        }
+    }
+
     fn change(&self) -> MutexGuard<'_, bool> {
         // A flag is right between any two steps.
         self.paused.lock().unwrap_or_else(PoisonError::into_inner)
@@ -201,7 +208,12 @@ impl Controlled {
             }
             *paused = true;
             for disk in &self.disks {
-                if let Err(error) = disk.device.pause() {
+                // What is held back would hold up the pause, for as long as nobody may lift the limits.
+                let limits = disk.throttle.limits();
+                disk.throttle.set(throttle::Limits::default());
+                let rests = disk.device.pause();
+                disk.throttle.set(limits);
+                if let Err(error) = rests {
                     self.resume(&mut paused);
                     let name = &disk.name;
                     return Err(ControlError::new(format_args!("disk '{name}': {error}")));

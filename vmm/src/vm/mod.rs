@@ -32,7 +32,7 @@ use vmm_sys_util::signal::Killable;
 use walvisor_devices::backend::{Backend, flush};
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
-use walvisor_devices::throttle::Throttle;
+use walvisor_devices::throttle::{Limits, Throttle};
 
 pub use builder::{DiskConfig, VmBuilder};
 pub use signals::{TerminationSignals, block_termination_signals};
@@ -229,6 +229,10 @@ impl Vm {
         let control = self.machine.control.clone();
         // Counts only if the wait itself failed: then the vCPUs still run.
         control.end(Ended::Quit);
+        // What is held back would hold up a vCPU that resets a device, and the draining of all of them.
+        for disk in &self.disks {
+            disk.throttle.set(Limits::default());
+        }
         stop(threads);
         drop(input);
         self.companions.clear();

@@ -207,3 +207,36 @@ fn limits_hold_requests_back_and_can_be_taken_away() {
     drop(client);
     assert_eq!(daemon.stop(), "");
 }
+
+#[test]
+fn limits_hold_up_neither_a_pause_nor_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    // The second read would have to wait for more than an hour.
+    let limits = "bytes-per-second=1,bytes-burst=4K";
+    let mut daemon = Daemon::start(
+        dir,
+        &format!("--control ctl --disk path=disk.img,socket=s,{limits}"),
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    for cookie in 0..4 {
+        client.request(0, READ, cookie, 0, 4096);
+    }
+    assert_eq!(client.reply().cookie, 0);
+    ctl(dir, "pause");
+    for cookie in 1..4 {
+        assert_eq!(client.reply().cookie, cookie);
+    }
+    let stats = ctl(dir, "stats --json");
+    let burst = &stats["disks"][0]["limits"]["bytes_burst"];
+    assert_eq!(*burst, json!(4096), "the limits are as they were");
+    ctl(dir, "resume");
+    for cookie in 4..8 {
+        client.request(0, READ, cookie, 0, 4096);
+    }
+    assert_eq!(client.reply().cookie, 4);
+    ctl(dir, "shutdown");
+    let status = daemon.child.wait().unwrap();
+    assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
+}

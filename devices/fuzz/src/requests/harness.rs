@@ -49,7 +49,7 @@ const LENGTHS: [u32; 16] = [
     1536,
     4096,
     0x8000,
-    0x1_0000,
+    0x10_0000,
     u32::MAX,
 ];
 const ODD_SECTORS: [u64; 6] = [

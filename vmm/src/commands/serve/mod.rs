@@ -181,12 +181,13 @@ impl Ending {
         let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
         let _server = match self.socket.take() {
             Some((listener, file)) => {
-                let server = ControlServer::start(listener, controlled);
+                let server = ControlServer::start(listener, Arc::clone(&controlled));
                 Some((server.map_err(CommandError::failed)?, file))
             }
             None => None,
         };
         let ended = readiness::wait([self.signals.as_fd(), readiness::descriptor(&asked)]);
+        controlled.lift_limits();
         ended.map(drop).map_err(CommandError::failed)
     }
 }

@@ -1,0 +1,163 @@
+//! What the answers to a client's lines must be, and what they say about the disks.
+
+use serde_json::Value;
+use walvisor::control_socket::MAX_LINE;
+
+use crate::client::Answers;
+use crate::guest::{DISKS, Sizes};
+use crate::words::Piece;
+
+/// Knows how things stand by what was answered.
+pub struct Judge {
+    sizes: Sizes,
+    paused: bool,
+    /// The end was asked for.
+    ended: bool,
+    /// A VM can be told the end without its guest, a daemon has none.
+    vm: bool,
+}
+
+impl Judge {
+    /// Before anything was asked.
+    pub fn new(sizes: Sizes, vm: bool) -> Self {
+        Self {
+            sizes,
+            paused: false,
+            ended: false,
+            vm,
+        }
+    }
+
+    /// How long the disks are by now, in bytes.
+    pub fn sizes(&self) -> Sizes {
+        self.sizes
+    }
+
+    /// Compares the answers to a conversation with its lines.
+    pub fn check(&mut self, pieces: &[Piece], answers: Answers) {
+        let mut answers = answers.0.into_iter();
+        let mut line = Vec::new();
+        for piece in pieces {
+            let Piece::Text(text) = piece else { continue };
+            for &byte in text {
+                if byte == b'\n' {
+                    self.check_line(&line, true, &mut answers);
+                    line.clear();
+                } else if line.len() <= MAX_LINE {
+                    // Of one that is too long no more is needed.
+                    line.push(byte);
+                }
+            }
+        }
+        self.check_line(&line, false, &mut answers);
+        assert!(answers.next().is_none(), "an answer that nobody asked for");
+    }
+
+    fn check_line(
+        &mut self,
+        line: &[u8],
+        ended: bool,
+        answers: &mut impl Iterator<Item = Vec<u8>>,
+    ) {
+        let long = line.len() > MAX_LINE;
+        // Blank ones are nothing.
+        if line.trim_ascii().is_empty() && !long {
+            return;
+        }
+        let answer = answers.next().expect("a line was not answered");
+        assert_eq!(answer.last(), Some(&b'\n'), "an answer without an end");
+        let answer: Value = serde_json::from_slice(&answer).expect("an answer is JSON");
+        let request = match ended && !long {
+            true => serde_json::from_slice(line).unwrap_or(Value::Null),
+            false => Value::Null,
+        };
+        self.check_answer(&request, &answer);
+    }
+
+    fn check_answer(&mut self, request: &Value, answer: &Value) {
+        let (done, error) = (answer.get("return"), answer.get("error"));
+        assert!(done.is_some() != error.is_some(), "{answer}");
+        if let Some(error) = error {
+            let text = error["desc"].as_str().expect("an error says what");
+            assert!(!text.is_empty() && !text.contains('\n'), "{answer}");
+            let class = error["class"].as_str().expect("an error has a class");
+            const CLASSES: [&str; 3] = ["GenericError", "CommandNotFound", "DeviceNotFound"];
+            assert!(CLASSES.contains(&class), "{answer}");
+            // What it was could be read, or not.
+            assert!(
+                answer["id"].is_null() || answer["id"] == request["id"],
+                "{answer}"
+            );
+            return;
+        }
+        let done = done.expect("seen above");
+        assert_eq!(answer["id"], request["id"], "{answer}");
+        let command = request["execute"].as_str().expect("what is done was asked");
+        match command {
+            "stats" => self.check_stats(done),
+            "pause" => {
+                assert_eq!(done["state"], "paused");
+                self.paused = true;
+            }
+            "resume" => {
+                assert_eq!(done["state"], "running");
+                self.paused = false;
+            }
+            "resize" => {
+                let (disk, size) = (disk(done), request["arguments"]["size_bytes"].as_u64());
+                assert_eq!(done["old_size_bytes"], self.sizes[disk], "{answer}");
+                assert_eq!(done["size_bytes"].as_u64(), size, "{answer}");
+                assert!(size >= Some(self.sizes[disk]), "a disk got shorter");
+                self.sizes[disk] = size.expect("compared above");
+            }
+            "set-cache" => {
+                let wanted = &request["arguments"]["cache"];
+                assert_eq!(done["requested"], *wanted, "{answer}");
+                // Writethrough is in force at once.
+                assert!(
+                    wanted == "writeback" || done["cache"] == *wanted,
+                    "{answer}"
+                );
+            }
+            "set-limit" => {
+                for limit in ["ops", "bytes"].map(|of| format!("{of}_per_second")) {
+                    let wanted = &request["arguments"][&limit];
+                    assert!(wanted.is_null() || done[&limit] == *wanted, "{answer}");
+                }
+            }
+            "checkpoint" => assert!(done["disks"].is_array(), "{answer}"),
+            "shutdown" => {
+                let now = request["arguments"]["now"] == true;
+                // A guest is asked, and a daemon ends.
+                self.ended |= now || !self.vm;
+                self.paused &= now;
+            }
+            other => panic!("'{other}' was done"),
+        }
+    }
+
+    fn check_stats(&self, stats: &Value) {
+        if let Some(text) = stats["text"].as_str() {
+            assert!(text.contains("# TYPE"), "no Prometheus text: {text}");
+            return;
+        }
+        let state = if self.paused { "paused" } else { "running" };
+        assert_eq!(stats["state"], state);
+        let disks = stats["disks"].as_array().expect("disks");
+        assert_eq!(disks.len(), DISKS.len());
+        for ((disk, size), name) in disks.iter().zip(self.sizes).zip(DISKS) {
+            assert_eq!(disk["name"], name);
+            assert_eq!(disk["size_bytes"], size, "{name}");
+        }
+    }
+
+    /// Whether the end was heard where it belongs.
+    pub fn check_end(&self, ended: bool) {
+        assert_eq!(ended, self.ended, "the end");
+    }
+}
+
+fn disk(done: &Value) -> usize {
+    let known = DISKS.iter().position(|name| done["disk"] == *name);
+    known.expect("a disk that there is")
+}

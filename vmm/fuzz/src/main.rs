@@ -1,0 +1,79 @@
+//! Any bytes in any pieces on the control socket of a process with two disks in use: each line is answered once and in
+//! order, what an answer says is what the disks and the process do from then on, and after whatever happened both the
+//! socket and the disks work.
+//!
+//! ```text
+//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ Controlled ──▶ RAM disk, raw image
+//!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
+//! ```
+//!
+//! An *input* is a byte of options (1: a VM instead of a daemon, 6: how long the pieces are), then text, see `words.rs`.
+#![no_main]
+
+mod client;
+mod guest;
+mod judge;
+mod words;
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use libfuzzer_sys::fuzz_target;
+use walvisor::control_socket::{Controlled, Kind, Power, Server};
+use walvisor::vm::control::Control;
+use walvisor_devices_fuzz::bounded::Bounded;
+
+use guest::Guest;
+use judge::Judge;
+
+/// A line has 64 KiB at most, and what is made of it is three times as long at worst (`\u0000`); a client's stack is not
+/// counted. Two disks, their queues, and what the harness keeps are below 4 MiB.
+#[global_allocator]
+static ALLOCATOR: Bounded<{ 512 << 10 }, { 8 << 20 }> = Bounded {};
+
+fn run(input: &[u8]) {
+    let Some((&options, input)) = input.split_first() else {
+        return;
+    };
+    let mut guest = Guest::start();
+    let ended = Arc::new(AtomicBool::new(false));
+    let control = Arc::new(Control::new().expect("descriptors"));
+    let (kind, power) = if options & 1 == 0 {
+        let end = Arc::clone(&ended);
+        let end = move || end.store(true, Ordering::SeqCst);
+        (Kind::Nbd, Power::Daemon(Box::new(end)))
+    } else {
+        let power = Power::Guest {
+            control: Arc::clone(&control),
+            exits: vec![Arc::default()],
+            first_run: Arc::default(),
+        };
+        (Kind::Run, power)
+    };
+    let controlled = Controlled::new(kind, Instant::now(), guest.controlled(), power);
+    let address = SocketAddr::from_abstract_name(format!("walvisor-fuzz-{}", std::process::id()));
+    let address = address.expect("a short name");
+    let listener = UnixListener::bind_addr(&address).expect("a socket");
+    let server = Server::start(listener, Arc::new(controlled)).expect("a thread");
+    let connect = || UnixStream::connect_addr(&address).expect("somebody listens");
+
+    let pieces = words::pieces(input, 1 << (options & 6));
+    let mut judge = Judge::new(guest.sizes(), kind == Kind::Run);
+    let answers = client::converse(&connect(), &pieces, &mut guest);
+    judge.check(&pieces, answers);
+    // The end comes when its answer is on its way.
+    let mut after = words::AFTERWARDS.concat();
+    after.push(b'\n');
+    let after = [words::Piece::Text(after)];
+    let answers = client::converse(&connect(), &after, &mut guest);
+    judge.check(&after, answers);
+    let is_ended = ended.load(Ordering::SeqCst) || control.ended().is_some();
+    judge.check_end(is_ended);
+    guest.finish(judge.sizes());
+    drop(server);
+}
+
+fuzz_target!(|input: &[u8]| run(input));

@@ -1,0 +1,106 @@
+//! Text out of bytes. A byte below 0x80 is itself; others are words of the protocol, so that a change of one byte changes
+//! what is asked for.
+
+/// What the client does next.
+pub enum Piece {
+    /// It sends this.
+    Text(Vec<u8>),
+    /// Its guest makes a request meanwhile.
+    Request,
+}
+
+/// What the bytes from 0x80 on mean.
+const WORDS: [&str; 52] = [
+    "{\"execute\":\"stats\"}\n",
+    "{\"execute\":\"stats\",\"arguments\":{\"format\":\"prometheus\"}}\n",
+    "{\"execute\":\"pause\"}\n",
+    "{\"execute\":\"resume\"}\n",
+    "{\"execute\":\"resize\",\"arguments\":{\"disk\":\"raw\",\"size_bytes\":",
+    "{\"execute\":\"resize\",\"arguments\":{\"disk\":\"ram\",\"size_bytes\":",
+    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"ram\",\"cache\":\"writethrough\"}}\n",
+    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"raw\",\"cache\":\"writethrough\"}}\n",
+    "{\"execute\":\"set-cache\",\"arguments\":{\"disk\":\"raw\",\"cache\":\"writeback\"}}\n",
+    "{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":",
+    "{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"raw\",\"bytes_per_second\":",
+    "{\"execute\":\"checkpoint\"}\n",
+    "{\"execute\":\"checkpoint\",\"arguments\":{\"disk\":\"raw\"}}\n",
+    "{\"execute\":\"shutdown\"}\n",
+    "{\"execute\":\"shutdown\",\"arguments\":{\"now\":true}}\n",
+    "{\"execute\":\"",
+    "\"arguments\":{",
+    "\"disk\":\"",
+    "\"id\":",
+    "\"size_bytes\":",
+    "\"cache\":",
+    "\"writeback\"",
+    "\"ops_burst\":",
+    "\"bytes_burst\":",
+    "\"ops_per_second\":",
+    "\"bytes_per_second\":",
+    "\"format\":",
+    "\"now\":",
+    "stats",
+    "pause",
+    "resume",
+    "resize",
+    "set-cache",
+    "set-limit",
+    "checkpoint",
+    "shutdown",
+    "raw",
+    "ram",
+    "65536",
+    "131072",
+    "9223372036854775296",
+    "18446744073709551615",
+    "-1",
+    "1e300",
+    "null",
+    "\\ud800",
+    "\\u0000",
+    "}}\n",
+    "\"}\n",
+    "\",",
+    "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
+    "\u{fffd}",
+];
+/// A byte from here on: as many bytes of a line that may become too long.
+const LONG: u8 = 0xf0;
+/// The guest makes a request.
+const REQUEST: u8 = 0xfd;
+/// The byte after it is itself, whatever it is.
+const RAW: u8 = 0xff;
+
+/// Undoes what may hold up the disks, and asks how things stand.
+pub const AFTERWARDS: [&[u8]; 4] = [
+    b"{\"execute\":\"resume\"}\n",
+    b"{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
+    b"{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"raw\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
+    b"{\"execute\":\"stats\",\"id\":{\"the\":\"end\"}}",
+];
+
+/// What an input says, in pieces of `len` input bytes.
+pub fn pieces(input: &[u8], len: usize) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for part in input.chunks(len) {
+        let mut text = Vec::new();
+        let mut bytes = part.iter().copied();
+        while let Some(byte) = bytes.next() {
+            match byte {
+                RAW => text.extend(bytes.next()),
+                REQUEST => {
+                    pieces.push(Piece::Text(std::mem::take(&mut text)));
+                    pieces.push(Piece::Request);
+                }
+                LONG..REQUEST => text.resize(text.len() + (1 << (byte - LONG)), b'"'),
+                0x80.. => {
+                    let word = WORDS.get(usize::from(byte - 0x80)).unwrap_or(&"\n");
+                    text.extend_from_slice(word.as_bytes());
+                }
+                byte => text.push(byte),
+            }
+        }
+        pieces.push(Piece::Text(text));
+    }
+    pieces
+}
