@@ -84,7 +84,8 @@ impl Segment {
                 .truncate(true)
                 .open(&unfinished)?;
             file::allocate(&file, size)?;
-            file::write_zeroes(&file, 0, size)?;
+            // Past the cache and bit by bit: written back at once, a segment would keep the medium from the log's syncs.
+            file::write_zeroes(&file::open_direct(&unfinished, true)?, 0, size)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
