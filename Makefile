@@ -81,6 +81,7 @@ fuzz: setup
 	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
 	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
 	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
+	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
 	$(call build_fuzz,vmm/fuzz)
 	$(call run_fuzz,vmm/fuzz,control,$(FUZZ_SHORT_TIME),320)
 

@@ -1,4 +1,4 @@
-//! Frontends: virtio-blk and its transports, vhost-user, NBD. Knows no KVM. Generic over the [`backend::Backend`] trait.
+//! Frontends: virtio-blk and its transports, vhost-user, NBD, TCMU. Knows no KVM. Generic over the [`backend::Backend`] trait.
 //!
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
@@ -9,6 +9,7 @@
 //!
 //!  vhost-user front-end ──socket──▶ a thread a socket ─▶ queue workers   vhost_user/
 //!  NBD client ──socket──▶ a thread a connection ─▶ BackendQueue            nbd/
+//!  the kernel's SCSI target ──UIO ring──▶ a thread a disk ─▶ SCSI tasks     tcmu/, scsi/
 //! ```
 //!
 //! # In a program of your own

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   packages + scripts ──▶ guest-<key>/    vmlinuz, vmlinux, initramfs-base.cpio, initramfs-fio.cpio,
-//!                                          initramfs-disks.cpio, root.ext4, initramfs-outer.cpio
+//!                                          initramfs-disks.cpio, root.ext4, initramfs-outer.cpio,
+//!                                          initramfs-scsi.cpio
 //!   guest-<key>/ ────────▶ nested-<key>/   images.ext4: all of that on a disk, only made for nesting
 //! ```
 
@@ -18,7 +19,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when what the builder makes of the same inputs changes.
-const BUILDER: &[u8] = b"4";
+const BUILDER: &[u8] = b"5";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -56,6 +57,28 @@ const OUTER_MODULES: [&str; 6] = [
     "nbd",
 ];
 
+/// What `initramfs-scsi.cpio` adds for jobs that use that machine's SCSI target.
+const SCSI_MODULES: [&str; 5] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod", "sg"];
+/// And its programs.
+const SCSI_PROGRAMS: [&str; 16] = [
+    "bin/sg_compare_and_write",
+    "bin/sg_dd",
+    "bin/sg_inq",
+    "bin/sg_luns",
+    "bin/sg_modes",
+    "bin/sg_opcodes",
+    "bin/sg_persist",
+    "bin/sg_raw",
+    "bin/sg_readcap",
+    "bin/sg_requests",
+    "bin/sg_sync",
+    "bin/sg_turs",
+    "bin/sg_unmap",
+    "bin/sg_verify",
+    "bin/sg_vpd",
+    "bin/sg_write_same",
+];
+
 /// Host programs that the build needs, each with its package.
 const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
@@ -79,6 +102,8 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `root.ext4`: a root file system with all of that, to be booted with `root=/dev/vda`;
 /// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, the kernel's NBD client, and
 ///   another `/init`;
+/// - `initramfs-scsi.cpio`: for jobs on that machine: sg3-utils, and the modules of the SCSI target with its disk driver, which
+///   are not loaded;
 /// - `packages.txt`: the packages that all this is made of.
 #[derive(Clone, Debug)]
 pub struct GuestImages {
@@ -154,6 +179,13 @@ fn build_guest(
     outer.directories(&["base", "images"])?;
     outer.program(unpacked, "sbin/nbd-client")?;
     outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
+    let scsi = Tree::new(scratch.join("scsi"))?;
+    for program in SCSI_PROGRAMS {
+        scsi.program(unpacked, program)?;
+    }
+    let all: Vec<_> = OUTER_MODULES.into_iter().chain(SCSI_MODULES).collect();
+    add_modules(&scsi, unpacked, &all, &OUTER_MODULES)?;
+    scsi.pack_initramfs(&directory.join("initramfs-scsi.cpio"))?;
 
     reporter.progress("making the guest's root file system");
     let root = Tree::new(scratch.join("root"))?;

@@ -10,12 +10,13 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// What the guests are made of.
-const WANTED: [&str; 7] = [
+const WANTED: [&str; 8] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
     "fio",
     "nbd-client",
+    "sg3-utils",
     "util-linux",
     "xfsprogs",
 ];

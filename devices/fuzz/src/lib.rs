@@ -5,6 +5,7 @@
 //!                                                                    └───── registers.rs: a model of the registers ──┘
 //!                                                                    └───── driver.rs: how a driver does it right ───┘
 //!   cdb: any SCSI commands
+//!   tcmu_ring: any bytes in a command ring, a model of the kernel
 //!   bounded.rs: what may be allocated      guest.rs: memory between pages that nobody may touch      input.rs
 //! ```
 

@@ -16,7 +16,11 @@ pub struct Device {
     pub(super) metrics: Arc<BlockMetrics>,
     pub(super) gate: Arc<Gate>,
     pub(super) throttle: Arc<Throttle>,
+    pub(super) write_cache: WriteCacheHook,
 }
+
+/// Called with whether the disk has a volatile write cache.
+pub(super) type WriteCacheHook = Arc<dyn Fn(bool) + Send + Sync>;
 
 impl Device {
     /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. `name` is what messages call it;
@@ -36,7 +40,14 @@ impl Device {
             metrics: Arc::new(BlockMetrics::of_queues(1)),
             gate: Arc::default(),
             throttle: Arc::default(),
+            write_cache: Arc::new(|_| ()),
         })
+    }
+
+    /// Lets `told` know whether the disk has a volatile write cache: when serving begins, and whenever that changes, before
+    /// a write is answered that goes by it.
+    pub fn on_write_cache(&mut self, told: Box<dyn Fn(bool) + Send + Sync>) {
+        self.write_cache = told.into();
     }
 
     /// The disk as SCSI shows it.
@@ -77,10 +88,12 @@ impl DeviceControl for Controls {
         self.unit.capacity_changed();
     }
 
+    /// Writeback is for an initiator to ask for (MODE SELECT, caching page): one that was told of writethrough never
+    /// flushes.
     fn set_write_cache(&self, on: bool) -> bool {
         let backend = self.unit.backend();
-        if backend.capabilities().write_cache_toggle {
-            backend.set_write_cache(on);
+        if !on && backend.capabilities().write_cache_toggle {
+            backend.set_write_cache(false);
         }
         backend.write_cache()
     }

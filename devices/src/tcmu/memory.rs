@@ -124,6 +124,15 @@ impl CommandData {
         Some(())
     }
 
+    /// Overwrites all of it with zeroes.
+    pub(super) fn clear(&self) {
+        let zeroes = [0; 4096];
+        for offset in (0..self.len).step_by(zeroes.len()) {
+            let len = (self.len - offset).min(zeroes.len());
+            self.write(offset, &zeroes[..len]);
+        }
+    }
+
     /// Calls `copy` for each block of `[offset, offset + len)`: its place in memory, the bytes before it, its length.
     fn each(&self, offset: usize, len: usize, mut copy: impl FnMut(usize, usize, usize) -> bool) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);

@@ -26,6 +26,7 @@ use rustix::io::Errno;
 use slab::Slab;
 use walvisor_storage::short_slice;
 
+use super::device::WriteCacheHook;
 use super::{Command, CommandData, Device, Entry, Response, Ring, RingError, Ticket};
 use crate::backend::{Completion, Operation};
 use crate::block::{BlockMetrics, OperationKind, add};
@@ -112,7 +113,10 @@ impl Worker {
             over: false,
             submitted: false,
             ended: Vec::new(),
+            write_cache: device.unit.backend().write_cache(),
+            on_write_cache: Arc::clone(&device.write_cache),
         };
+        (server.on_write_cache)(server.write_cache);
         let thread = thread::Builder::new()
             .name("tcmu".into())
             .spawn(move || server.run())?;
@@ -175,6 +179,9 @@ struct Server {
     submitted: bool,
     /// Completions being worked on; kept for its memory.
     ended: Vec<Completion>,
+    /// What was told last.
+    write_cache: bool,
+    on_write_cache: WriteCacheHook,
 }
 
 impl Server {
@@ -305,6 +312,7 @@ impl Server {
         let Command {
             ticket, cdb, data, ..
         } = command;
+        tracing::trace!("disk '{}': {cdb:02x?}, {} bytes", self.name, data.len());
         let task = Task::new(&self.unit, &cdb, &data);
         let bytes = task.bytes(&self.unit);
         self.bytes += bytes;
@@ -362,8 +370,11 @@ impl Server {
             }
             (true, _) => {}
         }
-        // Nothing valid in a longer buffer too: else it would go to the initiator with what was there before.
         let short = outcome.data_in.filter(|&len| len < data.len());
+        if short == Some(0) {
+            // Which cannot be said: what other commands have left there must not go to the initiator.
+            data.clear();
+        }
         let read = short.and_then(|len| u32::try_from(len).ok());
         self.ring.complete(
             ticket,
@@ -409,6 +420,11 @@ impl Server {
 
     /// Lets the kernel know of what was answered. Returns how many commands that were.
     fn tell(&mut self) -> Result<usize, Failure> {
+        let write_cache = self.unit.backend().write_cache();
+        if write_cache != self.write_cache {
+            (self.on_write_cache)(write_cache);
+            self.write_cache = write_cache;
+        }
         let answered = self.ring.publish();
         if answered > 0 {
             add(&self.metrics.interrupts, 1);

@@ -11,6 +11,9 @@ use super::{
 
 /// What a configuration begins with that is walvisor's: what tcmu-runner calls a subtype.
 const SUBTYPE: &str = "walvisor/";
+/// What is noted in a back store's alias.
+const DURABLE: &str = "durable";
+const VOLATILE: &str = "volatile";
 /// Longest configuration in bytes that the kernel keeps.
 const MAX_CONFIG: usize = 255;
 /// More devices than a machine has.
@@ -202,6 +205,21 @@ impl Backstore {
     pub fn set_size(&self, bytes: u64) -> Result<()> {
         let attribute = self.directory.join("attrib/dev_size");
         set(&attribute, &bytes.to_string())
+    }
+
+    /// Notes whether what has completed outlives the process that serves it. Kept by the kernel, which has no use for it,
+    /// for the next one.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn set_durable(&self, durable: bool) -> Result<()> {
+        let alias = self.directory.join("alias");
+        set(&alias, if durable { DURABLE } else { VOLATILE })
+    }
+
+    /// What was noted last.
+    pub fn is_durable(&self) -> bool {
+        get(&self.directory.join("alias")) == DURABLE
     }
 
     /// Lets initiators wait: their commands are answered BUSY, and tried again by them. `false` ends that.

@@ -22,16 +22,33 @@ pub struct Standing {
     inherited: bool,
     /// It is gone, or is to stay.
     released: bool,
+    /// It was to go, and stays.
+    stays: bool,
 }
 
 impl Standing {
-    /// Raises a disk that nobody serves yet. One that a killed process has left standing is taken over: its initiators
-    /// wait from here on, what they have asked for included, and lose nothing.
+    /// Raises a disk that nobody serves yet. One that a killed process has left standing is taken over, if every write
+    /// that had completed was durable: its initiators wait from here on, what they have asked for included, and lose
+    /// nothing. If not, what they had not flushed is gone, which they would not know: they get a new disk.
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
     pub fn raise(target: &Target, wanted: &Wanted, fabric: Fabric, wwn: &str) -> Result<Self> {
-        let (store, stood) = Backstore::raise(target, wanted)?;
+        let (mut store, mut stood) = Backstore::raise(target, wanted)?;
+        if stood && !store.is_durable() && !Export::of(&store).is_empty() {
+            Self::clear(&store).map_err(|error| {
+                TargetError::Taken(format!(
+                    "{error} (it was left by a process that had writes in its memory: what was not flushed is gone, and \
+                     initiators must not go on without knowing; with cache=writethrough they can)"
+                ))
+            })?;
+            tracing::warn!(
+                "disk '{}' was left by a process that had writes in its memory: what was not flushed is gone, so its \
+                 initiators get a new disk (with cache=writethrough they keep theirs)",
+                wanted.name
+            );
+            (store, stood) = Backstore::raise(target, wanted)?;
+        }
         let exports = if stood {
             Export::of(&store)
         } else {
@@ -46,6 +63,7 @@ impl Standing {
             device: None,
             memory: None,
             worker: None,
+            stays: false,
         };
         let Uio { device, memory } = Uio::open(&standing.store)?;
         (standing.device, standing.memory) = (Some(device), Some(memory));
@@ -93,12 +111,13 @@ impl Standing {
     }
 
     /// Takes it down: LUNs while commands are still answered, then the back store. If others export it, it stays, and
-    /// their initiators wait for the next start.
+    /// their initiators wait for the next start; then it is returned.
     ///
     /// # Errors
     /// The first step that the kernel refuses; further ones are tried all the same.
-    pub fn dismantle(mut self) -> Result<()> {
-        self.take_down()
+    pub fn dismantle(mut self) -> Result<Option<Backstore>> {
+        self.take_down()?;
+        Ok(self.stays.then(|| self.store.clone()))
     }
 
     fn take_down(&mut self) -> Result<()> {
@@ -108,6 +127,7 @@ impl Standing {
         let others = Export::of(&self.store);
         let others = others.iter().find(|export| !export.is_simple());
         if self.inherited || others.is_some() {
+            self.stays = true;
             let blocked = self.store.block(true);
             self.worker = None;
             let name = &self.store.name;

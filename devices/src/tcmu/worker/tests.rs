@@ -118,6 +118,47 @@ fn refusals_come_with_sense_data() {
 }
 
 #[test]
+fn what_a_kill_would_lose_is_told_before_a_write_is_answered() {
+    let mut machine = Machine::new();
+    let told = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let hook = Arc::clone(&told);
+    machine
+        .device
+        .on_write_cache(Box::new(move |on| hook.lock().unwrap().push(on)));
+    machine.start();
+    let control = machine.device.control();
+    let backend = Arc::clone(machine.device.unit().backend());
+    assert!(!control.set_write_cache(false));
+    for on in [false, true, true] {
+        backend.set_write_cache(on);
+        machine.queue(write(1, 9));
+        machine.ring();
+        machine.ended(1);
+    }
+    assert_eq!(*told.lock().unwrap(), [true, false, true]);
+    // Who was told of writethrough would not flush.
+    backend.set_write_cache(false);
+    assert!(!control.set_write_cache(true));
+}
+
+#[test]
+fn a_command_that_reads_nothing_shows_nothing_of_others() {
+    let mut machine = Machine::new();
+    machine.start();
+    machine.queue(write(1, 9));
+    machine.ring();
+    machine.ended(1);
+    // READ of no block, into the buffer that the write had.
+    let request = Request {
+        read: BLOCK,
+        ..read(1, 0)
+    };
+    machine.queue(request);
+    machine.ring();
+    assert_eq!(machine.ended(1)[0].data, [0; BLOCK]);
+}
+
+#[test]
 fn a_paused_device_leaves_commands_in_the_ring() {
     let mut machine = Machine::new();
     machine.start();

@@ -15,7 +15,9 @@ use walvisor_devices::tcmu::Device;
 use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, TransportKind};
+use crate::disk_spec::{
+    BackendKind, CacheMode, DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, TransportKind,
+};
 use crate::disks;
 use crate::landlock::Places;
 use crate::metrics::DiskMetrics;
@@ -77,11 +79,26 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Tcmu)
         .map_err(CommandError::failed)
-        .and_then(|()| serve(&wanted, &open, &mut standing, events.ok(), ending));
+        .and_then(|()| serve(specs, &wanted, &open, &mut standing, events.ok(), ending));
     let down: Vec<_> = standing.into_iter().map(Standing::dismantle).collect();
-    let down: Result<(), _> = down.into_iter().collect();
-    let served = served.and_then(|disks| down.map(|()| disks).map_err(CommandError::failed));
-    conclude(served, metrics, open, logs)
+    let down: Result<Vec<_>, _> = down.into_iter().collect();
+    let (served, stays) = match (served, down) {
+        (served, Ok(stays)) => (served, stays),
+        (served, Err(error)) => (served.and(Err(CommandError::failed(error))), Vec::new()),
+    };
+    conclude(served, metrics, open, logs)?;
+    // Now that the logs are closed, nothing of what was written is in memory: the next process can go on with these.
+    for (store, spec) in stays.into_iter().zip(specs) {
+        if let Some(store) = store.filter(|_| outlives(spec)) {
+            store.set_durable(true).map_err(CommandError::failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether what a disk has made durable outlives the process.
+fn outlives(spec: &DiskSpec) -> bool {
+    spec.backend != BackendKind::Ram && spec.cache != CacheMode::Unsafe
 }
 
 /// What of configfs a standing disk takes: its own directories, and the end of them.
@@ -102,6 +119,7 @@ fn reach(places: &mut Places, target: &Target, disk: &Standing) {
 
 /// Serves open disks until a signal comes. Returns what was done with them.
 fn serve(
+    specs: &[DiskSpec],
     wanted: &[Wanted],
     disks: &[DiskConfig],
     standing: &mut [Standing],
@@ -110,10 +128,18 @@ fn serve(
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut lines, mut controlled) = (String::new(), Vec::new());
     let mut changed = Vec::new();
-    for ((wanted, disk), standing) in wanted.iter().zip(disks).zip(standing) {
+    let members = specs.iter().zip(wanted).zip(disks).zip(standing);
+    for (((spec, wanted), disk), standing) in members {
         let (backend, block_size) = (Arc::clone(&disk.backend), wanted.block_size);
-        let device = Device::new(backend, &wanted.name, &wanted.serial, block_size)
+        let mut device = Device::new(backend, &wanted.name, &wanted.serial, block_size)
             .map_err(|error| CommandError::Failed(format!("disk '{}': {error}", disk.name)))?;
+        let store = standing.store().clone();
+        let kept = outlives(spec);
+        device.on_write_cache(Box::new(move |on| {
+            if let Err(error) = store.set_durable(kept && !on) {
+                tracing::warn!("{error}");
+            }
+        }));
         device.throttle().set(disk.limits);
         let bytes = disk.backend.sectors() * SECTOR_SIZE;
         standing
@@ -221,7 +247,10 @@ impl Changeable {
             },
             Change::WriteCache(on) => {
                 if self.device.set_write_cache(on) != on {
-                    tracing::warn!("disk '{name}' keeps its cache mode: it has but one");
+                    tracing::warn!(
+                        "disk '{name}' keeps its cache mode, whatever configfs says now: initiators that know it as it is \
+                         would not flush; one of them can ask for writeback (MODE SELECT)"
+                    );
                 }
             }
             Change::Config(config) => tracing::warn!(

@@ -1,0 +1,213 @@
+//! Any bytes in the memory that a TCMU ring is in, while commands come and end: while nobody has scribbled, the kernel gets
+//! what a model of it asks for, in any order and through any number of wraps; after that nothing is read or written
+//! outside of the memory, nothing is allocated by a length that was not checked, and the ring ends with an error at worst.
+//!
+//! An *input* is a byte for where the ring begins to be used, then steps, see `Machine::step`.
+#![no_main]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use libfuzzer_sys::fuzz_target;
+use walvisor_devices::scsi::DataBuffer;
+use walvisor_devices::tcmu::kernel::{BLOCK, Kernel, Request};
+use walvisor_devices::tcmu::{Command, Entry, Mapping, Response, Ring};
+use walvisor_devices_fuzz::bounded::DeviceBounds;
+use walvisor_devices_fuzz::input::Input;
+
+#[global_allocator]
+static ALLOCATOR: DeviceBounds = DeviceBounds {};
+
+const MOST_STEPS: usize = 200;
+const RING: u32 = 1024;
+const BLOCKS: usize = 6;
+/// Numbers that lie at an edge of something.
+const ODD: [u64; 12] = [
+    0,
+    1,
+    7,
+    8,
+    127,
+    128,
+    RING as u64,
+    RING as u64 + 128,
+    u32::MAX as u64 - 7,
+    u32::MAX as u64,
+    u64::MAX - 4095,
+    u64::MAX,
+];
+
+struct Machine {
+    kernel: Kernel,
+    memory: Arc<Mapping>,
+    ring: Option<Ring>,
+    /// Commands that were taken, each with what it is to read.
+    taken: Vec<Command>,
+    /// What the initiator of each command is to see: its status, and its data's first byte.
+    expected: HashMap<u16, (u8, u8)>,
+    /// The kernel's side can no longer be trusted.
+    hostile: bool,
+}
+
+impl Machine {
+    fn new(start: u8) -> Self {
+        let mut kernel = Kernel::new(RING, BLOCKS);
+        kernel.start_at(u32::from(start) * 8 % RING);
+        let memory = kernel.memory();
+        let ring = Ring::open(Arc::clone(&memory)).expect("a ring");
+        Self {
+            kernel,
+            memory,
+            ring: Some(ring),
+            taken: Vec::new(),
+            expected: HashMap::new(),
+            hostile: false,
+        }
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        match input.byte() % 8 {
+            0 | 1 => self.queue(input),
+            2 => {
+                let ids: [u8; 3] = input.bytes();
+                let ids = ids.map(u16::from);
+                self.kernel.queue_task_management(input.byte(), &ids);
+            }
+            3 | 4 => {
+                self.take();
+            }
+            5 => self.complete(input),
+            6 => self.publish(),
+            _ => self.scribble(input),
+        }
+    }
+
+    fn queue(&mut self, input: &mut Input<'_>) {
+        let len = input.of(&[6, 10, 12, 16, 32]);
+        let mut cdb = vec![0; len];
+        cdb[0] = match len {
+            6 => 0x12,
+            10 => 0x28,
+            12 => 0xa8,
+            16 => 0x88,
+            _ => 0x7f,
+        };
+        cdb[7.min(len - 1)] = (len - 8.min(len)) as u8;
+        let sizes = [0, 1, 512, BLOCK, BLOCK + 1, 3 * BLOCK];
+        let out = vec![input.byte(); input.of(&sizes)];
+        let read = input.of(&sizes);
+        // A hostile kernel's own counts are as good as any.
+        self.kernel.queue(Request { cdb, out, read });
+    }
+
+    /// Whether there was anything.
+    fn take(&mut self) -> bool {
+        let Some(ring) = &mut self.ring else {
+            return false;
+        };
+        match ring.take() {
+            Ok(Some(Entry::Command(command))) => {
+                let mut first = [0; 1];
+                if !command.data.is_empty() {
+                    command.data.read(0, &mut first);
+                    command.data.read(command.data.len() - 1, &mut first);
+                }
+                self.taken.push(command);
+            }
+            Ok(entry) => return entry.is_some(),
+            Err(error) => {
+                assert!(self.hostile, "{error}");
+                assert_eq!(ring.take().expect_err("an end"), error);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn complete(&mut self, input: &mut Input<'_>) {
+        if self.taken.is_empty() {
+            return;
+        }
+        let place = usize::from(input.byte()) % self.taken.len();
+        let command = self.taken.remove(place);
+        let (status, byte) = (input.of(&[0, 2]), input.byte());
+        let buffer = match command.bidi.is_empty() {
+            true => &command.data,
+            false => &command.bidi,
+        };
+        let bytes = vec![byte; buffer.len().min(2 * BLOCK)];
+        buffer.write(buffer.len() - bytes.len(), &bytes);
+        let sense = [byte; 18];
+        self.expected.insert(command.ticket.id(), (status, byte));
+        let answer = Response {
+            status,
+            sense: if status == 2 { &sense } else { &[] },
+            read: None,
+        };
+        if let Some(ring) = &mut self.ring {
+            ring.complete(command.ticket, &answer);
+        }
+    }
+
+    fn publish(&mut self) {
+        let Some(ring) = &mut self.ring else { return };
+        ring.publish();
+        if self.hostile {
+            return;
+        }
+        for ended in self.kernel.ended() {
+            let (status, byte) = self.expected.remove(&ended.id).expect("was answered");
+            assert_eq!(ended.status, status);
+            if status == 2 {
+                assert!(ended.sense.starts_with(&[byte; 18]));
+            }
+            assert!(ended.data.last().is_none_or(|last| *last == byte));
+        }
+    }
+
+    /// Puts a number anywhere in mailbox and ring, or opens the ring anew.
+    fn scribble(&mut self, input: &mut Input<'_>) {
+        self.hostile = true;
+        if input.byte() == 0 {
+            self.taken.clear();
+            self.ring = Ring::open(Arc::clone(&self.memory)).ok();
+            return;
+        }
+        let value = input.pick(&ODD, |byte| byte * 8 + 1);
+        let near = self.kernel.head_offset() as u64;
+        let at = input.pick(&ODD, |byte| near + byte % 160);
+        let at = at.min(self.kernel.data_offset() as u64 - 8) as usize;
+        let width = input.of(&[1, 2, 4, 8]);
+        self.kernel.put(at, &value.to_ne_bytes()[..width]);
+        if input.byte() & 1 == 1 {
+            // Shows what is there as an entry.
+            let len = u32::from(input.byte()) * 8;
+            let fits = self.kernel.head_offset() as u32 - 128 + len <= RING;
+            if fits {
+                self.kernel.finish(len, u32::from(input.byte() & 7));
+            }
+        }
+    }
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut input = Input::new(bytes);
+    let mut machine = Machine::new(input.byte());
+    for _ in 0..MOST_STEPS {
+        if input.is_empty() {
+            break;
+        }
+        machine.step(&mut input);
+    }
+    if machine.hostile {
+        return;
+    }
+    // Everything ends.
+    while machine.take() {}
+    while !machine.taken.is_empty() {
+        machine.complete(&mut Input::new(&[]));
+    }
+    machine.publish();
+    let left = machine.kernel.in_flight();
+    assert!(left == 0 || machine.ring.is_none(), "{left} commands");
+});

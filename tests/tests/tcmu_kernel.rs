@@ -1,0 +1,53 @@
+//! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to the largest disk, with
+//! sg3-utils, ext4, fio, kills of the daemon under load, resize, and what it leaves in configfs and in the images.
+
+use walvisor_guest_images::{Metrics, Outcome};
+use walvisor_tests::run_emulated_job;
+
+/// What the job says, in order.
+const SAID: &str = include_str!("tcmu_kernel.txt");
+
+/// A counter of all disks that the daemon `name` served.
+fn sum(outcome: &Outcome, name: &str, counter: &str) -> f64 {
+    let text = outcome.result(&format!("{name}.prom")).expect("metrics");
+    let metrics = Metrics::parse(&text);
+    metrics
+        .sum(counter, "transport", "tcmu")
+        .unwrap_or_default()
+}
+
+#[test]
+fn the_kernels_target_has_its_disks_from_walvisor() {
+    let Some(outcome) = run_emulated_job(include_str!("../scripts/tcmu-job.sh"), &[]) else {
+        return;
+    };
+    let said: Vec<_> = outcome
+        .console
+        .lines()
+        .filter_map(|line| line.strip_prefix("job: "))
+        .collect();
+    assert_eq!(said, SAID.lines().collect::<Vec<_>>());
+    assert_eq!(outcome.status, 0);
+
+    // What a command costs: alone, a wake of the kernel each; with others, a share of one.
+    let per_command = |name| {
+        let commands = sum(&outcome, name, "walvisor_tcmu_commands_total");
+        let wakes = sum(&outcome, name, "walvisor_tcmu_uio_wakes_total");
+        assert!(commands > 1600.0, "{name}: {commands}");
+        wakes / commands
+    };
+    let (alone, together) = (per_command("depth-1"), per_command("depth-32"));
+    println!("UIO wakes a command: {alone:.3} at iodepth 1, {together:.3} at iodepth 32");
+    assert!(alone > 0.9 && alone <= 1.0, "{alone}");
+    assert!(together < 0.5, "{together}");
+    // Syncs are of SYNCHRONIZE CACHE, and one serves those of several disks.
+    let flushes = sum(&outcome, "together", "walvisor_block_flushes_total");
+    // Four disks, each with the counters of their log.
+    let syncs = sum(&outcome, "together", "walvisor_log_syncs_total") / 4.0;
+    println!("{syncs} syncs for {flushes} SYNCHRONIZE CACHE of four disks on one log");
+    assert!(flushes > 200.0 && syncs < flushes, "{syncs} of {flushes}");
+    assert_eq!(
+        sum(&outcome, "depth-32", "walvisor_block_errors_total"),
+        0.0
+    );
+}
