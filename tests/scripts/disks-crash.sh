@@ -1,0 +1,14 @@
+# The boots behind: all that any boot before kept is there; keeps more; then the kernel panics.
+STEP=$(device step)
+echo "guest: processors $(nproc), root $(mount | grep ' / ' | cut -d' ' -f1-5)"
+for type in ext4 xfs; do
+    mkdir -p /mnt/$type
+    mount -t $type "/dev/$(device $type)" /mnt/$type || exit 1
+done
+while read -r file sum; do
+    if [ "$(file_sum "$file")" = "$sum" ]; then echo "guest: intact $file"; else echo "guest: lost $file"; fi
+done </run/kept
+for directory in / /mnt/ext4/ /mnt/xfs/; do keep ${directory}before-$CRASH 700; done
+[ $CRASH = silent ] && rmmod pvpanic_mmio
+echo "guest: job exit in a panic ($CRASH)"
+echo c >/proc/sysrq-trigger
