@@ -34,6 +34,7 @@ pub mod backend;
 pub mod block;
 pub mod control;
 pub mod interrupt;
+pub mod listen;
 pub mod nbd;
 pub mod scsi;
 mod status;

@@ -1,6 +1,9 @@
 //! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever comes,
 //! nothing panics, and the next client finds the disk as it was or as it was told.
 
+#[path = "support/numbers.rs"]
+mod numbers;
+
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
@@ -10,20 +13,10 @@ use std::time::Duration;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
 
+use numbers::Random;
+
 const SESSIONS: u64 = 600;
 const SECTORS: u64 = 256;
-
-/// xorshift64*: repeatable.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % bound
-    }
-}
 
 fn option(bytes: &mut Vec<u8>, option: u32, data: &[u8]) {
     bytes.extend(b"IHAVEOPT");

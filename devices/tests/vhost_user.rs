@@ -1,5 +1,8 @@
 //! Random messages to the vhost-user server: whatever comes, it goes on to serve whoever comes next.
 
+#[path = "support/numbers.rs"]
+mod numbers;
+
 use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
@@ -17,21 +20,13 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::vhost_user::{Server, Service};
 
+use numbers::Random;
+
 const GET_FEATURES: u32 = 1;
 const SECTORS: u64 = 64;
 const PAGES: u64 = 16;
 
-/// xorshift64*.
-struct Random(u64);
-
 impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % bound
-    }
-
     /// A number that means something in this protocol, or nearly so, or nothing.
     fn field(&mut self) -> u64 {
         match self.below(8) {

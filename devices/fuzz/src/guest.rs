@@ -1,4 +1,4 @@
-//! A guest's memory, and where its driver keeps things in it.
+//! A guest's memory, where its driver keeps things in it, and the device that it drives.
 
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
@@ -6,6 +6,9 @@ use std::sync::{Arc, LazyLock};
 
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use walvisor_devices::backend::Backend;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::block::{BlockConfig, VirtioBlock};
 
 /// Bytes of memory, from address 0 on.
 pub const MEMORY: usize = 64 << 10;
@@ -13,6 +16,23 @@ pub const MEMORY: usize = 64 << 10;
 pub const QUEUES: u16 = 2;
 /// Their largest size.
 pub const QUEUE_SIZE: u16 = 16;
+/// A device with these queues over a RAM disk of 64 sectors.
+pub fn device(writeback: bool) -> VirtioBlock {
+    let disk = RamDisk::new(64);
+    disk.set_write_cache(writeback);
+    device_over(Arc::new(disk))
+}
+
+/// The same over another disk.
+pub fn device_over(disk: Arc<dyn Backend>) -> VirtioBlock {
+    let config = BlockConfig {
+        queues: QUEUES,
+        queue_size: QUEUE_SIZE,
+        ..BlockConfig::default()
+    };
+    VirtioBlock::new(disk, config).expect("a device")
+}
+
 /// Bytes in a sector.
 pub const SECTOR: usize = 512;
 

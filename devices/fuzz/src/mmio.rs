@@ -8,13 +8,11 @@ use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_devices::backend::Backend;
-use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::control::ControlTransport;
 use walvisor_devices::transport::MmioTransport;
 use walvisor_devices_fuzz::bounded::DeviceBounds;
 use walvisor_devices_fuzz::driver::{self, Bus};
-use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, QUEUES};
+use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, device};
 use walvisor_devices_fuzz::input::Input;
 use walvisor_devices_fuzz::registers::{MMIO_REGISTERS, Register, Registers, mmio_offset};
 
@@ -47,16 +45,8 @@ struct Machine {
 impl Machine {
     fn new(writeback: bool) -> Self {
         let guest = Guest::default();
-        let disk = RamDisk::new(64);
-        disk.set_write_cache(writeback);
-        let config = BlockConfig {
-            queues: QUEUES,
-            queue_size: QUEUE_SIZE,
-            ..BlockConfig::default()
-        };
-        let device = VirtioBlock::new(Arc::new(disk), config).expect("a device");
         let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
-        let mut transport = MmioTransport::new(device, Arc::clone(&guest.memory), irq);
+        let mut transport = MmioTransport::new(device(writeback), Arc::clone(&guest.memory), irq);
         let mut config = vec![0; 96];
         transport.read(CONFIG, &mut config);
         let mut offered = 0;

@@ -7,7 +7,6 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -17,12 +16,10 @@ use super::handshake::{Ended, negotiate};
 use super::tls::Tls;
 use super::wire::Wire;
 use super::worker::Pool;
+use crate::listen::accepted;
 
 /// Most connections of one listener at a time. One more is closed at once.
 pub const MAX_CONNECTIONS: usize = 128;
-
-/// How long a listener rests when the system has no descriptors left.
-const REST: Duration = Duration::from_millis(100);
 
 /// Where clients come in.
 pub enum Listener {
@@ -168,16 +165,8 @@ fn listen(
         for ended in choosing.extract_if(.., |thread| thread.is_finished()) {
             join(ended);
         }
-        let socket = match listener.accept() {
-            Ok(socket) => socket,
-            Err(error) => {
-                use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-                if !matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) {
-                    tracing::warn!("NBD: a client could not be accepted: {error}");
-                    thread::sleep(REST);
-                }
-                continue;
-            }
+        let Some(socket) = accepted(listener.accept(), "NBD") else {
+            continue;
         };
         if seats.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
             tracing::warn!(

@@ -8,9 +8,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, Ring};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
-use crate::control::ControlTransport;
 use crate::interrupt::LineInterrupt;
-use crate::transport::DeviceMemory;
+use crate::transport::{DeviceMemory, Registers};
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;
@@ -61,21 +60,6 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// the transport drains and stops as well.
     pub fn reset(&mut self) {
         self.state.reset();
-    }
-
-    /// The backend may have another capacity now: tells the driver if so.
-    pub fn capacity_changed(&mut self) {
-        self.state.capacity_changed();
-    }
-
-    /// Drains the queues and leaves what comes in the rings, until [`resume`](Self::resume). A reset does not end it.
-    pub fn pause(&mut self) {
-        self.state.pause();
-    }
-
-    /// Goes on after [`pause`](Self::pause).
-    pub fn resume(&mut self) {
-        self.state.resume();
     }
 
     /// Register read of `data.len()` bytes at `offset`.
@@ -170,20 +154,10 @@ impl<M: DeviceMemory> MmioTransport<M> {
     }
 }
 
-impl<M: DeviceMemory> ControlTransport for MmioTransport<M> {
-    fn capacity_changed(&mut self) {
-        self.state.capacity_changed();
-    }
+impl<M: DeviceMemory> Registers for MmioTransport<M> {
+    type Memory = M;
 
-    fn set_write_cache(&mut self, on: bool) -> bool {
-        self.state.set_write_cache(on)
-    }
-
-    fn pause(&mut self) {
-        self.state.pause();
-    }
-
-    fn resume(&mut self) {
-        self.state.resume();
+    fn state(&mut self) -> &mut DeviceState<M> {
+        &mut self.state
     }
 }

@@ -17,9 +17,8 @@ use super::msix::{
 };
 use super::pci_config::{Identity, PciConfig};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
-use crate::control::ControlTransport;
 use crate::interrupt::MsiRouter;
-use crate::transport::DeviceMemory;
+use crate::transport::{DeviceMemory, Registers};
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
 /// A modern device's PCI ID is 0x1040 plus its virtio device ID (4.1.2).
@@ -176,21 +175,6 @@ impl<M: DeviceMemory> PciTransport<M> {
     /// configuration stays. Dropping the transport drains and stops as well.
     pub fn reset(&mut self) {
         self.state.reset();
-    }
-
-    /// The backend may have another capacity now: tells the driver if so.
-    pub fn capacity_changed(&mut self) {
-        self.state.capacity_changed();
-    }
-
-    /// Drains the queues and leaves what comes in the rings, until [`resume`](Self::resume). A reset does not end it.
-    pub fn pause(&mut self) {
-        self.state.pause();
-    }
-
-    /// Goes on after [`pause`](Self::pause).
-    pub fn resume(&mut self) {
-        self.state.resume();
     }
 
     /// The function's BARs and where they decode now. To be looked at again after each
@@ -415,21 +399,11 @@ impl<M: DeviceMemory> PciTransport<M> {
     }
 }
 
-impl<M: DeviceMemory> ControlTransport for PciTransport<M> {
-    fn capacity_changed(&mut self) {
-        self.state.capacity_changed();
-    }
+impl<M: DeviceMemory> Registers for PciTransport<M> {
+    type Memory = M;
 
-    fn set_write_cache(&mut self, on: bool) -> bool {
-        self.state.set_write_cache(on)
-    }
-
-    fn pause(&mut self) {
-        self.state.pause();
-    }
-
-    fn resume(&mut self) {
-        self.state.resume();
+    fn state(&mut self) -> &mut DeviceState<M> {
+        &mut self.state
     }
 }
 

@@ -5,7 +5,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -15,9 +14,7 @@ use super::session::Session;
 use super::{Ended, Outcome};
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
-
-/// How long a listener rests when the system has no descriptors left.
-const REST: Duration = Duration::from_millis(100);
+use crate::listen::accepted;
 
 /// A socket with the disk that is to be had there.
 pub struct Service {
@@ -133,20 +130,12 @@ fn listen(service: &Service, stop: &OwnedFd) {
             owner.rests(wishes.rest);
             continue;
         }
-        let accepted = service.listener.accept().and_then(|(stream, _)| {
+        let outcome = service.listener.accept().and_then(|(stream, _)| {
             stream.set_nonblocking(true)?;
             Ok(stream)
         });
-        let stream = match accepted {
-            Ok(stream) => stream,
-            Err(error) => {
-                use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-                if !matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) {
-                    tracing::warn!("disk '{name}': a front-end could not be accepted: {error}");
-                    thread::sleep(REST);
-                }
-                continue;
-            }
+        let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
+            continue;
         };
         match serve(service, stream.as_fd(), stop.as_fd()) {
             Ok(()) | Err(Ended::Gone) => {}

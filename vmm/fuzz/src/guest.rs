@@ -9,10 +9,9 @@ use walvisor::control_socket::ControlledDisk;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::raw::{RawCache, RawDisk};
-use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::transport::MmioTransport;
 use walvisor_devices_fuzz::driver::{self, Bus};
-use walvisor_devices_fuzz::guest::{self as memory, QUEUE_SIZE, QUEUES};
+use walvisor_devices_fuzz::guest::{self as memory, QUEUE_SIZE};
 use walvisor_devices_fuzz::registers::{Register, mmio_offset};
 use walvisor_storage::{EngineKind, Image};
 
@@ -53,12 +52,7 @@ impl Guest {
         ];
         let (mut drivers, mut disks) = (Vec::new(), Vec::new());
         for (name, backend) in DISKS.into_iter().zip(backends) {
-            let config = BlockConfig {
-                queues: QUEUES,
-                queue_size: QUEUE_SIZE,
-                ..BlockConfig::default()
-            };
-            let device = VirtioBlock::new(Arc::clone(&backend), config).expect("a device");
+            let device = memory::device_over(Arc::clone(&backend));
             let (metrics, throttle) = (device.metrics(), device.throttle());
             let guest = memory::Guest::default();
             let irq = EventFd::new(EFD_NONBLOCK).expect("a descriptor");

@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
+use walvisor_devices::listen::accepted;
 
 use super::command::{ControlError, Request};
 use super::controlled::Controlled;
@@ -18,8 +18,6 @@ use super::lines::{Line, Lines, MAX_LINE};
 /// Most clients at a time. One more is told so, and disconnected.
 pub const MAX_CLIENTS: usize = 32;
 
-/// How long the listener rests when the system has no descriptors left.
-const REST: Duration = Duration::from_millis(100);
 /// Threads of clients do little.
 const STACK: usize = 256 << 10;
 
@@ -95,20 +93,12 @@ fn listen(listener: &UnixListener, controlled: &Arc<Controlled>, stop: &Arc<Owne
         for ended in clients.extract_if(.., |client| client.is_finished()) {
             join(ended);
         }
-        let accepted = listener.accept().and_then(|(stream, _)| {
+        let outcome = listener.accept().and_then(|(stream, _)| {
             stream.set_nonblocking(true)?;
             Ok(stream)
         });
-        let stream = match accepted {
-            Ok(stream) => stream,
-            Err(error) => {
-                use ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-                if !matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) {
-                    tracing::warn!("control socket: a client could not be accepted: {error}");
-                    thread::sleep(REST);
-                }
-                continue;
-            }
+        let Some(stream) = accepted(outcome, "control socket") else {
+            continue;
         };
         if clients.len() >= MAX_CLIENTS {
             turn_away(&stream);

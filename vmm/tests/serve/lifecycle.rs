@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::raw_client::{FLUSH, READ, RawClient, WRITE};
+use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, WALVISOR, create, has, text, walvisor};
 
 /// Asserts exit `status` and one line on stderr with each of `parts`.
@@ -140,17 +140,8 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     // More than the log's first segments hold: new ones, and checkpoints.
     let data = vec![7; 4 << 20];
     for piece in 0..48 {
-        client.request(
-            1 << 5,
-            WRITE,
-            piece,
-            piece * data.len() as u64,
-            data.len() as u64,
-        );
-        client.send(&data);
-        assert_eq!(client.reply().kind, 0);
-        client.request(0, FLUSH, piece, 0, 0);
-        assert_eq!(client.reply().kind, 0);
+        client.write(piece, piece * data.len() as u64, &data);
+        client.flush(piece);
     }
     client.request(0, READ, 99, 100 << 20, 4 << 20);
     assert!(client.reply().data[8..] == data);

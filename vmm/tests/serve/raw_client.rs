@@ -12,6 +12,8 @@ pub const WRITE_ZEROES: u16 = 6;
 pub const BLOCK_STATUS: u16 = 7;
 
 const OPTION: u64 = 0x4948_4156_454f_5054;
+/// NBD_CMD_FLAG_PAYLOAD_LEN: with extended headers, a write carries its payload.
+const PAYLOAD_LEN: u16 = 1 << 5;
 
 /// A reply to a request in extended framing.
 #[derive(Debug)]
@@ -106,6 +108,21 @@ impl RawClient {
             offset: long(16),
             data: self.take(long(24) as usize),
         }
+    }
+
+    /// Writes `data` at `offset`, and waits until that is done.
+    #[track_caller]
+    pub fn write(&mut self, cookie: u64, offset: u64, data: &[u8]) {
+        self.request(PAYLOAD_LEN, WRITE, cookie, offset, data.len() as u64);
+        self.send(data);
+        assert_eq!(self.reply().kind, 0);
+    }
+
+    /// Flushes, and waits until that is done.
+    #[track_caller]
+    pub fn flush(&mut self, cookie: u64) {
+        self.request(0, FLUSH, cookie, 0, 0);
+        assert_eq!(self.reply().kind, 0);
     }
 
     /// Whether the server has closed the connection, or does so now.

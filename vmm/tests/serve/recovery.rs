@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::raw_client::{FLUSH, RawClient, WRITE};
+use super::raw_client::RawClient;
 use super::{Daemon, WALVISOR, create, has, noise};
 
 /// Leaves a log of more than one segment behind, as after a loss of power.
@@ -14,18 +14,9 @@ fn killed_with_a_full_log(dir: &Path) {
     let mut client = RawClient::extended(&dir.join("s"));
     let data = noise(4 << 20);
     for piece in 0..20 {
-        client.request(
-            1 << 5,
-            WRITE,
-            piece,
-            piece * data.len() as u64,
-            data.len() as u64,
-        );
-        client.send(&data);
-        assert_eq!(client.reply().kind, 0);
+        client.write(piece, piece * data.len() as u64, &data);
     }
-    client.request(0, FLUSH, 99, 0, 0);
-    assert_eq!(client.reply().kind, 0);
+    client.flush(99);
     daemon.kill();
 }
 

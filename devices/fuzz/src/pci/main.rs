@@ -13,13 +13,11 @@ use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
 use vm_memory::GuestMemoryMmap;
-use walvisor_devices::backend::Backend;
-use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::block::{BlockConfig, VirtioBlock};
+use walvisor_devices::control::ControlTransport;
 use walvisor_devices::transport::PciTransport;
 use walvisor_devices_fuzz::bounded::DeviceBounds;
 use walvisor_devices_fuzz::driver::{self, Bus};
-use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, QUEUES};
+use walvisor_devices_fuzz::guest::{Guest, QUEUE_SIZE, device};
 use walvisor_devices_fuzz::input::Input;
 use walvisor_devices_fuzz::registers::Register;
 
@@ -40,17 +38,12 @@ struct Machine {
 impl Machine {
     fn new(writeback: bool) -> Self {
         let guest = Guest::default();
-        let disk = RamDisk::new(64);
-        disk.set_write_cache(writeback);
-        let config = BlockConfig {
-            queues: QUEUES,
-            queue_size: QUEUE_SIZE,
-            ..BlockConfig::default()
-        };
-        let device = VirtioBlock::new(Arc::new(disk), config).expect("a device");
         let router = Arc::new(Router::default());
-        let mut transport =
-            PciTransport::new(device, Arc::clone(&guest.memory), Arc::clone(&router) as _);
+        let mut transport = PciTransport::new(
+            device(writeback),
+            Arc::clone(&guest.memory),
+            Arc::clone(&router) as _,
+        );
         for (bar, address) in transport
             .bars()
             .iter()

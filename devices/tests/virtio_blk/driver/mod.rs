@@ -2,6 +2,8 @@
 //! inside: registers through a transport, rings and buffers in guest memory, doorbells, interrupts.
 
 mod mmio;
+#[path = "../../support/numbers.rs"]
+mod numbers;
 mod pci;
 mod ring;
 mod vhost_user;
@@ -22,6 +24,7 @@ use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, BlockCounts, BlockMetrics, VirtioBlock};
 
 pub use mmio::MmioDriver;
+pub use numbers::Random;
 pub use pci::PciDriver;
 pub use ring::{Piece, Ring};
 pub use vhost_user::VhostUserDriver;
@@ -480,21 +483,4 @@ fn pause(waiting_since: Instant) {
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut random = Random(seed | 1);
     (0..len).map(|_| random.next() as u8).collect()
-}
-
-/// A reproducible sequence (xorshift64*).
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16
-    }
-
-    /// A number below `bound`.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
 }
