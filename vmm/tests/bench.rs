@@ -139,6 +139,19 @@ fn append_read_and_recover_stand_beside_their_baselines() {
     assert!(number(&recover, "recover_us") > 0.0 && number(&recover, "raw_read_us") > 0.0);
 }
 
+/// A read that waited for a sync would let others through meanwhile, at most as many as are in flight.
+#[test]
+fn reads_do_not_wait_for_the_syncs_of_another_disk() {
+    let small = ["read", "--bytes", "4M", "--reads", "4000", "--depth", "4"];
+    let read = report(&[&small[..], &["--beside-sync-us", "200000"]].concat());
+    let beside = &read["beside_syncs"];
+    let syncs = number(beside, "syncs");
+    assert!((4.0..200.0).contains(&syncs), "{read}");
+    for kind in ["alone", "beside"] {
+        assert!(number(&beside[kind], "reads_per_s") > 0.0, "{read}");
+    }
+}
+
 #[test]
 fn a_checkpoint_copies_all_and_stands_beside_its_baseline() {
     for more in [&[][..], &["--sequential", "--block", "64K"]] {

@@ -1,13 +1,15 @@
 //! `walvisor bench read`: what the log and its index cost a random read.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
-use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store};
+use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, damaged, is_stamped, stamped};
+use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::raw::{self, Direction, RawQueue};
 use super::site::{Site, ring};
 use super::timing::{Timing, closed_loops, shares};
@@ -34,6 +36,9 @@ pub struct ReadArguments {
     /// Reads in flight of each client
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
+    /// Measure also beside a client that writes to another disk of the log and flushes, over and over, each sync taking so many microseconds longer
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    beside_sync_us: Option<u32>,
     #[command(flatten)]
     output: Output,
 }
@@ -68,6 +73,17 @@ struct ReadReport {
     raw: Figures,
     checkpointed_ratio: f64,
     logged_ratio: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside_syncs: Option<Beside>,
+}
+
+/// Reads of one disk while another is synced, and the same reads without that, taking turns.
+#[derive(Debug, Serialize)]
+struct Beside {
+    sync_latency_us: u32,
+    syncs: u64,
+    alone: Figures,
+    beside: Figures,
 }
 
 /// Carries out `walvisor bench read`.
@@ -167,7 +183,8 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     let bytes = blocks * BLOCK as u64;
     let site = Site::new(&arguments.output.dir)?;
     let options = ring(3 * bytes);
-    site.create(1, bytes, &options)?;
+    let disks = 1 + usize::from(arguments.beside_sync_us.is_some());
+    site.create(disks, bytes, &options)?;
     let raw_file = raw::create(&site.path().join("raw"), bytes, BLOCK)?;
     let scatter = |client: u64| Scatter {
         blocks,
@@ -234,6 +251,20 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
         logged.rate() / raw_beside.rate(),
     );
     raw.add(raw_beside);
+    store.close().map_err(CommandError::failed)?;
+    let beside_syncs = arguments
+        .beside_sync_us
+        .map(|latency| {
+            let options = StoreOptions {
+                sync_latency: Duration::from_micros(latency.into()),
+                ..options
+            };
+            let store = site.open(2, CacheMode::Writeback, &options)?;
+            let beside = beside(&store, &mut readers(&store, 2)?, &rounds, latency)?;
+            store.close().map_err(CommandError::failed)?;
+            Ok::<_, CommandError>(beside)
+        })
+        .transpose()?;
     Ok(ReadReport {
         bytes,
         reads: arguments.reads,
@@ -244,6 +275,44 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
         raw: Figures::new(raw),
         checkpointed_ratio: thousandths(checkpointed_ratio),
         logged_ratio: thousandths(logged_ratio),
+        beside_syncs,
+    })
+}
+
+/// Reads the first disk, alone and beside a client of the second that flushes whatever it has written.
+fn beside(
+    store: &Store,
+    readers: &mut [Reader],
+    rounds: &[u64],
+    sync_latency_us: u32,
+) -> Result<Beside, CommandError> {
+    let syncs = store.log_counters().syncs;
+    let (mut alone, mut beside) = (Timing::default(), Timing::default());
+    for &share in rounds {
+        alone.add(closed_loops(readers, share, Reader::read, |_| ())?);
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let flusher = scope.spawn(|| {
+                let mut client = Client::open(&store.disks()[1])?;
+                while !over.load(Ordering::Relaxed) {
+                    let data = stamped(BLOCK, 0, 0);
+                    client.run(Operation::Write { sector: 0, data })?;
+                    client.run(Operation::Flush)?;
+                }
+                Ok(())
+            });
+            let read = closed_loops(readers, share, Reader::read, |_| ());
+            over.store(true, Ordering::Relaxed);
+            let flushed: Result<(), CommandError> = flusher.join().expect("no panic");
+            beside.add(read?);
+            flushed
+        })?;
+    }
+    Ok(Beside {
+        sync_latency_us,
+        syncs: store.log_counters().syncs - syncs,
+        alone: Figures::new(alone),
+        beside: Figures::new(beside),
     })
 }
 
@@ -287,6 +356,22 @@ impl fmt::Display for ReadReport {
         writeln!(
             f,
             "\neach ratio against the raw reads that took turns with it"
-        )
+        )?;
+        let Some(beside) = &self.beside_syncs else {
+            return Ok(());
+        };
+        writeln!(
+            f,
+            "\nbeside {} syncs of another disk, each {} us longer than the medium needs; taking turns with none",
+            beside.syncs, beside.sync_latency_us
+        )?;
+        for (name, row) in [("none", &beside.alone), ("syncs", &beside.beside)] {
+            writeln!(
+                f,
+                "{name:<12} {:>11.1} {:>9.1} {:>9.1}",
+                row.reads_per_s, row.p50_us, row.p99_us
+            )?;
+        }
+        Ok(())
     }
 }
