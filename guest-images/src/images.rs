@@ -19,7 +19,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when what the builder makes of the same inputs changes.
-const BUILDER: &[u8] = b"5";
+const BUILDER: &[u8] = b"6";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
