@@ -104,6 +104,11 @@ pub fn render(run: &RunMetrics<'_>) -> String {
             memory.resident.saturating_sub(memory.guest),
         );
         text.gauge(
+            "walvisor_vmm_own_bytes",
+            "Of that, what the process has written itself: the rest is programs and libraries, shared by all that run them.",
+            memory.own,
+        );
+        text.gauge(
             "walvisor_guest_resident_bytes",
             "Resident guest memory, when the guest ended.",
             memory.guest,
@@ -353,6 +358,7 @@ mod tests {
             memory: Some(MemoryUse {
                 resident: 7,
                 guest: 4,
+                own: 2,
             }),
         });
         for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -365,6 +371,7 @@ mod tests {
         for line in [
             "walvisor_start_to_first_instruction_us 1500",
             "walvisor_vmm_resident_bytes 3",
+            "walvisor_vmm_own_bytes 2",
             "walvisor_exits_total{vcpu=\"0\",reason=\"mmio_write\"} 1",
         ] {
             assert!(

@@ -14,6 +14,9 @@ pub struct MemoryUse {
     pub resident: u64,
     /// Of guest memory.
     pub guest: u64,
+    /// Of the process's own data: what it has written, without guest memory and without programs and libraries, which
+    /// all processes that run them share.
+    pub own: u64,
 }
 
 /// Maps `size` bytes of guest memory, which take no space until touched. They are left out of core dumps, which
@@ -51,21 +54,26 @@ pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
     Some(sum(&text, &ranges))
 }
 
-/// Adds up the `Rss` of the mappings in `smaps`, and of those in `ranges`.
+/// Adds up the `Rss` of the mappings in `smaps`, and of those in `ranges`; of all others what is `Anonymous`.
 fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
     let mut total = MemoryUse {
         resident: 0,
         guest: 0,
+        own: 0,
+    };
+    let bytes = |field: &str| {
+        let kilobytes = field.trim().trim_end_matches(" kB").parse().unwrap_or(0);
+        1024u64.saturating_mul(kilobytes)
     };
     let mut in_guest = false;
     for line in smaps.lines() {
         if let Some((start, end)) = mapping(line) {
             in_guest = ranges.iter().any(|range| start < range.1 && range.0 < end);
         } else if let Some(rest) = line.strip_prefix("Rss:") {
-            let kilobytes = rest.trim().trim_end_matches(" kB").parse().unwrap_or(0);
-            let bytes = 1024u64.saturating_mul(kilobytes);
-            total.resident += bytes;
-            total.guest += if in_guest { bytes } else { 0 };
+            total.resident += bytes(rest);
+            total.guest += if in_guest { bytes(rest) } else { 0 };
+        } else if let Some(rest) = line.strip_prefix("Anonymous:") {
+            total.own += if in_guest { 0 } else { bytes(rest) };
         }
     }
     total
@@ -102,12 +110,14 @@ mod tests {
 
     #[test]
     fn mappings_are_told_from_their_fields() {
-        let smaps = "1000-3000 rw-p 0 00:00 0\nSize: 8 kB\nRss:  4 kB\n3000-4000 rw-p 0 00:00 0\nRss:    12 kB\n";
+        let smaps = "1000-3000 rw-p 0 00:00 0\nSize: 8 kB\nRss:  4 kB\nAnonymous: 4 kB\n\
+                     3000-4000 rw-p 0 00:00 0\nRss:    12 kB\nAnonymous:  8 kB\n";
         assert_eq!(
             sum(smaps, &[(0x1000, 0x3000)]),
             MemoryUse {
                 resident: 16384,
-                guest: 4096
+                guest: 4096,
+                own: 8192,
             }
         );
     }
