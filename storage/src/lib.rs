@@ -64,6 +64,8 @@ mod image;
 #[cfg(feature = "engine")]
 mod index;
 #[cfg(feature = "engine")]
+mod inspect;
+#[cfg(feature = "engine")]
 mod keeper;
 #[cfg(feature = "engine")]
 mod log;
@@ -109,12 +111,10 @@ pub use {
     error::{Error, ErrorKind, Result},
     gather::CommitWait,
     image::Image,
+    inspect::{DiskReport, LogReport, inspect},
     port::Port,
     resize::{Resize, resize_disk},
-    store::{
-        DiskOptions, DiskReport, LogReport, Store, StoreOptions, create_disk, default_log_dir,
-        inspect,
-    },
+    store::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir},
     transfer::{Progress, Transfer, export_disk, import_disk},
 };
 

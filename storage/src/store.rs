@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -84,42 +83,6 @@ impl DiskOptions {
             cache: CacheMode::Writeback,
         }
     }
-}
-
-/// What a log holds, as [`inspect`] found it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogReport {
-    /// Segment files there are.
-    pub segments: u64,
-    /// Most segment files the ring may hold.
-    pub max_segments: u32,
-    /// Bytes of a segment file.
-    pub segment_size: u64,
-    /// Valid batches in segments still needed.
-    pub batches: u64,
-    /// Records that are not in the base images yet.
-    pub records: u64,
-    /// Payload bytes of those records.
-    pub payload_bytes: u64,
-    /// All records up to here are in the base images.
-    pub checkpoint_lsn: u64,
-    /// The newest record.
-    pub last_lsn: u64,
-    /// A write that was never acknowledged lies torn behind the end: normal after a crash, and ignored.
-    pub torn_tail: bool,
-    /// Where the base images of all disks on the log were when they were last open.
-    pub disks: Vec<PathBuf>,
-}
-
-/// A disk and its log, as [`inspect`] found them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskReport {
-    /// Bytes of the disk.
-    pub size: u64,
-    /// Bytes of the file system that the base image takes.
-    pub allocated: u64,
-    /// The log; `None` for a plain raw image that has none.
-    pub log: Option<LogReport>,
 }
 
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) tells whether that worked.
@@ -208,55 +171,6 @@ fn refuse_unapplied(path: &Path, log_dir: &Path, control: &Control) -> Result<()
             ),
         )),
     }
-}
-
-/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing.
-///
-/// # Errors
-/// [`ErrorKind::Damaged`] if acknowledged records are missing; [`ErrorKind::Locked`] if the disk or its log is
-/// open elsewhere; [`ErrorKind::WrongLog`] if the log is not this disk's.
-pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
-    let base = OpenBase::open(&DiskOptions::new(path))?;
-    let metadata = base
-        .file
-        .metadata()
-        .map_err(|error| Error::io("look at", path, error))?;
-    let (size, allocated) = (base.size, metadata.blocks() * 512);
-    if !has_control(log_dir) {
-        base.refuse_mark(log_dir)?;
-        return Ok(DiskReport {
-            size,
-            allocated,
-            log: None,
-        });
-    }
-    let control = open_control(log_dir)?;
-    let found = base.find(&control, log_dir)?;
-    let size = control.control.disks[found].size.get();
-    let (scan, _) = read_log(
-        &directory(log_dir, EngineKind::Blocking),
-        log_dir,
-        &control.control,
-        &mut |_, _| {},
-    )?;
-    let header = &control.control.header;
-    let log = LogReport {
-        segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
-        max_segments: header.max_segments.get(),
-        segment_size: header.segment_size.get(),
-        batches: scan.batches,
-        records: scan.records,
-        payload_bytes: scan.payload_bytes,
-        checkpoint_lsn: header.checkpoint_lsn.get(),
-        last_lsn: scan.last_lsn,
-        torn_tail: scan.torn_tail,
-        disks: control.control.disks.iter().map(entry_path).collect(),
-    };
-    Ok(DiskReport {
-        size,
-        allocated,
-        log: Some(log),
-    })
 }
 
 impl Store {
