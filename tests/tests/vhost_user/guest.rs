@@ -111,6 +111,33 @@ impl Guest {
         Self::spawn(command, dir)
     }
 
+    /// User-mode Linux over the files of this machine, which it cannot change, with the modules of `wanted` loaded. `script`
+    /// runs in an empty directory in memory.
+    pub fn user_mode_here(dir: &Path, wanted: &[&str], script: &str) -> Self {
+        // As `modprobe -d` wants it.
+        fs::create_dir(dir.join("lib")).unwrap();
+        std::os::unix::fs::symlink(UML_MODULES, dir.join("lib/modules")).unwrap();
+        let (init, place) = (dir.join("init"), dir.display());
+        let begin = "#!/bin/sh
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
+for directory in /run /var /mnt; do mount -t tmpfs memory $directory; done";
+        let modules: String = wanted
+            .iter()
+            .map(|module| format!("modprobe -d {place} {module} || echo guest: no {module}\n"))
+            .collect();
+        let text = format!("{begin}\n{modules}cd /mnt\n{script}{END}");
+        fs::write(&init, text).unwrap();
+        fs::set_permissions(&init, fs::Permissions::from_mode(0o755)).unwrap();
+        let mut command = Command::new("linux.uml");
+        command
+            .args(["mem=1G", "con=null", "con0=null,fd:1", "quiet"])
+            .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"])
+            .arg(format!("init={}", init.display()))
+            .arg(format!("uml_dir={place}"));
+        Self::spawn(command, dir)
+    }
+
     /// QEMU in full emulation with the disk at `socket` as /dev/vda, connected anew whenever the daemon is back.
     pub fn qemu(
         dir: &Path,
