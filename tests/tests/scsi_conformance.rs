@@ -2,7 +2,6 @@
 //! Linux, in which `walvisor serve tcmu` runs too.
 
 #[path = "vhost_user/guest.rs"]
-#[allow(dead_code)]
 mod guest;
 
 use guest::{Guest, have};

@@ -1,4 +1,5 @@
-//! Guests of other monitors: what they boot, and their consoles.
+//! Guests of other monitors: what they boot, and their consoles. Each of those that share this uses a part of it.
+#![allow(dead_code)]
 
 use std::collections::VecDeque;
 use std::fs;
