@@ -22,11 +22,15 @@ const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was
 /// The outer kernel shows its first line after 3 to 6 s on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
+/// No job waits for anything as long without a word.
+const SILENCE_LIMIT: Duration = Duration::from_secs(240);
+
 /// How a boot ended.
 pub(crate) enum End {
     /// The machine powered off.
     PoweredOff,
-    /// It did not get as far as starting the job, or it hung: a kernel's watchdog says that a processor is stuck.
+    /// It did not get as far as starting the job, or it hung: a kernel's watchdog says that a processor is stuck, or nothing
+    /// is said any more.
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
@@ -91,12 +95,15 @@ impl Boot<'_> {
         let mut qemu = Leashed::spawn(&mut command, false)?;
         let start = Instant::now();
         let (mut booted, mut stuck) = (false, false);
+        let mut heard = start;
         let status = qemu.watch(|text| {
             if let Some(text) = text {
+                heard = Instant::now();
                 booted |= text.contains("outer: ready");
                 stuck |= STUCK.iter().any(|words| text.contains(words));
                 line(text);
             }
+            stuck |= heard.elapsed() > SILENCE_LIMIT;
             if stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
                 ControlFlow::Break(())
             } else {

@@ -8,10 +8,11 @@ use walvisor_guest_images::GuestImages;
 use super::guest::{Guest, have, images};
 use super::{Daemon, succeed};
 
-/// Each write waits for its FLUSH, and the guest's kernel has none to merge it with.
+/// Each write waits for its FLUSH, and the guest's kernel has none to merge it with. For so long that the guests meet, however
+/// much later than the other one of them comes.
 const STORM: &str = "
 echo guest: ready
-fio --name=storm --filename=/dev/vda --rw=randwrite --bs=4k --size=16M --number_ios=1500 --fdatasync=1 --minimal >/dev/null
+fio --name=storm --filename=/dev/vda --rw=randwrite --bs=4k --size=16M --time_based --runtime=10 --fdatasync=1 --minimal >/dev/null
 echo guest: fio $?
 ";
 
