@@ -47,8 +47,8 @@ pub struct DiskReport {
 /// Looks at a disk, reads its whole log and verifies every checksum, changing nothing.
 ///
 /// # Errors
-/// [`ErrorKind::Damaged`] if acknowledged records are missing; [`ErrorKind::Locked`] if the disk or its log is
-/// open elsewhere; [`ErrorKind::WrongLog`] if the log is not this disk's.
+/// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
+/// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
 pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     let base = OpenBase::open(&DiskOptions::new(path))?;
     let metadata = base
