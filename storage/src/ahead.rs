@@ -7,6 +7,8 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::num::NonZero;
+use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
 
@@ -16,7 +18,6 @@ use crate::index::{Piece, Place};
 use crate::log::Log;
 use crate::segment::Segment;
 use crate::sync::{self, Arc};
-use std::time::Duration;
 
 /// A part that costs a request of its own takes the medium as long as so many bytes in a row.
 const WORTH: u64 = 64 << 10;
@@ -54,12 +55,7 @@ impl Ahead {
                 continue;
             };
             for offset in (0..log.segment_size).step_by(STEP as usize) {
-                let _ = fadvise(
-                    &file,
-                    offset,
-                    std::num::NonZero::new(STEP),
-                    Advice::WillNeed,
-                );
+                let _ = fadvise(&file, offset, NonZero::new(STEP), Advice::WillNeed);
                 tend();
                 if !hurry {
                     sync::sleep(PAUSE);

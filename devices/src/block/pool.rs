@@ -49,10 +49,22 @@ pub trait Starter: Send + Sync {
 
 /// Threads that serve the queues of any number of devices. They are started as queues are, up to one for two processors,
 /// and each ends with its last queue. A queue whose worker is pinned, polls, or waits for its disk has one of its own.
-#[derive(Default)]
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
+    /// Most shared threads.
+    most: usize,
     shared: Mutex<Vec<Arc<Inbox>>>,
+}
+
+impl Default for WorkerPool {
+    fn default() -> Self {
+        Self {
+            starter: None,
+            // The other half is for those who ask.
+            most: thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2)),
+            shared: Mutex::default(),
+        }
+    }
 }
 
 impl WorkerPool {
@@ -61,7 +73,7 @@ impl WorkerPool {
     pub fn with_starter(starter: Arc<dyn Starter>) -> Self {
         Self {
             starter: Some(starter),
-            shared: Mutex::default(),
+            ..Self::default()
         }
     }
 
@@ -105,12 +117,10 @@ impl WorkerPool {
         // A list is right between any two steps.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.retain(|inbox| !inbox.lock().closed);
-        // The other half is for those who ask.
-        let most = thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2));
         let least = shared
             .iter()
             .min_by_key(|inbox| inbox.load.load(Ordering::Relaxed));
-        if let Some(inbox) = least.filter(|_| shared.len() >= most) {
+        if let Some(inbox) = least.filter(|_| shared.len() >= self.most) {
             seat = match inbox.put(seat) {
                 None => {
                     let inbox = Arc::clone(inbox);
@@ -169,7 +179,7 @@ pub(super) trait Served: Send {
 #[derive(Default)]
 pub(super) struct Control {
     stop: AtomicBool,
-    /// The queue has met an error.
+    /// The queue has met an error: requests in flight end, nothing is taken or answered any more.
     broken: AtomicBool,
     /// Once it is drained and gone: the number of chains taken, modulo 2^16.
     ended: Mutex<Option<u16>>,

@@ -109,7 +109,6 @@ impl Worker {
                 promised: None,
                 ended: Vec::new(),
                 batch: Batch::new(plan.in_order),
-                broken: false,
                 plan,
             }))
         })?;
@@ -243,8 +242,6 @@ struct QueueWorker<M> {
     ended: Vec<Completion>,
     /// Chains to be published next.
     batch: Batch,
-    /// The queue has met an error: requests in flight end, nothing is taken or answered any more.
-    broken: bool,
 }
 
 impl<M: DeviceMemory> QueueWorker<M> {
@@ -262,7 +259,6 @@ impl<M: DeviceMemory> QueueWorker<M> {
 
     fn fail(&mut self, error: &dyn std::fmt::Display) {
         give_up(&self.plan.status, self.plan.queue.index, error);
-        self.broken = true;
         self.control.set_broken();
         self.batch.clear();
     }
@@ -384,7 +380,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let mut now = None;
             for completion in self.ended.drain(..) {
                 let Completion { token, result } = completion;
-                if !self.broken && result.is_ok() && self.in_flight.take_flush_after(token) {
+                if !self.control.broken()
+                    && result.is_ok()
+                    && self.in_flight.take_flush_after(token)
+                {
                     // Second half of a writethrough write, or of a SECURE_ERASE.
                     self.disk.submit(token, Operation::Flush);
                     flushing = true;
@@ -402,7 +401,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
                 let queue = usize::from(self.plan.queue.index);
                 self.plan.metrics.latencies.count(queue, kind, time);
-                if self.broken {
+                if self.control.broken() {
                     pending.abandon();
                     continue;
                 }
@@ -468,7 +467,7 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     }
 
     fn take(&mut self) {
-        if !self.broken && !self.control.stopping() {
+        if !self.control.broken() && !self.control.stopping() {
             self.step(Self::take_batch);
         }
     }
@@ -481,7 +480,7 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     }
 
     fn answer(&mut self) -> bool {
-        match self.broken {
+        match self.control.broken() {
             true => self.step(|queue, memory| queue.complete(memory).map(|()| false)),
             false => self.step(Self::answer_batch),
         }
