@@ -27,6 +27,15 @@ pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome>
     run_on(Machine::Nested, script, files)
 }
 
+/// What a job has said, line by line: its lines on the console that begin with `job: `, without that.
+#[must_use]
+pub fn said(outcome: &Outcome) -> Vec<&str> {
+    let lines = outcome.console.lines();
+    lines
+        .filter_map(|line| line.strip_prefix("job: "))
+        .collect()
+}
+
 fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");

@@ -1,20 +1,15 @@
 //! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the daemon, and the images.
 
 use walvisor_guest_images::Metrics;
-use walvisor_tests::run_emulated_job;
+use walvisor_tests::{run_emulated_job, said};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
     let Some(outcome) = run_emulated_job(include_str!("../scripts/nbd-job.sh"), &[]) else {
         return;
     };
-    let said: Vec<_> = outcome
-        .console
-        .lines()
-        .filter_map(|line| line.strip_prefix("job: "))
-        .collect();
     assert_eq!(
-        said,
+        said(&outcome),
         [
             "nbd0 has 393216 sectors, write back, fua 1",
             "nbd1 has 131072 sectors, write back, fua 1",

@@ -2,7 +2,7 @@
 //! sg3-utils, ext4, fio, kills of the daemon under load, resize, and what it leaves in configfs and in the images.
 
 use walvisor_guest_images::{Metrics, Outcome};
-use walvisor_tests::run_emulated_job;
+use walvisor_tests::{run_emulated_job, said};
 
 /// What the job says, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
@@ -21,12 +21,7 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     let Some(outcome) = run_emulated_job(include_str!("../scripts/tcmu-job.sh"), &[]) else {
         return;
     };
-    let said: Vec<_> = outcome
-        .console
-        .lines()
-        .filter_map(|line| line.strip_prefix("job: "))
-        .collect();
-    assert_eq!(said, SAID.lines().collect::<Vec<_>>());
+    assert_eq!(said(&outcome), SAID.lines().collect::<Vec<_>>());
     assert_eq!(outcome.status, 0);
 
     // What a command costs: alone, a wake of the kernel each; with others, a share of one.
