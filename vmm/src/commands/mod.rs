@@ -2,6 +2,7 @@
 
 mod activation;
 pub mod bench;
+pub mod compare;
 pub mod ctl;
 pub mod demo;
 pub mod disk;
