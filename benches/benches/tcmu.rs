@@ -4,16 +4,12 @@
 //!
 //! `cargo bench -p walvisor-benches --bench tcmu`; with `-- --json`, the same as JSON.
 
-#[path = "../../tests/tests/vhost_user/guest.rs"]
-mod guest;
-
 use std::error::Error;
 use std::process::ExitCode;
 
-use guest::{Guest, have};
 use serde_json::{Value, json};
 use walvisor_benches::spread::Spread;
-use walvisor_guest_images::walvisor_binary;
+use walvisor_guest_images::{Reporter, UserMode, install_missing, walvisor_binary};
 
 /// How often both take turns, and for how many seconds each time.
 const ROUNDS: usize = 5;
@@ -96,18 +92,15 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
-    for (program, package) in [
+    let needs = [
         ("linux.uml", "user-mode-linux"),
         ("tcmu-runner", "tcmu-runner"),
         ("dbus-daemon", "dbus"),
         ("qemu-img", "qemu-utils"),
         ("fio", "fio"),
         ("modprobe", "kmod"),
-    ] {
-        if !have(program, package) {
-            return Err(format!("{program} is missing: install the package {package}").into());
-        }
-    }
+    ];
+    install_missing(&needs, &Reporter::quiet(None))?;
     let walvisor = walvisor_binary("release")?;
     let dir = tempfile::tempdir()?;
     let script = format!(
@@ -115,10 +108,14 @@ fn run() -> Result<(), Box<dyn Error>> {
         walvisor.display()
     );
     let modules = ["configfs", "sd_mod", "uio", "target_core_user", "tcm_loop"];
-    let mut guest = Guest::user_mode_here(dir.path(), &modules, &script);
+    let guest = UserMode {
+        modules: modules.map(str::to_owned).to_vec(),
+        ..UserMode::default()
+    };
+    let mut guest = guest.boot_here(dir.path(), &script)?;
     let (mut results, mut counters) = (Vec::new(), Vec::new());
     loop {
-        let line = guest.wait_for("guest: ");
+        let line = guest.wait_for("guest: ")?;
         match line.split(' ').collect::<Vec<_>>()[..] {
             ["guest:", "end"] => break,
             ["guest:", "job", who, kind, depth, rate] => {
@@ -130,7 +127,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             _ => return Err(line.into()),
         }
     }
-    guest.end();
+    guest.end()?;
     let spread = |who: &str, kind: &str, depth: usize| {
         let of = results.iter().filter(|result| {
             (result.0.as_str(), result.1.as_str(), result.2) == (who, kind, depth)

@@ -45,6 +45,14 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
+    /// A guest of another monitor did not do what it should.
+    #[error("the guest {what}; its last line: {}", .console.lines().last().unwrap_or("none"))]
+    Guest {
+        /// What it did or did not.
+        what: String,
+        /// The end of its console.
+        console: String,
+    },
     /// A job took too long.
     #[error("the job did not end within {seconds} s: the console output shows what it was doing")]
     TimedOut {

@@ -17,6 +17,10 @@
 //! cargo run -p walvisor-guest-images -- run job.sh [FILE ...]      runs job.sh; FILEs are found in $JOB
 //!                                          [--walvisor PATH]       (default: built with cargo)
 //!                                          [--results DIR]         keeps what the job put into $RESULTS
+//! cargo run -p walvisor-guest-images -- user-mode script.sh        user-mode Linux, near native: streams its console
+//!                                          [--disk SOCKET]         a vhost-user disk, as /dev/vda, /dev/vdb, ...
+//!                                          [--module NAME]         loaded before the script runs
+//!                                          [--files-of-this-machine]   read-only, in place of busybox and fio in memory
 //! cargo run -p walvisor-guest-images -- demo                       what `make demo` runs
 //! ```
 //!
@@ -39,6 +43,7 @@ mod area;
 mod cache;
 mod demo;
 mod error;
+pub mod guest;
 mod images;
 mod job;
 mod kernel;
@@ -54,6 +59,7 @@ mod userland;
 pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
+pub use guest::{Guest, UserMode};
 pub use images::GuestImages;
 pub use job::{Job, Outcome};
 pub use machine::Machine;

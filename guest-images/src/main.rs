@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, GuestImages, Job, Reporter, Result, demo, walvisor_binary,
+    Cache, Error, GuestImages, Job, Reporter, Result, UserMode, demo, guest::END, walvisor_binary,
 };
 
 #[derive(Parser)]
@@ -39,6 +39,20 @@ enum Action {
         /// Kills the job after so many seconds
         #[arg(long, default_value_t = 600)]
         seconds: u64,
+    },
+    /// Runs a shell script in user-mode Linux; what comes on stdin is typed on its console
+    UserMode {
+        /// The script
+        script: PathBuf,
+        /// A module to load, with those that it needs; may be given several times
+        #[arg(long = "module", value_name = "NAME")]
+        modules: Vec<String>,
+        /// The socket of a vhost-user disk: /dev/vda, then /dev/vdb, ...; may be given several times
+        #[arg(long = "disk", value_name = "SOCKET")]
+        disks: Vec<PathBuf>,
+        /// With the files of this machine, which it cannot change, in place of busybox, e2fsprogs and fio in its memory
+        #[arg(long)]
+        files_of_this_machine: bool,
     },
     /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
     Demo {
@@ -99,8 +113,64 @@ fn act(arguments: Arguments) -> Result<u8> {
             }
             Ok(u8::try_from(outcome.status).unwrap_or(1))
         }
+        Action::UserMode {
+            script,
+            modules,
+            disks,
+            files_of_this_machine,
+        } => {
+            let disks: Result<_> = disks.iter().map(|disk| absolute(disk)).collect();
+            let disks = disks?;
+            let guest = UserMode { disks, modules };
+            user_mode(&cache, &guest, &read(&script)?, files_of_this_machine)
+        }
         Action::Demo { walvisor, output } => demo(&cache, &binary(walvisor)?, &output).map(|()| 0),
     }
+}
+
+/// Streams the console of a guest in user-mode Linux until its end.
+fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Result<u8> {
+    let reporter = Reporter::streaming();
+    UserMode::install(&reporter)?;
+    let directory = tempfile::tempdir().map_err(|source| Error::File {
+        action: "create a directory in",
+        path: std::env::temp_dir(),
+        source,
+    })?;
+    let mut guest = match here {
+        true => guest.boot_here(directory.path(), script)?,
+        false => {
+            let images = GuestImages::ensure(cache, &reporter)?;
+            guest.boot(directory.path(), &images, script)?
+        }
+    };
+    if let Some(mut input) = guest.input() {
+        std::thread::spawn(move || {
+            // Until one of both ends; then nothing more is typed, but the console is not hung up.
+            let _ = std::io::copy(&mut std::io::stdin(), &mut input);
+            std::mem::forget(input);
+        });
+    }
+    let mut ended = false;
+    while let Some(line) = guest.line()? {
+        ended |= line == END;
+        reporter.console(&line);
+    }
+    guest.end()?;
+    match ended {
+        true => Ok(0),
+        false => Err(Error::Unusable(
+            "the guest ended before its script: its console shows how far it came".to_owned(),
+        )),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|source| Error::File {
+        action: "find",
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// The binary that was named, else one built now.

@@ -4,8 +4,8 @@ use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::ControlFlow;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Output};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Output};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
@@ -99,15 +99,13 @@ impl Leashed {
         Ok(Self { child, whole_group })
     }
 
-    /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
-    /// five times a second meanwhile; if `each` answers `Break`, gives up and returns `None`.
-    ///
-    /// # Errors
-    /// The child cannot be waited for.
-    pub(crate) fn watch(
-        &mut self,
-        mut each: impl FnMut(Option<&str>) -> ControlFlow<()>,
-    ) -> io::Result<Option<ExitStatus>> {
+    /// What its standard input reads from, if that is a pipe. The first caller gets it.
+    pub(crate) fn input(&mut self) -> Option<ChildStdin> {
+        self.child.stdin.take()
+    }
+
+    /// The lines of its standard output, which must be a pipe, as they come. The first caller gets them.
+    pub(crate) fn lines(&mut self) -> Receiver<String> {
         let (sender, lines) = mpsc::channel();
         let output = self.child.stdout.take();
         std::thread::spawn(move || {
@@ -123,6 +121,27 @@ impl Leashed {
             }
             Some(())
         });
+        lines
+    }
+
+    /// Waits for the child's end.
+    ///
+    /// # Errors
+    /// The child cannot be waited for.
+    pub(crate) fn wait(&mut self) -> io::Result<ExitStatus> {
+        self.child.wait()
+    }
+
+    /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
+    /// five times a second meanwhile; if `each` answers `Break`, gives up and returns `None`.
+    ///
+    /// # Errors
+    /// The child cannot be waited for.
+    pub(crate) fn watch(
+        &mut self,
+        mut each: impl FnMut(Option<&str>) -> ControlFlow<()>,
+    ) -> io::Result<Option<ExitStatus>> {
+        let lines = self.lines();
         loop {
             let flow = match lines.recv_timeout(Duration::from_millis(200)) {
                 Ok(line) => each(Some(&line)),

@@ -4,8 +4,31 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use walvisor_guest_images::{
-    Cache, Error, Job, Machine, Outcome, Reporter, obstacle, walvisor_binary,
+    Cache, Error, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle,
+    walvisor_binary,
 };
+
+/// Installs what a test needs. `false`: that cannot be, and `skipped: why` was printed.
+#[must_use]
+pub fn have(program: &str, package: &str) -> bool {
+    match install_missing(&[(program, package)], &Reporter::quiet(None)) {
+        Ok(()) => true,
+        Err(error) => {
+            println!("skipped: no {program}, and {package} cannot be installed: {error}");
+            false
+        }
+    }
+}
+
+/// What guests of Linux boot.
+///
+/// # Panics
+/// It cannot be built.
+#[must_use]
+pub fn images() -> GuestImages {
+    let cache = Cache::open(None).expect("the image cache");
+    GuestImages::ensure(&cache, &Reporter::quiet(None)).expect("the guest's images")
+}
 
 /// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints the console, which
 /// the test harness shows if the test fails. `None`: this machine cannot, and `skipped: why` was printed.

@@ -1,11 +1,8 @@
 //! The disk as a SCSI disk under libiscsi's conformance tests, through the SCSI target and the generic SCSI driver of user-mode
 //! Linux, in which `walvisor serve tcmu` runs too.
 
-#[path = "vhost_user/guest.rs"]
-mod guest;
-
-use guest::{Guest, have};
-use walvisor_guest_images::walvisor_binary;
+use walvisor_guest_images::{UserMode, walvisor_binary};
+use walvisor_tests::have;
 
 /// Commands that the tests know, and the server does not.
 const NOT_THERE: &str = "guest: not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
@@ -61,10 +58,14 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         "target_core_user",
         "tcm_loop",
     ];
-    let mut guest = Guest::user_mode_here(dir.path(), &modules, &script);
+    let guest = UserMode {
+        modules: modules.map(str::to_owned).to_vec(),
+        ..UserMode::default()
+    };
+    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
     let mut said = Vec::new();
     while said.last().is_none_or(|line| line != "guest: end") {
-        said.push(guest.wait_for("guest: "));
+        said.push(guest.wait_for("guest: ").unwrap());
     }
     assert_eq!(
         said,
@@ -85,5 +86,5 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         "{}",
         guest.console()
     );
-    guest.end();
+    guest.end().unwrap();
 }

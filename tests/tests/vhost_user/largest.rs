@@ -2,8 +2,8 @@
 
 use std::fs::File;
 
-use super::guest::{Guest, have, images};
-use super::{Daemon, succeed};
+use super::{Daemon, succeed, user_mode};
+use walvisor_tests::{have, images};
 
 const LARGEST: u64 = (1 << 63) - 512;
 
@@ -42,16 +42,21 @@ fn linux_uses_the_last_sector_of_the_largest_disk() {
     );
     let daemon = Daemon::start(roomy.path(), "--disk path=disk.img,socket=s");
     let socket = roomy.path().join("s");
-    let mut guest = Guest::user_mode(dir.path(), &images, &socket, SCRIPT);
+    let mut guest = user_mode(&socket)
+        .boot(dir.path(), &images, SCRIPT)
+        .unwrap();
     let sectors = LARGEST / 512;
     assert_eq!(
-        guest.wait_for("guest: sectors"),
+        guest.wait_for("guest: sectors").unwrap(),
         format!("guest: sectors {sectors}")
     );
-    assert_eq!(guest.wait_for("guest: wrote"), "guest: wrote 0");
-    assert_eq!(guest.wait_for("guest: read"), "guest: read the end 4096");
-    guest.wait_for("guest: end");
-    guest.end();
+    assert_eq!(guest.wait_for("guest: wrote").unwrap(), "guest: wrote 0");
+    assert_eq!(
+        guest.wait_for("guest: read").unwrap(),
+        "guest: read the end 4096"
+    );
+    guest.wait_for("guest: end").unwrap();
+    guest.end().unwrap();
     daemon.stop();
     succeed(roomy.path(), "disk check disk.img");
 }

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use walvisor_guest_images::GuestImages;
+use walvisor_guest_images::{Guest, GuestImages};
 
-use super::guest::{Guest, have, images};
-use super::{Daemon, succeed};
+use super::{Daemon, succeed, user_mode};
+use walvisor_tests::{have, images};
 
 /// Each write waits for its FLUSH, and the guest's kernel has none to merge it with. For so long that the guests meet, however
 /// much later than the other one of them comes.
@@ -46,17 +46,17 @@ fn syncs_per_flush(images: &GuestImages, disks: &[&str]) -> f64 {
             let own = dir.join(disk);
             fs::create_dir(&own).unwrap();
             let socket = dir.join(format!("{disk}.sock"));
-            Guest::user_mode(&own, images, &socket, STORM)
+            user_mode(&socket).boot(&own, images, STORM).unwrap()
         })
         .collect();
     for guest in &mut guests {
-        guest.wait_for("guest: ready");
+        guest.wait_for("guest: ready").unwrap();
     }
     for guest in &mut guests {
-        assert_eq!(guest.wait_for("guest: fio"), "guest: fio 0");
+        assert_eq!(guest.wait_for("guest: fio").unwrap(), "guest: fio 0");
     }
     for guest in guests {
-        guest.end();
+        guest.end().unwrap();
     }
     daemon.stop();
     let metrics = fs::read_to_string(Path::new(dir).join("metrics.txt")).unwrap();

@@ -1,6 +1,5 @@
 //! `walvisor serve vhost-user` under Linux guests of other monitors: user-mode Linux, and QEMU in full emulation.
 
-mod guest;
 mod largest;
 mod log_shared;
 mod qemu;
@@ -12,11 +11,19 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use rustix::process::{Pid, Signal, kill_process};
-use walvisor_guest_images::walvisor_binary;
+use walvisor_guest_images::{UserMode, walvisor_binary};
 
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| walvisor_binary("dev").expect("building walvisor"))
+}
+
+/// User-mode Linux with the disk at `socket` as /dev/vda.
+fn user_mode(socket: &Path) -> UserMode {
+    UserMode {
+        disks: vec![socket.to_owned()],
+        modules: Vec::new(),
+    }
 }
 
 /// Runs `walvisor` in `dir` to its end.

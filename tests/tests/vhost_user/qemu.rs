@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::guest::{Guest, have, images};
 use super::{Daemon, succeed};
+use walvisor_guest_images::Guest;
+use walvisor_tests::{have, images};
 
 /// What the guest does: file systems and fio.
 fn storm(loops: u32) -> String {
@@ -25,7 +26,7 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
         return;
     }
     goes_on(3, "", |dir| {
-        Guest::qemu(dir, &images(), &dir.join("s"), 2, &storm(6))
+        Guest::qemu(dir, &images(), &dir.join("s"), 2, &storm(6)).unwrap()
     });
 }
 
@@ -47,7 +48,7 @@ fn a_guest_of_libvirt_goes_on_when_its_daemon_was_killed_and_is_back() {
     let domain = std::fs::read_to_string(domain).unwrap();
     // libvirt has another user.
     goes_on(1, "--mode 666", |dir| {
-        Guest::libvirt(dir, &images(), &domain, &dir.join("s"), &storm(1))
+        Guest::libvirt(dir, &images(), &domain, &dir.join("s"), &storm(1)).unwrap()
     });
 }
 
@@ -62,8 +63,8 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     let mut guest = start(dir);
     for _ in 0..kills {
         // The last answer comes from the daemon that is killed next.
-        guest.wait_for("guest: at work");
-        guest.wait_for("guest: at work");
+        guest.wait_for("guest: at work").unwrap();
+        guest.wait_for("guest: at work").unwrap();
         daemon.kill();
         // Requests pile up meanwhile.
         std::thread::sleep(Duration::from_millis(300));
@@ -71,15 +72,15 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     }
     assert_eq!(next_result(&mut guest), "guest: fio 0");
     assert_eq!(next_result(&mut guest), "guest: fsck 0");
-    guest.wait_for("guest: end");
-    assert!(guest.end().success());
+    guest.wait_for("guest: end").unwrap();
+    assert!(guest.end().unwrap().success());
     daemon.stop();
     succeed(dir, "disk check disk.img");
 }
 
 fn next_result(guest: &mut Guest) -> String {
     loop {
-        let line = guest.wait_for("guest: ");
+        let line = guest.wait_for("guest: ").unwrap();
         if line != "guest: at work" {
             return line;
         }

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::guest::{Guest, have, images};
-use super::{Daemon, succeed};
+use super::{Daemon, succeed, user_mode};
+use walvisor_tests::{have, images};
 
 #[test]
 fn a_file_system_works_and_is_in_the_image_afterwards() {
@@ -14,10 +14,9 @@ fn a_file_system_works_and_is_in_the_image_afterwards() {
     let dir = dir.path();
     succeed(dir, "disk create disk.img --size 128M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s,serial=the-disk");
-    let mut guest = Guest::user_mode(
+    let guest = user_mode(&dir.join("s")).boot(
         dir,
         &images,
-        &dir.join("s"),
         "echo guest: serial $(cat /sys/block/vda/serial) size $(cat /sys/block/vda/size)
          mkfs.ext4 -q /dev/vda && mount -o discard /dev/vda /mnt
          fio --name=verify --directory=/mnt --rw=randwrite --bs=4k-64k --size=24M --fsync=16 --verify=crc32c \
@@ -26,15 +25,16 @@ fn a_file_system_works_and_is_in_the_image_afterwards() {
          echo 'it was written' >/mnt/file; rm /mnt/verify*; fstrim /mnt; echo guest: trim $?
          umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?",
     );
+    let mut guest = guest.unwrap();
     assert_eq!(
-        guest.wait_for("guest: serial"),
+        guest.wait_for("guest: serial").unwrap(),
         "guest: serial the-disk size 262144"
     );
-    assert_eq!(guest.wait_for("guest: fio"), "guest: fio 0");
-    assert_eq!(guest.wait_for("guest: trim"), "guest: trim 0");
-    assert_eq!(guest.wait_for("guest: fsck"), "guest: fsck 0");
-    guest.wait_for("guest: end");
-    guest.end();
+    assert_eq!(guest.wait_for("guest: fio").unwrap(), "guest: fio 0");
+    assert_eq!(guest.wait_for("guest: trim").unwrap(), "guest: trim 0");
+    assert_eq!(guest.wait_for("guest: fsck").unwrap(), "guest: fsck 0");
+    guest.wait_for("guest: end").unwrap();
+    guest.end().unwrap();
     daemon.stop();
     succeed(dir, "disk check disk.img");
     let output = std::process::Command::new("debugfs")
@@ -71,11 +71,11 @@ fn a_kill_of_the_daemon_loses_nothing_that_fsync_acknowledged() {
         let serve = || Daemon::start(dir, &format!("--disk path={disk},socket=s"));
         succeed(dir, &format!("disk create {disk} --size 128M"));
         let daemon = serve();
-        let mut guest = Guest::user_mode(dir, &images, &dir.join("s"), STORM);
+        let mut guest = user_mode(&dir.join("s")).boot(dir, &images, STORM).unwrap();
         let mut stored: HashMap<String, u64> = HashMap::new();
         let mut count = 0;
         while count < kill_after {
-            let line = guest.wait_for("guest: stored");
+            let line = guest.wait_for("guest: stored").unwrap();
             let mut words = line.split(' ').skip(2);
             let writer = words.next().unwrap().to_owned();
             stored.insert(writer, words.next().unwrap().parse().unwrap());
@@ -101,12 +101,14 @@ fn a_kill_of_the_daemon_loses_nothing_that_fsync_acknowledged() {
              {check}
              umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?"
         );
-        let mut guest = Guest::user_mode(dir, &images, &dir.join("s"), &script);
-        guest.wait_for("guest: mounted");
+        let mut guest = user_mode(&dir.join("s"))
+            .boot(dir, &images, &script)
+            .unwrap();
+        guest.wait_for("guest: mounted").unwrap();
         // What is lost is told before this.
-        assert_eq!(guest.wait_for("guest: "), "guest: fsck 0");
-        guest.wait_for("guest: end");
-        guest.end();
+        assert_eq!(guest.wait_for("guest: ").unwrap(), "guest: fsck 0");
+        guest.wait_for("guest: end").unwrap();
+        guest.end().unwrap();
         daemon.stop();
     }
 }

@@ -1,0 +1,67 @@
+//! What guests boot that have no files of their own.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::FINISH;
+use crate::error::{FileContext, Result};
+use crate::images::GuestImages;
+
+/// What every guest does before its script.
+const BEGIN: &str = "#!/bin/sh
+export PATH=/bin:/sbin HOME=/
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs run /run
+for module in $(ls /uml/*.ko 2>/dev/null || ls /modules/*.ko); do insmod $module || echo guest: no $module; done
+";
+
+/// Makes an initramfs in `directory` with busybox, e2fsprogs and fio, that runs `script`. With `modules` it loads those and
+/// none of the images' own, which are of another kernel.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub(super) fn initramfs(
+    directory: &Path,
+    images: &GuestImages,
+    script: &str,
+    modules: &[PathBuf],
+) -> Result<PathBuf> {
+    let mut archive = Vec::new();
+    for name in ["initramfs-base.cpio", "initramfs-fio.cpio"] {
+        let part = images.path(name);
+        archive.extend(fs::read(&part).at("read", &part)?);
+    }
+    let init = format!("{BEGIN}{script}{FINISH}");
+    entry(&mut archive, "init", 0o100_755, init.as_bytes());
+    if !modules.is_empty() {
+        entry(&mut archive, "uml", 0o040_755, b"");
+    }
+    for (position, module) in modules.iter().enumerate() {
+        let name = module.file_name().unwrap_or_default().to_string_lossy();
+        let content = fs::read(module).at("read", module)?;
+        // They are loaded in the order of their names.
+        let name = format!("uml/{position:02}-{name}");
+        entry(&mut archive, &name, 0o100_644, &content);
+    }
+    entry(&mut archive, "TRAILER!!!", 0, b"");
+    let path = directory.join("initramfs.cpio");
+    fs::write(&path, archive).at("write", &path)?;
+    Ok(path)
+}
+
+/// Appends a file to an archive in the kernel's format (newc). What comes later replaces what was there before.
+fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) {
+    let (inode, links) = (archive.len() as u32, 1);
+    let (size, name_size) = (content.len() as u32, name.len() as u32 + 1);
+    let fields = [inode, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0];
+    archive.extend(b"070701");
+    for field in fields {
+        // Nothing fails that writes to memory.
+        let _ = write!(archive, "{field:08x}");
+    }
+    archive.extend(name.as_bytes());
+    archive.push(0);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+    archive.extend(content);
+    archive.resize(archive.len().next_multiple_of(4), 0);
+}

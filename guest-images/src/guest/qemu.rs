@@ -1,0 +1,115 @@
+//! QEMU in full emulation: a kernel of the distribution, on any machine.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::Path;
+use std::process::Command;
+
+use super::Guest;
+use super::initramfs::initramfs;
+use crate::error::{FileContext, Result};
+use crate::images::GuestImages;
+
+/// The user that nothing belongs to.
+const NOBODY: u32 = 65534;
+
+impl Guest {
+    /// QEMU in full emulation with the disk at `socket` as /dev/vda, connected anew whenever the daemon is back.
+    ///
+    /// # Errors
+    /// A file cannot be read or written, or QEMU cannot be started.
+    pub fn qemu(
+        dir: &Path,
+        images: &GuestImages,
+        socket: &Path,
+        queues: u16,
+        script: &str,
+    ) -> Result<Self> {
+        let initramfs = initramfs(dir, images, script, &[])?;
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-no-reboot"])
+            .args(["-display", "none", "-serial", "stdio", "-cpu", "max"])
+            .args(["-machine", "q35,accel=tcg,memory-backend=memory"])
+            .args([
+                "-object",
+                "memory-backend-memfd,id=memory,size=512M,share=on",
+            ])
+            .args(["-smp", "2", "-m", "512M"])
+            .arg("-kernel")
+            .arg(images.path("vmlinuz"))
+            .arg("-initrd")
+            .arg(initramfs)
+            .args(["-append", "console=ttyS0 quiet panic=-1"])
+            .arg("-chardev")
+            .arg(format!(
+                "socket,id=disk,path={},reconnect=1",
+                socket.display()
+            ))
+            .arg("-device")
+            .arg(format!(
+                "vhost-user-blk-pci,chardev=disk,num-queues={queues}"
+            ));
+        Self::spawn(command, dir)
+    }
+
+    /// A domain of libvirt, its disk moved from `/run/walvisor/vm.sock` to `socket`. Without libvirt's daemon.
+    ///
+    /// # Errors
+    /// A file cannot be read or written, or the guest cannot be started.
+    pub fn libvirt(
+        dir: &Path,
+        images: &GuestImages,
+        domain: &str,
+        socket: &Path,
+        script: &str,
+    ) -> Result<Self> {
+        let own = dir.join("libvirt");
+        fs::create_dir(&own).at("create", &own)?;
+        let kernel = images.path("vmlinuz");
+        fs::copy(&kernel, own.join("vmlinuz")).at("copy", &kernel)?;
+        initramfs(&own, images, script, &[])?;
+        // A user that is not root needs no set-up of the system for libvirt.
+        let nobody = rustix::process::geteuid().is_root();
+        if nobody {
+            let reachable = fs::Permissions::from_mode(0o755);
+            fs::set_permissions(dir, reachable).at("set the mode of", dir)?;
+            chown(&own, Some(NOBODY), Some(NOBODY)).at("change the owner of", &own)?;
+        }
+        let place = own.display();
+        let domain = domain
+            .replace("/run/walvisor/vm.sock", &socket.display().to_string())
+            .replace(
+                "</os>",
+                &format!(
+                    "<kernel>{place}/vmlinuz</kernel><initrd>{place}/initramfs.cpio</initrd>
+                     <cmdline>console=ttyS0 quiet panic=-1</cmdline></os>"
+                ),
+            )
+            .replace(
+                "</devices>",
+                &format!("<serial type='pipe'><source path='{place}/console'/></serial></devices>"),
+            );
+        let description = own.join("domain.xml");
+        fs::write(&description, domain).at("write", &description)?;
+        let run = format!("virt-qemu-run -r {place}/root domain.xml >libvirt.log 2>&1");
+        let run = match nobody {
+            // What libvirt starts is its child no more: it gets a parent here, and ends with it.
+            true => format!(
+                "unshare --pid --fork --kill-child --mount-proc sh -c 'setpriv --reuid={NOBODY} --regid={NOBODY} \\
+                 --clear-groups {run} & wait'"
+            ),
+            false => run,
+        };
+        let script = format!(
+            "mkfifo -m 666 console.in console.out
+             export HOME=$PWD XDG_RUNTIME_DIR=$PWD
+             {run} &
+             cat console.out
+             kill -9 $!"
+        );
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]);
+        Self::spawn(command, &own)
+    }
+}

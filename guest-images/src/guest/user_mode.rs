@@ -1,0 +1,149 @@
+//! User-mode Linux: a kernel that is a program. It has one processor.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::initramfs::initramfs;
+use super::{FINISH, Guest};
+use crate::error::{Error, FileContext, Result};
+use crate::images::GuestImages;
+use crate::packages::install_missing;
+use crate::reporter::Reporter;
+
+/// Where its package keeps its modules, below a directory named by the kernel's version.
+const MODULES: &str = "/usr/lib/uml/modules";
+/// The module of its disks over vhost-user.
+const DISK_MODULE: &str = "virtio_blk";
+
+/// What a guest over the files of this machine does first.
+const BEGIN: &str = "#!/bin/sh
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
+for directory in /run /var /mnt; do mount -t tmpfs memory $directory; done
+stty -echo </dev/tty0
+";
+
+/// What a guest is made of.
+#[derive(Clone, Debug, Default)]
+pub struct UserMode {
+    /// Sockets of vhost-user disks: /dev/vda, /dev/vdb, ...
+    pub disks: Vec<PathBuf>,
+    /// Modules to load, with those that they need, by their names.
+    pub modules: Vec<String>,
+}
+
+impl UserMode {
+    /// Installs what this needs, if it is missing.
+    ///
+    /// # Errors
+    /// It is missing, and apt cannot install it: mostly because the caller is not root.
+    pub fn install(reporter: &Reporter) -> Result<()> {
+        install_missing(
+            &[("linux.uml", "user-mode-linux"), ("modprobe", "kmod")],
+            reporter,
+        )
+    }
+
+    /// A guest with busybox, e2fsprogs and fio in its memory, that runs `script`. `directory` keeps what it boots.
+    ///
+    /// # Errors
+    /// A module is not there, a file cannot be read or written, or the guest cannot be started.
+    pub fn boot(&self, directory: &Path, images: &GuestImages, script: &str) -> Result<Guest> {
+        let modules = match self.wanted().as_slice() {
+            [] => Vec::new(),
+            wanted => in_load_order(directory, wanted)?,
+        };
+        let initramfs = initramfs(directory, images, script, &modules)?;
+        let mut command = self.command(directory, "256M");
+        command.arg(format!("initrd={}", initramfs.display()));
+        Guest::spawn(command, directory)
+    }
+
+    /// A guest over the files of this machine, which it cannot change. `script` runs in an empty directory in memory;
+    /// `directory` keeps what the guest boots.
+    ///
+    /// # Errors
+    /// A file cannot be written, or the guest cannot be started.
+    pub fn boot_here(&self, directory: &Path, script: &str) -> Result<Guest> {
+        let place = module_tree(directory)?;
+        let modules: String = self
+            .wanted()
+            .iter()
+            .map(|module| {
+                format!(
+                    "modprobe -d {} {module} || echo guest: no {module}\n",
+                    place.display()
+                )
+            })
+            .collect();
+        let init = directory.join("init");
+        let text = format!("{BEGIN}{modules}cd /mnt\n{script}{FINISH}");
+        fs::write(&init, text).at("write", &init)?;
+        fs::set_permissions(&init, fs::Permissions::from_mode(0o755))
+            .at("set the mode of", &init)?;
+        let mut command = self.command(directory, "1G");
+        command
+            .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"])
+            .arg(format!("init={}", init.display()));
+        Guest::spawn(command, directory)
+    }
+
+    fn wanted(&self) -> Vec<&str> {
+        let disks = (!self.disks.is_empty()).then_some(DISK_MODULE);
+        let modules = self.modules.iter().map(String::as_str);
+        disks.into_iter().chain(modules).collect()
+    }
+
+    fn command(&self, directory: &Path, memory: &str) -> Command {
+        let mut command = Command::new("linux.uml");
+        command
+            .arg(format!("mem={memory}"))
+            .args(["con=null", "con0=fd:0,fd:1", "quiet"])
+            .arg(format!("uml_dir={}", directory.display()));
+        for disk in &self.disks {
+            // 2 is the number of a block device.
+            command.arg(format!("virtio_uml.device={}:2", disk.display()));
+        }
+        command
+    }
+}
+
+/// A directory as `modprobe -d` wants it.
+fn module_tree(directory: &Path) -> Result<&Path> {
+    let lib = directory.join("lib");
+    fs::create_dir_all(&lib).at("create", &lib)?;
+    let link = lib.join("modules");
+    if !link.is_symlink() {
+        symlink(MODULES, &link).at("create", &link)?;
+    }
+    Ok(directory)
+}
+
+/// The files of `modules` and of those that they need.
+fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
+    let place = module_tree(directory)?;
+    let version = fs::read_dir(MODULES)
+        .at("read", MODULES)?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .next()
+        .ok_or_else(|| Error::Unusable(format!("{MODULES} is empty: reinstall user-mode-linux")))?;
+    let mut files: Vec<PathBuf> = Vec::new();
+    for module in modules {
+        let mut command = Command::new("modprobe");
+        command.args(["--show-depends", "-S", &version, "-d"]);
+        let output = crate::process::run(command.arg(place).arg(module))?;
+        // `insmod PATH` each, in order; `builtin NAME` for what needs no loading.
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            let Some(path) = line.strip_prefix("insmod ") else {
+                continue;
+            };
+            let path = PathBuf::from(path.trim());
+            if !files.contains(&path) {
+                files.push(path);
+            }
+        }
+    }
+    Ok(files)
+}
