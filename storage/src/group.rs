@@ -101,16 +101,30 @@ impl Log {
         {
             return Some(lead);
         }
-        let behind = WRITE_BEHIND.min(self.segment_size as usize / 8);
-        if role != Role::Syncs && state.queued_bytes >= behind {
+        let leads = match role {
+            Role::All => true,
+            Role::Syncs => self.writer_alone,
+            Role::Batches => !self.writer_alone,
+        };
+        if leads && self.is_behind(state) {
             return self.batch(state, spare, false);
         }
         None
     }
 
+    /// So much is pending that it is written while nobody waits for it.
+    fn is_behind(&self, state: &State) -> bool {
+        state.queued_bytes >= WRITE_BEHIND.min(self.segment_size as usize / 8)
+    }
+
     /// Takes the lead of a group that syncs, or of what has to come before its sync.
     fn lead_sync(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
-        if !state.syncing && !state.waiters.is_empty() {
+        if state.waiters.is_empty() {
+            state.group_end = None;
+        } else if state.group_end.is_some() {
+            // It has begun: nobody is waited for any more.
+            return self.serve_each(state, spare);
+        } else if !state.syncing {
             match self.gather(state) {
                 Verdict::Start => {
                     if let Some(group) = self.serve(state, spare) {
@@ -134,6 +148,7 @@ impl Log {
         let wanted = !state.waiters.is_empty()
             && (self.is_urgent(state) || !state.gather.holds(state.waiters.len(), complete));
         let wanted = wanted || state.unsynced.len() >= MOST_UNSYNCED;
+        let wanted = wanted || (self.writer_alone && self.is_behind(state));
         let called = state.writer_asleep && !state.syncing && wanted;
         state.writer_asleep &= !called;
         called.then_some(writer)
@@ -158,6 +173,10 @@ impl Log {
     /// The next step towards a sync for those who wait. `None` if it is not this thread's: what they wait for is
     /// being written, or has no room.
     fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+        if self.write_per_waiter {
+            state.group_end = self.next_served(state).map(|waiter| waiter.lsn).max();
+            return self.serve_each(state, spare);
+        }
         let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
         if state.writing.is_empty() {
             if state.pending.is_empty() {
@@ -180,18 +199,52 @@ impl Log {
         }
     }
 
+    /// The next step of a group whose waiters are written for one by one: those who waited when it began.
+    fn serve_each(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+        let (end, written) = (state.group_end?, self.written.load(Ordering::Acquire));
+        if state.syncing {
+            return None;
+        }
+        if state.batched < end {
+            let batch = self.batch(state, spare, false);
+            if batch.is_some() || !state.writing.is_empty() {
+                return batch;
+            }
+            // There is no room. Whoever waits only for what is written gets the sync.
+            state.group_end = None;
+            let ready = self.next_served(state).any(|waiter| waiter.lsn <= written);
+            return ready.then(|| self.sync_only(state));
+        }
+        if written < end {
+            return None;
+        }
+        state.group_end = None;
+        Some(self.sync_only(state))
+    }
+
     /// How many pending records make the next batch, and the bytes of its header and padded payloads.
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let mut count = 0;
         let mut payload = 0;
         // All that may be pending, so that one sync serves all, unless segments are small or a record is longer.
         let most = PENDING_LIMIT.min(self.segment_size as usize / 4);
-        // Without group commit only what this FLUSH has to wait for is written with it.
-        let last = match state.waiters.first() {
-            Some(first) if self.most_served == 1 => first.lsn,
-            _ => u64::MAX,
+        // Without group commit only what this FLUSH has to wait for is written with it; with a write for each waiter, what
+        // the next of them has to wait for, if it comes from one port. But what a checkpoint waits for is written in
+        // one piece: so it fits the ring's last segment.
+        let (last, port) = match state.waiters.first() {
+            Some(first) if self.most_served == 1 => (first.lsn, None),
+            _ if self.write_per_waiter && !state.is_draining() => {
+                let waited = state.waiters.iter().map(|waiter| waiter.lsn);
+                let next = waited.filter(|&lsn| lsn > state.batched).min();
+                let port = state.pending.front().map(|record| record.port);
+                (next.unwrap_or(u64::MAX), port)
+            }
+            _ => (u64::MAX, None),
         };
-        let records = state.pending.iter().take_while(|record| record.lsn <= last);
+        let records = state
+            .pending
+            .iter()
+            .take_while(|record| record.lsn <= last && port.is_none_or(|port| port == record.port));
         for record in records.take(format::MAX_DESCRIPTORS) {
             let more = payload + record.payload_len();
             if count > 0 && more > most {
@@ -463,6 +516,7 @@ impl Log {
                     at += record.payload_len() as u64;
                 }
             }
+            self.counters.writes.fetch_add(1, Ordering::Relaxed);
             self.counters
                 .log_bytes
                 .fetch_add(batch.bytes, Ordering::Relaxed);

@@ -74,6 +74,8 @@ mod mutant;
 #[cfg(feature = "engine")]
 mod orders;
 #[cfg(feature = "engine")]
+mod pace;
+#[cfg(feature = "engine")]
 mod port;
 #[cfg(feature = "engine")]
 mod recovery;
@@ -112,6 +114,7 @@ pub use {
     gather::CommitWait,
     image::Image,
     inspect::{DiskReport, LogReport, inspect},
+    pace::Pace,
     port::Port,
     resize::{Resize, resize_disk},
     store::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir},

@@ -67,6 +67,8 @@ pub(crate) struct Waiter {
 
 /// A record that has an LSN and waits to be written.
 pub(crate) struct Record {
+    /// The port that it came from, or one that is gone.
+    pub port: usize,
     pub disk: Arc<DiskState>,
     pub lsn: u64,
     pub kind: Kind,
@@ -132,6 +134,8 @@ pub(crate) struct State {
     /// Bytes of pending records alone.
     pub queued_bytes: usize,
     pub waiters: Vec<Waiter>,
+    /// Up to where the group that is being written waiter by waiter goes, until its sync begins.
+    pub group_end: Option<u64>,
     /// Clients of all ports who wait, and all that there are.
     pub waiting_clients: usize,
     pub open_clients: usize,
@@ -254,6 +258,10 @@ pub(crate) struct Log {
     pub segment_size: u64,
     pub max_segments: u32,
     pub medium: Box<dyn Medium>,
+    /// Each waiter of a group has a write of its own.
+    pub write_per_waiter: bool,
+    /// The writer leads every batch, not only those that sync.
+    pub writer_alone: bool,
     /// Most waiters that one group serves: no limit, or 1 without group commit.
     pub most_served: usize,
     pub durable: AtomicU64,
@@ -295,13 +303,14 @@ impl Log {
         }
     }
 
-    /// Gives a record its LSN, makes it visible to readers and queues it for the log.
+    /// Gives a record of a port its LSN, makes it visible to readers and queues it for the log.
     /// `payload` carries its CRC-32C, taken from the copy.
     ///
     /// # Errors
     /// If too much is pending or waits for a checkpoint.
     pub(crate) fn append(
         &self,
+        port: &Arc<Mailbox>,
         disk: &Arc<DiskState>,
         kind: Kind,
         sector: u64,
@@ -345,6 +354,7 @@ impl Log {
         }
         disk.last_lsn.store(lsn, Ordering::Release);
         let record = Record {
+            port: Arc::as_ptr(port).addr(),
             disk: disk.clone(),
             lsn,
             kind,

@@ -227,7 +227,14 @@ impl Port {
             payload,
         } = modification;
         let log = &self.committer.log;
-        let lsn = match log.append(&self.disk, kind, sector, sectors, payload) {
+        let lsn = match log.append(
+            &self.committer.mailbox,
+            &self.disk,
+            kind,
+            sector,
+            sectors,
+            payload,
+        ) {
             Ok(lsn) => lsn,
             Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
             Err(Refused::HeldBack(payload)) => {

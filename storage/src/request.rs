@@ -105,6 +105,8 @@ pub struct LogCounters {
     pub flushes_grouped: u64,
     /// Commit groups made durable.
     pub groups: u64,
+    /// Writes to log segments: one for each batch.
+    pub writes: u64,
     /// Device syncs (fdatasync) of log segments.
     pub syncs: u64,
     /// Bytes written to segments, headers and padding included.

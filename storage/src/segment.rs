@@ -9,8 +9,9 @@ use std::time::Duration;
 use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, Result};
 use crate::file::{self, DataFile};
-use crate::sync::Event;
+use crate::pace::Pace;
 use crate::sync::atomic::AtomicU64;
+use crate::sync::{Arc, Event};
 
 /// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
@@ -48,6 +49,8 @@ pub(crate) struct Directory {
     pub engine: EngineKind,
     /// See [`StoreOptions::sync_latency`](crate::StoreOptions::sync_latency).
     pub sync_latency: Duration,
+    /// See [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second).
+    pub pace: Arc<Pace>,
 }
 
 /// One segment file. Whoever holds it in an `Arc` pins it: it is recycled only when nobody does.
@@ -154,6 +157,6 @@ impl Medium for Directory {
     }
 
     fn writer_engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
-        Ok(engine::create_writer(self.sync_latency))
+        Ok(engine::create_writer(self.sync_latency, self.pace.clone()))
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -22,6 +23,7 @@ use crate::index::{Index, Place};
 use crate::keeper::{ControlFile, Keeper};
 use crate::log::{KeeperState, Live, Log, State};
 use crate::mutant::{Mutant, planted};
+use crate::pace::Pace;
 use crate::recovery::{self, Found, Scan};
 use crate::segment::{Directory, Medium};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -46,8 +48,19 @@ pub struct StoreOptions {
     pub group_commit: bool,
     /// How long a commit group may wait for more to join it. Default: adaptive.
     pub commit_wait: CommitWait,
+    /// Whether each client that waits for a commit group has its records written by a write of their own, in the order of
+    /// their LSNs, before the sync that all share: a client is a port. For comparison only, with what one write for the
+    /// whole group is worth; the log that comes of it differs in nothing but the size of its batches. Without
+    /// `group_commit` it changes nothing. Default off.
+    pub write_per_waiter: bool,
     /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
     pub sync_latency: Duration,
+    /// Most operations a second on the log's segments, as the small volumes of clouds have it: a sync is one, a write is
+    /// one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free. With this or
+    /// `operation_latency` one thread does all writes of the log, so that no other has to wait. Default: no limit.
+    pub operations_per_second: Option<NonZeroU32>,
+    /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
+    pub operation_latency: Duration,
 }
 
 impl Default for StoreOptions {
@@ -58,8 +71,19 @@ impl Default for StoreOptions {
             engine: EngineKind::Auto,
             group_commit: true,
             commit_wait: CommitWait::default(),
+            write_per_waiter: false,
             sync_latency: Duration::ZERO,
+            operations_per_second: None,
+            operation_latency: Duration::ZERO,
         }
+    }
+}
+
+impl StoreOptions {
+    /// Whether the log's writer leads every batch.
+    fn writer_alone(&self) -> bool {
+        let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
+        paced || self.write_per_waiter
     }
 }
 
@@ -198,6 +222,10 @@ impl Store {
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let medium = Directory {
             sync_latency: options.sync_latency,
+            pace: Arc::new(Pace::new(
+                options.operations_per_second,
+                options.operation_latency,
+            )),
             ..directory(log_dir, engine)
         };
         let opened = disks
@@ -299,6 +327,7 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         path: log_dir.to_path_buf(),
         engine,
         sync_latency: Duration::ZERO,
+        pace: Arc::default(),
     }
 }
 
@@ -512,6 +541,7 @@ fn new_log(
         pending_bytes: 0,
         queued_bytes: 0,
         waiters: Vec::new(),
+        group_end: None,
         waiting_clients: 0,
         open_clients: 0,
         writing: Default::default(),
@@ -537,6 +567,8 @@ fn new_log(
         segment_size: header.segment_size.get(),
         max_segments: header.max_segments.get(),
         medium,
+        write_per_waiter: options.write_per_waiter && options.group_commit,
+        writer_alone: options.writer_alone(),
         most_served: if options.group_commit { usize::MAX } else { 1 },
         durable: AtomicU64::new(scan.last_lsn),
         written: AtomicU64::new(scan.last_lsn),

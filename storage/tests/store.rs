@@ -174,6 +174,95 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
     }
 }
 
+/// What one write for a group saves: each port's records in a write of their own, one sync for all, and a log like any
+/// other.
+#[test]
+fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
+    for clients in [1u64, 4, 128, 256] {
+        let place = Place::new();
+        let options = StoreOptions {
+            write_per_waiter: true,
+            commit_wait: CommitWait {
+                longest: Some(Duration::from_secs(3600)),
+                count: Some(clients as u32),
+            },
+            segment_size: 8 << 20,
+            ..small(EngineKind::Auto)
+        };
+        // Room for a group in one segment.
+        std::fs::remove_dir_all(default_log_dir(&place.disk)).unwrap();
+        std::fs::remove_file(&place.disk).unwrap();
+        create_disk(&place.disk, SIZE, &default_log_dir(&place.disk), &options).unwrap();
+        let disks = [DiskOptions::new(&place.disk)];
+        let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+        let mut ports: Vec<Port> = (0..clients)
+            .map(|_| store.disks()[0].open_port().unwrap())
+            .collect();
+        for round in 0..3 {
+            for (i, port) in (0..).zip(&mut ports) {
+                let data = fill((i + round) as u8, 2);
+                // Two requests of a client go out together.
+                for sector in [4 * i, 4 * i + 2] {
+                    let data = Buffer::from(&data[..]);
+                    port.submit(1, Operation::Write { sector, data });
+                }
+            }
+            for port in &mut ports {
+                port.submit(2, Operation::Flush);
+                port.kick();
+            }
+            let mut waiting: Vec<_> = ports.iter_mut().collect();
+            wait_all(&mut waiting, 3 * clients as usize);
+            let counters = store.log_counters();
+            assert_eq!(counters.writes, (round + 1) * clients, "{clients} clients");
+            assert_eq!((counters.syncs, counters.groups), (round + 1, round + 1));
+        }
+        let crashed = place.crash();
+        let report = crashed.report();
+        assert_eq!((report.batches, report.records), (3 * clients, 6 * clients));
+        let store = crashed.open();
+        let mut port = store.disks()[0].open_port().unwrap();
+        for i in 0..clients {
+            let data = read(&mut port, 4 * i, 4);
+            assert!(data.iter().all(|&byte| byte == (i + 2) as u8), "{i}");
+        }
+    }
+}
+
+/// Every write and every sync of the log costs an operation, and waits for its latency: who reads does not.
+#[test]
+fn a_slow_medium_is_charged_for_writes_and_syncs() {
+    let place = Place::new();
+    let operation_latency = Duration::from_millis(20);
+    let options = StoreOptions {
+        operation_latency,
+        operations_per_second: std::num::NonZeroU32::new(100),
+        ..small(EngineKind::Auto)
+    };
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&default_log_dir(&place.disk), &disks, &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    let began = Instant::now();
+    for round in 1..=5 {
+        write(&mut port, 0, round as u8, 8);
+        flush(&mut port);
+        assert!(began.elapsed() >= 2 * operation_latency * round);
+    }
+    let counters = store.log_counters();
+    assert_eq!((counters.writes, counters.syncs), (5, 5));
+    // What nobody waits for is written by the same thread as the groups.
+    for i in 0..48 {
+        write(&mut port, i * 32, 7, 32);
+    }
+    port.kick();
+    while store.log_counters().log_bytes < 256 << 10 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(store.log_counters().syncs, 5);
+    flush(&mut port);
+    assert_eq!(place.crash().report().records, 5 + 48);
+}
+
 /// The stages overlap: while a group syncs, what comes in numbers is written and waits for nobody.
 #[test]
 fn batches_are_written_while_a_group_syncs() {

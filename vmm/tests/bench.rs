@@ -99,6 +99,50 @@ fn without_groups_each_commit_costs_a_sync() {
     assert!(number(&report, "commits_per_s") <= 500.0, "{report}");
 }
 
+/// Each of many clients writes for itself, and all share the syncs; without the switch they share the writes too.
+#[test]
+fn with_a_write_per_waiter_each_commit_costs_a_write() {
+    for clients in ["128", "256"] {
+        let many = ["commit", "--clients", clients, "--commits", "2560"];
+        let wait = ["--commit-wait-count", clients];
+        let each = report(&[&many[..], &wait, &["--write-per-waiter"]].concat());
+        assert_eq!(each["write_per_waiter"], true);
+        assert_eq!(number(&each, "writes_per_commit"), 1.0, "{each}");
+        assert!(number(&each, "syncs_per_commit") <= 0.1, "{each}");
+        let together = report(&[&many[..], &wait].concat());
+        // What nobody waits for yet, 1 MiB of it, is written too.
+        assert!(number(&together, "writes_per_commit") <= 0.1, "{together}");
+        assert!(number(&together, "syncs_per_commit") <= 0.1, "{together}");
+    }
+}
+
+/// A medium that takes so many operations a second gives no client more, of the store or of the baseline.
+#[test]
+fn a_slow_medium_counts_writes_and_syncs() {
+    let slow = [
+        "--operations-per-second",
+        "1000",
+        "--operation-latency-us",
+        "500",
+    ];
+    let more: [&[&str]; 2] = [&[], &["--write-per-waiter"]];
+    for more in more {
+        let four = ["commit", "--clients", "4", "--commits", "400"];
+        let report = report(&[&four[..], &slow, more].concat());
+        assert_eq!(number(&report, "operations_per_second"), 1000.0);
+        assert_eq!(number(&report, "operation_latency_us"), 500.0);
+        let operations = number(&report, "writes") + number(&report, "syncs");
+        let rate = operations / number(&report, "commits") * number(&report, "commits_per_s");
+        // Each of the four rounds may find what had been kept: 10 ms of operations.
+        assert!(rate <= 1000.0 * 1.5, "{report}");
+        assert!(
+            number(&report, "raw_commits_per_s") <= 500.0 * 1.5,
+            "{report}"
+        );
+        assert!(number(&report, "p50_us") >= 1000.0 && number(&report, "raw_p50_us") >= 1000.0);
+    }
+}
+
 #[test]
 fn disks_of_one_log_share_syncs_and_so_do_writethrough_writes() {
     let more: [&[&str]; 2] = [&["--disks", "4"], &["--mode", "writethrough"]];
@@ -191,7 +235,7 @@ fn tables_are_for_people() {
 #[test]
 fn arguments_that_make_no_sense_are_refused_in_one_line() {
     let directory = directory();
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["commit", "--clients", "0"], "--clients"),
         (
             &["commit", "--clients", "8", "--commits", "7"],
@@ -203,6 +247,10 @@ fn arguments_that_make_no_sense_are_refused_in_one_line() {
             "--sync-latency-us",
         ),
         (&["commit", "--group", "maybe"], "--group"),
+        (
+            &["commit", "--operations-per-second", "0"],
+            "--operations-per-second",
+        ),
         (&["append", "--block", "100"], "--block 100"),
         (&["append", "--bytes", "1K"], "--bytes 1024"),
         (&["read", "--bytes", "10"], "--bytes 10"),

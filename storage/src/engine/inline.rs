@@ -7,12 +7,15 @@
 use std::time::{Duration, Instant};
 
 use super::{Chunk, Done, Engine, Io, run};
-use crate::sync;
+use crate::pace::Pace;
+use crate::sync::{self, Arc};
 
 /// See the module's documentation.
 pub(super) struct Inline {
     /// Each sync takes so much longer than the medium needs.
     sync_latency: Duration,
+    /// What every operation waits for.
+    pace: Arc<Pace>,
     done: Vec<Done>,
     /// The wait that has begun: when it is over, and its id.
     wait: Option<(Instant, u64)>,
@@ -20,9 +23,10 @@ pub(super) struct Inline {
 }
 
 impl Inline {
-    pub(super) fn new(sync_latency: Duration) -> Self {
+    pub(super) fn new(sync_latency: Duration, pace: Arc<Pace>) -> Self {
         Self {
             sync_latency,
+            pace,
             done: Vec::new(),
             wait: None,
             lists: Vec::new(),
@@ -45,6 +49,10 @@ impl Engine for Inline {
             Io::Append { sync, .. } => sync.count(),
             _ => 0,
         };
+        let bytes = io.written().map_or(0, |(_, _, chunks)| {
+            chunks.iter().map(|chunk| chunk.len).sum()
+        });
+        self.pace.charge(bytes, syncs);
         let (result, list) = run(io);
         if list.capacity() > 0 {
             self.lists.push(list);
@@ -85,7 +93,7 @@ mod tests {
     /// A wait ends when another begins, and in its time.
     #[test]
     fn one_wait_at_a_time() {
-        let mut engine = Inline::new(Duration::ZERO);
+        let mut engine = Inline::new(Duration::ZERO, Arc::default());
         let mut done = Vec::new();
         assert!(engine.due().is_none());
         engine.submit(20, Io::Wait(Duration::from_secs(3600)));

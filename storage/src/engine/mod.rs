@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::file::DataFile;
+use crate::pace::Pace;
 use crate::segment::Segment;
 use crate::sync::Event;
 use crate::{Buffer, SharedBuffer};
@@ -206,9 +207,10 @@ pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engi
     })
 }
 
-/// Makes the engine of a log's writer, whose syncs take `sync_latency` longer than the medium needs.
-pub(crate) fn create_writer(sync_latency: Duration) -> Box<dyn Engine> {
-    Box::new(inline::Inline::new(sync_latency))
+/// Makes the engine of a log's writer, whose operations wait for `pace`, and whose syncs take `sync_latency` longer than
+/// the medium needs.
+pub(crate) fn create_writer(sync_latency: Duration, pace: Arc<Pace>) -> Box<dyn Engine> {
+    Box::new(inline::Inline::new(sync_latency, pace))
 }
 
 /// Does it now, in the calling thread: how it ended, and an append's list, empty. A wait is over at once.
@@ -283,7 +285,7 @@ pub(crate) fn write_chunks(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment::{Directory, Medium};
+    use crate::segment::Medium;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
         let mut done = Vec::new();
@@ -309,11 +311,7 @@ mod tests {
                 }
             };
             let dir = tempfile::tempdir().unwrap();
-            let medium = Directory {
-                path: dir.path().to_path_buf(),
-                engine: kind,
-                sync_latency: Duration::ZERO,
-            };
+            let medium = crate::store::directory(dir.path(), kind);
             let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
             let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();

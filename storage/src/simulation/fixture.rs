@@ -31,6 +31,8 @@ pub(super) struct Shape {
 pub(super) struct Fixture {
     pub medium: Simulated,
     pub shape: Shape,
+    /// See [`StoreOptions::write_per_waiter`].
+    pub write_per_waiter: bool,
 }
 
 /// An open store without threads.
@@ -79,7 +81,11 @@ impl Fixture {
         }
         .write()
         .expect("a new medium works");
-        Self { medium, shape }
+        Self {
+            medium,
+            shape,
+            write_per_waiter: false,
+        }
     }
 
     /// The same log on a medium of its own.
@@ -88,6 +94,7 @@ impl Fixture {
         Self {
             medium: Simulated { world },
             shape: self.shape,
+            write_per_waiter: self.write_per_waiter,
         }
     }
 
@@ -96,6 +103,7 @@ impl Fixture {
     pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
         let options = StoreOptions {
             commit_wait,
+            write_per_waiter: self.write_per_waiter,
             ..StoreOptions::default()
         };
         let control = read_control(self.medium.file("control"), "control".into())?;

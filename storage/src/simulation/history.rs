@@ -67,7 +67,8 @@ impl History {
             segment_size: 64 << 10,
             max_segments: 4 + random.below(3) as u32,
         };
-        let fixture = Fixture::new(world, shape);
+        let mut fixture = Fixture::new(world, shape);
+        fixture.write_per_waiter = seed.is_multiple_of(4);
         Self {
             random,
             oracle: Oracle::new(fixture.bases()),

@@ -539,7 +539,7 @@ impl Medium for Simulated {
 
     fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         match self.blocking(event)? {
-            true => Ok(engine::create_writer(Duration::ZERO)),
+            true => Ok(engine::create_writer(Duration::ZERO, Arc::default())),
             false => self.simulated(event),
         }
     }

@@ -23,7 +23,10 @@ const SMALL: StoreOptions = StoreOptions {
     engine: walvisor_storage::EngineKind::Auto,
     group_commit: true,
     commit_wait: CommitWait::NONE,
+    write_per_waiter: false,
     sync_latency: std::time::Duration::ZERO,
+    operations_per_second: None,
+    operation_latency: std::time::Duration::ZERO,
 };
 
 /// Runs `walvisor` in `dir` with the words of `arguments`.

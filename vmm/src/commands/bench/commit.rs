@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
+use std::num::NonZeroU32;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use walvisor_storage::{
-    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, SECTOR_SIZE, StoreOptions,
+    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, StoreOptions,
 };
 
 use super::client::{Client, damaged, is_stamped, stamp, stamped};
@@ -32,12 +33,17 @@ pub struct CommitArguments {
     /// Added to the time of each sync, in microseconds; 0 for the medium as it is
     #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     sync_latency_us: u32,
+    #[command(flatten)]
+    pace: PaceArguments,
     /// Commits of all clients together [default: 100 for each client, at least 1000]
     #[arg(long, value_name = "M")]
     commits: Option<u64>,
     /// off: one sync for each FLUSH, nobody joins
     #[arg(long, value_enum, default_value_t = Switch::On)]
     group: Switch,
+    /// A write to the log for each client that waits, and one sync for all: what one write for the group saves
+    #[arg(long)]
+    write_per_waiter: bool,
     #[command(flatten)]
     wait: WaitArguments,
     /// writethrough: each write is durable when it completes, and a commit has no FLUSH
@@ -48,6 +54,17 @@ pub struct CommitArguments {
     disks: u16,
     #[command(flatten)]
     output: Output,
+}
+
+/// A medium slower than the one there is.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct PaceArguments {
+    /// Most writes and syncs a second of the log's medium, as small cloud volumes have it [default: no limit]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    operations_per_second: Option<u32>,
+    /// Added to the time of each write and each sync, in microseconds
+    #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    operation_latency_us: u32,
 }
 
 /// How long a group waits for more to join it.
@@ -92,17 +109,30 @@ pub enum Mode {
     Writethrough,
 }
 
+/// What the medium is made to look like, for the store and the baseline.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Medium {
+    /// Added to each sync.
+    pub sync_latency: Duration,
+    /// Most writes and syncs a second; none for no limit.
+    pub operations_per_second: Option<NonZeroU32>,
+    /// Added to each write and each sync.
+    pub operation_latency: Duration,
+}
+
 /// What to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Clients.
     pub clients: u16,
-    /// Added to each sync.
-    pub sync_latency: Duration,
+    /// The medium.
+    pub medium: Medium,
     /// Commits of all clients.
     pub commits: u64,
     /// Group commit.
     pub group: Switch,
+    /// A write for each waiter of a group.
+    pub write_per_waiter: bool,
     /// How long a group waits.
     pub wait: CommitWait,
     /// What a commit is.
@@ -122,17 +152,27 @@ pub struct CommitReport {
     pub mode: Mode,
     /// Group commit.
     pub group: Switch,
+    /// A write for each waiter of a group, instead of one.
+    pub write_per_waiter: bool,
     /// Longest wait of a group; none if adaptive.
     pub commit_wait_us: Option<u64>,
     /// How many end it; none if as many as were served last, or came meanwhile.
     pub commit_wait_count: Option<u32>,
     /// Added to each sync.
     pub sync_latency_us: u64,
+    /// Most writes and syncs a second; none for no limit.
+    pub operations_per_second: Option<u32>,
+    /// Added to each write and each sync.
+    pub operation_latency_us: u64,
     /// Commits measured.
     pub commits: u64,
+    /// Writes to the log.
+    pub writes: u64,
+    /// Their ratio to the commits.
+    pub writes_per_commit: f64,
     /// Syncs of the log.
     pub syncs: u64,
-    /// Their ratio.
+    /// Their ratio to the commits.
     pub syncs_per_commit: f64,
     /// Commits a second.
     pub commits_per_s: f64,
@@ -172,9 +212,17 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
     }
     let plan = Plan {
         clients: arguments.clients,
-        sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
+        medium: Medium {
+            sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
+            operations_per_second: arguments
+                .pace
+                .operations_per_second
+                .and_then(NonZeroU32::new),
+            operation_latency: Duration::from_micros(arguments.pace.operation_latency_us.into()),
+        },
         commits,
         group: arguments.group,
+        write_per_waiter: arguments.write_per_waiter,
         wait: arguments.wait.into(),
         mode: arguments.mode,
         disks: arguments.disks,
@@ -218,6 +266,7 @@ struct RawCommitter<'a> {
     block: Buffer,
     writer: u64,
     sync_latency: Duration,
+    pace: &'a Pace,
     committed: u64,
 }
 
@@ -226,10 +275,12 @@ impl RawCommitter<'_> {
         let at = self.writer * CLIENT_BLOCKS + self.committed % CLIENT_BLOCKS;
         stamp(&mut self.block, self.writer, self.committed);
         let began = Instant::now();
+        self.pace.charge(BLOCK, 0);
         let written = self.file.write_all_at(&self.block, at * BLOCK as u64);
-        written
-            .and_then(|()| self.file.sync_data())
-            .map_err(raw::failed("write", self.path))?;
+        written.map_err(raw::failed("write", self.path))?;
+        self.pace.charge(0, 1);
+        let synced = self.file.sync_data();
+        synced.map_err(raw::failed("sync", self.path))?;
         if !self.sync_latency.is_zero() {
             std::thread::sleep(self.sync_latency);
         }
@@ -244,11 +295,16 @@ impl RawCommitter<'_> {
 /// If the medium fails, or what was acknowledged does not read back.
 pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
     let site = Site::new(dir)?;
+    let medium = plan.medium;
+    let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
     let (clients, disks) = (u64::from(plan.clients), usize::from(plan.disks));
     let options = StoreOptions {
         group_commit: plan.group == Switch::On,
         commit_wait: plan.wait,
-        sync_latency: plan.sync_latency,
+        write_per_waiter: plan.write_per_waiter,
+        sync_latency: medium.sync_latency,
+        operations_per_second: medium.operations_per_second,
+        operation_latency: medium.operation_latency,
         ..ring(0)
     };
     let disk_blocks = clients.div_ceil(disks as u64) * CLIENT_BLOCKS;
@@ -276,7 +332,8 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
             path: &raw_path,
             block: Buffer::zeroed(BLOCK),
             writer,
-            sync_latency: plan.sync_latency,
+            sync_latency: medium.sync_latency,
+            pace: &pace,
             committed: 0,
         })
         .collect();
@@ -299,16 +356,24 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
         .collect();
     store.close().map_err(CommandError::failed)?;
     verify(&site, &acknowledged)?;
-    let syncs = counters.syncs - before.syncs;
+    let (writes, syncs) = (
+        counters.writes - before.writes,
+        counters.syncs - before.syncs,
+    );
     Ok(CommitReport {
         clients: plan.clients,
         disks: plan.disks,
         mode: plan.mode,
         group: plan.group,
+        write_per_waiter: plan.write_per_waiter,
         commit_wait_us: plan.wait.longest.map(|wait| wait.as_micros() as u64),
         commit_wait_count: plan.wait.count,
-        sync_latency_us: plan.sync_latency.as_micros() as u64,
+        sync_latency_us: medium.sync_latency.as_micros() as u64,
+        operations_per_second: medium.operations_per_second.map(NonZeroU32::get),
+        operation_latency_us: medium.operation_latency.as_micros() as u64,
         commits: plan.commits,
+        writes,
+        writes_per_commit: thousandths(writes as f64 / plan.commits as f64),
         syncs,
         syncs_per_commit: thousandths(syncs as f64 / plan.commits as f64),
         commits_per_s: tenths(logged.rate()),
@@ -356,27 +421,44 @@ impl fmt::Display for CommitReport {
             }
             (Switch::On, None, Some(count)) => format!("on, waits for {count}"),
         };
+        let latency = match self.operation_latency_us {
+            0 => String::new(),
+            latency => format!("; {latency} us to each write and sync"),
+        };
+        let pace = match self.operations_per_second {
+            None => latency,
+            Some(most) => format!("{latency}; at most {most} writes and syncs a second"),
+        };
         writeln!(
             f,
-            "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}; {} us added to each sync\n",
+            "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}{}; {} us added to each sync{pace}\n",
             self.clients,
             self.disks,
             if self.disks == 1 { "" } else { "s" },
+            match self.write_per_waiter {
+                true => ", a write per waiter",
+                false => "",
+            },
             self.sync_latency_us
         )?;
         writeln!(
             f,
-            "            commits/s    p50 us    p99 us     syncs  syncs/commit"
+            "            commits/s    p50 us    p99 us     syncs  syncs/commit  writes/commit"
         )?;
         writeln!(
             f,
-            "log      {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3}",
-            self.commits_per_s, self.p50_us, self.p99_us, self.syncs, self.syncs_per_commit
+            "log      {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
+            self.commits_per_s,
+            self.p50_us,
+            self.p99_us,
+            self.syncs,
+            self.syncs_per_commit,
+            self.writes_per_commit
         )?;
         writeln!(
             f,
-            "raw file {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3}",
-            self.raw_commits_per_s, self.raw_p50_us, self.raw_p99_us, self.commits, 1.0
+            "raw file {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
+            self.raw_commits_per_s, self.raw_p50_us, self.raw_p99_us, self.commits, 1.0, 1.0
         )?;
         writeln!(f, "ratio    {:>12.3}", self.ratio)?;
         write!(f, "\ngroups that served")?;

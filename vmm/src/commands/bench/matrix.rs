@@ -8,7 +8,7 @@ use clap::Args;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
-use super::commit::{CommitReport, Mode, Plan, Switch, WaitArguments, measure};
+use super::commit::{CommitReport, Medium, Mode, Plan, Switch, WaitArguments, measure};
 use super::{CommandError, Output};
 
 /// Arguments of `walvisor bench matrix`.
@@ -58,9 +58,13 @@ pub fn run(arguments: &MatrixArguments) -> Result<(), CommandError> {
                 };
                 let plan = Plan {
                     clients,
-                    sync_latency: Duration::from_micros(latency.into()),
+                    medium: Medium {
+                        sync_latency: Duration::from_micros(latency.into()),
+                        ..Medium::default()
+                    },
                     commits: arguments.commits.max(least * u64::from(clients)),
                     group,
+                    write_per_waiter: false,
                     wait: arguments.wait.into(),
                     mode: Mode::Writeback,
                     disks: 1,

@@ -1,0 +1,107 @@
+//! A medium made slower than it is, as the small volumes of clouds are: so many operations a second, each of which takes
+//! its time.
+
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
+
+use crate::sync::{self, Mutex};
+
+/// Most bytes of one operation: what clouds count as one, a longer write being several.
+const OPERATION_BYTES: usize = 256 << 10;
+/// For how long unused operations are kept: whoever sleeps a little too long loses none.
+const KEPT: Duration = Duration::from_millis(10);
+
+/// What a medium that is made slower keeps its users waiting for; threads that use the medium share it. For benchmarks: a
+/// log has its own, see [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second); a baseline
+/// beside it charges the same.
+#[derive(Debug)]
+pub struct Pace {
+    /// Between two operations; zero without a limit.
+    interval: Duration,
+    latency: Duration,
+    /// When the next operation may begin.
+    next: Mutex<Instant>,
+}
+
+impl Pace {
+    /// A medium of so many operations a second (`None`: no limit), each with `latency` added.
+    pub fn new(operations_per_second: Option<NonZeroU32>, latency: Duration) -> Self {
+        let interval =
+            operations_per_second.map_or(Duration::ZERO, |n| Duration::from_secs(1) / n.get());
+        Self {
+            interval,
+            latency,
+            next: Mutex::new(sync::now()),
+        }
+    }
+
+    /// Waits, before a write of `bytes` bytes (zero for none) and then so many `syncs`, for as long as the medium would
+    /// keep the caller beyond its own time. A write is an operation for each 256 KiB begun, a sync is one. The latency
+    /// counts once for a write, however long.
+    ///
+    /// # Panics
+    /// If another thread panicked in here.
+    pub fn charge(&self, bytes: usize, syncs: u32) {
+        let calls = u32::from(bytes > 0) + syncs;
+        if calls == 0 || (self.interval.is_zero() && self.latency.is_zero()) {
+            return;
+        }
+        let now = sync::now();
+        let operations = bytes.div_ceil(OPERATION_BYTES) as u32 + syncs;
+        let mut next = self.next.lock().expect("pace");
+        let begin = take(&mut next, now, self.interval, operations);
+        drop(next);
+        sync::sleep(begin.saturating_duration_since(now) + self.latency * calls);
+    }
+}
+
+/// A medium as fast as it is.
+impl Default for Pace {
+    fn default() -> Self {
+        Self::new(None, Duration::ZERO)
+    }
+}
+
+/// Takes so many operations, at least one: when the last of them may begin.
+fn take(next: &mut Instant, now: Instant, interval: Duration, operations: u32) -> Instant {
+    let oldest = now.checked_sub(KEPT).unwrap_or(now);
+    let begin = (*next).max(oldest) + interval * (operations - 1);
+    *next = begin + interval;
+    begin
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_begin_one_interval_apart_and_what_is_unused_is_kept_for_a_while() {
+        let interval = Duration::from_millis(5);
+        let start = Instant::now() + Duration::from_secs(1);
+        let mut next = start;
+        let after = |at: Instant| (at - start).as_millis();
+        // At once; then as fast as the medium goes, however fast they are asked for.
+        assert_eq!(after(take(&mut next, start, interval, 1)), 0);
+        assert_eq!(after(take(&mut next, start, interval, 1)), 5);
+        assert_eq!(after(take(&mut next, start, interval, 3)), 20);
+        // After a long rest two are kept, not all.
+        let rested = start + Duration::from_secs(60);
+        let begins = [0; 4].map(|_| take(&mut next, rested, interval, 1));
+        assert!(begins[1] < rested && begins[2] == rested && begins[3] == rested + interval);
+        // No limit: never later than asked.
+        let mut next = start;
+        assert!((0..1000).all(|_| take(&mut next, start, Duration::ZERO, 9) <= start));
+    }
+
+    #[test]
+    fn a_write_and_each_sync_wait_for_their_latency() {
+        let latency = Duration::from_millis(4);
+        let pace = Pace::new(None, latency);
+        for (bytes, syncs, calls) in [(1, 0, 1), (0, 1, 1), (1 << 20, 1, 2), (0, 0, 0)] {
+            let began = Instant::now();
+            pace.charge(bytes, syncs);
+            assert!(began.elapsed() >= latency * calls);
+        }
+    }
+}
