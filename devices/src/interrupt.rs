@@ -1,7 +1,7 @@
 //! How a device interrupts its driver, whatever carries the interrupt.
 //!
 //! ```text
-//!  queue worker ─┐                 ┌─ MMIO: InterruptStatus bit + edge interrupt (eventfd)
+//!  queue worker ─┐                 ┌─ MMIO: InterruptStatus bit + edge interrupt (EdgeLine)
 //!                ├─▶ Interrupt ────┤
 //!  device state ─┘                 └─ PCI: MSI-X vector of the queue ─▶ MsiRouter (the VMM)
 //! ```
@@ -57,23 +57,40 @@ pub trait MsiRouter: Send + Sync {
     fn trigger(&self, vector: u16) -> io::Result<()>;
 }
 
+/// An interrupt line that takes edges: an eventfd that the hypervisor listens to, or a call of the hypervisor.
+///
+/// Called from queue workers and vCPU threads at once.
+pub trait EdgeLine: Send + Sync {
+    /// Raises the line, and lowers it again.
+    ///
+    /// # Errors
+    /// If the interrupt cannot be delivered.
+    fn pulse(&self) -> io::Result<()>;
+}
+
+impl EdgeLine for EventFd {
+    fn pulse(&self) -> io::Result<()> {
+        self.write(1)
+    }
+}
+
 /// Used buffer notification bit of InterruptStatus (virtio 1.2, 4.2.2) and of the ISR status (4.1.4.5).
 pub(crate) const INTERRUPT_QUEUE: u32 = 1;
 /// Configuration change bit of InterruptStatus and of the ISR status.
 pub(crate) const INTERRUPT_CONFIG: u32 = 2;
 
-/// The single interrupt line of virtio-mmio: bits in InterruptStatus and an edge through an eventfd.
+/// The single interrupt line of virtio-mmio: bits in InterruptStatus and an edge.
 pub(crate) struct LineInterrupt {
     status: AtomicU32,
-    line: EventFd,
+    line: Box<dyn EdgeLine>,
     metrics: Arc<BlockMetrics>,
 }
 
 impl LineInterrupt {
-    pub(crate) fn new(line: EventFd, metrics: Arc<BlockMetrics>) -> Self {
+    pub(crate) fn new(line: impl EdgeLine + 'static, metrics: Arc<BlockMetrics>) -> Self {
         Self {
             status: AtomicU32::new(0),
-            line,
+            line: Box::new(line),
             metrics,
         }
     }
@@ -92,7 +109,7 @@ impl LineInterrupt {
     /// acknowledged it yet, so "the bit was set before" does not mean that it will look again.
     fn raise(&self, bit: u32) {
         self.status.fetch_or(bit, Ordering::SeqCst);
-        match self.line.write(1) {
+        match self.line.pulse() {
             Ok(()) => self.metrics.interrupt_sent(),
             Err(error) => {
                 tracing::error!(%error, "cannot raise the interrupt line of a virtio-mmio device")

@@ -20,7 +20,7 @@ use crate::size::parse_size;
 
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
-     cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
+     ioeventfd, cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
      commit-wait-count, socket, port, address, name, fabric, wwn, command-timeout";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
@@ -78,6 +78,17 @@ pub enum TransportKind {
     Pci,
 }
 
+/// How doorbells and interrupts cross between a guest and the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Notifications {
+    /// KVM signals an eventfd for a doorbell (ioeventfd), and takes another for an interrupt (irqfd): no vCPU leaves the
+    /// guest for user space.
+    #[default]
+    Eventfds,
+    /// A doorbell is an exit of its vCPU to user space, an interrupt an ioctl (KVM_IRQ_LINE, KVM_SIGNAL_MSI).
+    Exits,
+}
+
 /// When a write completes, and what a FLUSH does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
@@ -113,6 +124,8 @@ pub struct DiskSpec {
     pub worker_cpus: Vec<u16>,
     /// How long an idle worker looks at its ring before it sleeps.
     pub poll: Duration,
+    /// How doorbells and interrupts cross.
+    pub notifications: Notifications,
     /// When a write completes.
     pub cache: CacheMode,
     /// Whether the guest may only read.
@@ -192,6 +205,7 @@ impl FromStr for DiskSpec {
             in_order: false,
             worker_cpus: Vec::new(),
             poll: Duration::ZERO,
+            notifications: Notifications::default(),
             cache: CacheMode::default(),
             read_only: false,
             serial: None,
@@ -274,6 +288,12 @@ impl DiskSpec {
             "poll-usec" => {
                 let most = MAX_POLL.as_micros() as u64;
                 self.poll = Duration::from_micros(number("poll-usec", value, 0..=most)?);
+            }
+            "ioeventfd" => {
+                self.notifications = match switch("ioeventfd", value)? {
+                    true => Notifications::Eventfds,
+                    false => Notifications::Exits,
+                };
             }
             "cache" => {
                 self.cache = match value {

@@ -75,6 +75,7 @@ pub fn open(
             name: spec.serial.clone().unwrap_or_else(|| spec.name()),
             backend,
             transport: spec.transport,
+            notifications: spec.notifications,
             device: BlockConfig {
                 queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
                 queue_size: spec.queue_size,

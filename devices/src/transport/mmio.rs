@@ -8,7 +8,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, Ring};
 use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
-use crate::interrupt::LineInterrupt;
+use crate::interrupt::{EdgeLine, LineInterrupt};
 use crate::transport::{DeviceMemory, Registers};
 
 /// "virt", little-endian.
@@ -36,8 +36,8 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// match on the queue's index).
     pub const QUEUE_NOTIFY: u64 = reg::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
-    /// Presents `device`; `irq` is written for each interrupt, an edge each.
-    pub fn new(device: VirtioBlock, memory: M, irq: EventFd) -> Self {
+    /// Presents `device`; `irq` is pulsed for each interrupt: an eventfd is written.
+    pub fn new(device: VirtioBlock, memory: M, irq: impl EdgeLine + 'static) -> Self {
         let interrupt = Arc::new(LineInterrupt::new(irq, device.metrics()));
         let state = DeviceState::new(device, memory, Arc::clone(&interrupt) as _);
         Self { state, interrupt }

@@ -9,7 +9,7 @@ use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_lo
 
 use super::DemoError;
 use super::contract::Task;
-use crate::disk_spec::TransportKind;
+use crate::disk_spec::{Notifications, TransportKind};
 use crate::vm::DiskConfig;
 
 /// Names of the disks, which are also those of the transports in the guest's reports.
@@ -80,6 +80,7 @@ impl DemoDisks {
                     name: (*name).to_owned(),
                     backend: Arc::new(disk.clone()),
                     transport: *transport,
+                    notifications: Notifications::default(),
                     device: device(name, task),
                 })
             })

@@ -35,6 +35,12 @@ fn every_key_is_carried_out() {
     assert_eq!((spec.block_size, spec.in_order), (512, false));
     let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
     assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
+    let exits = parse("path=a,ioeventfd=off").unwrap();
+    assert_eq!(exits.notifications, Notifications::Exits);
+    for default in ["path=a", "path=a,ioeventfd=on"] {
+        let notifications = parse(default).unwrap().notifications;
+        assert_eq!(notifications, Notifications::Eventfds, "{default}");
+    }
     let pinned = parse("path=a,worker-cpus=2-4+0,poll-usec=50").unwrap();
     assert_eq!(pinned.worker_cpus, [2, 3, 4, 0]);
     assert_eq!(pinned.poll, Duration::from_micros(50));

@@ -25,6 +25,7 @@ pub use host_bridge::HostBridge;
 use walvisor_devices::transport::{Bar, PciDoorbell};
 
 use crate::arch::x86_64::layout;
+use crate::disk_spec::Notifications;
 use crate::vm::bus::BusDevice;
 
 /// Devices on a bus.
@@ -110,11 +111,16 @@ impl PciBus {
         }
     }
 
-    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number.
+    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number. Without eventfds KVM is
+    /// told of no doorbell, and each exits to [`memory_write`](Self::memory_write).
     ///
     /// # Errors
     /// If the bus or the memory window is full, or a doorbell cannot be registered.
-    pub fn add(&self, function: SharedFunction) -> Result<u8, PciError> {
+    pub fn add(
+        &self,
+        function: SharedFunction,
+        notifications: Notifications,
+    ) -> Result<u8, PciError> {
         let mut slots = self.slots.write().expect("a thread panicked in PciBus");
         if slots.len() == DEVICES {
             return Err(PciError::Full);
@@ -124,7 +130,10 @@ impl PciBus {
             for bar in function.bars() {
                 function.set_bar(bar.index, self.allocate(bar.size)?);
             }
-            function.doorbells()?
+            match notifications {
+                Notifications::Eventfds => function.doorbells()?,
+                Notifications::Exits => Vec::new(),
+            }
         };
         let number = slots.len();
         slots.push(Slot {

@@ -30,7 +30,10 @@ fn bus() -> Option<(Arc<PciBus>, Arc<VmFd>, SharedFunction)> {
     vm.create_irq_chip().unwrap();
     let bus = Arc::new(PciBus::new(vm.clone()));
     let function = function(&vm);
-    assert_eq!(bus.add(function.clone()).unwrap(), 1);
+    assert_eq!(
+        bus.add(function.clone(), Notifications::Eventfds).unwrap(),
+        1
+    );
     Some((bus, vm, function))
 }
 
@@ -41,7 +44,10 @@ fn function(vm: &Arc<VmFd>) -> SharedFunction {
         ..BlockConfig::default()
     };
     let device = VirtioBlock::new(Arc::new(RamDisk::new(64)), config).unwrap();
-    let vectors = Arc::new(FunctionVectors::new(Arc::new(GsiRouter::new(vm.clone()))));
+    let vectors = Arc::new(FunctionVectors::new(
+        Arc::new(GsiRouter::new(vm.clone())),
+        Notifications::Eventfds,
+    ));
     Arc::new(Mutex::new(PciTransport::new(device, memory, vectors)))
 }
 
@@ -82,7 +88,7 @@ fn bars_are_placed_apart_in_the_window() {
         return;
     };
     let second = function(&vm);
-    bus.add(second.clone()).unwrap();
+    bus.add(second.clone(), Notifications::Eventfds).unwrap();
     let mut all: Vec<Bar> = [bars(&first), bars(&second)].concat();
     all.sort_by_key(|bar| bar.address);
     for bar in &all {
@@ -216,7 +222,13 @@ fn the_bus_is_full_at_32_devices() {
         return;
     };
     for number in 2..32 {
-        assert_eq!(bus.add(function(&vm)).unwrap(), number);
+        assert_eq!(
+            bus.add(function(&vm), Notifications::Eventfds).unwrap(),
+            number
+        );
     }
-    assert!(matches!(bus.add(function(&vm)), Err(PciError::Full)));
+    assert!(matches!(
+        bus.add(function(&vm), Notifications::Eventfds),
+        Err(PciError::Full)
+    ));
 }

@@ -132,6 +132,12 @@ pub(super) const VCPU: &[c_long] = &[
 /// is no io_uring to make them.
 pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup, libc::SYS_fallocate];
 
+/// Interrupts of a device whose disk has `ioeventfd=off`.
+pub(super) const INTERRUPT_IOCTL: &[c_ulong] = &[
+    0x4008_ae61, // KVM_IRQ_LINE
+    0x4020_aea5, // KVM_SIGNAL_MSI
+];
+
 /// What terminals and sockets are asked: whether they block; whether, and how wide, a terminal is there.
 pub(super) const IOCTL: &[c_ulong] = &[libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];
 
@@ -154,6 +160,7 @@ pub(super) const KVM_IOCTL: &[c_ulong] = &[
     0x4008_ae61, // KVM_IRQ_LINE
     0x4008_ae6a, // KVM_SET_GSI_ROUTING
     0x4020_ae76, // KVM_IRQFD
+    0x4020_aea5, // KVM_SIGNAL_MSI
     0x4040_ae79, // KVM_IOEVENTFD
     0x8090_ae81, // KVM_GET_REGS, for a crash's report
     0x8138_ae83, // KVM_GET_SREGS

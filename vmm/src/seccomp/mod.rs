@@ -35,8 +35,8 @@ use seccompiler::{
 };
 
 use calls::{
-    CONTROL, DISK_WORKER, EPOLL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME, STORE, TCMU,
-    TERMINAL_IOCTL, VCPU, VHOST_USER, VM,
+    CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME,
+    STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VM,
 };
 
 /// What becomes of a system call that is not allowed.
@@ -167,7 +167,12 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             Ok(rules)
         }
         ThreadKind::DiskWorker => {
-            let mut rules = allowed(&[RUNTIME, OPEN_FILES, EPOLL], DISK_WORKER, &[], &[])?;
+            let mut rules = allowed(
+                &[RUNTIME, OPEN_FILES, EPOLL],
+                DISK_WORKER,
+                INTERRUPT_IOCTL,
+                &[],
+            )?;
             rules.remove(&libc::SYS_setsockopt);
             Ok(rules)
         }
@@ -262,6 +267,12 @@ mod tests {
             "no-open" => {
                 let error = fs::File::open("/proc/self/status").unwrap_err();
                 assert_eq!(error.raw_os_error(), Some(libc::EACCES));
+            }
+            "interrupts" => {
+                for call in INTERRUPT_IOCTL {
+                    // SAFETY: there is no such descriptor: the kernel says so and does nothing.
+                    assert_eq!(unsafe { libc::ioctl(-1, *call, 0) }, -1);
+                }
             }
             "ring" => drop(io_uring::IoUring::new(2)),
             "raw-disk" => raw_disks(),
@@ -392,6 +403,8 @@ mod tests {
             "worker:memory",
             "worker:thread",
             "worker:raw-disk",
+            "worker:interrupts",
+            "vcpu:interrupts",
             "vcpu:no-open",
             "worker:no-open",
         ] {

@@ -31,7 +31,7 @@ use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
 use crate::devices::panic::{self, PanicPort};
 use crate::devices::serial::{self, SerialPort};
-use crate::disk_spec::TransportKind;
+use crate::disk_spec::{Notifications, TransportKind};
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
 use crate::probe;
 use crate::seccomp::Seccomp;
@@ -49,6 +49,8 @@ pub struct DiskConfig {
     pub backend: Arc<dyn Backend>,
     /// How the guest reaches it.
     pub transport: TransportKind,
+    /// How doorbells and interrupts cross.
+    pub notifications: Notifications,
     /// How the device looks.
     pub device: BlockConfig,
     /// How much of it may be used.
@@ -378,6 +380,7 @@ impl Attach {
             name,
             backend,
             transport,
+            notifications,
             device,
             limits,
         } = disk;
@@ -391,16 +394,19 @@ impl Attach {
             TransportKind::Mmio => {
                 let slot = self.next_slot()?;
                 let device = self
-                    .mmio(device, slot)
+                    .mmio(device, slot, notifications)
                     .map_err(|error| failed(error.to_string()))?;
                 (DiskLocation::Mmio(slot), Arc::new(device))
             }
             TransportKind::Pci => {
-                let vectors = Arc::new(FunctionVectors::new(self.router.clone()));
+                let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
                 let function = PciTransport::new(device, self.memory.clone(), vectors);
                 let function = Arc::new(Mutex::new(function));
                 let device = Arc::new(Arc::downgrade(&function));
-                (DiskLocation::Pci(self.pci.add(function)?), device)
+                (
+                    DiskLocation::Pci(self.pci.add(function, notifications)?),
+                    device,
+                )
             }
         };
         self.disks.push(AttachedDisk {
@@ -427,14 +433,25 @@ impl Attach {
         Ok(slot)
     }
 
-    /// Puts a device behind virtio-mmio registers, with an ioeventfd per queue and an irqfd.
-    fn mmio(&mut self, device: VirtioBlock, slot: MmioSlot) -> io::Result<Weak<Mutex<Transport>>> {
-        let interrupt = self.router.pin(slot.gsi)?;
-        let transport = Transport::new(device, self.memory.clone(), interrupt);
-        let notify = IoEventAddress::Mmio(slot.base + Transport::QUEUE_NOTIFY);
-        for (queue, doorbell) in (0u32..).zip(transport.doorbells()?) {
-            self.vm.register_ioevent(&doorbell, &notify, queue)?;
-        }
+    /// Puts a device behind virtio-mmio registers, with an ioeventfd per queue and an irqfd, if it is to have such.
+    fn mmio(
+        &mut self,
+        device: VirtioBlock,
+        slot: MmioSlot,
+        notifications: Notifications,
+    ) -> io::Result<Weak<Mutex<Transport>>> {
+        let memory = self.memory.clone();
+        let transport = match notifications {
+            Notifications::Exits => Transport::new(device, memory, self.router.line(slot.gsi)),
+            Notifications::Eventfds => {
+                let transport = Transport::new(device, memory, self.router.pin(slot.gsi)?);
+                let notify = IoEventAddress::Mmio(slot.base + Transport::QUEUE_NOTIFY);
+                for (queue, doorbell) in (0u32..).zip(transport.doorbells()?) {
+                    self.vm.register_ioevent(&doorbell, &notify, queue)?;
+                }
+                transport
+            }
+        };
         let transport = Arc::new(Mutex::new(transport));
         let device = Arc::downgrade(&transport);
         insert_shared(&mut self.mmio, slot.base, Transport::SIZE, transport);

@@ -1,4 +1,5 @@
-//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X), each raised through an irqfd.
+//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X), each raised through an irqfd, or by an ioctl where
+//! that is to be compared.
 //!
 //! ```text
 //!   GSI 0..23   pins, routed by KVM to the I/O APIC (and 0..15 to the PIC): serial line, virtio-mmio
@@ -14,13 +15,14 @@ use std::sync::{Arc, Mutex};
 use kvm_bindings::{
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
     KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry,
-    kvm_irq_routing_entry__bindgen_ty_1, kvm_irq_routing_irqchip, kvm_irq_routing_msi,
+    kvm_irq_routing_entry__bindgen_ty_1, kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_msi,
 };
 use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
+use walvisor_devices::interrupt::{EdgeLine, MsiMessage, MsiRouter};
 
 use crate::arch::x86_64::layout;
+use crate::disk_spec::Notifications;
 
 /// The GSI routing table of a VM.
 pub struct GsiRouter {
@@ -55,6 +57,12 @@ impl GsiRouter {
         let event = EventFd::new(EFD_NONBLOCK)?;
         self.vm.register_irqfd(&event, gsi)?;
         Ok(event)
+    }
+
+    /// Pin `gsi`, raised by KVM_IRQ_LINE.
+    pub fn line(&self, gsi: u32) -> Line {
+        let vm = self.vm.clone();
+        Line { vm, gsi }
     }
 
     /// A GSI that nothing else uses.
@@ -125,17 +133,41 @@ fn message_route(gsi: u32, message: MsiMessage) -> kvm_irq_routing_entry {
     }
 }
 
-/// The MSI-X vectors of one PCI function. A vector gets its GSI and its irqfd when it is first routed.
+/// A pin without an irqfd.
+pub struct Line {
+    vm: Arc<VmFd>,
+    gsi: u32,
+}
+
+impl EdgeLine for Line {
+    /// Two calls: KVM takes the level of a pin, and the I/O APIC looks for an edge (82093AA, 3.2.4).
+    fn pulse(&self) -> io::Result<()> {
+        self.vm.set_irq_line(self.gsi, true)?;
+        Ok(self.vm.set_irq_line(self.gsi, false)?)
+    }
+}
+
+/// How a vector is raised.
+enum Vector {
+    /// By this eventfd, which KVM makes the message that this GSI is routed to.
+    Irqfd(u32, EventFd),
+    /// By KVM_SIGNAL_MSI.
+    Message(MsiMessage),
+}
+
+/// The MSI-X vectors of one PCI function. With irqfds a vector gets its GSI and its irqfd when it is first routed.
 pub struct FunctionVectors {
     router: Arc<GsiRouter>,
-    vectors: Mutex<BTreeMap<u16, (u32, EventFd)>>,
+    notifications: Notifications,
+    vectors: Mutex<BTreeMap<u16, Vector>>,
 }
 
 impl FunctionVectors {
     /// No vectors yet.
-    pub fn new(router: Arc<GsiRouter>) -> Self {
+    pub fn new(router: Arc<GsiRouter>, notifications: Notifications) -> Self {
         Self {
             router,
+            notifications,
             vectors: Mutex::new(BTreeMap::new()),
         }
     }
@@ -144,21 +176,38 @@ impl FunctionVectors {
 impl MsiRouter for FunctionVectors {
     fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()> {
         let mut vectors = self.vectors.lock().expect("a thread panicked in set_route");
-        if let Some((gsi, _)) = vectors.get(&vector) {
+        if self.notifications == Notifications::Exits {
+            vectors.insert(vector, Vector::Message(message));
+            return Ok(());
+        }
+        if let Some(Vector::Irqfd(gsi, _)) = vectors.get(&vector) {
             return self.router.set_message(*gsi, message);
         }
         let gsi = self.router.new_gsi();
         self.router.set_message(gsi, message)?;
         let event = EventFd::new(EFD_NONBLOCK)?;
         self.router.vm.register_irqfd(&event, gsi)?;
-        vectors.insert(vector, (gsi, event));
+        vectors.insert(vector, Vector::Irqfd(gsi, event));
         Ok(())
     }
 
     fn trigger(&self, vector: u16) -> io::Result<()> {
         let vectors = self.vectors.lock().expect("a thread panicked in set_route");
         match vectors.get(&vector) {
-            Some((_, event)) => event.write(1),
+            Some(Vector::Irqfd(_, event)) => event.write(1),
+            Some(Vector::Message(message)) => {
+                let sent = self.router.vm.signal_msi(kvm_msi {
+                    address_lo: message.address as u32,
+                    address_hi: (message.address >> 32) as u32,
+                    data: message.data,
+                    ..Default::default()
+                });
+                match sent {
+                    // A message to no processor that there is (KVM calls it EPERM) is lost, as on hardware.
+                    Err(error) if error.errno() != libc::EPERM => Err(error.into()),
+                    _ => Ok(()),
+                }
+            }
             None => Err(io::Error::from(io::ErrorKind::NotFound)),
         }
     }
@@ -178,7 +227,7 @@ mod tests {
         vm.create_irq_chip().unwrap();
         let router = Arc::new(GsiRouter::new(vm));
         router.pin(layout::COM1_GSI).unwrap();
-        let vectors = FunctionVectors::new(router.clone());
+        let vectors = FunctionVectors::new(router.clone(), Notifications::Eventfds);
         assert!(vectors.trigger(0).is_err(), "not routed yet");
         for data in [0x41, 0x42] {
             vectors
@@ -203,5 +252,17 @@ mod tests {
             .unwrap();
         vectors.trigger(7).unwrap();
         assert_eq!(router.table.lock().unwrap().messages.len(), 2);
+
+        let message = MsiMessage {
+            address: 0xfee0_0000,
+            data: 0x44,
+        };
+        let called = FunctionVectors::new(router.clone(), Notifications::Exits);
+        assert!(called.trigger(0).is_err(), "not routed yet");
+        called.set_route(0, message).unwrap();
+        called.trigger(0).unwrap();
+        router.line(layout::MMIO_GSIS[0]).pulse().unwrap();
+        let routed = router.table.lock().unwrap().messages.len();
+        assert_eq!(routed, 2, "what KVM is called for needs no route");
     }
 }

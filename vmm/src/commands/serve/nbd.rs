@@ -13,7 +13,7 @@ use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::{SocketFile, Sockets};
 use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, TransportKind};
+use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, Notifications, TransportKind};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
@@ -183,11 +183,12 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
             || spec.block_size != 512
             || spec.in_order
             || !spec.worker_cpus.is_empty()
-            || !spec.poll.is_zero();
+            || !spec.poll.is_zero()
+            || spec.notifications != Notifications::default();
         if virtio {
             let name = spec.name();
             return Err(format!(
-                "disk '{name}': transport=, queues=, queue-size=, block-size=, in-order=, worker-cpus= and poll-usec= are for virtio: leave them out"
+                "disk '{name}': transport=, queues=, queue-size=, block-size=, in-order=, worker-cpus=, poll-usec= and ioeventfd= are for virtio: leave them out"
             ));
         }
         spec.check_no_target().map_err(|error| error.to_string())?;

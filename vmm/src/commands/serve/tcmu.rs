@@ -16,7 +16,7 @@ use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{
-    BackendKind, CacheMode, DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, TransportKind,
+    BackendKind, CacheMode, DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, Notifications, TransportKind,
 };
 use crate::disks;
 use crate::landlock::Places;
@@ -298,10 +298,11 @@ fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
             || spec.queue_size != DEFAULT_QUEUE_SIZE
             || spec.in_order
             || !spec.worker_cpus.is_empty()
-            || !spec.poll.is_zero();
+            || !spec.poll.is_zero()
+            || spec.notifications != Notifications::default();
         if virtio {
             return Err(format!(
-                "disk '{disk}': transport=, queues=, queue-size=, in-order=, worker-cpus= and poll-usec= are for virtio: \
+                "disk '{disk}': transport=, queues=, queue-size=, in-order=, worker-cpus=, poll-usec= and ioeventfd= are for virtio: \
                  leave them out"
             ));
         }

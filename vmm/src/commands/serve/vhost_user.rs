@@ -15,7 +15,7 @@ use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::{SocketFile, Sockets};
 use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{DiskSpec, MAX_QUEUES, TransportKind};
+use crate::disk_spec::{DiskSpec, MAX_QUEUES, Notifications, TransportKind};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
@@ -116,9 +116,11 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
     let mut places: Vec<PathBuf> = Vec::new();
     for spec in specs {
         let name = spec.name();
-        if spec.transport != TransportKind::default() {
+        let of_a_vm = spec.transport != TransportKind::default()
+            || spec.notifications != Notifications::default();
+        if of_a_vm {
             return Err(format!(
-                "disk '{name}': transport= is for guests of walvisor run: leave it out"
+                "disk '{name}': transport= and ioeventfd= are for guests of walvisor run: leave them out"
             ));
         }
         spec.check_no_target().map_err(|error| error.to_string())?;
@@ -157,7 +159,8 @@ mod tests {
             (&["path=a"][..], "socket=PATH"),
             (&["path=a,port=1"], "socket=PATH"),
             (&["path=a,socket=s", "path=b,socket=./s"], "name another"),
-            (&["path=a,socket=s,transport=pci"], "leave it out"),
+            (&["path=a,socket=s,transport=pci"], "leave them out"),
+            (&["path=a,socket=s,ioeventfd=off"], "leave them out"),
         ] {
             let error = places(texts).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");
