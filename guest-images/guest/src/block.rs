@@ -187,29 +187,100 @@ impl<'a> Block<'a> {
                 }
             }
             finished += progress;
-            if progress == 0 && !self.arm(queues) {
-                self.interrupts.wait(seen);
-                self.transport.acknowledge();
-                if self.transport_is_broken() {
-                    return Err(Error::DeviceBroken {
-                        status: self.transport.status(),
-                    });
-                }
+            // For most of them.
+            if progress == 0 && !self.arm(queues, |in_flight| (in_flight * 3).div_ceil(4)) {
+                self.sleep(seen)?;
             }
         }
         Ok(())
     }
 
-    /// Asks each queue for an interrupt when most of what is in flight is used. Returns `true` if one of them
-    /// has got there already.
-    fn arm(&mut self, queues: usize) -> bool {
+    /// Keeps a request in flight in each of `depth` slots of each of the first `queues` queues for as long as `next` names
+    /// one: it is given queue, slot and the request that has just succeeded there, at first none, and a slot for which it
+    /// names none rests from then on. Returns when all rest. The data of writes is what the slot held.
+    ///
+    /// # Errors
+    /// If a request fails.
+    pub fn sustain(
+        &mut self,
+        queues: usize,
+        depth: usize,
+        next: &mut dyn FnMut(usize, usize, Option<Request>) -> Option<Request>,
+    ) -> Result<(), Error> {
+        let no_room = |index| Error::Queue {
+            index,
+            what: "too small for what is to be in flight",
+        };
+        let mut running = 0;
+        for (index, queue) in self.queues.iter_mut().take(queues).flatten().enumerate() {
+            for slot in 0..depth {
+                let Some(request) = next(index, slot, None) else {
+                    continue;
+                };
+                if !queue.begin(slot, request, queue.queue.features().indirect) {
+                    return Err(no_room(index as u16));
+                }
+                running += 1;
+            }
+        }
+        while running > 0 {
+            // Before any look at the rings: what comes in from now on ends the wait below.
+            let seen = self.interrupts.count();
+            for (index, queue) in (0u16..).zip(self.queues.iter_mut().take(queues).flatten()) {
+                if queue.queue.publish() {
+                    self.transport.notify(index);
+                    self.counts.doorbells += 1;
+                }
+            }
+            let mut progress = false;
+            for (index, queue) in self.queues.iter_mut().take(queues).flatten().enumerate() {
+                while let Some(used) = queue.queue.take()? {
+                    let (slot, mut ended) = (usize::from(used.token), None);
+                    queue.finish(used, BLOCK, &mut self.counts, &mut |request, _| {
+                        ended = Some(request);
+                        Ok(())
+                    })?;
+                    progress = true;
+                    match next(index, slot, ended) {
+                        None => running -= 1,
+                        Some(request) => {
+                            if !queue.begin(slot, request, queue.queue.features().indirect) {
+                                return Err(no_room(index as u16));
+                            }
+                        }
+                    }
+                }
+            }
+            // As Linux's driver does, for the very next one.
+            if !progress && !self.arm(queues, |_| 1) {
+                self.sleep(seen)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until more than `seen` interrupts have come.
+    fn sleep(&mut self, seen: u64) -> Result<(), Error> {
+        self.interrupts.wait(seen);
+        self.transport.acknowledge();
+        if self.transport_is_broken() {
+            return Err(Error::DeviceBroken {
+                status: self.transport.status(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Asks each queue for an interrupt when as many as `count` says of those in flight are used. Returns `true` if one of
+    /// them has got there already.
+    fn arm(&mut self, queues: usize, count: fn(u16) -> u16) -> bool {
         self.queues
             .iter_mut()
             .take(queues)
             .flatten()
             .filter(|queue| queue.queue.in_flight() > 0)
             .fold(false, |ready, RequestQueue { queue, .. }| {
-                queue.arm((queue.in_flight() * 3).div_ceil(4)) || ready
+                queue.arm(count(queue.in_flight())) || ready
             })
     }
 

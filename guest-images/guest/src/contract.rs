@@ -2,7 +2,7 @@
 //!
 //! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's entry.
 //! 2. [`Line`]: what the guest reports over the serial console. Lines that begin with `@` are for the VMM: for
-//!    each transport one `@begin` and one `@end`, or a `@fail`, then `@off`. All others are for people. What
+//!    each transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`, then `@off`. All others are for people. What
 //!    happens between the end of a `@begin` line and the first byte of the next line is the job that is
 //!    measured: the console itself takes no part in it.
 //! 3. [`Digest`]: what the disk must hold after the guest is gone.
@@ -14,7 +14,7 @@ use core::str::FromStr;
 pub const MAGIC: u64 = u64::from_le_bytes(*b"WALVGST1");
 
 /// Number of 64-bit words of a [`BootInfo`] in guest memory.
-pub const WORDS: usize = 10;
+pub const WORDS: usize = 12;
 
 /// Most slots for virtio-mmio devices.
 pub const MMIO_SLOTS: usize = 16;
@@ -52,12 +52,73 @@ pub enum Task {
     Job,
     /// Cases of what a device must do, and must bear: one `@case` each, then a `@checked`, for each transport.
     Conformance,
+    /// A load on one transport: one `@begin` and one `@loaded`.
+    Load(Load),
+}
+
+/// Closed loops over random 4 KiB blocks of the whole disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Through virtio-pci; otherwise through virtio-mmio.
+    pub pci: bool,
+    /// What each loop does over and over.
+    pub kind: LoadKind,
+    /// Requests in flight of each queue, 1 to 32.
+    pub iodepth: u8,
+    /// Queues in use, 1 to 4.
+    pub queues: u8,
+    /// Ticks of the time stamp counter after which no request begins.
+    pub ticks: u64,
+    /// Reads and writes after which none begins.
+    pub requests: u64,
+}
+
+/// What a closed loop of a load does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadKind {
+    /// Reads.
+    RandRead,
+    /// Writes.
+    RandWrite,
+    /// Writes, each followed by a FLUSH once it has completed.
+    RandWriteFlush,
+}
+
+impl LoadKind {
+    const ALL: [Self; 3] = [Self::RandRead, Self::RandWrite, Self::RandWriteFlush];
+}
+
+impl Load {
+    /// All but [`ticks`](Self::ticks) and [`requests`](Self::requests), behind the task's number.
+    fn to_word(self) -> u64 {
+        u64::from(self.pci) << 32
+            | (self.kind as u64) << 24
+            | u64::from(self.iodepth) << 16
+            | u64::from(self.queues) << 8
+    }
+
+    fn from_words(word: u64, ticks: u64, requests: u64) -> Option<Self> {
+        let byte = |shift: u32| (word >> shift) as u8;
+        Some(Self {
+            pci: byte(32) != 0,
+            kind: *LoadKind::ALL.get(usize::from(byte(24)))?,
+            iodepth: byte(16),
+            queues: byte(8),
+            ticks,
+            requests,
+        })
+    }
 }
 
 impl BootInfo {
     /// The words to write to guest memory, each little-endian.
     pub fn to_words(self) -> [u64; WORDS] {
         let lines = u128::from_le_bytes(self.mmio_lines);
+        let (task, ticks, requests) = match self.task {
+            Task::Job => (0, 0, 0),
+            Task::Conformance => (1, 0, 0),
+            Task::Load(load) => (load.to_word() | 2, load.ticks, load.requests),
+        };
         [
             MAGIC,
             self.memory_end,
@@ -68,10 +129,9 @@ impl BootInfo {
             self.ecam,
             u64::from(self.off_port) << 16 | u64::from(self.off_value),
             u64::from(self.reset_port) << 8 | u64::from(self.reset_value),
-            match self.task {
-                Task::Job => 0,
-                Task::Conformance => 1,
-            },
+            task,
+            ticks,
+            requests,
         ]
     }
 
@@ -88,10 +148,13 @@ impl BootInfo {
             off,
             reset,
             task,
+            ticks,
+            requests,
         ] = words;
-        let task = match task {
+        let task = match task as u8 {
             0 => Task::Job,
             1 => Task::Conformance,
+            2 => Task::Load(Load::from_words(task, ticks, requests)?),
             _ => return None,
         };
         (magic == MAGIC).then_some(Self {
@@ -124,6 +187,19 @@ pub struct Counts {
     pub bytes: u64,
 }
 
+impl Counts {
+    /// Takes them from a line's numbers.
+    fn read(next: &mut impl FnMut() -> Option<u64>) -> Option<Self> {
+        Some(Self {
+            requests: next()?,
+            doorbells: next()?,
+            interrupts: next()?,
+            flushes: next()?,
+            bytes: next()?,
+        })
+    }
+}
+
 /// What a transport's job has come to, as the guest saw it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
@@ -135,6 +211,23 @@ pub struct Outcome {
     pub digest: Digest,
 }
 
+/// What a load has come to, as the guest saw it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// What was done.
+    pub counts: Counts,
+    /// Ticks of the time stamp counter that it took.
+    pub ticks: u64,
+    /// Half of the loops' rounds took no more ticks than this; a round with a FLUSH includes it.
+    pub p50: u64,
+    /// 990 of 1000 took no more.
+    pub p99: u64,
+    /// 999 of 1000 took no more.
+    pub p999: u64,
+    /// The device's write cache was on, as its configuration space said.
+    pub write_cache: bool,
+}
+
 /// A line for the VMM. The transport and the reason are text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line<T> {
@@ -142,6 +235,8 @@ pub enum Line<T> {
     Begin(T),
     /// It has ended, every byte verified.
     End(T, Outcome),
+    /// The load on this transport has ended.
+    Loaded(T, Loaded),
     /// It has failed, for this reason.
     Fail(T, T),
     /// A case on this transport, by its name: what is wrong, if something is.
@@ -172,6 +267,20 @@ impl<T: fmt::Display> fmt::Display for Line<T> {
                 counts.flushes,
                 counts.bytes,
                 digest.0
+            ),
+            Self::Loaded(transport, loaded) => write!(
+                f,
+                "@loaded {transport} {} {} {} {} {} {} {} {} {} {}",
+                loaded.counts.requests,
+                loaded.counts.doorbells,
+                loaded.counts.interrupts,
+                loaded.counts.flushes,
+                loaded.counts.bytes,
+                loaded.ticks,
+                loaded.p50,
+                loaded.p99,
+                loaded.p999,
+                u8::from(loaded.write_cache)
             ),
             Self::Fail(transport, reason) => write!(f, "@fail {transport} {reason}"),
             Self::Case(transport, case, None) => write!(f, "@case {transport} {case}"),
@@ -207,13 +316,7 @@ impl<'a> Line<&'a str> {
                 let (transport, numbers) = rest.split_once(' ')?;
                 let mut numbers = numbers.split(' ').map(u64::from_str);
                 let mut next = || numbers.next()?.ok();
-                let counts = Counts {
-                    requests: next()?,
-                    doorbells: next()?,
-                    interrupts: next()?,
-                    flushes: next()?,
-                    bytes: next()?,
-                };
+                let counts = Counts::read(&mut next)?;
                 let blocks = u32::try_from(next()?).ok()?;
                 Some(Self::End(
                     transport,
@@ -223,6 +326,20 @@ impl<'a> Line<&'a str> {
                         digest: Digest(next()?),
                     },
                 ))
+            }
+            "@loaded" => {
+                let (transport, numbers) = rest.split_once(' ')?;
+                let mut numbers = numbers.split(' ').map(u64::from_str);
+                let mut next = || numbers.next()?.ok();
+                let loaded = Loaded {
+                    counts: Counts::read(&mut next)?,
+                    ticks: next()?,
+                    p50: next()?,
+                    p99: next()?,
+                    p999: next()?,
+                    write_cache: next()? != 0,
+                };
+                Some(Self::Loaded(transport, loaded))
             }
             "@off" => Some(Self::Off),
             _ => None,
@@ -274,6 +391,24 @@ mod tests {
         };
         let mut words = info.to_words();
         assert_eq!(BootInfo::from_words(words), Some(info));
+        for kind in LoadKind::ALL {
+            let load = Load {
+                pci: kind != LoadKind::RandRead,
+                kind,
+                iodepth: 32,
+                queues: 4,
+                ticks: u64::MAX,
+                requests: 1 << 40,
+            };
+            let task = Task::Load(load);
+            let info = BootInfo { task, ..info };
+            assert_eq!(BootInfo::from_words(info.to_words()), Some(info));
+        }
+        words[9] = 3 << 24 | 2;
+        assert_eq!(BootInfo::from_words(words), None, "no such kind of load");
+        words[9] = 3;
+        assert_eq!(BootInfo::from_words(words), None, "no such task");
+        words[9] = 1;
         words[0] ^= 1;
         assert_eq!(BootInfo::from_words(words), None);
     }
@@ -295,6 +430,17 @@ mod tests {
         for line in [
             Line::Begin("mmio"),
             Line::End("pci", outcome),
+            Line::Loaded(
+                "pci",
+                Loaded {
+                    counts,
+                    ticks: 8,
+                    p50: 9,
+                    p99: 10,
+                    p999: 11,
+                    write_cache: true,
+                },
+            ),
             Line::Fail("mmio", "block 1, byte 2: expected 0x03, read 0x04"),
             Line::Case("mmio", "flush", None),
             Line::Case("pci", "chain-loop", Some("no reset is asked for")),
@@ -314,6 +460,7 @@ mod tests {
             "@end",
             "@end mmio 1 2",
             "@end mmio a b c d e f g",
+            "@loaded pci 1 2 3 4 5 6 7 8 9",
             "@fail",
             "@case mmio",
             "@checked mmio",

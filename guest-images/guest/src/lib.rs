@@ -4,7 +4,8 @@
 //!   main.rs, interrupt.rs, console.rs     the image: entry, ring-0 stubs, serial port
 //!        │
 //!      job ──▶ block ──▶ queue            what is asked of the disk; requests; split virtqueues
-//!        │       └─────▶ transport        mmio (registers) or pci (capabilities, BARs, MSI-X)
+//!     load ──▶   └─────▶ transport        mmio (registers) or pci (capabilities, BARs, MSI-X)
+//!   histogram                             how long the requests of a load took
 //!  conformance ───────────▶              the same transports, driven by every rule and against every rule
 //!     pattern                             what every block must read as
 //!   contract                              what the VMM and the guest agree on
@@ -17,7 +18,9 @@ pub mod block;
 pub mod conformance;
 pub mod contract;
 pub mod error;
+pub mod histogram;
 pub mod job;
+pub mod load;
 pub mod memory;
 pub mod mmio;
 pub mod pattern;

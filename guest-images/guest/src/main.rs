@@ -19,6 +19,7 @@ use walvisor_guest::conformance;
 use walvisor_guest::contract::{BootInfo, Line, Outcome, Task, WORDS};
 use walvisor_guest::error::Error;
 use walvisor_guest::job;
+use walvisor_guest::load;
 use walvisor_guest::memory::Arena;
 use walvisor_guest::mmio::Mmio;
 use walvisor_guest::pci::Pci;
@@ -63,7 +64,12 @@ extern "C" fn main(boot: u64) -> ! {
     // SAFETY: the words were right, so the rest is; nothing else sets the processor up.
     let mut controller = unsafe { Controller::start(&info) };
     // The arena is borrowed by each device in turn, and starts anew for the second: the first was reset.
-    for transport in ["mmio", "pci"] {
+    let transports = match info.task {
+        Task::Load(load) if load.pci => &["pci"][..],
+        Task::Load(_) => &["mmio"],
+        Task::Job | Task::Conformance => &["mmio", "pci"],
+    };
+    for &transport in transports {
         // SAFETY: the RAM behind the image is used by nothing else, and a device that was reset no longer
         // touches it.
         let mut arena = unsafe { free_memory(&info) };
@@ -91,6 +97,7 @@ extern "C" fn main(boot: u64) -> ! {
         };
         match outcome {
             Ok(Done::Job(outcome)) => writeln!(Console, "{}", Line::End(transport, outcome)).ok(),
+            Ok(Done::Load) => None,
             Ok(Done::Cases(count)) => writeln!(Console, "{}", Line::Checked(transport, count)).ok(),
             Err(error) => writeln!(Console, "@fail {transport} {error}").ok(),
         };
@@ -105,6 +112,8 @@ extern "C" fn main(boot: u64) -> ! {
 enum Done {
     Job(Outcome),
     Cases(u32),
+    /// Said already.
+    Load,
 }
 
 fn drive(
@@ -119,9 +128,18 @@ fn drive(
         return conformance::run(transport, controller, arena, end, &mut Console).map(Done::Cases);
     }
     let mut block = Block::start(transport, controller, arena)?;
-    let outcome = job::run(&mut block, arena, seed, &mut Console);
+    let outcome = match info.task {
+        Task::Load(load) => {
+            // SAFETY: the instruction reads a counter, and ring 3 may (CR4.TSD is clear).
+            let mut now = || unsafe { core::arch::x86_64::_rdtsc() };
+            load::run(&mut block, &load, &mut now, &mut Console).map(|()| Done::Load)
+        }
+        Task::Job | Task::Conformance => {
+            job::run(&mut block, arena, seed, &mut Console).map(Done::Job)
+        }
+    };
     block.stop();
-    outcome.map(Done::Job)
+    outcome
 }
 
 /// The RAM behind the image.

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::contract::{Line, Outcome};
+use super::contract::{Line, Loaded, Outcome};
 use super::recorder::{Event, Measured};
 use crate::vm::control::{Control, Ended};
 
@@ -40,6 +40,8 @@ pub struct Case {
 pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
+    /// The load that has ended, and what was counted meanwhile.
+    pub load: Option<(Loaded, Measured)>,
     /// The cases, in the order in which they were tried.
     pub cases: Vec<Case>,
     /// The transports whose cases were all tried, and how many those were.
@@ -97,6 +99,10 @@ impl Transcript {
         let job = match Line::parse(&line) {
             Some(Line::End(transport, outcome)) => Some((transport, Ok(outcome))),
             Some(Line::Fail(transport, reason)) => Some((transport, Err(reason.to_owned()))),
+            Some(Line::Loaded(_, loaded)) => {
+                self.load = measured.map(|measured| (loaded, measured));
+                None
+            }
             Some(Line::Case(transport, name, problem)) => {
                 self.cases.push(Case {
                     transport: transport.to_owned(),
@@ -142,10 +148,11 @@ mod tests {
         let say = move |line: &str| heard.lock().unwrap().push(line.to_owned());
         let listener = Listener::start(received, control.clone(), PATIENCE, say).unwrap();
         let measured = Measured {
-            exits: 1,
+            exits: [1; 7],
             requests: 2,
             syncs: 3,
             time: Duration::from_micros(4),
+            cpu: Duration::from_micros(5),
         };
         for (line, measured) in [
             ("hello", None),
@@ -155,6 +162,7 @@ mod tests {
             ("@case pci get-id", None),
             ("@case pci flush status (0x1)", None),
             ("@checked pci 2", None),
+            ("@loaded mmio 2 1 1 1 4096 9 5 6 7 1", Some(measured)),
             ("@off", None),
         ] {
             events
@@ -170,6 +178,9 @@ mod tests {
         assert!(!transcript.stalled && control.ended().is_none());
         assert_eq!(transcript.last_line, "@off");
         assert_eq!(transcript.checked, [("pci".to_owned(), 2)]);
+        let (load, counted) = transcript.load.unwrap();
+        assert_eq!((load.ticks, load.p99, load.write_cache), (9, 6, true));
+        assert_eq!(counted, measured);
         let problems: Vec<_> = transcript.cases.iter().map(|case| &case.problem).collect();
         assert_eq!(problems, [&None, &Some("status (0x1)".to_owned())]);
         let [mmio, pci] = &transcript.jobs[..] else {

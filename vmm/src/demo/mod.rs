@@ -16,6 +16,7 @@ mod conformance;
 pub mod contract;
 mod disks;
 mod listener;
+mod load;
 mod recorder;
 mod report;
 
@@ -28,6 +29,7 @@ use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use conformance::{CaseReport, ConformanceReport};
+pub use load::{LoadReport, run_load, ticks};
 pub use report::{DemoReport, TransportReport};
 
 use crate::arch::x86_64::layout;
@@ -74,6 +76,9 @@ pub enum DemoError {
     /// The guest cannot be put into its memory.
     #[error("cannot start the embedded guest: {0}")]
     Guest(String),
+    /// A signal that asks the process to end has ended the guest.
+    #[error("the embedded guest was stopped by signal {0}")]
+    Stopped(i32),
     /// The guest did not come to its end.
     #[error("the embedded guest {0}")]
     Ended(String),
@@ -170,7 +175,7 @@ fn run_guest(
         }
         Ended::Reset | Ended::Quit => ended(format!("gave up; its last line: {last}")),
         Ended::Panicked => ended("panicked".to_owned()),
-        Ended::Signal(signal) => ended(format!("was stopped by signal {signal}")),
+        Ended::Signal(signal) => Err(DemoError::Stopped(signal)),
         Ended::Crashed(crash) => ended(format!("cannot run here: {crash}")),
     }
 }

@@ -7,6 +7,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
+
 use super::contract::Line;
 use crate::vm::AttachedDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
@@ -27,24 +29,34 @@ impl Sources {
         let disk = self.disks.iter().find(|disk| disk.name == transport)?;
         let device = disk.metrics.counts();
         // Only the console uses ports, and it is no part of the job.
-        let exits = self
-            .exits
-            .iter()
-            .map(|vcpu| vcpu.total() - vcpu.get(ExitReason::PortWrite));
+        let exits = ExitReason::ALL.map(|reason| match reason {
+            ExitReason::PortWrite => 0,
+            reason => self.exits.iter().map(|vcpu| vcpu.get(reason)).sum(),
+        });
+        // This is the thread of the one vCPU.
+        let vcpu = processor_time(ClockId::ThreadCPUTime);
         Some(Counts {
             at: Instant::now(),
-            exits: exits.sum(),
+            cpu: processor_time(ClockId::ProcessCPUTime).saturating_sub(vcpu),
+            exits,
             requests: device.requests,
             syncs: disk.backend.log_counters().unwrap_or_default().syncs,
         })
     }
 }
 
+/// Processor time used so far.
+fn processor_time(of: ClockId) -> Duration {
+    // A clock of the system is never negative.
+    clock_gettime(of).try_into().unwrap_or_default()
+}
+
 /// Counts at one moment.
 #[derive(Clone, Copy)]
 struct Counts {
     at: Instant,
-    exits: u64,
+    cpu: Duration,
+    exits: [u64; ExitReason::ALL.len()],
     requests: u64,
     syncs: u64,
 }
@@ -52,14 +64,16 @@ struct Counts {
 /// What the VMM counted while a job ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
-    /// Exits to user space.
-    pub exits: u64,
+    /// Exits to user space, by reason in the order of [`ExitReason::ALL`].
+    pub exits: [u64; ExitReason::ALL.len()],
     /// Requests that the device took.
     pub requests: u64,
     /// Syncs of the log.
     pub syncs: u64,
     /// How long it took.
     pub time: Duration,
+    /// Processor time of all threads of the process but the vCPU's.
+    pub cpu: Duration,
 }
 
 /// A line, and what was counted in the job that ended just before it.
@@ -98,10 +112,11 @@ impl Recorder {
     fn byte(&mut self, byte: u8) {
         if let Some((transport, before)) = self.job.take() {
             self.measured = self.counts(&transport).map(|after| Measured {
-                exits: after.exits - before.exits,
+                exits: std::array::from_fn(|reason| after.exits[reason] - before.exits[reason]),
                 requests: after.requests - before.requests,
                 syncs: after.syncs - before.syncs,
                 time: after.at - before.at,
+                cpu: after.cpu.saturating_sub(before.cpu),
             });
         }
         if byte != b'\n' {
@@ -197,7 +212,9 @@ mod tests {
             .map(|event| {
                 (
                     event.line,
-                    event.measured.map(|counts| (counts.exits, counts.requests)),
+                    event
+                        .measured
+                        .map(|counts| (counts.exits.iter().sum::<u64>(), counts.requests)),
                 )
             })
             .collect();

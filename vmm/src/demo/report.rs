@@ -106,7 +106,7 @@ fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportRepor
         transport: image.name.to_owned(),
         requests: counts.requests,
         doorbells: counts.doorbells,
-        exits: measured.map_or(0, |measured| measured.exits),
+        exits: measured.map_or(0, |measured| measured.exits.iter().sum()),
         interrupts: counts.interrupts,
         flushes: counts.flushes,
         syncs: measured.map_or(0, |measured| measured.syncs),
@@ -182,10 +182,11 @@ mod tests {
         bytes: 8192,
     };
     const MEASURED: Measured = Measured {
-        exits: 5,
+        exits: [0, 0, 2, 3, 0, 0, 0],
         requests: 9,
         syncs: 1,
         time: Duration::from_micros(1500),
+        cpu: Duration::ZERO,
     };
 
     /// The report of a job on an image of two blocks, after `change` has changed what was reported.

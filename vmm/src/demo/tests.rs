@@ -11,7 +11,7 @@ use walvisor_devices::backend::{
 use walvisor_devices::block::BlockConfig;
 
 use super::*;
-use crate::disk_spec::TransportKind;
+use crate::disk_spec::{Notifications, TransportKind};
 use crate::seccomp::Seccomp;
 
 /// What a disk does wrong.
@@ -169,6 +169,7 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
         name: name.to_owned(),
         backend: Arc::new(Faulty::new(fault)),
         transport,
+        notifications: Notifications::default(),
         device: BlockConfig {
             queues: 2,
             queue_size: 64,
@@ -245,5 +246,35 @@ fn a_disk_that_lies_fails_the_cases_that_ask_for_the_truth() {
             .collect();
         assert_eq!(failed, failing, "{fault:?}: {report}");
         assert!(report.passed > 120, "{report}");
+    }
+}
+
+#[test]
+fn every_byte_is_right_without_eventfds_too() {
+    if let Err(error) = probe::open() {
+        println!("skipped: {error}");
+        return;
+    }
+    let disks =
+        [("mmio", TransportKind::Mmio), ("pci", TransportKind::Pci)].map(|(name, transport)| {
+            DiskConfig {
+                limits: walvisor_devices::throttle::Limits::default(),
+                name: name.to_owned(),
+                backend: Arc::new(RamDisk::new(64 << 11)),
+                transport,
+                notifications: Notifications::Exits,
+                device: BlockConfig {
+                    queues: 4,
+                    queue_size: 64,
+                    ..BlockConfig::default()
+                },
+            }
+        });
+    let transcript = run_guest(disks, Task::Job, Seccomp::Off, |_| ()).expect("the guest ends");
+    assert_eq!(transcript.jobs.len(), 2, "{}", transcript.last_line);
+    for job in transcript.jobs {
+        let outcome = job.outcome.expect("every byte is as it was written");
+        let exits: u64 = job.measured.expect("counted").exits.iter().sum();
+        assert!(exits >= outcome.counts.doorbells && outcome.counts.interrupts > 0);
     }
 }

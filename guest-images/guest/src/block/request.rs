@@ -138,31 +138,39 @@ impl RequestQueue {
                 continue;
             }
             let request = plan(*next, slot.data.bytes_mut());
-            let (address, length, device_writes) = match request {
-                Request::Read(_) => (slot.data.address(), BLOCK as u32, true),
-                Request::Write(_) => (slot.data.address(), BLOCK as u32, false),
-                Request::GetId => (slot.data.address(), ID_BYTES as u32, true),
-                Request::Discard(first, count) | Request::WriteZeroes(first, count) => {
-                    // One range: sector, number of sectors, flags (5.2.6.2).
-                    slot.control
-                        .write(RANGE, u64::from(first) * SECTORS_PER_BLOCK);
-                    slot.control
-                        .write(RANGE + 8, count * SECTORS_PER_BLOCK as u32);
-                    slot.control.write(RANGE + 12, 0u32);
-                    (slot.control.address() + RANGE as u64, RANGE_BYTES, false)
-                }
-                Request::Flush => (0, 0, false),
-            };
-            let data = [Segment {
-                address,
-                length,
-                device_writes,
-            }];
-            let segments = if length == 0 { &data[..0] } else { &data[..] };
-            if self.start(index, request, segments, indirect) {
+            if self.begin(index, request, indirect) {
                 *next += 1;
             }
         }
+    }
+
+    /// Starts `request` with the block of data of slot `index`. Returns whether there was room.
+    pub(super) fn begin(&mut self, index: usize, request: Request, indirect: bool) -> bool {
+        let Some(slot) = self.slots.get_mut(index).and_then(Option::as_mut) else {
+            return false;
+        };
+        let (address, length, device_writes) = match request {
+            Request::Read(_) => (slot.data.address(), BLOCK as u32, true),
+            Request::Write(_) => (slot.data.address(), BLOCK as u32, false),
+            Request::GetId => (slot.data.address(), ID_BYTES as u32, true),
+            Request::Discard(first, count) | Request::WriteZeroes(first, count) => {
+                // One range: sector, number of sectors, flags (5.2.6.2).
+                slot.control
+                    .write(RANGE, u64::from(first) * SECTORS_PER_BLOCK);
+                slot.control
+                    .write(RANGE + 8, count * SECTORS_PER_BLOCK as u32);
+                slot.control.write(RANGE + 12, 0u32);
+                (slot.control.address() + RANGE as u64, RANGE_BYTES, false)
+            }
+            Request::Flush => (0, 0, false),
+        };
+        let data = [Segment {
+            address,
+            length,
+            device_writes,
+        }];
+        let segments = if length == 0 { &data[..0] } else { &data[..] };
+        self.start(index, request, segments, indirect)
     }
 
     /// Adds `request` with its data `segments` to the ring, in slot `index`. Returns whether there was room.
