@@ -39,6 +39,8 @@ pub enum Command {
     Log(commands::log::LogArguments),
     /// Measure the store, with no guest, beside a raw file.
     Bench(commands::bench::BenchArguments),
+    /// Compare what a notification and a flush cost on each path, as tables, JSON, and a page with plots.
+    Compare(commands::compare::CompareArguments),
 }
 
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -59,6 +61,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Serve(arguments) => commands::serve::run(&arguments, started),
         Command::Log(arguments) => commands::log::run(&arguments),
         Command::Bench(arguments) => commands::bench::run(&arguments),
+        Command::Compare(arguments) => commands::compare::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

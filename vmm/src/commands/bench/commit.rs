@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use walvisor_storage::{
-    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, StoreOptions,
+    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, Store,
+    StoreOptions,
 };
 
 use super::client::{Client, damaged, is_stamped, stamp, stamped};
@@ -137,8 +138,12 @@ pub struct Plan {
     pub wait: CommitWait,
     /// What a commit is.
     pub mode: Mode,
-    /// Disks of the log.
+    /// Disks, on as many logs: a multiple of `logs`.
     pub disks: u16,
+    /// Logs.
+    pub logs: u16,
+    /// Whether the raw file takes its turns.
+    pub baseline: bool,
 }
 
 /// What was measured. Times in microseconds; `raw_` is the baseline.
@@ -189,6 +194,7 @@ pub struct CommitReport {
     /// Of the baseline.
     pub raw_p99_us: f64,
     /// `commits_per_s` over `raw_commits_per_s`.
+    /// 0 without a baseline.
     pub ratio: f64,
 }
 
@@ -226,6 +232,8 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
         wait: arguments.wait.into(),
         mode: arguments.mode,
         disks: arguments.disks,
+        logs: 1,
+        baseline: true,
     };
     let report = measure(&plan, &arguments.output.dir)?;
     arguments.output.print(&report)
@@ -237,6 +245,8 @@ struct Committer {
     /// looking at its port has to drop it, which passes the lead on.
     client: Option<Client>,
     writer: u64,
+    log: usize,
+    /// Of those of the log.
     disk: usize,
     first_block: u64,
     flushes: bool,
@@ -294,10 +304,13 @@ impl RawCommitter<'_> {
 /// # Errors
 /// If the medium fails, or what was acknowledged does not read back.
 pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
-    let site = Site::new(dir)?;
     let medium = plan.medium;
     let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
-    let (clients, disks) = (u64::from(plan.clients), usize::from(plan.disks));
+    let (clients, disks, logs) = (
+        u64::from(plan.clients),
+        usize::from(plan.disks),
+        usize::from(plan.logs),
+    );
     let options = StoreOptions {
         group_commit: plan.group == Switch::On,
         commit_wait: plan.wait,
@@ -308,19 +321,25 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
         ..ring(0)
     };
     let disk_blocks = clients.div_ceil(disks as u64) * CLIENT_BLOCKS;
-    site.create(disks, disk_blocks * BLOCK as u64, &options)?;
-    let raw_path = site.path().join("raw");
-    let raw_file = raw::create(&raw_path, clients * CLIENT_BLOCKS * BLOCK as u64, BLOCK)?;
     let cache = match plan.mode {
         Mode::Writeback => CacheMode::Writeback,
         Mode::Writethrough => CacheMode::Writethrough,
     };
-    let store = site.open(disks, cache, &options)?;
+    let (mut sites, mut stores) = (Vec::new(), Vec::new());
+    for _ in 0..logs {
+        let site = Site::new(dir)?;
+        site.create(disks / logs, disk_blocks * BLOCK as u64, &options)?;
+        stores.push(site.open(disks / logs, cache, &options)?);
+        sites.push(site);
+    }
+    let raw_path = sites[0].path().join("raw");
+    let raw_file = raw::create(&raw_path, clients * CLIENT_BLOCKS * BLOCK as u64, BLOCK)?;
     let mut committers = (0..clients)
         .map(|writer| Committer {
             client: None,
             writer,
-            disk: writer as usize % disks,
+            log: writer as usize % logs,
+            disk: writer as usize / logs % (disks / logs),
             first_block: writer / disks as u64 * CLIENT_BLOCKS,
             flushes: plan.mode == Mode::Writeback,
             committed: 0,
@@ -337,25 +356,29 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
             committed: 0,
         })
         .collect();
-    let before = store.log_counters();
+    let count = || Counted::of(&stores);
+    let before = count();
     let (mut logged, mut raw) = (Timing::default(), Timing::default());
     for share in shares(plan.commits, ROUNDS.min(plan.commits / clients)) {
-        let ended = closed_loops(&mut raw_committers, share, RawCommitter::commit, |_| ())?;
-        raw.add(ended);
+        if plan.baseline {
+            let ended = closed_loops(&mut raw_committers, share, RawCommitter::commit, |_| ())?;
+            raw.add(ended);
+        }
         for committer in &mut committers {
-            committer.client = Some(Client::open(&store.disks()[committer.disk])?);
+            let disk = &stores[committer.log].disks()[committer.disk];
+            committer.client = Some(Client::open(disk)?);
         }
         let leave = |committer: &mut Committer| committer.client = None;
         let ended = closed_loops(&mut committers, share, Committer::commit, leave)?;
         logged.add(ended);
     }
-    let counters = store.log_counters();
-    let acknowledged: Vec<_> = committers
-        .into_iter()
-        .map(|c| (c.writer, c.disk, c.first_block, c.committed))
-        .collect();
-    store.close().map_err(CommandError::failed)?;
-    verify(&site, &acknowledged)?;
+    let counters = count();
+    for store in stores {
+        store.close().map_err(CommandError::failed)?;
+    }
+    for committer in &committers {
+        verify(&sites[committer.log], committer)?;
+    }
     let (writes, syncs) = (
         counters.writes - before.writes,
         counters.syncs - before.syncs,
@@ -383,23 +406,49 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
         raw_commits_per_s: tenths(raw.rate()),
         raw_p50_us: tenths(raw.percentile_us(0.5)),
         raw_p99_us: tenths(raw.percentile_us(0.99)),
-        ratio: thousandths(logged.rate() / raw.rate()),
+        ratio: match plan.baseline {
+            true => thousandths(logged.rate() / raw.rate()),
+            false => 0.0,
+        },
     })
 }
 
-/// Reads from the images, which are plain files now, what each client wrote last to each of its blocks.
-fn verify(site: &Site, acknowledged: &[(u64, usize, u64, u64)]) -> Result<(), CommandError> {
-    let mut block = Buffer::zeroed(BLOCK);
-    for &(writer, disk, first_block, committed) in acknowledged {
-        let path = site.image(disk);
-        let file = File::open(&path).map_err(raw::failed("open", &path))?;
-        for number in committed.saturating_sub(CLIENT_BLOCKS)..committed {
-            let at = first_block + number % CLIENT_BLOCKS;
-            file.read_exact_at(&mut block, at * BLOCK as u64)
-                .map_err(raw::failed("read", &path))?;
-            if !is_stamped(&block, writer, number) {
-                return Err(damaged(&path.display().to_string(), at));
+/// What the logs have counted together.
+struct Counted {
+    writes: u64,
+    syncs: u64,
+    group_sizes: [u64; GROUP_SIZE_CLASSES],
+}
+
+impl Counted {
+    fn of(stores: &[Store]) -> Self {
+        let mut sum = Self {
+            writes: 0,
+            syncs: 0,
+            group_sizes: [0; GROUP_SIZE_CLASSES],
+        };
+        for counters in stores.iter().map(Store::log_counters) {
+            sum.writes += counters.writes;
+            sum.syncs += counters.syncs;
+            for (sum, count) in sum.group_sizes.iter_mut().zip(counters.group_sizes) {
+                *sum += count;
             }
+        }
+        sum
+    }
+}
+
+/// Reads from the images, which are plain files now, what a client wrote last to each of its blocks.
+fn verify(site: &Site, committer: &Committer) -> Result<(), CommandError> {
+    let mut block = Buffer::zeroed(BLOCK);
+    let path = site.image(committer.disk);
+    let file = File::open(&path).map_err(raw::failed("open", &path))?;
+    for number in committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed {
+        let at = committer.first_block + number % CLIENT_BLOCKS;
+        file.read_exact_at(&mut block, at * BLOCK as u64)
+            .map_err(raw::failed("read", &path))?;
+        if !is_stamped(&block, committer.writer, number) {
+            return Err(damaged(&path.display().to_string(), at));
         }
     }
     Ok(())

@@ -68,6 +68,8 @@ pub fn run(arguments: &MatrixArguments) -> Result<(), CommandError> {
                     wait: arguments.wait.into(),
                     mode: Mode::Writeback,
                     disks: 1,
+                    logs: 1,
+                    baseline: true,
                 };
                 cells.push(measure(&plan, &arguments.output.dir)?);
                 progress.inc(1);

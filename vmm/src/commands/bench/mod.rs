@@ -12,7 +12,7 @@
 mod append;
 mod checkpoint;
 mod client;
-mod commit;
+pub(super) mod commit;
 mod matrix;
 mod raw;
 mod read;

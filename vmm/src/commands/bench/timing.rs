@@ -20,8 +20,11 @@ impl Timing {
         self.latencies.append(&mut round.latencies);
     }
 
-    /// Steps a second.
+    /// Steps a second; 0 of none.
     pub fn rate(&self) -> f64 {
+        if self.latencies.is_empty() {
+            return 0.0;
+        }
         self.latencies.len() as f64 / self.elapsed.as_secs_f64()
     }
 

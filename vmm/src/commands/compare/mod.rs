@@ -1,3 +1,114 @@
-//! `walvisor compare`: ways to one disk beside each other, in one run.
+//! `walvisor compare`: what a notification and a flush cost on each path, beside what others report and do.
+//!
+//! ```text
+//!   commit   group commit on a disk of its own: the experiments of its sources      commit/
+//! ```
+//! Each gives a [`Report`](report::Report): printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
+//! takes turns, so that all see the machine in the same moods.
 
+mod commit;
+mod machine;
 pub mod notify;
+mod page;
+mod plot;
+mod report;
+mod session;
+
+use std::fs;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use super::CommandError;
+use machine::Machine;
+use report::{Report, Section};
+use session::Session;
+
+/// Arguments of `walvisor compare`.
+#[derive(Debug, Args)]
+pub struct CompareArguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What to compare.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Group commit: clients, sync latencies, waits, disks, media, each beside what its source reports
+    Commit(commit::CommitArguments),
+}
+
+/// How to measure and to report.
+#[derive(Debug, Args)]
+struct Output {
+    /// Fewer and shorter jobs: under a minute
+    #[arg(long)]
+    quick: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Write a page with plots and tables that needs nothing else
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the plots, an SVG file each
+    #[arg(long, value_name = "DIR")]
+    svg: Option<PathBuf>,
+    /// Where to make disks and logs, for as long as it takes
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    dir: PathBuf,
+}
+
+impl Output {
+    /// Gives the report in all the ways that were asked for.
+    ///
+    /// # Errors
+    /// If a file can't be written.
+    fn give(
+        &self,
+        title: &str,
+        session: Session,
+        sections: Vec<Section>,
+    ) -> Result<(), CommandError> {
+        use std::io::Write;
+        let report = Report {
+            title: title.to_owned(),
+            machine: Machine::this(&self.dir),
+            interrupted: session.interrupted(),
+            quick: self.quick,
+            elapsed_s: session.elapsed().as_secs_f64().round(),
+            sections,
+        };
+        drop(session);
+        let text = match self.json {
+            true => serde_json::to_string(&report).map_err(CommandError::failed)? + "\n",
+            false => report.to_string(),
+        };
+        // A reader that closed the pipe early has what it wanted.
+        let _ = std::io::stdout().write_all(text.as_bytes());
+        let failed = |what, path: &PathBuf| {
+            let path = path.display().to_string();
+            move |error| CommandError::Failed(format!("{path}: cannot {what}: {error}"))
+        };
+        if let Some(path) = &self.html {
+            fs::write(path, page::page(&report)?).map_err(failed("write the page", path))?;
+        }
+        if let Some(directory) = &self.svg {
+            fs::create_dir_all(directory).map_err(failed("make the directory", directory))?;
+            for plot in report.sections.iter().flat_map(|section| &section.plots) {
+                let path = directory.join(format!("{}.svg", plot.name));
+                fs::write(&path, plot.svg()?).map_err(failed("write the plot", &path))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Carries out `walvisor compare`.
+///
+/// # Errors
+/// If the arguments make no sense, what is to be compared is missing or fails, or a file can't be written.
+pub fn run(arguments: &CompareArguments) -> Result<(), CommandError> {
+    match &arguments.action {
+        Action::Commit(arguments) => commit::run(arguments),
+    }
+}
