@@ -14,8 +14,9 @@ mod plot;
 mod report;
 mod session;
 
-use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, io};
 
 use clap::{Args, Subcommand};
 
@@ -59,6 +60,21 @@ struct Output {
 }
 
 impl Output {
+    /// Begins a comparison that is expected to take `expected` in all. What it is to write is tried first: nobody waits for
+    /// minutes to be told of a directory that is not there.
+    ///
+    /// # Errors
+    /// If a file can't be written, or the system refuses a signal handler.
+    fn start(&self, expected: Duration) -> Result<Session, CommandError> {
+        if let Some(path) = &self.html {
+            fs::write(path, "").map_err(failed("write the page", path))?;
+        }
+        if let Some(directory) = &self.svg {
+            fs::create_dir_all(directory).map_err(failed("make the directory", directory))?;
+        }
+        Session::start(expected)
+    }
+
     /// Gives the report in all the ways that were asked for.
     ///
     /// # Errors
@@ -85,15 +101,10 @@ impl Output {
         };
         // A reader that closed the pipe early has what it wanted.
         let _ = std::io::stdout().write_all(text.as_bytes());
-        let failed = |what, path: &PathBuf| {
-            let path = path.display().to_string();
-            move |error| CommandError::Failed(format!("{path}: cannot {what}: {error}"))
-        };
         if let Some(path) = &self.html {
             fs::write(path, page::page(&report)?).map_err(failed("write the page", path))?;
         }
         if let Some(directory) = &self.svg {
-            fs::create_dir_all(directory).map_err(failed("make the directory", directory))?;
             for plot in report.sections.iter().flat_map(|section| &section.plots) {
                 let path = directory.join(format!("{}.svg", plot.name));
                 fs::write(&path, plot.svg()?).map_err(failed("write the plot", &path))?;
@@ -101,6 +112,11 @@ impl Output {
         }
         Ok(())
     }
+}
+
+fn failed(what: &str, path: &Path) -> impl Fn(io::Error) -> CommandError {
+    let text = format!("{}: cannot {what}", path.display());
+    move |error| CommandError::Failed(format!("{text}: {error}"))
 }
 
 /// Carries out `walvisor compare`.

@@ -1,7 +1,14 @@
 //! `walvisor compare commit`: what the write-ups behind this project report of group commit, measured on a disk's log. A commit
 //! is a 4 KiB write and its FLUSH; clients are closed loops, a thread each.
 
+mod clients;
+mod disks;
 mod experiments;
+mod latency;
+mod medium;
+mod mode;
+mod wait;
+mod waiters;
 
 use std::path::Path;
 use std::time::Duration;
@@ -62,7 +69,7 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
         .iter()
         .map(|experiment| experiment.expected())
         .sum();
-    let session = Session::start(expected)?;
+    let session = arguments.output.start(expected)?;
     let mut sections = Vec::new();
     for mut experiment in experiments {
         experiment.measure(&session, &arguments.output.dir)?;
