@@ -1,8 +1,11 @@
 //! What the integration tests share: running a job with Linux guests, or telling why this machine cannot.
 
+mod daemon;
+
 use std::fs::File;
 use std::path::PathBuf;
 
+pub use daemon::{Daemon, binary, succeed, walvisor};
 use walvisor_guest_images::{
     Cache, Error, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle,
     walvisor_binary,

@@ -1,0 +1,100 @@
+//! `walvisor` of this source tree: run to its end, or serving disks.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use rustix::process::{Pid, Signal, kill_process};
+use walvisor_guest_images::walvisor_binary;
+
+/// The program, built if need be.
+///
+/// # Panics
+/// It cannot be built.
+#[must_use]
+pub fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| walvisor_binary("dev").expect("building walvisor"))
+}
+
+/// Runs `walvisor` in `dir` to its end, with `arguments` between which are spaces.
+///
+/// # Panics
+/// It cannot be built or started.
+#[must_use]
+pub fn walvisor(dir: &Path, arguments: &str) -> Output {
+    Command::new(binary())
+        .args(arguments.split_whitespace())
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .output()
+        .expect("walvisor starts")
+}
+
+/// The same, and asserts that it succeeds; its stdout.
+///
+/// # Panics
+/// It fails.
+#[track_caller]
+pub fn succeed(dir: &Path, arguments: &str) -> String {
+    let output = walvisor(dir, arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments}: {errors}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// A daemon at work. Dropping it kills it.
+pub struct Daemon {
+    child: Child,
+}
+
+impl Daemon {
+    /// Starts `walvisor serve vhost-user` in `dir`, and waits until all disks are served.
+    ///
+    /// # Panics
+    /// It does not serve them all.
+    #[track_caller]
+    #[must_use]
+    pub fn start(dir: &Path, arguments: &str) -> Self {
+        let mut child = Command::new(binary())
+            .args(["serve", "vhost-user"])
+            .args(arguments.split_whitespace())
+            .current_dir(dir)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("walvisor starts");
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let count = arguments.matches("path=").count();
+        let lines = stdout.lines().take(count).map_while(Result::ok).count();
+        assert_eq!(lines, count, "disks that are served");
+        Self { child }
+    }
+
+    /// Stops it as a service manager does, and asserts that it ends well.
+    ///
+    /// # Panics
+    /// It does not.
+    #[track_caller]
+    pub fn stop(mut self) {
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+        assert_eq!(self.child.wait().unwrap().code(), Some(0));
+    }
+
+    /// Kills it, as a power cut does: it gets to do nothing more.
+    ///
+    /// # Panics
+    /// It cannot be waited for.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

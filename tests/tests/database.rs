@@ -1,0 +1,334 @@
+//! Databases on the disk, and power cuts in the middle: MariaDB without its doublewrite buffer, and SQLite with either journal.
+//! What a client says outside of the guest once its COMMIT was answered has to be there afterwards, and every page whole.
+//!
+//! A cut is SIGKILL of the guest and of the daemon, at a moment and in an order that a seed decides (`WALVISOR_SEED` repeats
+//! them). It drops what both had in memory. What the daemon had written survives, also without a sync, in the host's page
+//! cache: so a kill by itself tears no page on any disk, and this alone would not tell a disk that tears pages from one that
+//! does not. Two things together do: each page that the database writes is shown to be one record of the log, never two, and
+//! a record is all there or not at all under any power cut (the storage crate's tests, on a medium that loses and tears what
+//! was not synced).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use walvisor_guest_images::{Guest, UserMode};
+use walvisor_tests::{Daemon, binary, have, succeed};
+
+const MARIADB: &str = include_str!("../scripts/mariadb.sh");
+const SQLITE: &str = include_str!("../scripts/sqlite.sh");
+
+/// The file systems, and how they keep the blocks of a page together: else a page might be two requests, and a power cut leave
+/// one of them.
+const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 /dev/vda && mount /dev/vda disk";
+const XFS: &str = "mkfs.xfs -q /dev/vda && mount /dev/vda disk && xfs_io -c 'extsize 64k' disk";
+
+/// The bytes of a page of InnoDB, of a block of `filefrag`, and of a sector.
+const PAGE: u64 = 16 << 10;
+const BLOCK: u64 = 4096;
+const SECTOR: u64 = 512;
+
+#[test]
+fn mariadb_needs_no_doublewrite_buffer_on_ext4() {
+    mariadb(EXT4, 2);
+}
+
+#[test]
+fn mariadb_needs_no_doublewrite_buffer_on_xfs() {
+    mariadb(XFS, 1);
+}
+
+fn mariadb(make: &str, cuts: usize) {
+    let needs = [
+        ("mariadbd", "mariadb-server-core"),
+        ("mariadb", "mariadb-client-core"),
+    ];
+    let Some(mut site) = Site::new(&needs) else {
+        return;
+    };
+    let (mut created, mut writes, mut pages) = (0, Vec::new(), 0);
+    for boot in 0..=cuts {
+        let (daemon, mut guest) = site.boot(MARIADB, (boot == 0).then_some(make), boot < cuts);
+        if boot == 0 {
+            guest
+                .wait_for("guest: server 0 O_DIRECT 1 1 16384")
+                .unwrap();
+            guest.wait_for("guest: created").unwrap();
+            created = now();
+        } else {
+            let report = site.check(&mut guest);
+            assert_that(&report, "recovered");
+            assert_that(&report, "check bank.accounts status OK");
+            assert_that(&report, "check bank.ledger status OK");
+            assert_that(&report, "wrong balances 0, accounts 8192");
+            pages += whole_pages(&writes, &report);
+        }
+        if boot < cuts {
+            site.work_until_cut(daemon, guest);
+            writes = site.writes_since(created);
+        } else {
+            let files = guest.wait_for("guest: files").unwrap();
+            assert_eq!(files, "guest: files with wrong checksums 0");
+            site.end(daemon, guest);
+        }
+    }
+    println!("{pages} pages were written to the table, each by one record of the log");
+    assert!(pages > 0, "no page was written");
+}
+
+#[test]
+fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
+    let Some(mut site) = Site::new(&[("sqlite3", "sqlite3")]) else {
+        return;
+    };
+    let cuts = 2;
+    for boot in 0..=cuts {
+        let (daemon, mut guest) = site.boot(SQLITE, (boot == 0).then_some(EXT4), boot < cuts);
+        if boot == 0 {
+            guest.wait_for("guest: created").unwrap();
+        } else {
+            let report = site.check(&mut guest);
+            // There is one always. A rollback journal is there only if the cut fell into a transaction.
+            assert_that(&report, "left wal.db-wal");
+            for journal in ["wal", "delete"] {
+                assert_that(&report, &format!("check {journal} ok"));
+                assert_that(&report, &format!("mode {journal} {journal} 3"));
+                assert_that(&report, &format!("wrong in {journal} 0|0"));
+            }
+        }
+        if boot < cuts {
+            site.work_until_cut(daemon, guest);
+        } else {
+            site.end(daemon, guest);
+        }
+    }
+}
+
+/// A disk, what its clients were told, and the choices of when to cut its power.
+struct Site {
+    dir: TempDir,
+    random: u64,
+    /// Of each client the number of its last commit that was acknowledged. They begin with 1.
+    journal: BTreeMap<String, u64>,
+    boots: u32,
+    cuts: u32,
+}
+
+impl Site {
+    /// `None`: something is missing and cannot be installed, and why was printed.
+    fn new(needs: &[(&str, &str)]) -> Option<Self> {
+        let mut all = vec![
+            ("linux.uml", "user-mode-linux"),
+            ("modprobe", "kmod"),
+            ("mkfs.ext4", "e2fsprogs"),
+            ("mkfs.xfs", "xfsprogs"),
+        ];
+        all.extend(needs);
+        if !all.iter().all(|(program, package)| have(program, package)) {
+            return None;
+        }
+        let seed = match std::env::var("WALVISOR_SEED") {
+            Ok(seed) => seed.parse().expect("WALVISOR_SEED is a number"),
+            Err(_) => now(),
+        };
+        println!("WALVISOR_SEED={seed}");
+        let dir = tempfile::tempdir().unwrap();
+        succeed(dir.path(), "disk create disk.img --size 512M");
+        Some(Self {
+            dir,
+            random: seed | 1,
+            journal: BTreeMap::new(),
+            boots: 0,
+            cuts: 0,
+        })
+    }
+
+    /// A number below `limit`.
+    fn random(&mut self, limit: u64) -> u64 {
+        // Xorshift.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 16) % limit
+    }
+
+    fn boot(&mut self, script: &str, make: Option<&str>, work: bool) -> (Daemon, Guest) {
+        let daemon = Daemon::start(self.dir.path(), "--disk path=disk.img,socket=s --control c");
+        let own = self.dir.path().join(format!("boot-{}", self.boots));
+        self.boots += 1;
+        fs::create_dir(&own).unwrap();
+        let script = format!(
+            "MAKE={:?}\nSEED={}\nWORK={}\n{script}",
+            make.unwrap_or_default(),
+            self.random(1 << 30),
+            if work { "yes" } else { "" }
+        );
+        let guest = UserMode {
+            disks: vec![self.dir.path().join("s")],
+            modules: Vec::new(),
+        };
+        (daemon, guest.boot_here(&own, &script).unwrap())
+    }
+
+    /// What the guest reports. Asserts that all is there that was acknowledged, and that nothing is damaged.
+    #[track_caller]
+    fn check(&self, guest: &mut Guest) -> Vec<String> {
+        let mut report = Vec::new();
+        loop {
+            let line = guest.wait_for("guest: ").unwrap();
+            match line.trim_start_matches("guest: ") {
+                "checked" => break,
+                text => report.push(text.to_owned()),
+            }
+        }
+        let bad = |line: &&String| line.starts_with("alarm") || line.starts_with("damaged");
+        let damage: Vec<_> = report.iter().filter(bad).collect();
+        assert!(damage.is_empty(), "{damage:#?}");
+        for (client, acknowledged) in &self.journal {
+            let start = format!("ledger {client} ");
+            let line = report.iter().find_map(|line| line.strip_prefix(&start));
+            let numbers: Vec<u64> = line
+                .unwrap_or_else(|| panic!("nothing of client {client}: {report:#?}"))
+                .split(' ')
+                .map(|number| number.parse().unwrap())
+                .collect();
+            let [count, first, last] = numbers[..] else {
+                panic!("{numbers:?}");
+            };
+            assert_eq!(
+                (count, first),
+                (last, 1),
+                "of client {client} one is missing"
+            );
+            assert!(
+                last >= *acknowledged,
+                "client {client} was told that {acknowledged} is committed, and the last is {last}"
+            );
+        }
+        println!(
+            "after cut {}: all of {} acknowledged commits are there",
+            self.cuts,
+            self.journal.values().sum::<u64>()
+        );
+        report
+    }
+
+    /// Lets clients work for a while, perhaps with a checkpoint of the log, and cuts the power.
+    fn work_until_cut(&mut self, daemon: Daemon, mut guest: Guest) {
+        for _ in 0..40 + self.random(200) {
+            let line = guest.wait_for("guest: acknowledged ").unwrap();
+            self.acknowledged(&line);
+        }
+        let mut checkpoint: Option<Child> = None;
+        if self.random(2) == 0 {
+            let ctl = Command::new(binary())
+                .args(["ctl", "c", "checkpoint"])
+                .current_dir(self.dir.path())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn();
+            checkpoint = Some(ctl.unwrap());
+        }
+        thread::sleep(Duration::from_micros(self.random(60_000)));
+        let said = if self.random(2) == 0 {
+            daemon.kill();
+            guest.cut()
+        } else {
+            let said = guest.cut();
+            daemon.kill();
+            said
+        };
+        self.cuts += 1;
+        for line in said {
+            self.acknowledged(&line);
+        }
+        if let Some(mut checkpoint) = checkpoint {
+            checkpoint.wait().unwrap();
+        }
+    }
+
+    /// Notes what a client says, of which a cut may have left a part.
+    fn acknowledged(&mut self, line: &str) {
+        let words: Vec<&str> = line.split(' ').collect();
+        if let ["guest:", "acknowledged", client, number] = words[..] {
+            // Cut short it is a smaller number.
+            let number = number.parse().unwrap_or(0);
+            let last = self.journal.entry(client.to_owned()).or_default();
+            *last = number.max(*last);
+        }
+    }
+
+    /// The writes in the log since `start` (Unix time in microseconds): their first bytes, and those after their last.
+    fn writes_since(&self, start: u64) -> Vec<(u64, u64)> {
+        let dump = succeed(self.dir.path(), "log dump disk.img.wal --records --json");
+        let records = dump
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap());
+        records
+            .filter(|record| {
+                record["kind"] == "write" && record["unix_us"].as_u64().unwrap() > start
+            })
+            .map(|record| {
+                let first = record["sector"].as_u64().unwrap() * SECTOR;
+                (first, first + record["sectors"].as_u64().unwrap() * SECTOR)
+            })
+            .collect()
+    }
+
+    /// Lets the guest power off; the file system is sound then, and so is the disk.
+    fn end(&self, daemon: Daemon, mut guest: Guest) {
+        guest.wait_for("guest: end").unwrap();
+        guest.end().unwrap();
+        daemon.stop();
+        succeed(self.dir.path(), "disk check disk.img");
+    }
+}
+
+/// How many pages `writes` wrote to the table whose blocks `report` tells. Asserts that none wrote a part of one.
+#[track_caller]
+fn whole_pages(writes: &[(u64, u64)], report: &[String]) -> u64 {
+    let mut pages = 0;
+    for line in report
+        .iter()
+        .filter_map(|line| line.strip_prefix("extent "))
+    {
+        let blocks: Vec<u64> = line
+            .split(' ')
+            .map(|block| block.parse().unwrap())
+            .collect();
+        let [in_file, on_disk, length] = blocks[..] else {
+            panic!("{line}");
+        };
+        let (start, end) = (on_disk * BLOCK, (on_disk + length) * BLOCK);
+        for (first, after) in writes {
+            let (from, to) = (start.max(*first), end.min(*after));
+            if from < to {
+                let place = from - start + in_file * BLOCK;
+                assert!(
+                    place.is_multiple_of(PAGE) && (to - from).is_multiple_of(PAGE),
+                    "a record has a part of a page: bytes {first} to {after} of the disk, the extent is {line}"
+                );
+                pages += (to - from) / PAGE;
+            }
+        }
+    }
+    pages
+}
+
+#[track_caller]
+fn assert_that(report: &[String], expected: &str) {
+    assert!(
+        report.iter().any(|line| line == expected),
+        "no {expected:?} in {report:#?}"
+    );
+}
+
+/// Unix time in microseconds.
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    u64::try_from(since.as_micros()).unwrap()
+}
