@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::disk::Disk;
 use crate::error::Result;
 use crate::index::Place;
-use crate::view::data_ranges;
+use crate::view::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
 /// Sectors looked up at once: the pieces of so many are kept in memory.
@@ -81,7 +81,8 @@ pub(crate) fn file_extents(
     let end = sector + sectors;
     let mut at = sector;
     let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
-    data_ranges(file, path, bytes, &mut |data| {
+    for data in DataRanges::new(&file, path, bytes, u64::MAX) {
+        let data = data?;
         // A sector with any data in it is data.
         let (start, stop) = (
             data.start / SECTOR_SIZE,
@@ -94,8 +95,7 @@ pub(crate) fn file_extents(
             Allocation::Data,
         );
         at = at.max(stop);
-        Ok(())
-    })?;
+    }
     push(extents, end - at, Allocation::Hole);
     Ok(())
 }

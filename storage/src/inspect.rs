@@ -1,12 +1,16 @@
 //! Looking at a disk and its log without changing them.
 
+use std::num::NonZeroUsize;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::catalog::{OpenBase, entry_path, has_control, open_control};
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
+use crate::parallel::thread_count;
+use crate::segment::Directory;
 use crate::store::{DiskOptions, directory, read_log};
+use crate::transfer::Progress;
 
 /// What a log holds, as [`inspect`] found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +54,20 @@ pub struct DiskReport {
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
 /// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
 pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
+    inspect_telling(path, log_dir, None, &mut |_, _| {})
+}
+
+/// As [`inspect`], on so many threads (`None`: as many as there are processors; the report is the same for any number),
+/// and tells of it as it goes on.
+///
+/// # Errors
+/// As [`inspect`].
+pub fn inspect_telling(
+    path: &Path,
+    log_dir: &Path,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<DiskReport> {
     let base = OpenBase::open(&DiskOptions::new(path))?;
     let metadata = base
         .file
@@ -67,12 +85,11 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     let control = open_control(log_dir)?;
     let found = base.find(&control, log_dir)?;
     let size = control.control.disks[found].size.get();
-    let (scan, _) = read_log(
-        &directory(log_dir, EngineKind::Blocking),
-        log_dir,
-        &control.control,
-        &mut |_, _| {},
-    )?;
+    let medium = Directory {
+        threads: thread_count(threads),
+        ..directory(log_dir, EngineKind::Blocking)
+    };
+    let (scan, _) = read_log(&medium, log_dir, &control.control, progress)?;
     let header = &control.control.header;
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,

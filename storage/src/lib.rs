@@ -76,6 +76,8 @@ mod orders;
 #[cfg(feature = "engine")]
 mod pace;
 #[cfg(feature = "engine")]
+mod parallel;
+#[cfg(feature = "engine")]
 mod port;
 #[cfg(feature = "engine")]
 mod recovery;
@@ -113,7 +115,7 @@ pub use {
     error::{Error, ErrorKind, Result},
     gather::CommitWait,
     image::Image,
-    inspect::{DiskReport, LogReport, inspect},
+    inspect::{DiskReport, LogReport, inspect, inspect_telling},
     pace::Pace,
     port::Port,
     resize::{Resize, resize_disk},

@@ -1,6 +1,7 @@
 //! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
 //!
-//! Segments are read in the order of their sequence, batches in order within them. The log ends at the first
+//! Segments are read in the order of their sequence, batches in order within them. Each segment says where it begins and
+//! where it ends: so several are read and verified at a time, and taken in order. The log ends at the first
 //! thing that is not the next batch. What is behind the end is void if it can have been a write that never
 //! completed: every later header tells how far the log was durable when it was written, and if that reaches
 //! past the end, acknowledged records are missing, and that is reported, never repaired in silence.
@@ -17,6 +18,7 @@ use crate::format::{
     self, BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
 use crate::mutant::{Mutant, planted};
+use crate::parallel;
 use crate::segment::{Medium, Segment};
 use crate::transfer::Progress;
 use crate::window::Window;
@@ -154,73 +156,65 @@ pub(crate) fn scan(
     let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
     let total = (candidates.len() + suspects.len()) as u64 * size;
-    let mut end = candidates.len();
-    let mut end_offset = None;
-    for (i, candidate) in candidates.iter().enumerate() {
-        let previous = i
-            .checked_sub(1)
-            .map(|i| candidates[i].header.sequence.get());
-        let follows = match previous {
-            Some(sequence) => {
-                candidate.header.previous_sequence.get() == sequence
-                    && candidate.header.previous_lsn.get() == scan.last_lsn
-            }
-            None => {
-                candidate.header.previous_sequence.get() < first_sequence
-                    && candidate.header.previous_lsn.get() <= scan.last_lsn
-            }
-        };
-        if !follows {
-            end = i;
-            break;
-        }
-        let next = candidates.get(i + 1).map(|next| &next.header);
-        let limit = next
-            .filter(|next| next.previous_sequence == candidate.header.sequence)
-            .map(|next| next.previous_lsn.get());
-        if previous.is_none() {
-            scan.last_lsn = candidate.header.previous_lsn.get();
-        }
-        let offset = read_segment(
-            candidate,
-            size,
-            root.checkpoint_lsn.get(),
-            limit,
-            &mut scan,
-            visit,
-        )?;
-        progress((i + 1) as u64 * size, total);
-        scan.live.push(LiveSegment {
-            segment: candidate.segment.clone(),
-            sequence: candidate.header.sequence.get(),
-            last_lsn: scan.last_lsn,
+    // The first begins anywhere in what was freed; each of the others says behind which it comes.
+    let begins = candidates.first().is_some_and(|first| {
+        first.header.previous_sequence.get() < first_sequence
+            && first.header.previous_lsn.get() <= scan.last_lsn
+    });
+    let (mut end, mut end_offset) = (0, None);
+    if let (true, Some(first)) = (begins, candidates.first()) {
+        scan.last_lsn = first.header.previous_lsn.get();
+        let parts = candidates.iter().enumerate().map(|(i, candidate)| {
+            let next = candidates.get(i + 1).map(|next| &next.header);
+            let limit = next
+                .filter(|next| next.previous_sequence == candidate.header.sequence)
+                .map(|next| next.previous_lsn.get());
+            (candidate, limit)
         });
-        if next.is_none() || limit != Some(scan.last_lsn) {
-            (end, end_offset) = (i + 1, Some((i, offset)));
-            break;
-        }
+        let read = |(candidate, limit)| (limit, read_segment(candidate, size, limit));
+        let checkpoint_lsn = root.checkpoint_lsn.get();
+        parallel::in_order(medium.threads(), parts, read, |(limit, contents)| {
+            let candidate = &candidates[end];
+            end_offset = Some((end, contents.end));
+            end += 1;
+            take_segment(candidate, contents, checkpoint_lsn, &mut scan, visit)?;
+            progress(end as u64 * size, total);
+            // Without a limit there is no next, or none that comes behind this one.
+            Ok(limit == Some(scan.last_lsn))
+        })?;
     }
     scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
 
     // Behind the end: stale bytes, a torn tail, or evidence that acknowledged records are gone.
     let mut evidence = root.copying_lsn.get();
-    if let Some((i, offset)) = end_offset {
+    let tail = end_offset.map(|(i, offset)| {
         let candidate = &candidates[i];
-        let salt = Some(candidate.header.salt);
-        look_behind(
-            &candidate.segment,
-            root,
-            salt,
-            offset,
-            &mut scan,
-            &mut evidence,
-        )?;
-    }
+        (&candidate.segment, Some(candidate.header.salt), offset)
+    });
     let behind = candidates[end..].iter().map(|candidate| &candidate.segment);
-    for (i, segment) in (end as u64 + 1..).zip(behind.chain(&suspects)) {
-        look_behind(segment, root, None, BLOCK as u64, &mut scan, &mut evidence)?;
-        progress(i * size, total);
-    }
+    let behind = behind.chain(&suspects);
+    let behind = behind.map(|segment| (segment, None, BLOCK as u64));
+    let look = |(segment, salt, offset)| look_behind(segment, root, salt, offset);
+    let mut passed = (end - usize::from(tail.is_some())) as u64;
+    parallel::in_order(
+        medium.threads(),
+        tail.into_iter().chain(behind),
+        look,
+        |seen| {
+            let seen = seen?;
+            scan.torn_tail |= seen.torn;
+            evidence = evidence.max(seen.durable_lsn);
+            scan.max_lsn = scan.max_lsn.max(seen.max_lsn);
+            scan.max_cid = scan.max_cid.max(seen.max_cid);
+            scan.max_sequence = scan.max_sequence.max(seen.max_sequence);
+            passed += 1;
+            // The tail has been told of.
+            if passed > end as u64 {
+                progress(passed * size, total);
+            }
+            Ok::<_, Error>(true)
+        },
+    )?;
     if evidence > scan.last_lsn {
         let (path, offset) = match end_offset {
             Some((i, offset)) => (candidates[i].segment.path.clone(), offset),
@@ -297,40 +291,55 @@ fn classify(
     Ok((candidates, suspects))
 }
 
-/// Reads the batches of one segment up to its end or to LSN `limit`; returns the offset behind the last.
-fn read_segment(
+/// What one segment holds of the log.
+struct Contents {
+    /// Each with the byte offset of its first payload.
+    batches: Vec<(Batch, u64)>,
+    /// The offset behind the last.
+    end: u64,
+    /// What is wrong behind them.
+    error: Option<Error>,
+}
+
+/// Reads the batches of one segment up to its end or to LSN `limit`. It depends on no other segment.
+fn read_segment(candidate: &Candidate, size: u64, limit: Option<u64>) -> Contents {
+    let mut contents = Contents {
+        batches: Vec::new(),
+        end: BLOCK as u64,
+        error: None,
+    };
+    let mut window = Window::new(&candidate.segment, contents.end, size);
+    contents.error = read_batches(candidate, &mut window, limit, &mut contents).err();
+    contents
+}
+
+fn read_batches(
     candidate: &Candidate,
-    size: u64,
-    checkpoint_lsn: u64,
+    window: &mut Window,
     limit: Option<u64>,
-    scan: &mut Scan,
-    visit: Visitor<'_>,
-) -> Result<u64> {
-    let mut offset = BLOCK as u64;
-    let mut window = Window::new(&candidate.segment, offset, size);
+    contents: &mut Contents,
+) -> Result<()> {
+    let size = window.size();
     let mut previous_crc = candidate.header.crc;
-    while limit.is_none_or(|limit| scan.last_lsn < limit) {
-        let Some(batch) = batch_at(&mut window, &candidate.header.log, offset)? else {
+    let mut previous_lsn = candidate.header.previous_lsn.get();
+    while limit.is_none_or(|limit| previous_lsn < limit) {
+        let offset = contents.end;
+        let Some(batch) = batch_at(window, &candidate.header.log, offset)? else {
             break;
         };
         let (header, last_lsn) = (&batch.header, batch.last_lsn());
         let first = offset == BLOCK as u64;
         let in_order = match first {
             // LSNs of a dropped torn tail are never given out again: a gap is normal here.
-            true => header.first_lsn.get() > scan.last_lsn,
-            false => header.first_lsn.get() == scan.last_lsn + 1,
+            true => header.first_lsn.get() > previous_lsn,
+            false => header.first_lsn.get() == previous_lsn + 1,
         };
         let payload_at = offset + batch.header_len;
         let fits = header.payload_bytes.get() <= size.saturating_sub(payload_at);
         let ours =
             header.sequence == candidate.header.sequence && header.salt == candidate.header.salt;
         let chained = header.previous_crc == previous_crc;
-        if !(in_order
-            && fits
-            && ours
-            && chained
-            && payloads_right(&mut window, &batch, payload_at)?)
-        {
+        if !(in_order && fits && ours && chained && payloads_right(window, &batch, payload_at)?) {
             break;
         }
         if limit.is_some_and(|limit| last_lsn > limit) {
@@ -344,13 +353,31 @@ fn read_segment(
                 ),
             ));
         }
-        if planted(Mutant::RecoveryStopsEarly) {
-            let next = payload_at + header.payload_bytes.get().next_multiple_of(BLOCK as u64);
-            if batch_at(&mut window, &candidate.header.log, next)?.is_none() {
-                break;
-            }
+        let payload: u64 = batch.descriptors.iter().map(Descriptor::payload_len).sum();
+        let next = (payload_at + payload).next_multiple_of(BLOCK as u64);
+        if planted(Mutant::RecoveryStopsEarly)
+            && batch_at(window, &candidate.header.log, next)?.is_none()
+        {
+            break;
         }
-        let mut at = payload_at;
+        (previous_crc, previous_lsn) = (header.crc, last_lsn);
+        contents.batches.push((batch, payload_at));
+        contents.end = next;
+    }
+    Ok(())
+}
+
+/// Takes what a segment holds for the next part of the log.
+fn take_segment(
+    candidate: &Candidate,
+    contents: Contents,
+    checkpoint_lsn: u64,
+    scan: &mut Scan,
+    visit: Visitor<'_>,
+) -> Result<()> {
+    for (batch, payload_at) in &contents.batches {
+        let (header, last_lsn) = (&batch.header, batch.last_lsn());
+        let mut at = *payload_at;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
             let in_base = lsn <= checkpoint_lsn && !planted(Mutant::RecoveryAcceptsStale);
             if !in_base {
@@ -371,10 +398,16 @@ fn read_segment(
         scan.last_lsn = last_lsn;
         scan.max_lsn = scan.max_lsn.max(last_lsn);
         scan.max_cid = scan.max_cid.max(header.cid.get());
-        previous_crc = header.crc;
-        offset = at.next_multiple_of(BLOCK as u64);
     }
-    Ok(offset)
+    if let Some(error) = contents.error {
+        return Err(error);
+    }
+    scan.live.push(LiveSegment {
+        segment: candidate.segment.clone(),
+        sequence: candidate.header.sequence.get(),
+        last_lsn: scan.last_lsn,
+    });
+    Ok(())
 }
 
 fn payloads_right(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<bool> {
@@ -395,17 +428,26 @@ fn payloads_right(window: &mut Window, batch: &Batch, payload_at: u64) -> Result
     Ok(true)
 }
 
-/// Looks for headers of this log's batches from `offset` on, with the salt if the segment's is known, and notes
-/// how far the log was durable when they were written.
+/// What lies behind the end of the log in one segment.
+#[derive(Default)]
+struct Behind {
+    torn: bool,
+    /// How far the log was durable when it was written.
+    durable_lsn: u64,
+    max_lsn: u64,
+    max_cid: u64,
+    max_sequence: u64,
+}
+
+/// Looks for headers of this log's batches from `offset` on, with the salt if the segment's is known.
 fn look_behind(
     segment: &Arc<Segment>,
     root: &ControlHeader,
     salt: Option<U64>,
     offset: u64,
-    scan: &mut Scan,
-    evidence: &mut u64,
-) -> Result<()> {
+) -> Result<Behind> {
     let size = root.segment_size.get();
+    let mut behind = Behind::default();
     let mut window = Window::new(segment, offset, size);
     for at in (offset..size).step_by(BLOCK) {
         let Some(batch) = batch_at(&mut window, &root.log, at)? else {
@@ -415,13 +457,13 @@ fn look_behind(
         if header.sequence < root.first_sequence || salt.is_some_and(|salt| salt != header.salt) {
             continue;
         }
-        scan.torn_tail = true;
-        *evidence = (*evidence).max(header.durable_lsn.get());
-        scan.max_lsn = scan.max_lsn.max(batch.last_lsn());
-        scan.max_cid = scan.max_cid.max(header.cid.get());
-        scan.max_sequence = scan.max_sequence.max(header.sequence.get());
+        behind.torn = true;
+        behind.durable_lsn = behind.durable_lsn.max(header.durable_lsn.get());
+        behind.max_lsn = behind.max_lsn.max(batch.last_lsn());
+        behind.max_cid = behind.max_cid.max(header.cid.get());
+        behind.max_sequence = behind.max_sequence.max(header.sequence.get());
     }
-    Ok(())
+    Ok(behind)
 }
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.

@@ -53,7 +53,7 @@ fn resize(
     reached: &mut dyn FnMut(Step) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
-    let view = View::open(path, log_dir)?;
+    let view = View::open(path, log_dir, None)?;
     let view = match size < view.size && !view.extents.is_empty() {
         false => view,
         // No record may reach behind the new end: they all go to the base image first.
@@ -61,7 +61,7 @@ fn resize(
             refuse_loss(&view, size, lose_data)?;
             drop(view);
             Store::open(log_dir, &[DiskOptions::new(path)], &StoreOptions::default())?.close()?;
-            View::open(path, log_dir)?
+            View::open(path, log_dir, None)?
         }
     };
     refuse_loss(&view, size, lose_data)?;
@@ -190,7 +190,7 @@ pub(crate) mod tests {
                 let length = disk.metadata().unwrap().len();
                 assert_eq!(inspect(&disk, &log).unwrap().size, left, "{cut:?}");
                 let raw = dir.path().join("raw");
-                export_disk(&disk, &log, &raw, false, &mut |_, _| {}).unwrap();
+                export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
                 assert_eq!(raw.metadata().unwrap().len(), left);
                 assert_eq!(disk.metadata().unwrap().len(), length);
                 // Announced or not, the next resize is from there: what was cut off does not come back.

@@ -36,6 +36,11 @@ pub(crate) trait Medium: Send + Sync {
         true
     }
 
+    /// How many threads may read it at a time.
+    fn threads(&self) -> usize {
+        1
+    }
+
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 
@@ -47,6 +52,8 @@ pub(crate) trait Medium: Send + Sync {
 pub(crate) struct Directory {
     pub path: PathBuf,
     pub engine: EngineKind,
+    /// Threads that read it while it is opened.
+    pub threads: usize,
     /// See [`StoreOptions::sync_latency`](crate::StoreOptions::sync_latency).
     pub sync_latency: Duration,
     /// See [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second).
@@ -150,6 +157,10 @@ impl Medium for Directory {
 
     fn blocks(&self) -> bool {
         self.engine == EngineKind::Blocking
+    }
+
+    fn threads(&self) -> usize {
+        self.threads
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -24,6 +24,7 @@ use crate::keeper::{ControlFile, Keeper};
 use crate::log::{KeeperState, Live, Log, State};
 use crate::mutant::{Mutant, planted};
 use crate::pace::Pace;
+use crate::parallel;
 use crate::recovery::{self, Found, Scan};
 use crate::segment::{Directory, Medium};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -61,6 +62,9 @@ pub struct StoreOptions {
     pub operations_per_second: Option<NonZeroU32>,
     /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
     pub operation_latency: Duration,
+    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: as many as there are
+    /// processors.
+    pub threads: Option<NonZeroUsize>,
 }
 
 impl Default for StoreOptions {
@@ -75,6 +79,7 @@ impl Default for StoreOptions {
             sync_latency: Duration::ZERO,
             operations_per_second: None,
             operation_latency: Duration::ZERO,
+            threads: None,
         }
     }
 }
@@ -221,6 +226,7 @@ impl Store {
         let engine = engine::probe(options.engine)
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let medium = Directory {
+            threads: parallel::thread_count(options.threads),
             sync_latency: options.sync_latency,
             pace: Arc::new(Pace::new(
                 options.operations_per_second,
@@ -326,6 +332,7 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     Directory {
         path: log_dir.to_path_buf(),
         engine,
+        threads: parallel::thread_count(None),
         sync_latency: Duration::ZERO,
         pace: Arc::default(),
     }

@@ -6,6 +6,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom};
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
@@ -15,12 +16,15 @@ use rustix::io::Errno;
 use crate::catalog::{check_options, has_control, invalid, open_control, refuse_occupied};
 use crate::error::{Error, ErrorKind, Result};
 use crate::file;
+use crate::parallel::{self, thread_count};
 use crate::store::{StoreOptions, adopt};
-use crate::view::{Data, View, data_ranges, parts};
+use crate::view::{Data, DataRanges, View, parts};
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Longest stretch handed to the kernel at once, in bytes: how often progress is told.
+/// Longest stretch handed to the kernel at once, in bytes, and what one thread does at a time: how often progress is told.
 const KERNEL_COPY_BYTES: u64 = 16 << 20;
+/// Most ranges that one thread does at a time.
+const MOST_RANGES: usize = 256;
 
 /// What an import or export did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +64,14 @@ pub fn import_disk(
         }
     };
     let part = Part::create(path, size)?;
-    let mut copied = 0;
-    data_ranges(&source, raw, 0..size, &mut |range| {
-        copied += range.end - range.start;
-        copy(&source, raw, &part, range, &mut |at| progress(at, size))
-    })?;
+    let ranges = DataRanges::new(&source, raw, 0..size, KERNEL_COPY_BYTES);
+    let ranges = ranges.map(|range| range.map(|range| (range, ())));
+    let copied = transfer(
+        options.threads,
+        ranges,
+        &|range, ()| copy(&source, raw, &part, range),
+        &mut |at| progress(at, size),
+    )?;
     part.publish(false)?;
     adopt(path, size, log_dir, options, log).inspect_err(|_| {
         // Best effort: the error that is being reported matters more.
@@ -75,7 +82,7 @@ pub fn import_disk(
 }
 
 /// Writes the disk at `path` as it is now, log over base image, to the raw image `raw`. The disk is not changed.
-/// `replace`: `raw` may exist.
+/// `replace`: `raw` may exist. It is done on so many `threads`; `None`: as many as there are processors.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. What was at `raw` is left.
@@ -84,9 +91,10 @@ pub fn export_disk(
     log_dir: &Path,
     raw: &Path,
     replace: bool,
+    threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open(path, log_dir)?;
+    let view = View::open(path, log_dir, threads)?;
     // Held to the end: nobody else shall open what is about to be replaced.
     let _replaced = match replace {
         true => lock_replaced(raw)?,
@@ -96,17 +104,17 @@ pub fn export_disk(
         }
     };
     let part = Part::create(raw, view.size)?;
-    let mut copied = 0;
-    view.data(0..view.size, &mut |range, data| {
-        copied += range.end - range.start;
-        match data {
-            Data::Base(base) => copy(base, path, &part, range, &mut |at| progress(at, view.size)),
-            Data::Bytes(bytes) => {
-                progress(range.end, view.size);
-                part.write(bytes, range.start)
-            }
-        }
-    })?;
+    let copied = transfer(
+        threads,
+        view.data(0..view.size, KERNEL_COPY_BYTES),
+        &|range, data| match data {
+            Data::Base => copy(view.reader(), path, &part, range),
+            Data::Log { .. } => view.read(range, &data, &mut |at, bytes| {
+                part.write(bytes, at).map(|()| true)
+            }),
+        },
+        &mut |at| progress(at, view.size),
+    )?;
     part.publish(replace)?;
     progress(view.size, view.size);
     Ok(Transfer {
@@ -185,14 +193,49 @@ fn lock_replaced(raw: &Path) -> Result<Option<File>> {
     }
 }
 
-/// Copies a range between files at the same offset, in the kernel if it can.
-fn copy(
-    from: &File,
-    from_path: &Path,
-    to: &Part,
-    range: Range<u64>,
+/// Copies data with `copy`, on several threads, and tells `passed` up to where all is copied; returns how many bytes
+/// that were. Of several errors the one at the lowest offset counts.
+fn transfer<T: Send>(
+    threads: Option<NonZeroUsize>,
+    mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
+    copy: &(dyn Fn(Range<u64>, T) -> Result<()> + Sync),
     passed: &mut dyn FnMut(u64),
-) -> Result<()> {
+) -> Result<u64> {
+    let parts = std::iter::from_fn(|| {
+        let (mut part, mut bytes) = (Vec::new(), 0);
+        while bytes < KERNEL_COPY_BYTES
+            && part.len() < MOST_RANGES
+            && let Some(next) = data.next()
+        {
+            bytes += next
+                .as_ref()
+                .map_or(0, |(range, _)| range.end - range.start);
+            part.push(next);
+        }
+        (!part.is_empty()).then_some(part)
+    });
+    let copy_part = |part: Vec<Result<(Range<u64>, T)>>| {
+        let (mut bytes, mut end) = (0, 0);
+        for next in part {
+            let (range, data) = next?;
+            bytes += range.end - range.start;
+            end = range.end;
+            copy(range, data)?;
+        }
+        Ok((bytes, end))
+    };
+    let mut copied = 0;
+    parallel::in_order(thread_count(threads), parts, copy_part, |part| {
+        let (bytes, end) = part?;
+        copied += bytes;
+        passed(end);
+        Ok::<_, Error>(true)
+    })?;
+    Ok(copied)
+}
+
+/// Copies a range between files at the same offset, in the kernel if it can.
+fn copy(from: &File, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
     let mut at = range.start;
     while at < range.end {
         let (mut read_at, mut write_at) = (at, at);
@@ -219,12 +262,10 @@ fn copy(
                     FileExt::read_exact_at(from, into, part.start)
                         .map_err(|error| Error::io("read", from_path, error))?;
                     to.write(into, part.start)?;
-                    passed(part.end);
                 }
                 return Ok(());
             }
         }
-        passed(at);
     }
     Ok(())
 }

@@ -1,10 +1,12 @@
 //! A disk that nobody uses, seen as its guest saw it last: the log over the base image. Reads, changes nothing.
 
 use std::fs::File;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -14,6 +16,8 @@ use crate::engine::EngineKind;
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Place};
 use crate::keeper::ControlFile;
+use crate::parallel::thread_count;
+use crate::segment::{Directory, Segment};
 use crate::store::{DiskOptions, directory, read_log};
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -33,16 +37,17 @@ pub(crate) struct View {
     reader: File,
 }
 
-/// Part of a disk that may hold something other than zeroes.
-pub(crate) enum Data<'a> {
+/// Where a part of a disk is that may hold something other than zeroes.
+pub(crate) enum Data {
     /// In the base image, at the same offset.
-    Base(&'a File),
-    /// These bytes.
-    Bytes(&'a [u8]),
+    Base,
+    /// In a segment of the log, from this offset on.
+    Log { segment: Arc<Segment>, offset: u64 },
 }
 
 impl View {
-    pub(crate) fn open(path: &Path, log_dir: &Path) -> Result<Self> {
+    /// Reads the log on so many threads.
+    pub(crate) fn open(path: &Path, log_dir: &Path, threads: Option<NonZeroUsize>) -> Result<Self> {
         let base = OpenBase::open(&DiskOptions::new(path))?;
         let reader = File::open(path).map_err(|error| Error::io("open the disk", path, error))?;
         if !has_control(log_dir) {
@@ -57,7 +62,10 @@ impl View {
         }
         let control = open_control(log_dir)?;
         let found = base.find(&control, log_dir)?;
-        let medium = directory(log_dir, EngineKind::Blocking);
+        let medium = Directory {
+            threads: thread_count(threads),
+            ..directory(log_dir, EngineKind::Blocking)
+        };
         let (_, mut indexes) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
         let entry = &control.control.disks[found];
         let index = indexes.remove(&entry.id.get());
@@ -70,40 +78,63 @@ impl View {
         })
     }
 
-    /// Calls `visit` with each part of the byte range that may hold data, in order. The range is a whole number of
-    /// sectors.
+    /// The parts of the byte range that may hold data, in order, each of at most `most` bytes if it is in the base image.
+    /// The range is a whole number of sectors.
     pub(crate) fn data(
         &self,
         range: Range<u64>,
-        visit: &mut dyn FnMut(Range<u64>, Data<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let path = &self.base.options.path;
+        most: u64,
+    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
         self.extents
             .visit(first, end - first, &mut |piece| pieces.push(piece));
-        let mut buffer = Buffer::for_overwrite(COPY_BYTES as usize);
-        for piece in pieces {
+        pieces.into_iter().flat_map(move |piece| {
             let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
-            match piece.place {
-                None => data_ranges(&self.reader, path, bytes, &mut |part| {
-                    visit(part, Data::Base(&self.reader))
-                })?,
-                Some(Place::Zero { .. }) => {}
-                Some(Place::Memory { payload, offset }) => {
-                    let len = (bytes.end - bytes.start) as usize;
-                    visit(bytes, Data::Bytes(&payload[offset..offset + len]))?;
+            let (in_base, in_log) = match piece.place {
+                None => {
+                    let path = &self.base.options.path;
+                    (Some(DataRanges::new(&self.reader, path, bytes, most)), None)
                 }
+                Some(Place::Zero { .. }) => (None, None),
                 Some(Place::Log { segment, offset }) => {
-                    for part in parts(bytes.clone()) {
-                        let into = &mut buffer[..(part.end - part.start) as usize];
-                        segment
-                            .file
-                            .read_exact_at(into, offset + part.start - bytes.start)
-                            .map_err(|e| Error::io("read the log segment", &segment.path, e))?;
-                        visit(part, Data::Bytes(into))?;
-                    }
+                    (None, Some(Ok((bytes, Data::Log { segment, offset }))))
                 }
+                Some(Place::Memory { .. }) => {
+                    unreachable!("what was read from a log is in the log")
+                }
+            };
+            let in_base = in_base.into_iter().flatten();
+            let in_base = in_base.map(|range| range.map(|range| (range, Data::Base)));
+            in_base.chain(in_log)
+        })
+    }
+
+    /// The base image, through the page cache.
+    pub(crate) fn reader(&self) -> &File {
+        &self.reader
+    }
+
+    /// Calls `visit` with the bytes of a part that [`data`](Self::data) gave, piece by piece, until it gives `false`.
+    pub(crate) fn read(
+        &self,
+        range: Range<u64>,
+        data: &Data,
+        visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
+    ) -> Result<()> {
+        let mut buffer = Buffer::for_overwrite(COPY_BYTES.min(range.end - range.start) as usize);
+        for part in parts(range.clone()) {
+            let into = &mut buffer[..(part.end - part.start) as usize];
+            match data {
+                Data::Base => FileExt::read_exact_at(&self.reader, into, part.start)
+                    .map_err(|e| Error::io("read the base image", &self.base.options.path, e))?,
+                Data::Log { segment, offset } => segment
+                    .file
+                    .read_exact_at(into, offset + part.start - range.start)
+                    .map_err(|e| Error::io("read the log segment", &segment.path, e))?,
+            }
+            if !visit(part.start, into)? {
+                break;
             }
         }
         Ok(())
@@ -112,26 +143,16 @@ impl View {
     /// Whether any byte at or behind `from` is not zero.
     pub(crate) fn holds_data_from(&self, from: u64) -> Result<bool> {
         let mut found = false;
-        let mut buffer = Buffer::for_overwrite(COPY_BYTES as usize);
-        self.data(from..self.size.max(from), &mut |range, data| {
-            let file = match data {
-                Data::Bytes(bytes) => {
-                    found |= bytes.iter().any(|&byte| byte != 0);
-                    return Ok(());
-                }
-                Data::Base(file) => file,
-            };
-            for part in parts(range) {
-                if found {
-                    break;
-                }
-                let into = &mut buffer[..(part.end - part.start) as usize];
-                FileExt::read_exact_at(file, into, part.start)
-                    .map_err(|e| Error::io("read the base image", &self.base.options.path, e))?;
-                found = into.iter().any(|&byte| byte != 0);
+        for part in self.data(from..self.size.max(from), u64::MAX) {
+            let (range, data) = part?;
+            self.read(range, &data, &mut |_, bytes| {
+                found |= bytes.iter().any(|&byte| byte != 0);
+                Ok(!found)
+            })?;
+            if found {
+                break;
             }
-            Ok(())
-        })?;
+        }
         Ok(found)
     }
 }
@@ -144,35 +165,68 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         .map(move |start| start..(start + COPY_BYTES).min(range.end))
 }
 
-/// Calls `visit` with each part of the range that is no hole. Where the file system knows no holes that is all.
-pub(crate) fn data_ranges(
-    file: impl AsFd,
-    path: &Path,
-    range: Range<u64>,
-    visit: &mut dyn FnMut(Range<u64>) -> Result<()>,
-) -> Result<()> {
-    let seek = |to| match rustix::fs::seek(&file, to) {
-        Ok(at) => Ok(Some(at)),
-        Err(Errno::NXIO) => Ok(None),
-        Err(errno) => Err(errno),
-    };
-    let mut at = range.start;
-    while at < range.end {
-        let (start, end) = match seek(SeekFrom::Data(at)) {
-            // Nothing but a hole up to the end of the file.
-            Ok(None) => return Ok(()),
-            Ok(Some(start)) => match seek(SeekFrom::Hole(start)) {
-                Ok(end) => (start, end.unwrap_or(range.end)),
-                Err(errno) => return Err(Error::io("look for holes in", path, errno.into())),
-            },
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => (at, range.end),
-            Err(errno) => return Err(Error::io("look for holes in", path, errno.into())),
-        };
-        if start >= range.end {
-            return Ok(());
+/// The parts of a byte range of a file that are no holes, in order. Where the file system knows no holes that is all.
+pub(crate) struct DataRanges<'a, F> {
+    file: &'a F,
+    path: &'a Path,
+    rest: Range<u64>,
+    /// Up to here there is no hole.
+    data_end: u64,
+    most: u64,
+}
+
+impl<'a, F: AsFd> DataRanges<'a, F> {
+    /// Each of at most `most` bytes, which is not zero.
+    pub(crate) fn new(file: &'a F, path: &'a Path, range: Range<u64>, most: u64) -> Self {
+        Self {
+            file,
+            path,
+            data_end: range.start,
+            rest: range,
+            most,
         }
-        at = end.min(range.end);
-        visit(start..at)?;
     }
-    Ok(())
+
+    /// Goes on to the next data, if there is any.
+    fn seek(&mut self) -> rustix::io::Result<bool> {
+        let at = self.rest.start;
+        match rustix::fs::seek(self.file, SeekFrom::Data(at)) {
+            // Nothing but a hole up to the end of the file.
+            Err(Errno::NXIO) => self.rest.start = self.rest.end,
+            Ok(start) => {
+                self.data_end = match rustix::fs::seek(self.file, SeekFrom::Hole(start)) {
+                    Err(Errno::NXIO) => self.rest.end,
+                    end => end?.min(self.rest.end),
+                };
+                self.rest.start = start.min(self.rest.end);
+            }
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => self.data_end = self.rest.end,
+            Err(errno) => return Err(errno),
+        }
+        Ok(!self.rest.is_empty())
+    }
+}
+
+impl<F: AsFd> Iterator for DataRanges<'_, F> {
+    type Item = Result<Range<u64>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.rest.is_empty() {
+            return None;
+        }
+        if self.rest.start >= self.data_end {
+            match self.seek() {
+                Ok(true) => {}
+                Ok(false) => return None,
+                Err(errno) => {
+                    self.rest.start = self.rest.end;
+                    let error = Error::io("look for holes in", self.path, errno.into());
+                    return Some(Err(error));
+                }
+            }
+        }
+        let start = self.rest.start;
+        self.rest.start = start.saturating_add(self.most).min(self.data_end);
+        Some(Ok(start..self.rest.start))
+    }
 }

@@ -3,10 +3,9 @@
 mod support;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::{fill, flush, read, run};
+use support::{Small, fill, flush, read, run};
 use walvisor_storage::{
     DiskOptions, EngineKind, Failure, Operation, Port, Store, StoreOptions, create_disk,
 };
@@ -14,55 +13,6 @@ use walvisor_storage::{
 const MIB: u64 = 1 << 20;
 /// Sectors of a write.
 const SECTORS: u64 = 128;
-
-/// A small file system in memory. Unmounted when dropped.
-struct Small {
-    dir: tempfile::TempDir,
-}
-
-impl Small {
-    fn mount(mebibytes: u32) -> Option<Self> {
-        let small = Self {
-            dir: tempfile::tempdir().unwrap(),
-        };
-        let size = format!("size={mebibytes}m");
-        match small.call("mount", &["-t", "tmpfs", "-o", &size, "tmpfs"]) {
-            Ok(()) => Some(small),
-            Err(why) => {
-                println!("skipped: can't mount a small file system: {why}");
-                None
-            }
-        }
-    }
-
-    fn grow(&self, mebibytes: u32) {
-        let size = format!("remount,size={mebibytes}m");
-        self.call("mount", &["-o", &size]).unwrap();
-    }
-
-    fn call(&self, program: &str, arguments: &[&str]) -> Result<(), String> {
-        let output = Command::new(program)
-            .args(arguments)
-            .arg(self.dir.path())
-            .output()
-            .map_err(|error| error.to_string())?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
-        }
-    }
-
-    fn path(&self) -> &Path {
-        self.dir.path()
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        // What is not mounted can't be unmounted.
-        let _ = self.call("umount", &["-l"]);
-    }
-}
 
 fn open(disk: &Path, log: &Path, size: u64, engine: EngineKind) -> Store {
     let options = StoreOptions {

@@ -183,6 +183,18 @@ fn append_read_and_recover_stand_beside_their_baselines() {
     assert!(number(&recover, "recover_us") > 0.0 && number(&recover, "raw_read_us") > 0.0);
 }
 
+#[test]
+fn a_load_is_done_by_one_thread_and_by_all() {
+    let load = report(&["load", "--bytes", "4M", "--threads", "3"]);
+    assert_eq!(number(&load, "threads"), 3.0);
+    assert!(number(&load, "log_bytes") > (4 << 20) as f64);
+    for work in ["import", "export", "check", "recover"] {
+        for key in ["one_thread_mib_per_s", "all_threads_mib_per_s", "ratio"] {
+            assert!(number(&load[work], key) > 0.0, "{load}");
+        }
+    }
+}
+
 /// A read that waited for a sync would let others through meanwhile, at most as many as are in flight.
 #[test]
 fn reads_do_not_wait_for_the_syncs_of_another_disk() {
@@ -235,7 +247,7 @@ fn tables_are_for_people() {
 #[test]
 fn arguments_that_make_no_sense_are_refused_in_one_line() {
     let directory = directory();
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["commit", "--clients", "0"], "--clients"),
         (
             &["commit", "--clients", "8", "--commits", "7"],
@@ -256,6 +268,7 @@ fn arguments_that_make_no_sense_are_refused_in_one_line() {
         (&["read", "--bytes", "10"], "--bytes 10"),
         (&["checkpoint", "--block", "6K"], "--block 6144"),
         (&["recover", "--bytes", "1000001"], "--bytes 1000001"),
+        (&["load", "--bytes", "4097"], "--bytes 4097"),
         (&["matrix", "--clients", "1,x"], "--clients"),
     ];
     for (arguments, named) in cases {

@@ -3,7 +3,8 @@
 // Each test file is a crate of its own and uses a part of this.
 #![allow(dead_code)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
@@ -144,4 +145,53 @@ pub fn read(port: &mut Port, sector: u64, sectors: u32) -> Buffer {
 
 pub fn flush(port: &mut Port) {
     run(port, Operation::Flush).unwrap();
+}
+
+/// A small file system in memory. Unmounted when dropped.
+pub struct Small {
+    dir: tempfile::TempDir,
+}
+
+impl Small {
+    pub fn mount(mebibytes: u32) -> Option<Self> {
+        let small = Self {
+            dir: tempfile::tempdir().unwrap(),
+        };
+        let size = format!("size={mebibytes}m");
+        match small.call("mount", &["-t", "tmpfs", "-o", &size, "tmpfs"]) {
+            Ok(()) => Some(small),
+            Err(why) => {
+                println!("skipped: can't mount a small file system: {why}");
+                None
+            }
+        }
+    }
+
+    pub fn grow(&self, mebibytes: u32) {
+        let size = format!("remount,size={mebibytes}m");
+        self.call("mount", &["-o", &size]).unwrap();
+    }
+
+    fn call(&self, program: &str, arguments: &[&str]) -> Result<(), String> {
+        let output = Command::new(program)
+            .args(arguments)
+            .arg(self.dir.path())
+            .output()
+            .map_err(|error| error.to_string())?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        // What is not mounted can't be unmounted.
+        let _ = self.call("umount", &["-l"]);
+    }
 }

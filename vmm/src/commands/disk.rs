@@ -12,6 +12,8 @@ use walvisor_storage::{
 };
 
 use super::CommandError;
+use super::threads::Threads;
+use crate::progress::with_bar;
 use crate::size::parse_size;
 
 /// Arguments of `walvisor disk`.
@@ -44,6 +46,8 @@ enum Action {
     Check {
         #[command(flatten)]
         disk: DiskPath,
+        #[command(flatten)]
+        threads: Threads,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -90,7 +94,11 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
                 .map_err(CommandError::failed)
         }
         Action::Info { disk, json } => info(disk, *json),
-        Action::Check { disk, json } => check(disk, *json),
+        Action::Check {
+            disk,
+            threads,
+            json,
+        } => check(disk, *threads, *json),
         Action::Checkpoint { disk } => checkpoint(disk),
         Action::Import(arguments) => transfer::import(arguments),
         Action::Export(arguments) => transfer::export(arguments),
@@ -137,8 +145,11 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn check(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
-    let report = storage::inspect(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
+    let report = with_bar("checking", |progress| {
+        storage::inspect_telling(&disk.path, &disk.log(), threads.get(), progress)
+    })
+    .map_err(CommandError::failed)?;
     let name = disk.path.display();
     match (&report.log, json) {
         (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),

@@ -27,6 +27,7 @@ const SMALL: StoreOptions = StoreOptions {
     sync_latency: std::time::Duration::ZERO,
     operations_per_second: None,
     operation_latency: std::time::Duration::ZERO,
+    threads: None,
 };
 
 /// Runs `walvisor` in `dir` with the words of `arguments`.
@@ -198,6 +199,24 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
     }
     // A raw image without a log is a disk too; a pipe sees no progress bar (`done` asserts that stderr is empty).
     done(dir, "disk export raw out --force --json");
+    // As many threads as there are processors, or as many as are given: the same bytes.
+    for threads in ["1", "3"] {
+        done(
+            dir,
+            &format!("disk import again.img raw --threads {threads}"),
+        );
+        done(
+            dir,
+            &format!("disk export again.img out --force --threads {threads}"),
+        );
+        done(dir, &format!("disk check again.img --threads {threads}"));
+        for name in ["again.img", "out"] {
+            assert!(std::fs::read(dir.join(name)).unwrap() == want, "{name}");
+        }
+        std::fs::remove_file(dir.join("again.img")).unwrap();
+        std::fs::remove_dir_all(dir.join("again.img.wal")).unwrap();
+    }
+    refused(dir, "disk check raw --threads 0", 2, &["--threads"]);
     assert_eq!(names(dir), ["disk.img", "disk.img.wal", "out", "raw"]);
 }
 

@@ -6,6 +6,7 @@
 //!   read     random reads, of the image and of the log   beside  random reads of a file
 //!   recover  opening a log that a crash left             beside  reading as many bytes of it
 //!   checkpoint  copying the log to the base image     beside  reading a file in order, then writing it
+//!   load     import, export, check, recovery by all threads   beside  the same by one
 //! ```
 //! Store and baseline take turns, so that both see the machine in the same moods.
 
@@ -13,6 +14,7 @@ mod append;
 mod checkpoint;
 mod client;
 pub(super) mod commit;
+mod load;
 mod matrix;
 mod raw;
 mod read;
@@ -49,6 +51,8 @@ enum Action {
     Recover(recover::RecoverArguments),
     /// Copying a full log to the base image
     Checkpoint(checkpoint::CheckpointArguments),
+    /// Import, export, check and recovery by all threads and by one
+    Load(load::LoadArguments),
     /// `commit` for each number of clients and each sync latency, group commit off and on
     Matrix(matrix::MatrixArguments),
     /// For `recover`: fills a log and dies
@@ -98,6 +102,7 @@ pub fn run(arguments: &BenchArguments) -> Result<(), CommandError> {
         Action::Read(arguments) => read::run(arguments),
         Action::Recover(arguments) => recover::run(arguments),
         Action::Checkpoint(arguments) => checkpoint::run(arguments),
+        Action::Load(arguments) => load::run(arguments),
         Action::Matrix(arguments) => matrix::run(arguments),
         Action::Fill(arguments) => recover::fill(arguments),
         Action::Open(arguments) => recover::open(arguments),

@@ -1,6 +1,7 @@
 //! `walvisor bench recover`: how long opening takes after a crash. The crash is a process that ends without closing.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
@@ -8,12 +9,13 @@ use std::time::Instant;
 
 use clap::Args;
 use serde::Serialize;
-use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store};
+use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
 use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::site::{self, Site, ring};
 use super::timing::median;
 use super::{BLOCK, CommandError, Output, raw, scattered, thousandths};
+use crate::commands::threads::Threads;
 use crate::size::parse_size;
 
 /// How often store and baseline take turns.
@@ -50,6 +52,8 @@ pub struct OpenArguments {
     /// Read back what was acknowledged
     #[arg(long)]
     verify: bool,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 /// What was measured; each time is the median of the rounds.
@@ -96,7 +100,10 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
 }
 
 /// Runs a process that leaves the log unclosed, and gives the number that it prints.
-fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
+///
+/// # Errors
+/// If it fails, with what it said.
+pub fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
     let walvisor = std::env::current_exe().map_err(CommandError::failed)?;
     let output = Command::new(walvisor)
         .args(["bench", action])
@@ -121,7 +128,7 @@ fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, Co
 /// # Errors
 /// If the store fails.
 pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
-    let store = open_store(&arguments.site, arguments.bytes)?;
+    let store = open_store(&arguments.site, arguments.bytes, None)?;
     let blocks = arguments.bytes / BLOCK as u64;
     let mut queue = QueueClient::open(&store.disks()[0], BURST as usize)?;
     for first in (0..blocks).step_by(BURST as usize) {
@@ -147,7 +154,7 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
 /// If the store fails, or what was acknowledged does not read back.
 pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
     let began = Instant::now();
-    let store = open_store(&arguments.site, arguments.bytes)?;
+    let store = open_store(&arguments.site, arguments.bytes, arguments.threads.get())?;
     let time = began.elapsed();
     if arguments.verify {
         let mut client = Client::open(&store.disks()[0])?;
@@ -161,8 +168,16 @@ pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
     exit(0)
 }
 
-fn open_store(site: &Path, bytes: u64) -> Result<Store, CommandError> {
-    site::open(site, 1, CacheMode::Writeback, &ring(2 * bytes))
+fn open_store(
+    site: &Path,
+    bytes: u64,
+    threads: Option<NonZeroUsize>,
+) -> Result<Store, CommandError> {
+    let options = StoreOptions {
+        threads,
+        ..ring(2 * bytes)
+    };
+    site::open(site, 1, CacheMode::Writeback, &options)
 }
 
 /// Reads `bytes` of the log's segment files from beginning to end; microseconds.

@@ -9,6 +9,7 @@ use walvisor_storage::{self as storage, StoreOptions};
 
 use super::DiskPath;
 use crate::commands::CommandError;
+use crate::commands::threads::Threads;
 use crate::progress::with_bar;
 use crate::size::parse_size;
 
@@ -19,6 +20,8 @@ pub(super) struct Import {
     disk: DiskPath,
     /// The raw image, or block device, to copy.
     raw: PathBuf,
+    #[command(flatten)]
+    threads: Threads,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -34,6 +37,8 @@ pub(super) struct Export {
     /// Replace RAW if it exists.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    threads: Threads,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -70,9 +75,17 @@ fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &s
 
 /// Carries out `walvisor disk import`.
 pub(super) fn import(arguments: &Import) -> Result<(), CommandError> {
-    let Import { disk, raw, json } = arguments;
+    let Import {
+        disk,
+        raw,
+        threads,
+        json,
+    } = arguments;
     let done = with_bar("importing", |progress| {
-        let options = StoreOptions::default();
+        let options = StoreOptions {
+            threads: threads.get(),
+            ..StoreOptions::default()
+        };
         storage::import_disk(&disk.path, raw, &disk.log(), &options, progress)
     })
     .map_err(CommandError::failed)?;
@@ -87,10 +100,18 @@ pub(super) fn export(arguments: &Export) -> Result<(), CommandError> {
         disk,
         raw,
         force,
+        threads,
         json,
     } = arguments;
     let done = with_bar("exporting", |progress| {
-        storage::export_disk(&disk.path, &disk.log(), raw, *force, progress)
+        storage::export_disk(
+            &disk.path,
+            &disk.log(),
+            raw,
+            *force,
+            threads.get(),
+            progress,
+        )
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: exported {}", raw.display(), disk.path.display());

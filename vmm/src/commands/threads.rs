@@ -1,0 +1,20 @@
+//! How many threads long work is done by.
+
+use std::num::NonZeroUsize;
+
+use clap::Args;
+
+/// The option `--threads`.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct Threads {
+    /// Threads that work on it [default: as many as there are processors]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads: Option<u16>,
+}
+
+impl Threads {
+    /// How many; `None`: as many as there are processors.
+    pub fn get(self) -> Option<NonZeroUsize> {
+        NonZeroUsize::new(self.threads?.into())
+    }
+}
