@@ -5,20 +5,16 @@
 //! `cargo bench -p walvisor-benches --bench peers`; with `-- --json`, the same as JSON; `-- --dir DIR`: on the file system
 //! of DIR; `-- --job TEXT`: only the jobs with TEXT in their name. Over vhost-user the client is a virtio driver in this process, one thread; over NBD it is fio.
 
-#[path = "../../vmm/tests/serve/vhost_user/client.rs"]
-#[allow(dead_code)]
-mod client;
-
 use std::error::Error;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use client::Client;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use walvisor::vhost_user_client::VhostUserClient;
 use walvisor_benches::spread::Spread;
 use walvisor_guest_images::walvisor_binary;
 
@@ -278,10 +274,9 @@ fn vhost_user(walvisor: &Path, directory: &Path, jobs: &[&'static Job]) -> Outco
     let _theirs = Daemon::start(&mut theirs, &their_sockets, directory)?;
     let rate = |sockets: &[String], job: &Job| -> Outcome<f64> {
         let sockets = sockets.iter().take(job.disks);
-        let mut clients: Vec<Client> = sockets
-            .map(|socket| Client::connect(&directory.join(socket), job.queues))
-            .collect();
-        Ok(drive(&mut clients, job))
+        let clients =
+            sockets.map(|socket| VhostUserClient::connect(&directory.join(socket), job.queues));
+        drive(&mut clients.collect::<Result<Vec<_>, _>>()?, job)
     };
     let mut rows = Vec::new();
     for &job in jobs {
@@ -293,7 +288,7 @@ fn vhost_user(walvisor: &Path, directory: &Path, jobs: &[&'static Job]) -> Outco
 }
 
 /// Closed loops over every queue of every client; what ended in a second, commits counted once.
-fn drive(clients: &mut [Client], job: &Job) -> f64 {
+fn drive(clients: &mut [VhostUserClient], job: &Job) -> Outcome<f64> {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut offset = move || {
         // Xorshift (Marsaglia 2003).
@@ -305,7 +300,7 @@ fn drive(clients: &mut [Client], job: &Job) -> f64 {
     let data = [0x5a; BLOCK];
     // By client, queue and slot: the FLUSH of a commit is on its way.
     let mut flushing = vec![vec![vec![false; job.depth]; job.queues]; clients.len()];
-    let mut begin = |client: &mut Client, queue: usize, slot: usize| {
+    let mut begin = |client: &mut VhostUserClient, queue: usize, slot: usize| {
         let buffer = queue * job.depth + slot;
         match job.work {
             Work::Read => client.read(queue, buffer, offset(), BLOCK),
@@ -314,8 +309,8 @@ fn drive(clients: &mut [Client], job: &Job) -> f64 {
     };
     for client in clients.iter_mut() {
         for queue in 0..job.queues {
-            (0..job.depth).for_each(|slot| begin(client, queue, slot));
-            client.kick(queue);
+            (0..job.depth).try_for_each(|slot| begin(client, queue, slot))?;
+            client.kick(queue)?;
         }
     }
     let (mut done, mut in_flight) = (0_u64, clients.len() * job.queues * job.depth);
@@ -333,7 +328,7 @@ fn drive(clients: &mut [Client], job: &Job) -> f64 {
                     let slot = buffer - queue * job.depth;
                     if job.work == Work::Commit && !flushing[slot] {
                         flushing[slot] = true;
-                        client.flush(queue, buffer);
+                        client.flush(queue, buffer)?;
                         continue;
                     }
                     flushing[slot] = false;
@@ -342,10 +337,10 @@ fn drive(clients: &mut [Client], job: &Job) -> f64 {
                         continue;
                     }
                     done += 1;
-                    begin(client, queue, slot);
+                    begin(client, queue, slot)?;
                 }
                 if !ended.is_empty() {
-                    client.kick(queue);
+                    client.kick(queue)?;
                 }
             }
         }
@@ -353,17 +348,18 @@ fn drive(clients: &mut [Client], job: &Job) -> f64 {
             took = began.elapsed();
         }
         if !any && in_flight > 0 {
-            wait(clients, job.queues);
+            wait(clients, job.queues)?;
         }
     }
-    done as f64 / took.as_secs_f64()
+    Ok(done as f64 / took.as_secs_f64())
 }
 
 /// Sleeps until some queue has had an interrupt.
-fn wait(clients: &[Client], queues: usize) {
+fn wait(clients: &mut [VhostUserClient], queues: usize) -> Outcome<()> {
     let each = || {
-        let clients = clients.iter();
-        clients.flat_map(|client| (0..queues).map(move |queue| (client, queue)))
+        clients
+            .iter()
+            .flat_map(|client| (0..queues).map(move |queue| (client, queue)))
     };
     let mut fds: Vec<_> = each()
         .map(|(client, queue)| PollFd::from_borrowed_fd(client.event(queue), PollFlags::IN))
@@ -374,10 +370,11 @@ fn wait(clients: &[Client], queues: usize) {
     };
     let ready = poll(&mut fds, Some(&patience)).expect("poll");
     assert!(ready > 0, "no request has ended for 20 s");
-    let rung = fds.iter().map(|fd| !fd.revents().is_empty());
-    for ((client, queue), _) in each().zip(rung).filter(|(_, rung)| *rung) {
-        client.clear(queue);
+    let rung: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+    for (at, _) in rung.iter().enumerate().filter(|(_, rung)| **rung) {
+        clients[at / queues].clear(at % queues)?;
     }
+    Ok(())
 }
 
 fn nbd(walvisor: &Path, directory: &Path, jobs: &[&'static Job]) -> Outcome<Vec<Row>> {

@@ -24,4 +24,5 @@ pub mod progress;
 pub mod seccomp;
 pub mod size;
 pub mod target;
+pub mod vhost_user_client;
 pub mod vm;

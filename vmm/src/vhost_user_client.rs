@@ -1,0 +1,277 @@
+//! The other end of `walvisor serve vhost-user`: a block device driven from this process, as libblkio drives one.
+//!
+//! ```text
+//!   read, write, flush ─▶ virtqueue ─ kick ─▶ eventfd ─▶ daemon
+//!   ended ◀────────────── virtqueue ◀ event ─ eventfd ◀─┘        requests and their buffers: memory of both
+//! ```
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use virtio_driver::{VhostUser, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags};
+
+/// Most bytes that a request may transfer: each slot has a buffer of its own.
+pub const BUFFER: usize = 64 << 10;
+/// Slots of a connection, all queues together.
+pub const SLOTS: usize = 128;
+const QUEUE_SIZE: u16 = 128;
+/// Bytes of [`Shared`].
+const SHARED: usize = BUFFER * SLOTS;
+
+/// Memory that both sides see.
+struct Shared {
+    address: *mut u8,
+    file: File,
+}
+
+impl Shared {
+    fn new() -> io::Result<Self> {
+        let fd: OwnedFd = memfd_create("buffers", MemfdFlags::CLOEXEC)?;
+        let file = File::from(fd);
+        file.set_len(SHARED as u64)?;
+        // SAFETY: a new mapping, at a place that the system chooses.
+        let address = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                SHARED,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        };
+        let address = address?.cast();
+        Ok(Self { address, file })
+    }
+
+    fn buffer(&self, slot: usize, len: usize) -> *mut u8 {
+        assert!(slot < SLOTS && len <= BUFFER, "slot {slot}, {len} bytes");
+        self.address.wrapping_add(slot * BUFFER)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `new`, and nobody uses it any more: the queues went before it.
+        let unmapped = unsafe { munmap(self.address.cast(), SHARED) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+/// Doorbells rung and interrupts received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Notices {
+    /// Doorbells that were rung because the device wanted to hear.
+    pub doorbells: u64,
+    /// Interrupts that the device has sent, where two that came before anybody looked are two.
+    pub interrupts: u64,
+}
+
+/// A connection with some queues. Requests of a queue end in any order; they are told apart by their slot, which is the
+/// number of their buffer too, and the caller's until the request has ended.
+pub struct VhostUserClient {
+    queues: Vec<VirtioBlkQueue<'static, usize>>,
+    transport: Box<VirtioBlkTransport>,
+    shared: Shared,
+    notices: Notices,
+}
+
+impl VhostUserClient {
+    /// Connects to the daemon at `socket`, and sets `queues` queues up.
+    ///
+    /// # Errors
+    /// If nobody listens there, or what listens has no such device or not as many queues.
+    pub fn connect(socket: &Path, queues: usize) -> io::Result<Self> {
+        let features = VirtioFeatureFlags::VERSION_1
+            | VirtioFeatureFlags::RING_EVENT_IDX
+            | VirtioFeatureFlags::RING_INDIRECT_DESC;
+        // Bits 9 to 14 of a block device: FLUSH, TOPOLOGY, CONFIG_WCE, MQ, DISCARD, WRITE_ZEROES.
+        let features = features.bits() | 0x7e00;
+        let path = socket
+            .to_str()
+            .ok_or_else(|| io::Error::other("the socket's path is no UTF-8"))?;
+        let mut transport: Box<VirtioBlkTransport> = Box::new(VhostUser::new(path, features)?);
+        let shared = Shared::new()?;
+        transport.map_mem_region(shared.address as usize, SHARED, shared.file.as_raw_fd(), 0)?;
+        let queues = VirtioBlkQueue::setup_queues(&mut *transport, queues, QUEUE_SIZE)?;
+        Ok(Self {
+            queues,
+            transport,
+            shared,
+            notices: Notices::default(),
+        })
+    }
+
+    /// Capacity in sectors of 512 bytes, as the configuration space tells it.
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn capacity(&self) -> io::Result<u64> {
+        Ok(u64::from(self.transport.get_config()?.capacity))
+    }
+
+    /// Queues of the device.
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn num_queues(&self) -> io::Result<u16> {
+        Ok(u16::from(self.transport.get_config()?.num_queues))
+    }
+
+    /// Whether the write cache is on, as the configuration space tells it (`writeback`, with CONFIG_WCE).
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn write_cache(&self) -> io::Result<bool> {
+        Ok(self.transport.get_config()?.writeback != 0)
+    }
+
+    /// Writes `data` at byte `offset`.
+    ///
+    /// # Errors
+    /// If the queue is full, or the offset no multiple of 512.
+    ///
+    /// # Panics
+    /// If there is no such queue or slot, or more than [`BUFFER`] bytes.
+    pub fn write(&mut self, queue: usize, slot: usize, offset: u64, data: &[u8]) -> io::Result<()> {
+        let buffer = self.shared.buffer(slot, data.len());
+        // SAFETY: the buffer is as long, and its slot is the caller's until the request has ended.
+        unsafe {
+            buffer.copy_from_nonoverlapping(data.as_ptr(), data.len());
+            self.queues[queue].write_raw(offset, buffer, data.len(), slot)
+        }
+    }
+
+    /// Reads `len` bytes at byte `offset`; [`data`](Self::data) has them when the request has ended.
+    ///
+    /// # Errors
+    /// If the queue is full, or the offset no multiple of 512.
+    ///
+    /// # Panics
+    /// If there is no such queue or slot, or more than [`BUFFER`] bytes.
+    pub fn read(&mut self, queue: usize, slot: usize, offset: u64, len: usize) -> io::Result<()> {
+        let buffer = self.shared.buffer(slot, len);
+        // SAFETY: the buffer is as long, and its slot is the caller's until the request has ended.
+        unsafe { self.queues[queue].read_raw(offset, buffer, len, slot) }
+    }
+
+    /// Makes completed writes durable.
+    ///
+    /// # Errors
+    /// If the queue is full.
+    pub fn flush(&mut self, queue: usize, slot: usize) -> io::Result<()> {
+        self.queues[queue].flush(slot)
+    }
+
+    /// Discards `len` bytes at byte `offset`.
+    ///
+    /// # Errors
+    /// If the queue is full, or a number no multiple of 512.
+    pub fn discard(&mut self, queue: usize, slot: usize, offset: u64, len: u64) -> io::Result<()> {
+        self.queues[queue].discard(offset, len, slot)
+    }
+
+    /// Writes zeroes to `len` bytes at byte `offset`.
+    ///
+    /// # Errors
+    /// If the queue is full, or a number no multiple of 512.
+    pub fn write_zeroes(
+        &mut self,
+        queue: usize,
+        slot: usize,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
+        self.queues[queue].write_zeroes(offset, len, false, slot)
+    }
+
+    /// What a request that has ended has read.
+    ///
+    /// # Panics
+    /// If there is no such slot, or more than [`BUFFER`] bytes.
+    pub fn data(&self, slot: usize, len: usize) -> Vec<u8> {
+        let buffer = self.shared.buffer(slot, len);
+        let mut data = vec![0; len];
+        // SAFETY: the buffer is as long, and the request has ended.
+        unsafe { buffer.copy_to_nonoverlapping(data.as_mut_ptr(), len) };
+        data
+    }
+
+    /// Rings the doorbell of `queue` if the device wants it.
+    ///
+    /// # Errors
+    /// If the daemon's eventfd takes nothing.
+    pub fn kick(&mut self, queue: usize) -> io::Result<()> {
+        // What is available must be visible before the device's wish is looked at.
+        fence(Ordering::SeqCst);
+        if self.queues[queue].avail_notif_needed() {
+            self.transport.get_submission_notifier(queue).notify()?;
+            self.notices.doorbells += 1;
+        }
+        Ok(())
+    }
+
+    /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an interrupt
+    /// will tell of the next.
+    pub fn ended(&mut self, queue: usize) -> Vec<(usize, i32)> {
+        let queue = &mut self.queues[queue];
+        // The wish for an interrupt must be visible before the ring is looked at.
+        queue.set_used_notif_enabled(true);
+        fence(Ordering::SeqCst);
+        let done = queue.completions();
+        done.map(|completion| (completion.context, completion.ret))
+            .collect()
+    }
+
+    /// Sleeps until a queue has had an interrupt.
+    ///
+    /// # Errors
+    /// [`TimedOut`](io::ErrorKind::TimedOut) if none comes within `patience`.
+    pub fn wait(&mut self, patience: Duration) -> io::Result<()> {
+        let ready: Vec<usize> = {
+            let events = (0..self.queues.len()).map(|queue| self.event(queue));
+            let mut fds: Vec<_> = events
+                .map(|event| PollFd::from_borrowed_fd(event, PollFlags::IN))
+                .collect();
+            let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
+            poll(&mut fds, Some(&patience))?;
+            let rung = fds.iter().enumerate();
+            rung.filter(|(_, fd)| !fd.revents().is_empty())
+                .map(|(queue, _)| queue)
+                .collect()
+        };
+        if ready.is_empty() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        ready.into_iter().try_for_each(|queue| self.clear(queue))
+    }
+
+    /// Readable when `queue` has had an interrupt.
+    pub fn event(&self, queue: usize) -> BorrowedFd<'_> {
+        let event = self.transport.get_completion_fd(queue);
+        // The driver's descriptors may be of another version of rustix.
+        // SAFETY: the transport keeps `event` open, and it is borrowed as long as this.
+        unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
+    }
+
+    /// Makes [`event`](Self::event) unreadable until the next interrupt.
+    ///
+    /// # Errors
+    /// If it was not readable.
+    pub fn clear(&mut self, queue: usize) -> io::Result<()> {
+        self.notices.interrupts += self.transport.get_completion_fd(queue).read()?;
+        Ok(())
+    }
+
+    /// Doorbells and interrupts so far.
+    pub fn notices(&self) -> Notices {
+        self.notices
+    }
+}
