@@ -20,6 +20,7 @@ pub mod landlock;
 pub mod metrics;
 pub mod pci;
 pub mod probe;
+pub mod processor_time;
 pub mod progress;
 pub mod seccomp;
 pub mod size;

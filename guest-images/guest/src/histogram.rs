@@ -41,6 +41,14 @@ impl Histogram {
         self.total += 1;
     }
 
+    /// Counts the values of another one too.
+    pub fn add(&mut self, other: &Self) {
+        for (count, more) in self.counts.iter_mut().zip(&other.counts) {
+            *count = count.saturating_add(*more);
+        }
+        self.total += other.total;
+    }
+
     /// Values counted.
     pub fn total(&self) -> u64 {
         self.total
@@ -124,5 +132,7 @@ mod tests {
         let mut lone = Histogram::default();
         lone.record(7);
         assert_eq!((lone.quantile(1), lone.quantile(999)), (7, 7));
+        lone.add(&histogram);
+        assert_eq!((lone.total(), lone.quantile(0)), (1001, 7));
     }
 }

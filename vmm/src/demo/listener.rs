@@ -153,6 +153,7 @@ mod tests {
             syncs: 3,
             time: Duration::from_micros(4),
             cpu: Duration::from_micros(5),
+            host_cpu: None,
         };
         for (line, measured) in [
             ("hello", None),

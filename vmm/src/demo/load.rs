@@ -28,6 +28,8 @@ pub struct LoadReport {
     pub time: Duration,
     /// Processor time of the process but for its vCPU.
     pub cpu: Duration,
+    /// Processor time of the whole machine, to a clock tick (10 ms), where it can be read.
+    pub host_cpu: Option<Duration>,
     /// Exits to user space by [the name of their reason](ExitReason::name); those of the console are left out.
     pub exits: BTreeMap<&'static str, u64>,
     /// Requests that the device took.
@@ -89,6 +91,7 @@ pub fn run_load(mut disk: DiskConfig, load: Load) -> Result<LoadReport, DemoErro
         write_cache: loaded.write_cache,
         time: measured.time,
         cpu: measured.cpu,
+        host_cpu: measured.host_cpu,
         exits: exits
             .filter(|(_, count)| *count > 0)
             .map(|(reason, count)| (reason.name(), count))

@@ -7,9 +7,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
-
 use super::contract::Line;
+use crate::processor_time;
 use crate::vm::AttachedDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
 
@@ -34,10 +33,11 @@ impl Sources {
             reason => self.exits.iter().map(|vcpu| vcpu.get(reason)).sum(),
         });
         // This is the thread of the one vCPU.
-        let vcpu = processor_time(ClockId::ThreadCPUTime);
+        let vcpu = processor_time::of_this_thread();
         Some(Counts {
             at: Instant::now(),
-            cpu: processor_time(ClockId::ProcessCPUTime).saturating_sub(vcpu),
+            cpu: processor_time::of_this_process().saturating_sub(vcpu),
+            host_cpu: processor_time::of_host(),
             exits,
             requests: device.requests,
             syncs: disk.backend.log_counters().unwrap_or_default().syncs,
@@ -45,17 +45,12 @@ impl Sources {
     }
 }
 
-/// Processor time used so far.
-fn processor_time(of: ClockId) -> Duration {
-    // A clock of the system is never negative.
-    clock_gettime(of).try_into().unwrap_or_default()
-}
-
 /// Counts at one moment.
 #[derive(Clone, Copy)]
 struct Counts {
     at: Instant,
     cpu: Duration,
+    host_cpu: Option<Duration>,
     exits: [u64; ExitReason::ALL.len()],
     requests: u64,
     syncs: u64,
@@ -74,6 +69,8 @@ pub struct Measured {
     pub time: Duration,
     /// Processor time of all threads of the process but the vCPU's.
     pub cpu: Duration,
+    /// Processor time of the whole machine, where it can be read.
+    pub host_cpu: Option<Duration>,
 }
 
 /// A line, and what was counted in the job that ended just before it.
@@ -117,6 +114,10 @@ impl Recorder {
                 syncs: after.syncs - before.syncs,
                 time: after.at - before.at,
                 cpu: after.cpu.saturating_sub(before.cpu),
+                host_cpu: after
+                    .host_cpu
+                    .zip(before.host_cpu)
+                    .map(|(after, before)| after - before),
             });
         }
         if byte != b'\n' {

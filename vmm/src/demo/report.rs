@@ -187,6 +187,7 @@ mod tests {
         syncs: 1,
         time: Duration::from_micros(1500),
         cpu: Duration::ZERO,
+        host_cpu: None,
     };
 
     /// The report of a job on an image of two blocks, after `change` has changed what was reported.

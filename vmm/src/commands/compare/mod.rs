@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   commit   group commit on a disk of its own: the experiments of its sources      commit/
+//!   notify   one disk through every path: what a notification and a flush cost       notify/
 //! ```
 //! Each gives a [`Report`](report::Report): printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
@@ -37,6 +38,8 @@ pub struct CompareArguments {
 enum Action {
     /// Group commit: clients, sync latencies, waits, disks, media, each beside what its source reports
     Commit(commit::CommitArguments),
+    /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
+    Notify(notify::NotifyArguments),
 }
 
 /// How to measure and to report.
@@ -126,5 +129,6 @@ fn failed(what: &str, path: &Path) -> impl Fn(io::Error) -> CommandError {
 pub fn run(arguments: &CompareArguments) -> Result<(), CommandError> {
     match &arguments.action {
         Action::Commit(arguments) => commit::run(arguments),
+        Action::Notify(arguments) => notify::run(arguments),
     }
 }

@@ -1,5 +1,213 @@
 //! `walvisor compare notify`: what a notification costs, and what a flush costs, on each way to a disk.
+//!
+//! ```text
+//!   embedded guest ─▶ virtio-mmio, virtio-pci ─ eventfds or exits ─┐
+//!   virtio driver  ─▶ vhost-user daemon ───────────────────────────┼─▶ RAM disk, write-ahead-logged disk
+//!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
+//! ```
+//! The same closed loops on each, in turns; a turn gives a [`Sample`], and all turns of a job the rows of a table.
 
+mod daemon;
+mod guest;
+#[path = "../../../../../guest-images/guest/src/histogram.rs"]
+mod histogram;
+mod loops;
+mod measured;
+mod nbd;
+mod place;
+mod point;
 mod sample;
+mod section;
+mod vhost_user;
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
 
 pub use sample::Sample;
+
+use super::session::Session;
+use super::{CommandError, Output};
+use crate::probe::{self, Ring0};
+use guest::GuestDoor;
+use measured::Measured;
+use nbd::NbdDoor;
+use place::Place;
+use point::{Backend, Path, Plan, Point};
+use vhost_user::VhostUserDoor;
+
+/// Arguments of `walvisor compare notify`.
+#[derive(Debug, Args)]
+pub struct NotifyArguments {
+    /// Only these paths, with commas between
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PATH,PATH..")]
+    only: Vec<Path>,
+    /// Only these backends, with commas between
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "BACKEND,BACKEND.."
+    )]
+    backends: Vec<Backend>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// What starting and stopping takes around each turn, about.
+const AROUND: Duration = Duration::from_millis(60);
+
+/// Carries out `walvisor compare notify`.
+///
+/// # Errors
+/// See [`super::run`]; and if a path has another cache mode than the others.
+pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
+    let chosen = |path: &&Path| arguments.only.is_empty() || arguments.only.contains(path);
+    let mut paths: Vec<Path> = Path::ALL.iter().filter(chosen).copied().collect();
+    let chosen =
+        |backend: &&Backend| arguments.backends.is_empty() || arguments.backends.contains(backend);
+    let backends: Vec<Backend> = Backend::value_variants()
+        .iter()
+        .filter(chosen)
+        .copied()
+        .collect();
+    let mut notes = Vec::new();
+    let guest_seconds = match probe::ring0() {
+        Ok(Ring0::Native) => true,
+        Ok(Ring0::Interpreted) => {
+            notes.push(
+                "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are in \
+                 brackets, its counts are those of any KVM."
+                    .to_owned(),
+            );
+            false
+        }
+        Err(error) => {
+            paths.retain(|path| matches!(path, Path::VhostUser | Path::Nbd));
+            notes.push(format!("virtio-mmio and virtio-pci: skipped: {error}"));
+            false
+        }
+    };
+    let plan = Plan::new(arguments.output.quick, &backends);
+    let turns = plan.points.len() * paths.len() * plan.rounds;
+    let session = Session::start((plan.turn + AROUND) * turns as u32)?;
+    let place = Place::new(&arguments.output.dir)?;
+    let mut doors = Doors::open(&paths, &backends, &plan, &place)?;
+    let mut samples = Vec::new();
+    'rounds: for round in 0..plan.rounds {
+        for point in &plan.points {
+            // No path is always the one after the same other.
+            let mut order = paths.clone();
+            let first = round % order.len().max(1);
+            order.rotate_left(first);
+            for path in order {
+                let what = format!(
+                    "{}: {point}, round {} of {}",
+                    path.name(),
+                    round + 1,
+                    plan.rounds
+                );
+                let turn = || doors.measure(path, point, plan.turn);
+                let Some(measured) = session.step(&what, plan.turn + AROUND, turn)? else {
+                    break 'rounds;
+                };
+                check_cache(path, point, &measured)?;
+                let load = doors.load(path);
+                let real = !emulated() && (guest_seconds || load != EMBEDDED_GUEST);
+                samples.push(measured.sample(path.name(), load, point, real));
+            }
+        }
+    }
+    drop(doors);
+    drop(place);
+    let sections = section::sections(&samples, &notes);
+    let title = "What a notification costs, and what a flush costs, on each path";
+    arguments.output.give(title, session, sections)
+}
+
+const EMBEDDED_GUEST: &str = "embedded guest";
+
+/// What paths that were measured with different cache modes have to say is nothing about the paths.
+fn check_cache(path: Path, point: &Point, measured: &Measured) -> Result<(), CommandError> {
+    match measured.write_cache {
+        true => Ok(()),
+        false => Err(CommandError::Failed(format!(
+            "{} on the {} disk: its write cache is off, that of the others on: this is no comparison",
+            path.name(),
+            point.backend.name()
+        ))),
+    }
+}
+
+/// Whether this machine is QEMU's emulation: then not even its own seconds mean anything.
+fn emulated() -> bool {
+    let hypervisor = std::arch::x86_64::__cpuid(0x4000_0000);
+    [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
+        == ["TCGT", "CGTC", "GTCG"]
+            .map(|part| u32::from_le_bytes(part.as_bytes().try_into().expect("four letters")))
+}
+
+/// The ways to the disks, as far as they are wanted.
+struct Doors {
+    guest: Option<GuestDoor>,
+    vhost_user: Option<VhostUserDoor>,
+    nbd: Option<NbdDoor>,
+}
+
+impl Doors {
+    fn open(
+        paths: &[Path],
+        backends: &[Backend],
+        plan: &Plan,
+        place: &Place,
+    ) -> Result<Self, CommandError> {
+        let vm = |path: &Path| !matches!(path, Path::VhostUser | Path::Nbd);
+        let guest = paths
+            .iter()
+            .any(vm)
+            .then(|| GuestDoor::open(place, backends, plan.turn));
+        let vhost_user = paths
+            .contains(&Path::VhostUser)
+            .then(|| VhostUserDoor::open(place, backends));
+        let nbd = paths
+            .contains(&Path::Nbd)
+            .then(|| NbdDoor::open(place, backends));
+        Ok(Self {
+            guest: guest.transpose()?,
+            vhost_user: vhost_user.transpose()?,
+            nbd: nbd.transpose()?,
+        })
+    }
+
+    /// What makes the requests on a path.
+    fn load(&self, path: Path) -> &'static str {
+        match path {
+            Path::VhostUser => "vhost-user driver",
+            Path::Nbd => "nbd client",
+            _ => EMBEDDED_GUEST,
+        }
+    }
+
+    fn measure(
+        &mut self,
+        path: Path,
+        point: &Point,
+        turn: Duration,
+    ) -> Result<Measured, CommandError> {
+        let closed = || CommandError::Failed(format!("{} is not open", path.name()));
+        match path {
+            Path::VhostUser => {
+                let door = self.vhost_user.as_mut().ok_or_else(closed)?;
+                door.measure(point, turn)
+            }
+            Path::Nbd => {
+                let door = self.nbd.as_mut().ok_or_else(closed)?;
+                door.measure(point, turn)
+            }
+            _ => {
+                let door = self.guest.as_mut().ok_or_else(closed)?;
+                door.measure(path, point)
+            }
+        }
+    }
+}

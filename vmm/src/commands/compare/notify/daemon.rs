@@ -1,0 +1,111 @@
+//! `walvisor serve` as a child of this process.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::point::{Backend, DISK_BYTES};
+use crate::commands::CommandError;
+use crate::control_socket::{self, Format};
+use crate::processor_time;
+
+/// A daemon with some disks. Dropping it asks it to end, and waits for that.
+pub struct Daemon {
+    child: Child,
+    control: PathBuf,
+}
+
+impl Daemon {
+    /// Serves `disks`, each a SPEC whose image is in `images`, through `door` (`vhost-user` or `nbd`), with a control socket in
+    /// `sockets`, and returns when all can be had.
+    ///
+    /// # Errors
+    /// If it does not start; why, it says itself on stderr.
+    pub fn start(
+        door: &str,
+        disks: &[String],
+        images: &Path,
+        sockets: &Path,
+    ) -> Result<Self, CommandError> {
+        let failed = |why: &str| CommandError::Failed(format!("walvisor serve {door}: {why}"));
+        let control = sockets.join(format!("{door}.control"));
+        let myself = std::env::current_exe().map_err(|error| failed(&error.to_string()))?;
+        let mut command = Command::new(myself);
+        command.args(["serve", door, "--control"]).arg(&control);
+        for disk in disks {
+            command.args(["--disk", disk]);
+        }
+        let mut child = command
+            .current_dir(images)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| failed(&error.to_string()))?;
+        let stdout = child.stdout.take();
+        let daemon = Self { child, control };
+        let lines = stdout
+            .into_iter()
+            .flat_map(|stdout| BufReader::new(stdout).lines());
+        match lines.take(disks.len()).filter(Result::is_ok).count() == disks.len() {
+            true => Ok(daemon),
+            false => Err(failed("it has ended at once")),
+        }
+    }
+
+    /// Processor time that it has used.
+    pub fn cpu(&self) -> Option<Duration> {
+        processor_time::of_process(self.child.id())
+    }
+
+    /// How things stand with the disk of this backend.
+    ///
+    /// # Errors
+    /// If the daemon does not tell.
+    pub fn disk(&self, backend: Backend) -> Result<DiskState, CommandError> {
+        let stats = control_socket::ask(
+            &self.control,
+            &control_socket::Command::Stats(Format::default()),
+        )
+        .map_err(CommandError::Failed)?;
+        let disk = stats["disks"]
+            .as_array()
+            .and_then(|disks| disks.iter().find(|disk| disk["name"] == backend.name()));
+        let disk = disk.ok_or_else(|| {
+            CommandError::Failed(format!("the daemon has no disk '{}'", backend.name()))
+        })?;
+        Ok(DiskState {
+            syncs: disk["log"]["syncs"].as_u64().unwrap_or(0),
+            writeback: disk["cache"] == "writeback",
+        })
+    }
+}
+
+/// What a daemon tells of a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskState {
+    /// Syncs of its log so far.
+    pub syncs: u64,
+    /// Whether its write cache is on.
+    pub writeback: bool,
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
+/// The SPEC of a disk that a daemon is to serve at `socket`: in memory, or the image `image` beside its log.
+pub fn spec(backend: Backend, image: &str, socket: &Path) -> String {
+    let place = match backend {
+        Backend::Ram => format!("backend=ram,size={DISK_BYTES}"),
+        Backend::Wal => format!("path={image}"),
+    };
+    let (name, socket) = (backend.name(), socket.display());
+    format!("{place},serial={name},socket={socket}")
+}

@@ -1,0 +1,146 @@
+//! The closed loops of a client in this process: which request comes next, and how long each took.
+
+use std::time::{Duration, Instant};
+
+use super::histogram::Histogram;
+use super::measured::Measured;
+use super::point::{BLOCK, DISK_BYTES, Job};
+
+/// What a loop does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Read the block at this byte.
+    Read(u64),
+    /// Write it.
+    Write(u64),
+    /// Make it durable.
+    Flush,
+}
+
+/// Loops that run side by side until the time is over, each a slot.
+#[derive(Debug)]
+pub struct Loops {
+    job: Job,
+    began: Instant,
+    end: Instant,
+    random: u64,
+    /// By slot: when its request began, and whether its FLUSH is on its way.
+    slots: Vec<(Instant, bool)>,
+    /// Nanoseconds.
+    histogram: Histogram,
+    last: Instant,
+}
+
+/// What loops came to.
+#[derive(Debug, Default)]
+pub struct Tally {
+    /// Nanoseconds of each.
+    pub histogram: Histogram,
+    /// From the first that began to the last that ended.
+    pub time: Duration,
+}
+
+impl Tally {
+    /// As far as a client knows.
+    pub fn measured(&self) -> Measured {
+        let within = |per_mille| Duration::from_nanos(self.histogram.quantile(per_mille));
+        Measured {
+            requests: self.histogram.total(),
+            time: self.time,
+            p50: within(500),
+            p99: within(990),
+            p999: within(999),
+            ..Measured::default()
+        }
+    }
+}
+
+impl Loops {
+    /// `slots` loops for the time `turn` from now on. `seed` sets the blocks of one client apart from another's.
+    pub fn new(job: Job, slots: usize, turn: Duration, seed: u64) -> Self {
+        let now = Instant::now();
+        Self {
+            job,
+            began: now,
+            end: now + turn,
+            // Any odd number will do.
+            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            slots: vec![(now, false); slots],
+            histogram: Histogram::default(),
+            last: now,
+        }
+    }
+
+    /// The first request of `slot`.
+    pub fn begin(&mut self, slot: usize) -> Next {
+        self.start(slot, Instant::now())
+    }
+
+    /// The request of `slot` has ended: what comes next, if anything does.
+    pub fn ended(&mut self, slot: usize) -> Option<Next> {
+        let now = Instant::now();
+        let (began, flushing) = self.slots[slot];
+        if self.job == Job::WriteFsync && !flushing {
+            self.slots[slot].1 = true;
+            return Some(Next::Flush);
+        }
+        let nanoseconds = now.duration_since(began).as_nanos();
+        self.histogram
+            .record(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
+        self.last = now;
+        (now < self.end).then(|| self.start(slot, now))
+    }
+
+    fn start(&mut self, slot: usize, now: Instant) -> Next {
+        self.slots[slot] = (now, false);
+        // Xorshift (Marsaglia 2003).
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let offset = self.random % (DISK_BYTES / BLOCK as u64) * BLOCK as u64;
+        match self.job {
+            Job::Read => Next::Read(offset),
+            Job::Write | Job::WriteFsync => Next::Write(offset),
+        }
+    }
+
+    /// What they came to.
+    pub fn tally(self) -> Tally {
+        Tally {
+            histogram: self.histogram,
+            time: self.last - self.began,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_write_is_flushed_before_it_counts() {
+        let mut loops = Loops::new(Job::WriteFsync, 2, Duration::from_secs(60), 1);
+        let Next::Write(first) = loops.begin(0) else {
+            panic!("no write")
+        };
+        assert!(first < DISK_BYTES && first.is_multiple_of(BLOCK as u64));
+        assert_eq!(loops.ended(0), Some(Next::Flush));
+        assert!(matches!(loops.ended(0), Some(Next::Write(second)) if second != first));
+        assert_eq!(loops.tally().histogram.total(), 1);
+    }
+
+    #[test]
+    fn loops_end_with_their_time() {
+        for (job, ended) in [
+            (Job::Read, [None, None]),
+            (Job::WriteFsync, [Some(Next::Flush), None]),
+        ] {
+            let mut loops = Loops::new(job, 1, Duration::ZERO, 2);
+            let reads = matches!(loops.begin(0), Next::Read(_));
+            assert_eq!(reads, job == Job::Read);
+            let found: Vec<_> = (0..2).map_while(|_| Some(loops.ended(0))).take(2).collect();
+            assert_eq!(found[0], ended[0]);
+            assert!(found.contains(&None));
+        }
+    }
+}
