@@ -4,7 +4,7 @@
 //!   commit   group commit on a disk of its own: the experiments of its sources      commit/
 //!   notify   one disk through every path: what a notification and a flush cost       notify/
 //! ```
-//! Each gives a [`Report`](report::Report): printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
+//! Each gives a `Report`: printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
 
 mod commit;

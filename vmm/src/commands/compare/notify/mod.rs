@@ -26,7 +26,6 @@ use clap::{Args, ValueEnum};
 
 pub use sample::Sample;
 
-use super::session::Session;
 use super::{CommandError, Output};
 use crate::probe::{self, Ring0};
 use guest::GuestDoor;
@@ -90,7 +89,9 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     };
     let plan = Plan::new(arguments.output.quick, &backends);
     let turns = plan.points.len() * paths.len() * plan.rounds;
-    let session = Session::start((plan.turn + AROUND) * turns as u32)?;
+    let session = arguments
+        .output
+        .start((plan.turn + AROUND) * turns as u32)?;
     let place = Place::new(&arguments.output.dir)?;
     let mut doors = Doors::open(&paths, &backends, &plan, &place)?;
     let mut samples = Vec::new();
