@@ -18,6 +18,14 @@ use walvisor_storage::CommitWait;
 
 use crate::size::parse_size;
 
+/// What `--help` says of a disk.
+pub fn help() -> String {
+    format!(
+        "A disk: path=FILE[,key=value ...]; may be given several times. Keys: {KEYS}. With ioeventfd=off doorbells exit to \
+         user space and interrupts are ioctls"
+    )
+}
+
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
      ioeventfd, cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \

@@ -157,5 +157,5 @@ fn a_part_can_be_chosen_and_drawn() {
     }
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.contains("<svg") && page.contains("vhost-user"));
-    assert!(std::fs::read_dir(plots).unwrap().count() >= 9);
+    assert!(std::fs::read_dir(plots).unwrap().count() >= 12);
 }

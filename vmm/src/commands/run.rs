@@ -14,7 +14,7 @@ use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
 use crate::control_socket::{CONTROL_MODE, Controlled, Server};
 use crate::devices::console::Console;
-use crate::disk_spec::DiskSpec;
+use crate::disk_spec::{self, DiskSpec};
 use crate::disks;
 use crate::landlock::{Landlock, Places};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
@@ -69,7 +69,7 @@ pub struct RunArguments {
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
     pub memory: u64,
     /// A disk: path=FILE[,key=value ...]; may be given several times
-    #[arg(long = "disk", value_name = "SPEC")]
+    #[arg(long = "disk", value_name = "SPEC", long_help = disk_spec::help())]
     pub disks: Vec<DiskSpec>,
     /// Serial console: stdio, off or file:PATH
     #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]

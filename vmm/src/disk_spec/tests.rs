@@ -59,6 +59,15 @@ fn every_key_is_carried_out() {
 }
 
 #[test]
+fn help_names_the_keys() {
+    let help = help();
+    assert!(
+        help.contains("ioeventfd=off") && help.contains(KEYS),
+        "{help}"
+    );
+}
+
+#[test]
 fn a_wrong_key_is_named_with_the_valid_ones() {
     let error = parse("path=a,cashe=unsafe").unwrap_err();
     assert!(

@@ -75,8 +75,8 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
         Ok(Ring0::Native) => true,
         Ok(Ring0::Interpreted) => {
             notes.push(
-                "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are in \
-                 brackets, its counts are those of any KVM."
+                "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are grey (in \
+                 brackets), its counts are those of any KVM."
                     .to_owned(),
             );
             false
@@ -112,10 +112,11 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
                 let Some(measured) = session.step(&what, plan.turn + AROUND, turn)? else {
                     break 'rounds;
                 };
-                check_cache(path, point, &measured)?;
-                let load = doors.load(path);
+                let load = load(path);
                 let real = !emulated() && (guest_seconds || load != EMBEDDED_GUEST);
-                samples.push(measured.sample(path.name(), load, point, real));
+                let sample = measured.sample(path.name(), load, point, real);
+                check_cache(&sample)?;
+                samples.push(sample);
             }
         }
     }
@@ -128,15 +129,15 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
 
 const EMBEDDED_GUEST: &str = "embedded guest";
 
-/// What paths that were measured with different cache modes have to say is nothing about the paths.
-fn check_cache(path: Path, point: &Point, measured: &Measured) -> Result<(), CommandError> {
-    match measured.write_cache {
-        true => Ok(()),
-        false => Err(CommandError::Failed(format!(
+/// What paths that were measured with different cache modes have to say is nothing about the paths. A path that does not tell
+/// its mode is believed to have the one that it was asked for.
+fn check_cache(sample: &Sample) -> Result<(), CommandError> {
+    match sample.write_cache {
+        Some(false) => Err(CommandError::Failed(format!(
             "{} on the {} disk: its write cache is off, that of the others on: this is no comparison",
-            path.name(),
-            point.backend.name()
+            sample.path, sample.backend
         ))),
+        Some(true) | None => Ok(()),
     }
 }
 
@@ -146,6 +147,15 @@ fn emulated() -> bool {
     [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
         == ["TCGT", "CGTC", "GTCG"]
             .map(|part| u32::from_le_bytes(part.as_bytes().try_into().expect("four letters")))
+}
+
+/// What makes the requests on a path.
+fn load(path: Path) -> &'static str {
+    match path {
+        Path::VhostUser => "vhost-user driver",
+        Path::Nbd => "nbd client",
+        _ => EMBEDDED_GUEST,
+    }
 }
 
 /// The ways to the disks, as far as they are wanted.
@@ -180,15 +190,6 @@ impl Doors {
         })
     }
 
-    /// What makes the requests on a path.
-    fn load(&self, path: Path) -> &'static str {
-        match path {
-            Path::VhostUser => "vhost-user driver",
-            Path::Nbd => "nbd client",
-            _ => EMBEDDED_GUEST,
-        }
-    }
-
     fn measure(
         &mut self,
         path: Path,
@@ -209,6 +210,32 @@ impl Doors {
                 let door = self.guest.as_mut().ok_or_else(closed)?;
                 door.measure(path, point)
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use point::Job;
+
+    #[test]
+    fn paths_with_different_cache_modes_are_not_compared() {
+        let point = Point {
+            backend: Backend::Wal,
+            job: Job::Write,
+            iodepth: 1,
+            queues: 1,
+        };
+        let mut sample = Measured::default().sample("nbd", "nbd client", &point, true);
+        let error = check_cache(&sample).unwrap_err().to_string();
+        assert!(
+            error.starts_with("nbd on the wal disk: its write cache is off"),
+            "{error}"
+        );
+        for told in [Some(true), None] {
+            sample.write_cache = told;
+            check_cache(&sample).unwrap();
         }
     }
 }

@@ -106,8 +106,7 @@ fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
     let of = sample.exits_per_request.iter();
     known.then(|| {
         of.filter(|(kind, _)| which(kind))
-            .map(|(_, each)| each)
-            .sum()
+            .fold(0.0, |sum, (_, each)| sum + each)
     })
 }
 
@@ -231,71 +230,209 @@ fn section(backend: &str, job: &str, rows: &[Row<'_>]) -> Section {
     section
 }
 
+/// What a path is called in a picture: in brackets where its seconds mean nothing.
+fn label(sample: &Sample) -> String {
+    match sample.seconds_mean_something {
+        true => sample.path.clone(),
+        false => format!("[{}]", sample.path),
+    }
+}
+
+/// Pictures of the rows with the fewest queues.
 fn plots(name: &str, title: &str, rows: &[Row<'_>]) -> Vec<Plot> {
     let queues = rows.iter().map(|row| row.first().queues).min().unwrap_or(1);
-    let few: Vec<&Row<'_>> = rows
+    let rows: Vec<&Row<'_>> = rows
         .iter()
         .filter(|row| row.first().queues == queues)
         .collect();
-    let bars = |which: &str, unit: &str, figure: fn(&Sample) -> f64| {
-        let mut depths: Vec<u32> = few.iter().map(|row| row.first().iodepth).collect();
-        depths.dedup();
-        let paths = {
-            let mut paths: Vec<&str> = Vec::new();
-            for row in &few {
-                if !paths.contains(&row.first().path.as_str()) {
-                    paths.push(&row.first().path);
-                }
-            }
-            paths
-        };
-        let bar = |path: &str, depth: u32| {
-            let row = few
-                .iter()
-                .find(|row| row.first().path == path && row.first().iodepth == depth)?;
-            row.spread(figure)
-        };
-        Plot {
-            name: format!("notify-{name}-{which}"),
-            title: format!("{title}, {queues} queue"),
-            kind: Kind::Bars {
-                unit: unit.to_owned(),
-                groups: depths
-                    .iter()
-                    .map(|depth| format!("iodepth {depth}"))
-                    .collect(),
-                rows: paths
-                    .iter()
-                    .map(|path| {
-                        let row = depths.iter().map(|depth| bar(path, *depth)).collect();
-                        ((*path).to_owned(), row)
-                    })
-                    .collect(),
-            },
-        }
+    let loops = if queues == 1 {
+        "1 queue"
+    } else {
+        "several queues"
     };
+    vec![
+        bars_by_depth(
+            format!("notify-{name}-iops"),
+            format!("{title}, {loops}"),
+            "IOPS",
+            &rows,
+            |sample| sample.iops,
+        ),
+        bars_by_depth(
+            format!("notify-{name}-p50"),
+            format!("{title}, {loops}"),
+            "p50, microseconds",
+            &rows,
+            |sample| sample.p50_us,
+        ),
+        latency(
+            format!("notify-{name}-latency"),
+            format!("{title}: latency against iodepth, {loops}"),
+            &rows,
+        ),
+        notices(
+            format!("notify-{name}-counts"),
+            format!("{title}, {loops}: what crosses"),
+            &rows,
+        ),
+    ]
+}
+
+/// A bar for each path and depth.
+fn bars_by_depth(
+    name: String,
+    title: String,
+    unit: &str,
+    rows: &[&Row<'_>],
+    figure: fn(&Sample) -> f64,
+) -> Plot {
+    let first: Vec<&Sample> = rows.iter().map(|row| row.first()).collect();
+    let depths = distinct(&first, |sample| sample.iodepth);
+    let bar = |path: &str, depth| {
+        let row = rows
+            .iter()
+            .find(|row| row.first().iodepth == depth && label(row.first()) == path)?;
+        row.spread(figure)
+    };
+    let of_path = |path: String| {
+        let bars = depths.iter().map(|&depth| bar(&path, depth)).collect();
+        (path, bars)
+    };
+    Plot {
+        name,
+        title,
+        kind: Kind::Bars {
+            unit: unit.to_owned(),
+            groups: depths
+                .iter()
+                .map(|depth| format!("iodepth {depth}"))
+                .collect(),
+            rows: distinct(&first, label).into_iter().map(of_path).collect(),
+        },
+    }
+}
+
+/// A line for each path.
+fn latency(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     let mut lines: Vec<Series> = Vec::new();
-    for row in &few {
-        let (first, Some(spread)) = (row.first(), row.spread(|sample| sample.p50_us)) else {
+    for row in rows {
+        let Some(spread) = row.spread(|sample| sample.p50_us) else {
             continue;
         };
-        let point = (f64::from(first.iodepth), spread.median);
-        match lines.iter_mut().find(|line| line.name == first.path) {
+        let (path, point) = (
+            label(row.first()),
+            (f64::from(row.first().iodepth), spread.median),
+        );
+        match lines.iter_mut().find(|line| line.name == path) {
             Some(line) => line.points.push(point),
-            None => lines.push(Series::measured(first.path.clone(), vec![point])),
+            None => lines.push(Series::measured(path, vec![point])),
         }
     }
-    vec![
-        bars("iops", "IOPS", |sample| sample.iops),
-        bars("p50", "p50, microseconds", |sample| sample.p50_us),
-        Plot {
-            name: format!("notify-{name}-latency"),
-            title: format!("{title}: latency against iodepth, {queues} queue"),
-            kind: Kind::Lines {
-                x: Axis::log("iodepth"),
-                y: Axis::log("p50, microseconds"),
-                series: lines,
-            },
+    Plot {
+        name,
+        title,
+        kind: Kind::Lines {
+            x: Axis::log("iodepth"),
+            y: Axis::log("p50, microseconds"),
+            series: lines,
         },
-    ]
+    }
+}
+
+/// What crosses between the sides for each request, one at a time: counts, which mean the same on every machine.
+fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
+    let least = rows.iter().map(|row| row.first().iodepth).min();
+    let of_path = |row: &&Row<'_>| {
+        let spread = |figure: &dyn Fn(&Sample) -> Option<f64>| Spread::of(&row.of(figure));
+        let bars = vec![
+            spread(&|sample| exits(sample, |_| true)),
+            spread(&|sample| sample.doorbells_per_request),
+            spread(&|sample| sample.interrupts_per_request),
+            spread(&|sample| sample.syncs_per_request),
+        ];
+        (row.first().path.clone(), bars)
+    };
+    let lone = rows.iter().filter(|row| Some(row.first().iodepth) == least);
+    Plot {
+        name,
+        title,
+        kind: Kind::Bars {
+            unit: format!("a request, iodepth {}", least.unwrap_or(1)),
+            groups: ["exits", "doorbells", "interrupts", "syncs"]
+                .map(str::to_owned)
+                .into(),
+            rows: lone.map(of_path).collect(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn sample(path: &str, iodepth: u32, iops: f64, real: bool) -> Sample {
+        Sample {
+            path: path.to_owned(),
+            load: "fio".to_owned(),
+            backend: "ram".to_owned(),
+            job: "randwrite+fsync".to_owned(),
+            iodepth,
+            queues: 1,
+            requests: 10,
+            iops,
+            mb_per_s: 1.0,
+            p50_us: 2.0,
+            p99_us: 3.0,
+            p999_us: 4.0,
+            vmm_cpu_us_per_request: None,
+            host_cpu_us_per_request: None,
+            exits_per_request: BTreeMap::from([("mmio_write".to_owned(), 2.0)]),
+            doorbells_per_request: Some(1.0),
+            interrupts_per_request: None,
+            syncs_per_request: Some(0.0),
+            write_cache: None,
+            seconds_mean_something: real,
+        }
+    }
+
+    #[test]
+    fn rounds_are_one_row_and_emulated_seconds_are_grey() {
+        let samples = [
+            sample("a", 4, 100.0, true),
+            sample("b", 4, 7.0, false),
+            sample("a", 4, 300.0, true),
+            sample("a", 1, 50.0, true),
+            sample("a", 4, 200.0, true),
+        ];
+        let sections = sections(&samples, &["a note".to_owned()]);
+        let [section] = &sections[..] else {
+            panic!("{sections:?}")
+        };
+        assert_eq!(section.key, "ram-randwrite-fsync");
+        assert!(section.notes.contains(&"a note".to_owned()));
+        let rows: Vec<String> = section
+            .table
+            .rows
+            .iter()
+            .map(|row| format!("{} {} {}", row[0], row[3], row[4]))
+            .collect();
+        assert_eq!(rows, ["a 1 50", "a 4 200 (100 to 300)", "b 4 [7]"]);
+        let row = &section.table.rows[1];
+        assert_eq!((row[9].clone(), row[16].clone()), (Cell::None, Cell::None));
+        let counts = [&row[11], &row[12], &row[15]].map(ToString::to_string);
+        assert_eq!(counts, ["0.000", "2.000", "1.000"]);
+        assert_eq!(section.plots.len(), 4);
+        for plot in &section.plots {
+            assert!(plot.svg().unwrap().contains("<svg"), "{}", plot.name);
+        }
+    }
+
+    #[test]
+    fn nothing_measured_is_said() {
+        let sections = sections(&[], &["skipped: no KVM".to_owned()]);
+        assert_eq!(sections[0].notes, ["skipped: no KVM"]);
+        assert!(sections[0].table.rows.is_empty());
+    }
 }
