@@ -3,11 +3,13 @@
 //! ```text
 //!   commit   group commit on a disk of its own: the experiments of its sources      commit/
 //!   notify   one disk through every path: what a notification and a flush cost       notify/
+//!   database MariaDB and SQLite on a raw image and on the log                      database/
 //! ```
 //! Each gives a `Report`: printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
 
 mod commit;
+mod database;
 mod machine;
 pub mod notify;
 mod page;
@@ -40,6 +42,8 @@ enum Action {
     Commit(commit::CommitArguments),
     /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
     Notify(notify::NotifyArguments),
+    /// MariaDB and SQLite: what a commit costs on a raw image and on the log, with a doublewrite buffer and without
+    Database(database::DatabaseArguments),
 }
 
 /// How to measure and to report.
@@ -130,5 +134,6 @@ pub fn run(arguments: &CompareArguments) -> Result<(), CommandError> {
     match &arguments.action {
         Action::Commit(arguments) => commit::run(arguments),
         Action::Notify(arguments) => notify::run(arguments),
+        Action::Database(arguments) => database::run(arguments),
     }
 }
