@@ -1,9 +1,9 @@
 //! `walvisor compare`: what a notification and a flush cost on each path, beside what others report and do.
 //!
 //! ```text
-//!   commit   group commit on a disk of its own: the experiments of its sources      commit/
-//!   notify   one disk through every path: what a notification and a flush cost       notify/
-//!   database MariaDB and SQLite on a raw image and on the log                      database/
+//!   commit     group commit on a disk of its own: the experiments of its sources      commit/
+//!   notify     one disk through every path: what a notification and a flush cost      notify/
+//!   database   MariaDB and SQLite, which wait for the disk at each commit             database/
 //! ```
 //! Each gives a `Report`: printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
