@@ -149,6 +149,7 @@ mod tests {
         let listener = Listener::start(received, control.clone(), PATIENCE, say).unwrap();
         let measured = Measured {
             exits: [1; 7],
+            kvm_exits: Some(9),
             requests: 2,
             syncs: 3,
             time: Duration::from_micros(4),

@@ -29,7 +29,7 @@ use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
 
 pub use conformance::{CaseReport, ConformanceReport};
-pub use load::{LoadReport, run_load, ticks};
+pub use load::{ALL_EXITS, LoadReport, run_load, ticks};
 pub use report::{DemoReport, TransportReport};
 
 use crate::arch::x86_64::layout;
@@ -39,6 +39,7 @@ use crate::devices::console::Console;
 use crate::probe::{self, ProbeError};
 use crate::seccomp::Seccomp;
 use crate::vm::control::Ended;
+use crate::vm::kvm_stats::KvmCounter;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder, VmError, block_termination_signals};
 use contract::{BootInfo, MMIO_SLOTS, Task};
 use disks::DemoDisks;
@@ -151,6 +152,7 @@ fn run_guest(
     load(&vm, task)?;
     sources.get_or_init(|| Sources {
         exits: vm.exits().to_vec(),
+        kvm_exits: vm.vcpu(0).and_then(|vcpu| KvmCounter::of(vcpu, "exits")),
         disks: vm.disks().to_vec(),
     });
     let listener = Listener::start(received, vm.control(), listener::PATIENCE, say)

@@ -11,6 +11,7 @@ use super::contract::Line;
 use crate::processor_time;
 use crate::vm::AttachedDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
+use crate::vm::kvm_stats::KvmCounter;
 
 /// Longest line that is kept; the rest of a longer one is dropped.
 const LONGEST_LINE: usize = 512;
@@ -19,6 +20,8 @@ const LONGEST_LINE: usize = 512;
 pub struct Sources {
     /// Exits of each vCPU.
     pub exits: Vec<Arc<ExitCounters>>,
+    /// All exits of the vCPU, where KVM tells.
+    pub kvm_exits: Option<KvmCounter>,
     /// The disks, named as the guest names their transports.
     pub disks: Vec<AttachedDisk>,
 }
@@ -39,6 +42,7 @@ impl Sources {
             cpu: processor_time::of_this_process().saturating_sub(vcpu),
             host_cpu: processor_time::of_host(),
             exits,
+            kvm_exits: self.kvm_exits.as_ref().and_then(KvmCounter::get),
             requests: device.requests,
             syncs: disk.backend.log_counters().unwrap_or_default().syncs,
         })
@@ -52,6 +56,7 @@ struct Counts {
     cpu: Duration,
     host_cpu: Option<Duration>,
     exits: [u64; ExitReason::ALL.len()],
+    kvm_exits: Option<u64>,
     requests: u64,
     syncs: u64,
 }
@@ -61,6 +66,8 @@ struct Counts {
 pub struct Measured {
     /// Exits to user space, by reason in the order of [`ExitReason::ALL`].
     pub exits: [u64; ExitReason::ALL.len()],
+    /// All exits, those that KVM dealt with itself too, where it tells; the console's are among them.
+    pub kvm_exits: Option<u64>,
     /// Requests that the device took.
     pub requests: u64,
     /// Syncs of the log.
@@ -110,6 +117,10 @@ impl Recorder {
         if let Some((transport, before)) = self.job.take() {
             self.measured = self.counts(&transport).map(|after| Measured {
                 exits: std::array::from_fn(|reason| after.exits[reason] - before.exits[reason]),
+                kvm_exits: after
+                    .kvm_exits
+                    .zip(before.kvm_exits)
+                    .map(|(after, before)| after.saturating_sub(before)),
                 requests: after.requests - before.requests,
                 syncs: after.syncs - before.syncs,
                 time: after.at - before.at,
@@ -187,6 +198,7 @@ mod tests {
         };
         let sources = Sources {
             exits: vec![exits.clone()],
+            kvm_exits: None,
             disks: vec![disk],
         };
         let (events, received) = mpsc::channel();

@@ -183,6 +183,7 @@ mod tests {
     };
     const MEASURED: Measured = Measured {
         exits: [0, 0, 2, 3, 0, 0, 0],
+        kvm_exits: None,
         requests: 9,
         syncs: 1,
         time: Duration::from_micros(1500),

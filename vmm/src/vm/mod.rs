@@ -13,6 +13,7 @@ pub mod bus;
 pub mod control;
 pub mod exits;
 pub mod interrupts;
+pub mod kvm_stats;
 pub mod memory_use;
 pub mod readiness;
 mod signals;

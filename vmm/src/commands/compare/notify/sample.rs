@@ -39,7 +39,8 @@ pub struct Sample {
     /// Processor time of the whole machine for each request, the client among it, in microseconds.
     #[serde(default)]
     pub host_cpu_us_per_request: Option<f64>,
-    /// Exits to user space for each request, by kind: `mmio_write`, `port_write`, ... Empty without a virtual machine.
+    /// Exits to user space for each request, by kind: `mmio_write`, `port_write`, ... Empty without a virtual machine. `all`
+    /// is no kind: it counts those that KVM dealt with itself too, where it tells.
     #[serde(default)]
     pub exits_per_request: BTreeMap<String, f64>,
     /// Doorbells rung for each request.

@@ -3,9 +3,10 @@
 use super::Sample;
 use crate::commands::compare::plot::{Axis, Kind, Plot, Series};
 use crate::commands::compare::report::{Cell, Section, Spread};
+use crate::demo::ALL_EXITS;
 
 /// The columns behind those that name the row.
-const COLUMNS: [(&str, &str); 18] = [
+const COLUMNS: [(&str, &str); 19] = [
     ("path", "path"),
     ("load", "load"),
     ("queues", "queues"),
@@ -21,6 +22,7 @@ const COLUMNS: [(&str, &str); 18] = [
     ("mmio_write_exits_per_request", "mmio write"),
     ("port_exits_per_request", "port"),
     ("other_exits_per_request", "other"),
+    ("all_exits_per_request", "with KVM's own"),
     ("doorbells_per_request", "doorbells/req"),
     ("interrupts_per_request", "interrupts/req"),
     ("syncs_per_request", "syncs/req"),
@@ -93,6 +95,7 @@ impl Row<'_> {
                     !kind.starts_with("mmio_") && !kind.starts_with("port_")
                 })
             }),
+            self.count(|sample| sample.exits_per_request.get(ALL_EXITS).copied()),
             self.count(|sample| sample.doorbells_per_request),
             self.count(|sample| sample.interrupts_per_request),
             self.count(|sample| sample.syncs_per_request),
@@ -100,10 +103,11 @@ impl Row<'_> {
     }
 }
 
-/// Exits of these kinds for each request; `None` if nothing of exits is known.
+/// Exits to user space of these kinds for each request; `None` if nothing of exits is known.
 fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
     let known = !sample.exits_per_request.is_empty() || sample.load == super::EMBEDDED_GUEST;
     let of = sample.exits_per_request.iter();
+    let of = of.filter(|(kind, _)| *kind != ALL_EXITS);
     known.then(|| {
         of.filter(|(kind, _)| which(kind))
             .fold(0.0, |sum, (_, each)| sum + each)
@@ -166,7 +170,8 @@ pub fn sections(samples: &[Sample], notes: &[String]) -> Vec<Section> {
         "A row is a closed loop: each queue keeps iodepth requests of 4 KiB in flight, at random places of a disk of 64 MiB; with \
          fsync a write and then its FLUSH, whose time is that of both. The write cache is on everywhere, as each path itself says."
             .to_owned(),
-        "CPU: of the disk's own threads (no vCPU, no client), and of the whole machine. Exits are those to user space. An \
+        "CPU: of the disk's own threads (no vCPU, no client), and of the whole machine. Exits are those to user space; with \
+         KVM's own, also those that it deals with itself, a doorbell with an ioeventfd among them. An \
          interrupt of virtio-mmio costs a read and a write of registers, one of virtio-pci (MSI-X) none; a doorbell costs a \
          write where it has no ioeventfd."
             .to_owned(),
@@ -346,6 +351,7 @@ fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
         let spread = |figure: &dyn Fn(&Sample) -> Option<f64>| Spread::of(&row.of(figure));
         let bars = vec![
             spread(&|sample| exits(sample, |_| true)),
+            spread(&|sample| sample.exits_per_request.get(ALL_EXITS).copied()),
             spread(&|sample| sample.doorbells_per_request),
             spread(&|sample| sample.interrupts_per_request),
             spread(&|sample| sample.syncs_per_request),
@@ -358,9 +364,15 @@ fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
         title,
         kind: Kind::Bars {
             unit: format!("a request, iodepth {}", least.unwrap_or(1)),
-            groups: ["exits", "doorbells", "interrupts", "syncs"]
-                .map(str::to_owned)
-                .into(),
+            groups: [
+                "exits",
+                "with KVM's own",
+                "doorbells",
+                "interrupts",
+                "syncs",
+            ]
+            .map(str::to_owned)
+            .into(),
             rows: lone.map(of_path).collect(),
         },
     }
@@ -388,7 +400,10 @@ mod tests {
             p999_us: 4.0,
             vmm_cpu_us_per_request: None,
             host_cpu_us_per_request: None,
-            exits_per_request: BTreeMap::from([("mmio_write".to_owned(), 2.0)]),
+            exits_per_request: BTreeMap::from([
+                ("mmio_write".to_owned(), 2.0),
+                (ALL_EXITS.to_owned(), 5.0),
+            ]),
             doorbells_per_request: Some(1.0),
             interrupts_per_request: None,
             syncs_per_request: Some(0.0),
@@ -420,9 +435,9 @@ mod tests {
             .collect();
         assert_eq!(rows, ["a 1 50", "a 4 200 (100 to 300)", "b 4 [7]"]);
         let row = &section.table.rows[1];
-        assert_eq!((row[9].clone(), row[16].clone()), (Cell::None, Cell::None));
-        let counts = [&row[11], &row[12], &row[15]].map(ToString::to_string);
-        assert_eq!(counts, ["0.000", "2.000", "1.000"]);
+        assert_eq!((row[9].clone(), row[17].clone()), (Cell::None, Cell::None));
+        let counts = [11, 12, 14, 15, 16].map(|at| row[at].to_string());
+        assert_eq!(counts, ["0.000", "2.000", "0.000", "5.000", "1.000"]);
         assert_eq!(section.plots.len(), 4);
         for plot in &section.plots {
             assert!(plot.svg().unwrap().contains("<svg"), "{}", plot.name);
