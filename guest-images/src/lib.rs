@@ -21,6 +21,8 @@
 //!                                          [--disk SOCKET]         a vhost-user disk, as /dev/vda, /dev/vdb, ...
 //!                                          [--module NAME]         loaded before the script runs
 //!                                          [--files-of-this-machine]   read-only, in place of busybox and fio in memory
+//! cargo run -p walvisor-guest-images -- emulated script.sh         a Debian guest emulated by QEMU: streams its console
+//!                                          [-- QEMU ARGUMENTS]     its disks, for instance
 //! cargo run -p walvisor-guest-images -- demo                       what `make demo` runs
 //! ```
 //!

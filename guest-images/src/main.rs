@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, GuestImages, Job, Reporter, Result, UserMode, demo, guest::END, walvisor_binary,
+    Cache, Error, Guest, GuestImages, Job, Reporter, Result, UserMode, demo, guest::END,
+    install_missing, walvisor_binary,
 };
 
 #[derive(Parser)]
@@ -53,6 +54,14 @@ enum Action {
         /// With the files of this machine, which it cannot change, in place of busybox, e2fsprogs and fio in its memory
         #[arg(long)]
         files_of_this_machine: bool,
+    },
+    /// Runs a shell script in a Debian guest that QEMU emulates, with busybox, e2fsprogs and fio
+    Emulated {
+        /// The script
+        script: PathBuf,
+        /// Further arguments for QEMU: disks, for instance, of which the first is /dev/vda; vhost-user works too
+        #[arg(last = true)]
+        arguments: Vec<String>,
     },
     /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
     Demo {
@@ -124,6 +133,7 @@ fn act(arguments: Arguments) -> Result<u8> {
             let guest = UserMode { disks, modules };
             user_mode(&cache, &guest, &read(&script)?, files_of_this_machine)
         }
+        Action::Emulated { script, arguments } => emulated(&cache, &read(&script)?, &arguments),
         Action::Demo { walvisor, output } => demo(&cache, &binary(walvisor)?, &output).map(|()| 0),
     }
 }
@@ -132,11 +142,7 @@ fn act(arguments: Arguments) -> Result<u8> {
 fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Result<u8> {
     let reporter = Reporter::streaming();
     UserMode::install(&reporter)?;
-    let directory = tempfile::tempdir().map_err(|source| Error::File {
-        action: "create a directory in",
-        path: std::env::temp_dir(),
-        source,
-    })?;
+    let directory = directory()?;
     let mut guest = match here {
         true => guest.boot_here(directory.path(), script)?,
         false => {
@@ -151,6 +157,28 @@ fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Resul
             std::mem::forget(input);
         });
     }
+    stream(guest, &reporter)
+}
+
+/// Streams the console of an emulated guest until its end.
+fn emulated(cache: &Cache, script: &str, arguments: &[String]) -> Result<u8> {
+    let reporter = Reporter::streaming();
+    install_missing(&[("qemu-system-x86_64", "qemu-system-x86")], &reporter)?;
+    let images = GuestImages::ensure(cache, &reporter)?;
+    let directory = directory()?;
+    let guest = Guest::qemu(directory.path(), &images, arguments, script)?;
+    stream(guest, &reporter)
+}
+
+fn directory() -> Result<tempfile::TempDir> {
+    tempfile::tempdir().map_err(|source| Error::File {
+        action: "create a directory in",
+        path: std::env::temp_dir(),
+        source,
+    })
+}
+
+fn stream(mut guest: Guest, reporter: &Reporter) -> Result<u8> {
     let mut ended = false;
     while let Some(line) = guest.line()? {
         ended |= line == END;

@@ -235,22 +235,36 @@ impl VhostUserClient {
     /// # Errors
     /// [`TimedOut`](io::ErrorKind::TimedOut) if none comes within `patience`.
     pub fn wait(&mut self, patience: Duration) -> io::Result<()> {
-        let ready: Vec<usize> = {
-            let events = (0..self.queues.len()).map(|queue| self.event(queue));
-            let mut fds: Vec<_> = events
-                .map(|event| PollFd::from_borrowed_fd(event, PollFlags::IN))
-                .collect();
+        Self::wait_for_any(std::slice::from_mut(self), patience)
+    }
+
+    /// The same of several clients at once.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn wait_for_any(clients: &mut [Self], patience: Duration) -> io::Result<()> {
+        let ready: Vec<(usize, usize)> = {
+            let each = clients.iter().enumerate().flat_map(|(at, client)| {
+                (0..client.queues.len()).map(move |queue| (at, queue, client.event(queue)))
+            });
+            let (places, mut fds): (Vec<_>, Vec<_>) = each
+                .map(|(at, queue, event)| {
+                    ((at, queue), PollFd::from_borrowed_fd(event, PollFlags::IN))
+                })
+                .unzip();
             let patience = Timespec::try_from(patience).map_err(io::Error::other)?;
             poll(&mut fds, Some(&patience))?;
-            let rung = fds.iter().enumerate();
+            let rung = places.into_iter().zip(&fds);
             rung.filter(|(_, fd)| !fd.revents().is_empty())
-                .map(|(queue, _)| queue)
+                .map(|(place, _)| place)
                 .collect()
         };
         if ready.is_empty() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        ready.into_iter().try_for_each(|queue| self.clear(queue))
+        ready
+            .into_iter()
+            .try_for_each(|(at, queue)| clients[at].clear(queue))
     }
 
     /// Readable when `queue` has had an interrupt.

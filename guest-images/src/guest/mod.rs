@@ -17,6 +17,7 @@ use std::process::{ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+pub use qemu::vhost_user_disk;
 pub use user_mode::UserMode;
 
 use crate::error::{Error, FileContext, Result};

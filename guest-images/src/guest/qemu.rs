@@ -13,16 +13,28 @@ use crate::images::GuestImages;
 /// The user that nothing belongs to.
 const NOBODY: u32 = 65534;
 
+/// What QEMU needs to be told of the disk at `socket`, to which it connects anew whenever the daemon is back.
+#[must_use]
+pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
+    let socket = socket.display();
+    [
+        "-chardev".to_owned(),
+        format!("socket,id=disk,path={socket},reconnect=1"),
+        "-device".to_owned(),
+        format!("vhost-user-blk-pci,chardev=disk,num-queues={queues}"),
+    ]
+}
+
 impl Guest {
-    /// QEMU in full emulation with the disk at `socket` as /dev/vda, connected anew whenever the daemon is back.
+    /// QEMU in full emulation, with `arguments` for it besides: its disks, of which the first is /dev/vda. Its memory is shared,
+    /// as [`vhost_user_disk`] needs it.
     ///
     /// # Errors
     /// A file cannot be read or written, or QEMU cannot be started.
     pub fn qemu(
         dir: &Path,
         images: &GuestImages,
-        socket: &Path,
-        queues: u16,
+        arguments: &[String],
         script: &str,
     ) -> Result<Self> {
         let initramfs = initramfs(dir, images, script, &[])?;
@@ -41,15 +53,7 @@ impl Guest {
             .arg("-initrd")
             .arg(initramfs)
             .args(["-append", "console=ttyS0 quiet panic=-1"])
-            .arg("-chardev")
-            .arg(format!(
-                "socket,id=disk,path={},reconnect=1",
-                socket.display()
-            ))
-            .arg("-device")
-            .arg(format!(
-                "vhost-user-blk-pci,chardev=disk,num-queues={queues}"
-            ));
+            .args(arguments);
         Self::spawn(command, dir)
     }
 

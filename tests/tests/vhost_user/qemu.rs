@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{Daemon, succeed};
 use walvisor_guest_images::Guest;
+use walvisor_guest_images::guest::vhost_user_disk;
 use walvisor_tests::{have, images};
 
 /// What the guest does: file systems and fio.
@@ -26,7 +27,8 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
         return;
     }
     goes_on(3, "", |dir| {
-        Guest::qemu(dir, &images(), &dir.join("s"), 2, &storm(6)).unwrap()
+        let disk = vhost_user_disk(&dir.join("s"), 2);
+        Guest::qemu(dir, &images(), &disk, &storm(6)).unwrap()
     });
 }
 

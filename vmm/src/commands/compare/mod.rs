@@ -4,15 +4,18 @@
 //!   commit     group commit on a disk of its own: the experiments of its sources      commit/
 //!   notify     one disk through every path: what a notification and a flush cost      notify/
 //!   database   MariaDB and SQLite, which wait for the disk at each commit             database/
+//!   peers      the disk beside those of others: the same client and file system       peers/
 //! ```
 //! Each gives a `Report`: printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
 
 mod commit;
 mod database;
+mod guests;
 mod machine;
 pub mod notify;
 mod page;
+mod peers;
 mod plot;
 mod report;
 mod session;
@@ -44,6 +47,8 @@ enum Action {
     Notify(notify::NotifyArguments),
     /// MariaDB and SQLite: what a commit costs on a raw image and on the log, with a doublewrite buffer and without
     Database(database::DatabaseArguments),
+    /// The disk beside those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
+    Peers(peers::PeersArguments),
 }
 
 /// How to measure and to report.
@@ -135,5 +140,6 @@ pub fn run(arguments: &CompareArguments) -> Result<(), CommandError> {
         Action::Commit(arguments) => commit::run(arguments),
         Action::Notify(arguments) => notify::run(arguments),
         Action::Database(arguments) => database::run(arguments),
+        Action::Peers(arguments) => peers::run(arguments),
     }
 }

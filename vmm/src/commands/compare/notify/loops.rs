@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::histogram::Histogram;
 use super::measured::Measured;
-use super::point::{BLOCK, DISK_BYTES, Job};
+use super::point::{BLOCK, Job};
 
 /// What a loop does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +24,8 @@ pub struct Loops {
     began: Instant,
     end: Instant,
     random: u64,
+    /// Bytes of the disk.
+    bytes: u64,
     /// By slot: when its request began, and whether its FLUSH is on its way.
     slots: Vec<(Instant, bool)>,
     /// Nanoseconds.
@@ -41,6 +43,11 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// Requests a second.
+    pub fn rate(&self) -> f64 {
+        self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
+    }
+
     /// As far as a client knows.
     pub fn measured(&self) -> Measured {
         let within = |per_mille| Duration::from_nanos(self.histogram.quantile(per_mille));
@@ -56,8 +63,9 @@ impl Tally {
 }
 
 impl Loops {
-    /// `slots` loops for the time `turn` from now on. `seed` sets the blocks of one client apart from another's.
-    pub fn new(job: Job, slots: usize, turn: Duration, seed: u64) -> Self {
+    /// `slots` loops over a disk of `bytes` bytes for the time `turn` from now on. `seed` sets the blocks of one client apart
+    /// from another's.
+    pub fn new(job: Job, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
         let now = Instant::now();
         Self {
             job,
@@ -65,6 +73,7 @@ impl Loops {
             end: now + turn,
             // Any odd number will do.
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            bytes,
             slots: vec![(now, false); slots],
             histogram: Histogram::default(),
             last: now,
@@ -97,7 +106,7 @@ impl Loops {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        let offset = self.random % (DISK_BYTES / BLOCK as u64) * BLOCK as u64;
+        let offset = self.random % (self.bytes / BLOCK as u64) * BLOCK as u64;
         match self.job {
             Job::Read => Next::Read(offset),
             Job::Write | Job::WriteFsync => Next::Write(offset),
@@ -115,11 +124,12 @@ impl Loops {
 
 #[cfg(test)]
 mod tests {
+    use super::super::point::DISK_BYTES;
     use super::*;
 
     #[test]
     fn a_write_is_flushed_before_it_counts() {
-        let mut loops = Loops::new(Job::WriteFsync, 2, Duration::from_secs(60), 1);
+        let mut loops = Loops::new(Job::WriteFsync, 2, DISK_BYTES, Duration::from_secs(60), 1);
         let Next::Write(first) = loops.begin(0) else {
             panic!("no write")
         };
@@ -135,7 +145,7 @@ mod tests {
             (Job::Read, [None, None]),
             (Job::WriteFsync, [Some(Next::Flush), None]),
         ] {
-            let mut loops = Loops::new(job, 1, Duration::ZERO, 2);
+            let mut loops = Loops::new(job, 1, DISK_BYTES, Duration::ZERO, 2);
             let reads = matches!(loops.begin(0), Next::Read(_));
             assert_eq!(reads, job == Job::Read);
             let found: Vec<_> = (0..2).map_while(|_| Some(loops.ended(0))).take(2).collect();

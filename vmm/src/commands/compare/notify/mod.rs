@@ -7,7 +7,7 @@
 //! ```
 //! The same closed loops on each, in turns; a turn gives a [`Sample`], and all turns of a job the rows of a table.
 
-mod daemon;
+pub mod daemon;
 mod guest;
 #[path = "../../../../../guest-images/guest/src/histogram.rs"]
 mod histogram;
@@ -15,10 +15,10 @@ mod loops;
 mod measured;
 mod nbd;
 mod place;
-mod point;
+pub mod point;
 mod sample;
 mod section;
-mod vhost_user;
+pub mod vhost_user;
 
 use std::time::Duration;
 

@@ -11,7 +11,7 @@ use super::daemon::{Daemon, spec};
 use super::loops::{Loops, Next, Tally};
 use super::measured::Measured;
 use super::place::Place;
-use super::point::{BLOCK, Backend, Point};
+use super::point::{BLOCK, Backend, DISK_BYTES, Point};
 use crate::processor_time::of_host;
 
 /// No request takes this long on the slowest machine.
@@ -174,7 +174,7 @@ impl Client {
     /// Closed loops, as many as the point's depth.
     fn drive(mut self, point: &Point, turn: Duration, seed: u64) -> io::Result<Tally> {
         let mut running = usize::from(point.iodepth);
-        let mut loops = Loops::new(point.job, running, turn, seed);
+        let mut loops = Loops::new(point.job, running, DISK_BYTES, turn, seed);
         let mut reads = vec![false; running];
         let mut data = [0; BLOCK];
         for (slot, reads) in reads.iter_mut().enumerate() {

@@ -8,7 +8,7 @@ use super::daemon::{Daemon, spec};
 use super::loops::{Loops, Next, Tally};
 use super::measured::Measured;
 use super::place::Place;
-use super::point::{BLOCK, Backend, Point, QUEUES};
+use super::point::{BLOCK, Backend, DISK_BYTES, Job, Point, QUEUES};
 use crate::processor_time::of_host;
 use crate::vhost_user_client::{Notices, VhostUserClient};
 
@@ -53,7 +53,9 @@ impl VhostUserDoor {
             self.daemon.cpu(),
             of_host(),
         );
-        let tally = drive(&mut client, point, turn).map_err(failed)?;
+        let loops = (point.job, point.queues.into(), point.iodepth.into());
+        let clients = std::slice::from_mut(&mut client);
+        let tally = drive(clients, loops, DISK_BYTES, turn).map_err(failed)?;
         let (cpu_after, host_after) = (self.daemon.cpu(), of_host());
         let after = self.daemon.disk(point.backend)?;
         let Notices {
@@ -76,11 +78,20 @@ fn socket_name(backend: Backend) -> String {
     format!("vhost-user-{}.sock", backend.name())
 }
 
-/// Closed loops over all queues of `client`, in this thread.
-fn drive(client: &mut VhostUserClient, point: &Point, turn: Duration) -> std::io::Result<Tally> {
-    let (queues, depth) = (usize::from(point.queues), usize::from(point.iodepth));
-    let mut running = queues * depth;
-    let mut loops = Loops::new(point.job, running, turn, 1);
+/// Closed loops over `queues` queues of each of `clients`, `depth` requests in flight each, over disks of `bytes` bytes, in this
+/// thread.
+///
+/// # Errors
+/// If a request fails, or none ends for half a minute.
+pub fn drive(
+    clients: &mut [VhostUserClient],
+    (job, queues, depth): (Job, usize, usize),
+    bytes: u64,
+    turn: Duration,
+) -> std::io::Result<Tally> {
+    let each = queues * depth;
+    let mut running = clients.len() * each;
+    let mut loops = Loops::new(job, running, bytes, turn, 1);
     let data = [0x5a; BLOCK];
     let submit = |client: &mut VhostUserClient, slot: usize, next: Next| {
         let queue = slot / depth;
@@ -90,31 +101,34 @@ fn drive(client: &mut VhostUserClient, point: &Point, turn: Duration) -> std::io
             Next::Flush => client.flush(queue, slot),
         }
     };
-    for slot in 0..running {
-        let next = loops.begin(slot);
-        submit(client, slot, next)?;
+    for (at, client) in clients.iter_mut().enumerate() {
+        for slot in 0..each {
+            submit(client, slot, loops.begin(at * each + slot))?;
+        }
+        (0..queues).try_for_each(|queue| client.kick(queue))?;
     }
-    (0..queues).try_for_each(|queue| client.kick(queue))?;
     while running > 0 {
         let mut any = false;
-        for queue in 0..queues {
-            let ended = client.ended(queue);
-            for &(slot, status) in &ended {
-                if status != 0 {
-                    return Err(std::io::Error::from_raw_os_error(-status));
+        for (at, client) in clients.iter_mut().enumerate() {
+            for queue in 0..queues {
+                let ended = client.ended(queue);
+                for &(slot, status) in &ended {
+                    if status != 0 {
+                        return Err(std::io::Error::from_raw_os_error(-status));
+                    }
+                    match loops.ended(at * each + slot) {
+                        Some(next) => submit(client, slot, next)?,
+                        None => running -= 1,
+                    }
                 }
-                match loops.ended(slot) {
-                    Some(next) => submit(client, slot, next)?,
-                    None => running -= 1,
+                if !ended.is_empty() {
+                    any = true;
+                    client.kick(queue)?;
                 }
-            }
-            if !ended.is_empty() {
-                any = true;
-                client.kick(queue)?;
             }
         }
         if !any {
-            client.wait(PATIENCE)?;
+            VhostUserClient::wait_for_any(clients, PATIENCE)?;
         }
     }
     Ok(loops.tally())

@@ -1,0 +1,332 @@
+//! `walvisor compare peers`: the disk beside those of others, each with the same client on the same file system, taking turns.
+//!
+//! ```text
+//!   virtio driver in this process ─▶ serve vhost-user  │ qemu-storage-daemon         vhost_user.rs
+//!   fio's nbd engine              ─▶ serve nbd         │ qemu-nbd                    nbd.rs
+//!   fio in one emulated guest     ─▶ serve vhost-user  │ QEMU's own virtio-blk       emulated.rs
+//!   fio in user-mode Linux        ─▶ serve tcmu        │ tcmu-runner                 target.rs
+//! ```
+//! The peers open their images as a careful host does (`cache.direct`, io_uring, FLUSH = fdatasync), and once as a careless one
+//! (`cache=writeback`). A peer that is not here is told with the package that has it; the others go on.
+
+mod emulated;
+mod nbd;
+mod peer;
+mod target;
+mod vhost_user;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use tempfile::TempDir;
+
+use super::notify::point::Job as Work;
+use super::plot::{Kind, Plot};
+use super::report::{Cell, Section, Spread};
+use super::session::Session;
+use super::{CommandError, Output};
+
+/// Arguments of `walvisor compare peers`.
+#[derive(Debug, Args)]
+pub struct PeersArguments {
+    /// Only these doors, with commas between
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "DOOR,DOOR..")]
+    only: Vec<Door>,
+    /// Only the jobs with this in their name
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    job: String,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// How a disk is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Door {
+    /// Beside qemu-storage-daemon
+    VhostUser,
+    /// Beside qemu-nbd
+    Nbd,
+    /// As the disk of an emulated machine, beside QEMU's own with cache=none and cache=writeback
+    Qemu,
+    /// Beside tcmu-runner, in user-mode Linux
+    Tcmu,
+}
+
+/// Disks of each side over vhost-user, and bytes of each.
+const DISKS: usize = 4;
+const DISK_BYTES: u64 = 256 << 20;
+
+/// A job, of 4 KiB requests at random places.
+#[derive(Debug)]
+struct Job {
+    name: &'static str,
+    work: Work,
+    disks: usize,
+    /// Queues, or connections.
+    queues: usize,
+    /// Requests in flight of each queue.
+    depth: usize,
+    /// What `walvisor` should at least reach of its peer.
+    goal: f64,
+}
+
+/// How long one measures.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    rounds: usize,
+    turn: Duration,
+    quick: bool,
+}
+
+/// Where images are: of DISKS disks twice, raw for the peers and on one log for `walvisor`.
+struct Place {
+    directory: TempDir,
+    walvisor: PathBuf,
+}
+
+impl Place {
+    fn new(parent: &Path) -> Result<Self, CommandError> {
+        let made = tempfile::Builder::new()
+            .prefix("walvisor-compare-")
+            .tempdir_in(parent);
+        let directory = made.map_err(|error| {
+            let place = parent.display();
+            CommandError::Failed(format!(
+                "{place}: can't work there ({error}): name a directory that can be written with --dir"
+            ))
+        })?;
+        let walvisor = std::env::current_exe().map_err(CommandError::failed)?;
+        let place = Self {
+            directory,
+            walvisor,
+        };
+        Ok(place)
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Makes the images of `disks` disks. All their blocks hold data: a hole would be read faster.
+    fn make_images(&self, disks: usize) -> Result<(), CommandError> {
+        let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        for disk in 0..disks {
+            let raw = self.path().join(format!("peer-{disk}.img"));
+            let written =
+                std::fs::write(&raw, &bytes).and_then(|()| std::fs::File::open(&raw)?.sync_all());
+            written.map_err(super::failed("write the image", &raw))?;
+            let mut import = Command::new(&self.walvisor);
+            import
+                .args(["disk", "import"])
+                .arg(self.path().join(format!("ours-{disk}.img")))
+                .arg(&raw)
+                .arg("--log")
+                .arg(self.path().join("log"));
+            let output = import.output().map_err(CommandError::failed)?;
+            if !output.status.success() {
+                let error = String::from_utf8_lossy(&output.stderr);
+                return Err(CommandError::Failed(error.trim().to_owned()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a job came to: requests, or commits, a second of each round.
+#[derive(Debug)]
+struct Row {
+    door: Door,
+    job: String,
+    goal: Option<f64>,
+    ours: Vec<f64>,
+    /// Each peer by its name.
+    peers: BTreeMap<String, Vec<f64>>,
+    /// Measured under emulation of a whole machine.
+    emulated: bool,
+}
+
+impl Row {
+    fn new(door: Door, job: &str, goal: Option<f64>) -> Self {
+        Self {
+            door,
+            job: job.to_owned(),
+            goal,
+            ours: Vec::new(),
+            peers: BTreeMap::new(),
+            emulated: door == Door::Qemu,
+        }
+    }
+
+    /// A round of `walvisor`, or of the peer of that name.
+    fn add(&mut self, peer: Option<&str>, rate: f64) {
+        match peer {
+            None => self.ours.push(rate),
+            Some(peer) => self.peers.entry(peer.to_owned()).or_default().push(rate),
+        }
+    }
+}
+
+/// Carries out `walvisor compare peers`.
+///
+/// # Errors
+/// If one that is here fails.
+pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
+    let Output { quick, dir, .. } = &arguments.output;
+    let pace = match quick {
+        true => Pace {
+            rounds: 1,
+            turn: Duration::from_secs(1),
+            quick: true,
+        },
+        false => Pace {
+            rounds: 5,
+            turn: Duration::from_secs(2),
+            quick: false,
+        },
+    };
+    let doors: Vec<Door> = Door::value_variants()
+        .iter()
+        .filter(|door| arguments.only.is_empty() || arguments.only.contains(door))
+        .copied()
+        .collect();
+    let wanted = |jobs: &'static [Job]| -> Vec<&'static Job> {
+        let jobs = jobs.iter();
+        jobs.filter(|job| job.name.contains(&arguments.job))
+            .collect()
+    };
+    let expected = doors.iter().map(|door| match door {
+        Door::VhostUser => vhost_user::expected(&wanted(&vhost_user::JOBS), pace),
+        Door::Nbd => nbd::expected(&wanted(&nbd::JOBS), pace),
+        Door::Qemu => emulated::expected(pace),
+        Door::Tcmu => target::expected(pace),
+    });
+    let session = arguments.output.start(expected.sum())?;
+    let place = Place::new(dir)?;
+    let disks = match doors.contains(&Door::VhostUser) {
+        true => DISKS,
+        false => 1,
+    };
+    if doors.iter().any(|door| *door != Door::Tcmu) {
+        session.step("images", Duration::from_secs(2), || {
+            place.make_images(disks)
+        })?;
+    }
+    let (mut rows, mut missing, mut failed) = (Vec::new(), Vec::new(), None);
+    for door in doors {
+        let measured = match door {
+            Door::VhostUser => {
+                vhost_user::measure(&place, &wanted(&vhost_user::JOBS), pace, &session)
+            }
+            Door::Nbd => nbd::measure(&place, &wanted(&nbd::JOBS), pace, &session),
+            Door::Qemu => emulated::measure(&place, pace, &session),
+            Door::Tcmu => target::measure(pace, &session),
+        };
+        match measured {
+            Ok(measured) => rows.extend(measured),
+            Err(Failure::Missing(what)) => missing.push(what),
+            // Ctrl-C ends the programs of a terminal all at once.
+            Err(Failure::Failed(_)) if session.interrupted() => break,
+            Err(Failure::Failed(error)) => {
+                missing.push(format!("Not measured: {error}"));
+                failed = failed.or(Some(error));
+            }
+        }
+    }
+    let title = "The disk beside its peers";
+    arguments
+        .output
+        .give(title, session, vec![section(&rows, &missing, pace)])?;
+    failed.map_or(Ok(()), Err)
+}
+
+/// Why a door was not measured.
+enum Failure {
+    /// A program is not here; which, and the package that has it.
+    Missing(String),
+    Failed(CommandError),
+}
+
+impl From<CommandError> for Failure {
+    fn from(error: CommandError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Asks for a program.
+fn need(program: &str, package: &str) -> Result<(), Failure> {
+    match Command::new(program).arg("--version").output() {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Failure::Missing(format!(
+            "Not measured: {program} is missing: install the package {package}"
+        ))),
+    }
+}
+
+fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
+    let rounds = format!(
+        "4 KiB, random; requests or commits a second: median of {} turns of {} s each (lowest to highest).",
+        pace.rounds,
+        pace.turn.as_secs()
+    );
+    let mut notes = vec![
+        rounds.as_str(),
+        "A commit is a write and, once that has ended, a FLUSH. Peers open their image with cache.direct and io_uring, and FLUSH is \
+         an fdatasync; cache=writeback goes through the host's page cache, FLUSH likewise.",
+    ];
+    if rows.iter().any(|row| row.emulated) {
+        notes.push(
+            "The guest of door qemu runs in full emulation: it is the guest's processor that is slow, and its figures are in brackets.",
+        );
+    }
+    notes.extend(missing.iter().map(String::as_str));
+    let mut section = Section::new(
+        "peers",
+        "The disk beside its peers",
+        &notes,
+        &[
+            ("door", "door"),
+            ("job", "job"),
+            ("walvisor_per_s", "walvisor"),
+            ("peer", "peer"),
+            ("peer_per_s", "peer's"),
+            ("ratio", "ratio"),
+            ("goal", "goal"),
+        ],
+    );
+    let mut bars = Vec::new();
+    for row in rows {
+        let door = row.door.to_possible_value();
+        let door = door.as_ref().map_or("", |door| door.get_name());
+        let grey = |cell: Cell| if row.emulated { cell.grey() } else { cell };
+        let ours = Spread::of(&row.ours);
+        for (peer, rates) in &row.peers {
+            let ratio = ours.zip(Spread::of(rates));
+            let ratio = ratio.map(|(ours, theirs)| ours.median / theirs.median);
+            section.table.rows.push(vec![
+                Cell::text(door),
+                Cell::text(&row.job),
+                grey(Cell::of(&row.ours, 0)),
+                Cell::text(peer),
+                grey(Cell::of(rates, 0)),
+                ratio.map_or(Cell::None, |ratio| grey(Cell::Number(ratio, 2))),
+                row.goal.map_or(Cell::None, |goal| Cell::Number(goal, 1)),
+            ]);
+            let label = format!("{door}: {} ({peer})", row.job);
+            bars.push((label, vec![ratio.and_then(|ratio| Spread::of(&[ratio]))]));
+        }
+    }
+    section.plots = vec![Plot {
+        name: "peers".to_owned(),
+        title: "walvisor beside its peers".to_owned(),
+        kind: Kind::Bars {
+            unit: "times what the peer does; 1 is as much".to_owned(),
+            groups: vec!["ratio".to_owned()],
+            rows: bars,
+        },
+    }];
+    section
+}

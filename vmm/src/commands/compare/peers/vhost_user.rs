@@ -1,0 +1,129 @@
+//! Over vhost-user, with a virtio driver in this process as client, one thread for all disks.
+
+use std::process::Command;
+use std::time::Duration;
+
+use super::super::notify::daemon::Daemon;
+use super::super::notify::vhost_user::drive;
+use super::peer::Peer;
+use super::{
+    CommandError, DISK_BYTES, DISKS, Door, Failure, Job, Pace, Place, Row, Session, Work, need,
+};
+use crate::vhost_user_client::VhostUserClient;
+
+const fn job(
+    name: &'static str,
+    work: Work,
+    disks: usize,
+    queues: usize,
+    depth: usize,
+    goal: f64,
+) -> Job {
+    Job {
+        name,
+        work,
+        disks,
+        queues,
+        depth,
+        goal,
+    }
+}
+
+pub const JOBS: [Job; 5] = [
+    job("write + flush, 1 client", Work::WriteFsync, 1, 1, 1, 1.0),
+    job(
+        "write + flush, 16 clients, 4 queues",
+        Work::WriteFsync,
+        1,
+        4,
+        4,
+        2.0,
+    ),
+    job(
+        "write + flush, 4 disks x 4 clients",
+        Work::WriteFsync,
+        4,
+        1,
+        4,
+        3.0,
+    ),
+    job("write, 32 in flight", Work::Write, 1, 1, 32, 1.0),
+    job("read, 32 in flight", Work::Read, 1, 1, 32, 1.0),
+];
+
+/// Queues of each disk.
+const QUEUES: usize = 4;
+
+/// How long it takes, about.
+pub fn expected(jobs: &[&Job], pace: Pace) -> Duration {
+    (pace.turn + Duration::from_millis(100)) * (2 * pace.rounds * jobs.len()) as u32
+}
+
+/// Measures all jobs.
+pub fn measure(
+    place: &Place,
+    jobs: &[&'static Job],
+    pace: Pace,
+    session: &Session,
+) -> Result<Vec<Row>, Failure> {
+    need("qemu-storage-daemon", "qemu-system-common")?;
+    let sockets = |side: &str| -> Vec<String> {
+        let disks = 0..DISKS;
+        disks.map(|disk| format!("{side}-{disk}.sock")).collect()
+    };
+    let sockets = [sockets("ours"), sockets("peer")];
+    let specs = sockets[0].iter().enumerate();
+    let specs: Vec<String> = specs
+        .map(|(disk, socket)| {
+            format!("path=ours-{disk}.img,log=log,queues={QUEUES},socket={socket}")
+        })
+        .collect();
+    let mut theirs = Command::new("qemu-storage-daemon");
+    for (disk, socket) in sockets[1].iter().enumerate() {
+        theirs.arg("--blockdev").arg(format!(
+            "driver=file,node-name=disk{disk},filename=peer-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
+        ));
+        theirs.arg("--export").arg(format!(
+            "type=vhost-user-blk,id=export{disk},node-name=disk{disk},addr.type=unix,addr.path={socket},writable=on,\
+             num-queues={QUEUES}"
+        ));
+    }
+    let _ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
+    let _theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
+    let rate = |sockets: &[String], job: &Job| -> Result<f64, CommandError> {
+        let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
+        let paths = sockets
+            .iter()
+            .take(job.disks)
+            .map(|name| place.path().join(name));
+        let clients: Result<Vec<_>, _> = paths
+            .map(|path| VhostUserClient::connect(&path, job.queues))
+            .collect();
+        let loops = (job.work, job.queues, job.depth);
+        let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, pace.turn);
+        Ok(tally.map_err(failed)?.rate())
+    };
+    let mut rows = Vec::new();
+    for job in jobs {
+        let mut row = Row::new(Door::VhostUser, job.name, Some(job.goal));
+        for round in 0..pace.rounds {
+            // Neither is always the first.
+            for side in [round % 2, 1 - round % 2] {
+                let what = format!(
+                    "vhost-user: {}, round {} of {}",
+                    job.name,
+                    round + 1,
+                    pace.rounds
+                );
+                let rate = session.step(&what, pace.turn + Duration::from_millis(100), || {
+                    rate(&sockets[side], job)
+                })?;
+                if let Some(rate) = rate {
+                    row.add((side == 1).then_some("qemu-storage-daemon"), rate);
+                }
+            }
+        }
+        rows.push(row);
+    }
+    Ok(rows)
+}
