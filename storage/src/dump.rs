@@ -28,7 +28,8 @@ pub struct LogRecord<'a> {
     pub lsn: u64,
     /// The commit group that it belongs to.
     pub cid: u64,
-    /// When its batch was built, in microseconds since 1970, by the wall clock.
+    /// When its batch was built, in microseconds since 1970, by the wall clock; never before the record in front of it,
+    /// even if the clock was set back.
     pub unix_us: u64,
     /// The disk, by its number in the log.
     pub disk_id: u32,

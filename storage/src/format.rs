@@ -140,7 +140,8 @@ pub(crate) struct BatchHeader {
     pub first_lsn: U64,
     /// Durable LSN when the batch was built: what is at or below it was acknowledged, and can't be a torn tail.
     pub durable_lsn: U64,
-    /// Wall clock, microseconds since 1970. For people; nothing is ordered by it.
+    /// Wall clock, microseconds since 1970, not before the previous batch's however the clock was set. For people;
+    /// nothing is ordered by it.
     pub unix_us: U64,
     /// CRC of the previous batch's header in this segment (of the segment header for the first).
     pub previous_crc: U32,

@@ -8,7 +8,7 @@
 //! operation. The log's writer leads what syncs, and goes from one group to the next without waking anybody but those
 //! whom it served; the others are written by those who submit them.
 
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use zerocopy::little_endian::{U32, U64};
 
@@ -372,11 +372,7 @@ impl Log {
             cid: U64::new(cid),
             first_lsn: U64::new(first_lsn),
             durable_lsn: U64::new(self.durable.load(Ordering::Acquire)),
-            unix_us: U64::new(
-                SystemTime::now()
-                    .duration_since(UNIX_EPOCH)
-                    .map_or(0, |t| t.as_micros() as u64),
-            ),
+            unix_us: U64::new(state.stamps.next()),
             previous_crc: U32::new(tail.previous_crc),
             descriptor_count: U32::new(count as u32),
             payload_bytes: U64::new(payload_bytes as u64),

@@ -88,6 +88,8 @@ mod segment;
 #[cfg(all(feature = "engine", test))]
 mod simulation;
 #[cfg(feature = "engine")]
+mod stamp;
+#[cfg(feature = "engine")]
 mod store;
 #[cfg(feature = "engine")]
 mod sync;

@@ -21,6 +21,7 @@ use crate::index::Place;
 use crate::mutant::{Mutant, planted};
 use crate::orders::Order;
 use crate::segment::{Medium, Segment};
+use crate::stamp::Stamps;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SharedBuffer};
@@ -127,6 +128,7 @@ pub(crate) struct State {
     /// All records up to this LSN are in the base images.
     pub applied: u64,
     pub next_cid: u64,
+    pub stamps: Stamps,
     pub next_sequence: u64,
     pub pending: VecDeque<Record>,
     /// Bytes of pending records, and of those being written.

@@ -43,6 +43,8 @@ pub(crate) struct Scan {
     pub max_lsn: u64,
     pub max_cid: u64,
     pub max_sequence: u64,
+    /// When the last batch was built, by its stamp.
+    pub last_unix_us: u64,
     pub batches: u64,
     /// One more than the highest number of a segment file.
     pub files: u32,
@@ -396,6 +398,8 @@ fn take_segment(
         }
         scan.batches += 1;
         scan.last_lsn = last_lsn;
+        // Logs of earlier versions may hold steps back.
+        scan.last_unix_us = scan.last_unix_us.max(header.unix_us.get());
         scan.max_lsn = scan.max_lsn.max(last_lsn);
         scan.max_cid = scan.max_cid.max(header.cid.get());
     }

@@ -27,6 +27,7 @@ use crate::pace::Pace;
 use crate::parallel;
 use crate::recovery::{self, Found, Scan};
 use crate::segment::{Directory, Medium};
+use crate::stamp::Stamps;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex, RwLock};
@@ -543,6 +544,7 @@ fn new_log(
         batched: scan.last_lsn,
         applied: header.checkpoint_lsn.get(),
         next_cid: scan.max_cid + 1,
+        stamps: Stamps::after(scan.last_unix_us),
         next_sequence: scan.max_sequence + 1,
         pending: Default::default(),
         pending_bytes: 0,

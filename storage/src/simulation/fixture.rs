@@ -232,3 +232,49 @@ fn a_control_write_that_fails_changes_nothing() {
     let read = read_control(fixture.medium.file("control"), "control".into()).unwrap();
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
+
+/// A clock that was a day ahead, and is right again, does not put what comes later before what was there, neither in the
+/// running log nor after it was opened again.
+#[test]
+fn times_in_a_log_never_go_back() {
+    let shape = Shape {
+        disks: 1,
+        sectors: 64,
+        segment_size: 64 << 10,
+        max_segments: 16,
+    };
+    let fixture = Fixture::new(World::new(1), shape);
+    let commit = |running: &mut Running, value| {
+        // Makes room.
+        running.keeper.step(false).unwrap();
+        let mut port = running.disks[0].open_port().expect("a port");
+        let data = filled(value, 8);
+        end(&mut port, Operation::Write { sector: 0, data }).unwrap();
+        end(&mut port, Operation::Flush).unwrap();
+    };
+    let mut ahead = 0;
+    for opened in 0..3 {
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        commit(&mut running, 2 * opened);
+        if opened == 0 {
+            let mut state = running.disks[0].log.lock();
+            ahead = state.stamps.next() + 86_400_000_000;
+            state.stamps = crate::stamp::Stamps::after(ahead);
+        }
+        commit(&mut running, 2 * opened + 1);
+        drop(running);
+        fixture.medium.lock().restart();
+    }
+    let control = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    let mut times = Vec::new();
+    crate::recovery::scan(
+        &fixture.medium,
+        Path::new("log"),
+        &control.control,
+        &mut |found| times.push(found.batch.unix_us.get()),
+        &mut |_, _| {},
+    )
+    .unwrap();
+    assert!(times.len() == 6 && times[0] < ahead, "{times:?}");
+    assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
+}
