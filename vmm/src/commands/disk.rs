@@ -13,7 +13,6 @@ use walvisor_storage::{
 
 use super::CommandError;
 use super::threads::Threads;
-use crate::progress::with_bar;
 use crate::size::parse_size;
 
 /// Arguments of `walvisor disk`.
@@ -146,10 +145,8 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
 }
 
 fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
-    let report = with_bar("checking", |progress| {
-        storage::inspect_telling(&disk.path, &disk.log(), threads.get(), progress)
-    })
-    .map_err(CommandError::failed)?;
+    let report = storage::inspect_telling(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
+        .map_err(CommandError::failed)?;
     let name = disk.path.display();
     match (&report.log, json) {
         (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
