@@ -3,7 +3,8 @@
 # may use:
 #   $JOB      the job's own files         $WORK     its working directory, with space for disks
 #   $RESULTS  what it puts here is handed back to the caller
-#   walvisor  on the search path
+#   $MACHINE  direct or nested: on whose machine it runs; a nested one is gone afterwards
+#   walvisor  on the search path; on a nested machine it and its libraries are in $BASE/program, with their loader
 # and these functions:
 #   progress TEXT                         replaces the progress line
 #   guest_initrd OUT SCRIPT [PART...]     makes an initramfs whose guest runs SCRIPT; with these parts: fio, disks
@@ -16,10 +17,10 @@
 # A guest that does not show its first line within BOOT_SECONDS, or that ends without saying how its script did, ends the
 # job with status 75: emulated virtualisation does that to guests at times. The caller tries once more, and counts it.
 #   spoken NAME                           sees to the latter; wait_guest does it by itself
-JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results
+JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results MACHINE=$(cat "$BASE/machine")
 PATH=$BASE/bin:$PATH
 BOOT_SECONDS=${BOOT_SECONDS:-90}
-export IMAGES JOB WORK RESULTS PATH
+export IMAGES JOB WORK RESULTS MACHINE PATH
 
 progress() { echo "progress: $*"; }
 

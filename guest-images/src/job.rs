@@ -144,6 +144,11 @@ impl Job {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode))
                 .at("set the mode of", &path)
         };
+        let kind = match machine {
+            Machine::Direct => "direct",
+            Machine::Nested => "nested",
+        };
+        write("machine", kind, 0o644)?;
         write("run.sh", RUN, 0o644)?;
         write("guest-functions.sh", GUEST_FUNCTIONS, 0o644)?;
         write("job/job.sh", &self.script, 0o644)?;
@@ -258,7 +263,16 @@ fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
             .map(drop)
             .at("copy", from)
     };
-    copy(program, "walvisor")?;
+    // Without what only a debugger reads, where there is binutils: it is read through an emulated disk.
+    let stripped = directory.join("walvisor");
+    let strip = Command::new("strip")
+        .arg("-o")
+        .arg(&stripped)
+        .arg(program)
+        .output();
+    if !strip.is_ok_and(|output| output.status.success()) {
+        copy(program, "walvisor")?;
+    }
     copy(Path::new("/lib64/ld-linux-x86-64.so.2"), "loader")?;
     for (name, path) in needed_libraries(Command::new("ldd").arg(program))? {
         copy(&path, &name)?;

@@ -14,7 +14,7 @@ use crate::format::{
     BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
     Uuid, VERSION,
 };
-use crate::image::open_file;
+use crate::image::{Devices, open_file};
 use crate::keeper::ControlFile;
 use crate::recovery;
 use crate::store::{DiskOptions, StoreOptions};
@@ -51,7 +51,7 @@ pub(crate) struct OpenBase {
 
 impl OpenBase {
     pub(crate) fn open(options: &DiskOptions) -> Result<Self> {
-        let (file, size) = open_file(&options.path, true)?;
+        let (file, size) = open_file(&options.path, true, Devices::Refused)?;
         let mark = file::read_mark(&file);
         Ok(Self {
             options: options.clone(),

@@ -91,11 +91,19 @@ impl DataFile for File {
 
 /// Opens a file for aligned I/O: with O_DIRECT if reads at sector granularity work that way, else buffered.
 pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
+    open_direct_with(path, write, OFlags::empty())
+}
+
+/// The same with further flags of open(2).
+pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(write);
+    options
+        .read(true)
+        .write(write)
+        .custom_flags(flags.bits() as i32);
     let direct = options
         .clone()
-        .custom_flags(OFlags::DIRECT.bits() as i32)
+        .custom_flags((flags | OFlags::DIRECT).bits() as i32)
         .open(path);
     if let Ok(file) = direct {
         // Some file systems accept the flag and refuse the I/O; some devices have 4 KiB sectors.

@@ -1,8 +1,11 @@
 //! An image that is used as it is, without a log: what a server of raw disks needs of it.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use crate::allocation::{LIMIT, file_extents};
 use crate::catalog::invalid;
@@ -20,14 +23,14 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`: with O_DIRECT where the file system does I/O of sectors that way, else through the
-    /// page cache.
+    /// Opens the image at `path`, a file or a block device: with O_DIRECT where that does I/O of sectors, else through the page
+    /// cache. A block device is opened exclusively (O_EXCL), so that it is not one with a file system in use.
     ///
     /// # Errors
-    /// If it is no regular file, its size is no positive multiple of 512 bytes, somebody else has it open
+    /// If it is neither, its size is no positive multiple of 512 bytes, somebody else has it open
     /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
-        let (file, bytes) = open_file(path, !read_only)?;
+        let (file, bytes) = open_file(path, !read_only, Devices::Taken)?;
         match file::read_mark(&file) {
             None => Ok(Self {
                 path: path.to_owned(),
@@ -91,25 +94,46 @@ impl Image {
     }
 }
 
+/// Whether a block device will do where a disk wants a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Devices {
+    /// It will.
+    Taken,
+    /// It will not: a log marks its disks, and a device has no attributes.
+    Refused,
+}
+
 /// Opens and locks the file of a disk; it and its length in bytes.
-pub(crate) fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
-    let metadata =
-        std::fs::metadata(path).map_err(|error| Error::io("open the disk", path, error))?;
-    if !metadata.is_file() {
+pub(crate) fn open_file(path: &Path, write: bool, devices: Devices) -> Result<(File, u64)> {
+    let failed = |error| Error::io("open the disk", path, error);
+    let metadata = std::fs::metadata(path).map_err(failed)?;
+    let is_device = metadata.file_type().is_block_device();
+    if is_device && devices == Devices::Refused {
+        return Err(invalid(format!(
+            "{}: a block device; a disk with a log is a raw image file, and backend=raw takes devices",
+            path.display()
+        )));
+    }
+    if !is_device && !metadata.is_file() {
         return Err(invalid(format!(
             "{}: not a regular file; a disk is a raw image file",
             path.display()
         )));
     }
-    let size = metadata.len();
+    let (size, flags) = match is_device {
+        true => {
+            let mut device = File::open(path).map_err(failed)?;
+            (device.seek(SeekFrom::End(0)).map_err(failed)?, OFlags::EXCL)
+        }
+        false => (metadata.len(), OFlags::empty()),
+    };
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
         return Err(invalid(format!(
             "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
             path.display()
         )));
     }
-    let file =
-        file::open_direct(path, write).map_err(|error| Error::io("open the disk", path, error))?;
+    let file = file::open_direct_with(path, write, flags).map_err(failed)?;
     file::lock(&file, path)?;
     Ok((file, size))
 }

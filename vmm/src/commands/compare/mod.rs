@@ -5,6 +5,7 @@
 //!   notify     one disk through every path: what a notification and a flush cost      notify/
 //!   database   MariaDB and SQLite, which wait for the disk at each commit             database/
 //!   peers      the disk beside those of others: the same client and file system       peers/
+//!   tcmu       TCMU against NBD in Linux kernels                                      tcmu.rs, linux/
 //! ```
 //! Each gives a `Report`: printed as tables, as JSON, as a page with plots, and as plots alone. What is compared
 //! takes turns, so that all see the machine in the same moods.
@@ -12,6 +13,7 @@
 mod commit;
 mod database;
 mod guests;
+mod linux;
 mod machine;
 pub mod notify;
 mod page;
@@ -19,6 +21,7 @@ mod peers;
 mod plot;
 mod report;
 mod session;
+mod tcmu;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,6 +52,8 @@ enum Action {
     Database(database::DatabaseArguments),
     /// The disk beside those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),
+    /// TCMU against NBD: 2, 4 and 8 fio threads in Linux kernels, beside what the source reports
+    Tcmu(tcmu::TcmuArguments),
 }
 
 /// How to measure and to report.
@@ -141,5 +146,6 @@ pub fn run(arguments: &CompareArguments) -> Result<(), CommandError> {
         Action::Notify(arguments) => notify::run(arguments),
         Action::Database(arguments) => database::run(arguments),
         Action::Peers(arguments) => peers::run(arguments),
+        Action::Tcmu(arguments) => tcmu::run(arguments),
     }
 }

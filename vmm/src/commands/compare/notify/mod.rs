@@ -5,12 +5,14 @@
 //!   virtio driver  ─▶ vhost-user daemon ───────────────────────────┼─▶ RAM disk, write-ahead-logged disk
 //!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
 //! ```
+//! and, with --load linux, fio in Linux kernels (linux.rs): the same paths, TCMU, and TCMU inside a guest.
 //! The same closed loops on each, in turns; a turn gives a [`Sample`], and all turns of a job the rows of a table.
 
 pub mod daemon;
 mod guest;
 #[path = "../../../../../guest-images/guest/src/histogram.rs"]
 mod histogram;
+mod linux;
 mod loops;
 mod measured;
 mod nbd;
@@ -38,7 +40,16 @@ use vhost_user::VhostUserDoor;
 /// Arguments of `walvisor compare notify`.
 #[derive(Debug, Args)]
 pub struct NotifyArguments {
-    /// Only these paths, with commas between
+    /// What makes the requests, with commas between
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "LOAD,LOAD..",
+        default_value = "embedded"
+    )]
+    load: Vec<Load>,
+    /// Only these paths of the embedded load, with commas between
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PATH,PATH..")]
     only: Vec<Path>,
     /// Only these backends, with commas between
@@ -53,6 +64,15 @@ pub struct NotifyArguments {
     output: Output,
 }
 
+/// What makes requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Load {
+    /// The embedded guest, and clients of this program: wherever KVM opens
+    Embedded,
+    /// fio in Linux kernels, with TCMU: user-mode Linux, and a machine with KVM, emulated where this one runs no Linux
+    Linux,
+}
+
 /// What starting and stopping takes around each turn, about.
 const AROUND: Duration = Duration::from_millis(60);
 
@@ -65,6 +85,9 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let mut paths: Vec<Path> = Path::ALL.iter().filter(chosen).copied().collect();
     let chosen =
         |backend: &&Backend| arguments.backends.is_empty() || arguments.backends.contains(backend);
+    if !arguments.load.contains(&Load::Embedded) {
+        paths.clear();
+    }
     let backends: Vec<Backend> = Backend::value_variants()
         .iter()
         .filter(chosen)
@@ -72,6 +95,7 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
         .collect();
     let mut notes = Vec::new();
     let guest_seconds = match probe::ring0() {
+        _ if paths.is_empty() => false,
         Ok(Ring0::Native) => true,
         Ok(Ring0::Interpreted) => {
             notes.push(
@@ -89,9 +113,16 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     };
     let plan = Plan::new(arguments.output.quick, &backends);
     let turns = plan.points.len() * paths.len() * plan.rounds;
+    let linux = arguments
+        .load
+        .contains(&Load::Linux)
+        .then(|| linux::Linux::new(arguments.output.quick, &backends));
+    let expected = linux
+        .as_ref()
+        .map_or(Duration::ZERO, linux::Linux::expected);
     let session = arguments
         .output
-        .start((plan.turn + AROUND) * turns as u32)?;
+        .start((plan.turn + AROUND) * turns as u32 + expected)?;
     let place = Place::new(&arguments.output.dir)?;
     let mut doors = Doors::open(&paths, &backends, &plan, &place)?;
     let mut samples = Vec::new();
@@ -122,7 +153,13 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     }
     drop(doors);
     drop(place);
-    let sections = section::sections(&samples, &notes);
+    let mut sections = match paths.is_empty() {
+        true => Vec::new(),
+        false => section::sections(&samples, &notes),
+    };
+    if let Some(linux) = linux {
+        sections.extend(linux.sections(&arguments.output.dir, &session)?);
+    }
     let title = "What a notification costs, and what a flush costs, on each path";
     arguments.output.give(title, session, sections)
 }

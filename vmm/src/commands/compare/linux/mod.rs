@@ -1,0 +1,305 @@
+//! fio in Linux kernels, for what is compared: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode
+//! Linux, which is near native on any machine.
+//!
+//! ```text
+//!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
+//!                                                                                  │
+//!        Measured ◀── reader.rs: measure: job, counters, fio .., counters, end ◀───┘
+//! ```
+//! This crate does not know how guests are made: it starts the program that does, beside its own executable or on the path.
+
+mod outside;
+mod reader;
+
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use super::CommandError;
+use super::session::Session;
+use outside::Outside;
+pub use reader::Measured;
+use reader::{Event, Reader};
+
+/// The program that makes guests.
+const PROGRAM: &str = "walvisor-guest-images";
+const LOAD: &str = include_str!("../scripts/load.sh");
+/// Marks the end of what a guest's script needs of the machine's.
+const END_OF_SETTINGS: &str = "# end of settings\n";
+/// What the SCSI target and the NBD client of user-mode Linux need.
+const MODULES: [&str; 6] = [
+    "configfs",
+    "sd_mod",
+    "uio",
+    "target_core_user",
+    "tcm_loop",
+    "nbd",
+];
+/// Size of the disks in user-mode Linux: `SIZE` of its scripts.
+const SIZE: &str = "64M";
+
+/// What is to be measured, in turns.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Requests in flight of each queue, and queues.
+    pub loops: &'static [(u32, u32)],
+    /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
+    pub jobs: Vec<&'static str>,
+    /// How often each takes its turn.
+    pub rounds: u32,
+    /// Bytes of a request, as fio has it: `4k`.
+    pub block: &'static str,
+    /// How much each job does.
+    pub amount: Amount,
+    /// I/O schedulers of every disk, in turns, as far as the kernel has them.
+    pub schedulers: &'static [&'static str],
+}
+
+/// How much a job does.
+#[derive(Clone, Copy, Debug)]
+pub enum Amount {
+    /// So many requests in all.
+    Requests(u32),
+    /// So many seconds.
+    Seconds(u32),
+}
+
+/// Where Linux runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    /// On a machine whose KVM can run it: the machine's script, and that of a guest on it, which may be empty.
+    Kvm {
+        /// What the machine does.
+        machine: &'static str,
+        /// What a guest of `walvisor run` does.
+        guest: &'static str,
+        /// Its vCPUs.
+        cpus: u32,
+        /// The job's time limit in seconds.
+        limit_s: u32,
+    },
+    /// In user-mode Linux, with two disks over vhost-user: `ram` and `wal`.
+    UserMode {
+        /// What it does.
+        script: &'static str,
+    },
+}
+
+/// What came out.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// What was measured, in the order of time.
+    pub measured: Vec<Measured>,
+    /// Why a path could not be measured.
+    pub missing: Vec<String>,
+}
+
+impl Outcome {
+    /// Refuses what cannot be compared: paths of one backend whose write caches differ.
+    ///
+    /// # Errors
+    /// Which ones.
+    pub fn check_caches(&self) -> Result<(), CommandError> {
+        for one in &self.measured {
+            let other = self.measured.iter().find(|other| {
+                other.sample.backend == one.sample.backend
+                    && other.sample.write_cache != one.sample.write_cache
+            });
+            if let Some(other) = other {
+                return Err(CommandError::Failed(format!(
+                    "{} on {}: its write cache is {:?} and that of {} is {:?}: they cannot be compared",
+                    one.sample.path,
+                    one.sample.backend,
+                    one.sample.write_cache,
+                    other.sample.path,
+                    other.sample.write_cache
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Measures `plan` at `place`, with disks in `dir`. `each` hears of what is measured as it comes. Cut short by a signal, it gives
+/// what there is.
+///
+/// # Errors
+/// If the program that makes guests is missing or fails, or a disk cannot be made.
+pub fn measure(
+    place: Place,
+    plan: &Plan,
+    dir: &Path,
+    session: &Session,
+    each: &mut dyn FnMut(&Measured),
+) -> Result<Outcome, CommandError> {
+    let program = program()?;
+    let walvisor = std::env::current_exe().map_err(CommandError::failed)?;
+    let work = tempfile::tempdir_in(dir).map_err(|error| {
+        CommandError::Failed(format!(
+            "{}: cannot make a directory: {error}",
+            dir.display()
+        ))
+    })?;
+    let at = work.path().canonicalize().map_err(CommandError::failed)?;
+    let mut command = Command::new(program);
+    let outside = match place {
+        Place::Kvm {
+            machine,
+            guest,
+            cpus,
+            limit_s,
+        } => {
+            let settings = format!("{}CPUS={cpus}\n{END_OF_SETTINGS}", settings(plan));
+            let script = write(&at, "job.sh", &format!("{settings}{LOAD}{machine}"))?;
+            let load = write(&at, "load.sh", LOAD)?;
+            let guest = write(&at, "guest.sh", guest)?;
+            command.arg("run").args([script, load, guest]);
+            command.arg("--walvisor").arg(&walvisor);
+            command.args(["--seconds", &limit_s.to_string()]);
+            None
+        }
+        Place::UserMode { script } => {
+            let text = format!(
+                "WALVISOR='{}' PLACE='{}'\n{}{LOAD}{script}",
+                walvisor.display(),
+                at.display(),
+                settings(plan)
+            );
+            let script = write(&at, "user-mode.sh", &text)?;
+            let outside = Outside::start(&walvisor, &at, SIZE)?;
+            command.arg("user-mode").arg(script);
+            command.arg("--files-of-this-machine");
+            for disk in outside.disks() {
+                command.arg("--disk").arg(disk);
+            }
+            for module in MODULES {
+                command.args(["--module", module]);
+            }
+            Some(outside)
+        }
+    };
+    follow(command, outside.as_ref(), session, each)
+}
+
+fn settings(plan: &Plan) -> String {
+    let mut loops = String::new();
+    for (depth, queues) in plan.loops {
+        let _ = write!(loops, "{depth}:{queues} ");
+    }
+    let amount = match plan.amount {
+        Amount::Requests(requests) => format!("REQUESTS={requests} SECONDS_EACH="),
+        Amount::Seconds(seconds) => format!("REQUESTS= SECONDS_EACH={seconds}"),
+    };
+    format!(
+        "LOOPS='{loops}' JOBS='{}' ROUNDS={} BLOCK={} SCHEDULERS='{}' {amount}\n",
+        plan.jobs.join(" "),
+        plan.rounds,
+        plan.block,
+        plan.schedulers.join(" ")
+    )
+}
+
+fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandError> {
+    let path = directory.join(name);
+    std::fs::write(&path, text).map_err(|error| {
+        CommandError::Failed(format!("{}: cannot write: {error}", path.display()))
+    })?;
+    Ok(path)
+}
+
+/// Where the program that makes guests is.
+fn program() -> Result<PathBuf, CommandError> {
+    let beside = std::env::current_exe()
+        .ok()
+        .map(|own| own.with_file_name(PROGRAM));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).map(|directory| directory.join(PROGRAM));
+    beside
+        .into_iter()
+        .chain(on_path)
+        .find(|program| program.is_file())
+        .ok_or_else(|| {
+            CommandError::Failed(format!(
+                "{PROGRAM} is missing, beside this program and on PATH: cargo build --release -p {PROGRAM}"
+            ))
+        })
+}
+
+/// A process that is killed when this value is dropped.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Reads what the guests say, and answers when they ask, until they end.
+fn follow(
+    mut command: Command,
+    outside: Option<&Outside>,
+    session: &Session,
+    each: &mut dyn FnMut(&Measured),
+) -> Result<Outcome, CommandError> {
+    let failed = |error| CommandError::Failed(format!("{PROGRAM} cannot be started: {error}"));
+    let child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(failed)?;
+    let mut child = Killed(child);
+    let (mut input, output) = (child.0.stdin.take(), child.0.stdout.take());
+    let (sender, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        let output = BufReader::new(output?);
+        for line in output.split(b'\n').map_while(Result::ok) {
+            sender
+                .send(String::from_utf8_lossy(&line).trim_end().to_owned())
+                .ok()?;
+        }
+        Some(())
+    });
+    let (mut reader, mut outcome) = (Reader::default(), Outcome::default());
+    let mut last = String::new();
+    loop {
+        let line = match lines.recv_timeout(Duration::from_millis(200)) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(outcome),
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        let Some((_, said)) = line.split_once("measure: ") else {
+            last = line;
+            continue;
+        };
+        match reader.take(said)? {
+            None => {}
+            Some(Event::Measured(measured)) => {
+                each(&measured);
+                outcome.measured.push(*measured);
+            }
+            Some(Event::Missing(why)) => outcome.missing.push(why),
+            Some(Event::Ask) => {
+                let (Some(outside), Some(input)) = (outside, &mut input) else {
+                    continue;
+                };
+                reader.outside(outside.counters()?);
+                // A guest that has ended meanwhile says so by the end of its lines.
+                let _ = input.write_all(b"go\n");
+            }
+        }
+    }
+    let status = child.0.wait().map_err(CommandError::failed)?;
+    match status.success() || session.interrupted() {
+        true => Ok(outcome),
+        false => Err(CommandError::Failed(format!(
+            "{PROGRAM} ended with {status} after {} measurements; it said last: {last}",
+            outcome.measured.len()
+        ))),
+    }
+}
