@@ -15,7 +15,6 @@ mod checkpoint;
 mod client;
 pub(super) mod commit;
 mod load;
-mod matrix;
 mod raw;
 mod read;
 mod recover;
@@ -53,8 +52,6 @@ enum Action {
     Checkpoint(checkpoint::CheckpointArguments),
     /// Import, export, check and recovery by all threads and by one
     Load(load::LoadArguments),
-    /// `commit` for each number of clients and each sync latency, group commit off and on
-    Matrix(matrix::MatrixArguments),
     /// For `recover`: fills a log and dies
     #[command(hide = true)]
     Fill(recover::FillArguments),
@@ -103,7 +100,6 @@ pub fn run(arguments: &BenchArguments) -> Result<(), CommandError> {
         Action::Recover(arguments) => recover::run(arguments),
         Action::Checkpoint(arguments) => checkpoint::run(arguments),
         Action::Load(arguments) => load::run(arguments),
-        Action::Matrix(arguments) => matrix::run(arguments),
         Action::Fill(arguments) => recover::fill(arguments),
         Action::Open(arguments) => recover::open(arguments),
     }

@@ -62,6 +62,9 @@ struct Output {
     /// Fewer and shorter jobs: under a minute
     #[arg(long)]
     quick: bool,
+    /// How often each job takes its turn [default: as many as the comparison needs to show how it scatters]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
+    rounds: Option<u8>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -90,6 +93,12 @@ impl Output {
             fs::create_dir_all(directory).map_err(failed("make the directory", directory))?;
         }
         Session::start(expected)
+    }
+
+    /// The rounds that were asked for, else so many in full, and so many quickly.
+    fn rounds(&self, full: u8, quick: u8) -> usize {
+        let otherwise = if self.quick { quick } else { full };
+        self.rounds.unwrap_or(otherwise).into()
     }
 
     /// Gives the report in all the ways that were asked for.

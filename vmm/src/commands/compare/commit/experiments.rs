@@ -7,8 +7,8 @@ use super::super::plot::{Axis, Kind, Plot, Series};
 use super::super::report::{Cell as Figure, Section, Spread};
 use super::super::session::Session;
 use super::{
-    Cell, CommandError, Experiment, clients, disks, latency, measure_rounds, medium, mode, wait,
-    waiters,
+    Cell, CommandError, Experiment, Output, clients, disks, latency, measure_rounds, medium, mode,
+    wait, waiters,
 };
 use crate::commands::bench::commit::{CommitReport, Medium, Plan};
 
@@ -53,7 +53,8 @@ impl Planned {
 }
 
 /// What an experiment does, in full or quickly.
-pub fn planned(experiment: Experiment, quick: bool) -> Planned {
+pub fn planned(experiment: Experiment, output: &Output) -> Planned {
+    let quick = output.quick;
     let (what, cells, section): (_, _, fn(&[Cell]) -> Section) = match experiment {
         Experiment::Clients => ("clients", clients::plans(quick), clients::section),
         Experiment::Latency => ("latency", latency::plans(quick), latency::section),
@@ -63,11 +64,10 @@ pub fn planned(experiment: Experiment, quick: bool) -> Planned {
         Experiment::Mode => ("mode", mode::plans(quick), mode::section),
         Experiment::Medium => ("medium", medium::plans(quick), medium::section),
     };
-    // The matrix is long, and its added latency drowns most of the medium's moods.
-    let rounds = match (quick, experiment) {
-        (true, _) => 1,
-        (false, Experiment::Latency) => 2,
-        (false, _) => 5,
+    let rounds = match experiment {
+        // It is long, and its added latency drowns most of the medium's moods.
+        Experiment::Latency => output.rounds(2, 1),
+        _ => output.rounds(5, 1),
     };
     Planned {
         what,

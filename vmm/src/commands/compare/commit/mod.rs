@@ -63,7 +63,7 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
     let experiments: Vec<_> = Experiment::value_variants()
         .iter()
         .filter(|experiment| experiment.is_wanted(&arguments.only))
-        .map(|experiment| experiments::planned(*experiment, arguments.output.quick))
+        .map(|experiment| experiments::planned(*experiment, &arguments.output))
         .collect();
     let expected = experiments
         .iter()

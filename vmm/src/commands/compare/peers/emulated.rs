@@ -45,6 +45,7 @@ pub fn expected_jobs(pace: Pace, jobs: usize) -> Duration {
 /// Measures all jobs.
 pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>, Failure> {
     need("qemu-system-x86_64", "qemu-system-x86")?;
+    place.make_images(1)?;
     let spec = "path=ours-0.img,log=log,socket=guest.sock,queues=2".to_owned();
     let _ours = Daemon::start("vhost-user", &[spec], place.path(), place.path())?;
     let path = |name: &str| place.path().join(name).display().to_string();

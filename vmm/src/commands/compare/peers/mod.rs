@@ -110,12 +110,16 @@ impl Place {
         self.directory.path()
     }
 
-    /// Makes the images of `disks` disks. All their blocks hold data: a hole would be read faster.
+    /// Makes the images of the first `disks` disks, unless they are there. All their blocks hold data: a hole would be read
+    /// faster.
     fn make_images(&self, disks: usize) -> Result<(), CommandError> {
         let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         for disk in 0..disks {
             let raw = self.path().join(format!("peer-{disk}.img"));
+            if raw.exists() {
+                continue;
+            }
             let written =
                 std::fs::write(&raw, &bytes).and_then(|()| std::fs::File::open(&raw)?.sync_all());
             written.map_err(super::failed("write the image", &raw))?;
@@ -176,14 +180,15 @@ impl Row {
 /// If one that is here fails.
 pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let Output { quick, dir, .. } = &arguments.output;
+    let rounds = arguments.output.rounds(5, 1);
     let pace = match quick {
         true => Pace {
-            rounds: 1,
+            rounds,
             turn: Duration::from_secs(1),
             quick: true,
         },
         false => Pace {
-            rounds: 5,
+            rounds,
             turn: Duration::from_secs(2),
             quick: false,
         },
@@ -206,15 +211,6 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     });
     let session = arguments.output.start(expected.sum())?;
     let place = Place::new(dir)?;
-    let disks = match doors.contains(&Door::VhostUser) {
-        true => DISKS,
-        false => 1,
-    };
-    if doors.iter().any(|door| *door != Door::Tcmu) {
-        session.step("images", Duration::from_secs(2), || {
-            place.make_images(disks)
-        })?;
-    }
     let (mut rows, mut missing, mut failed) = (Vec::new(), Vec::new(), None);
     for door in doors {
         let measured = match door {

@@ -49,6 +49,7 @@ pub fn measure(
 ) -> Result<Vec<Row>, Failure> {
     need("qemu-nbd", "qemu-utils")?;
     need("fio", "fio")?;
+    place.make_images(1)?;
     let spec = format!("path=ours-0.img,log=log,socket={},serial=disk", SOCKETS[0]);
     let _ours = Daemon::start("nbd", &[spec], place.path(), place.path())?;
     let mut theirs = Command::new("qemu-nbd");

@@ -67,6 +67,7 @@ pub fn measure(
     session: &Session,
 ) -> Result<Vec<Row>, Failure> {
     need("qemu-storage-daemon", "qemu-system-common")?;
+    place.make_images(DISKS)?;
     let sockets = |side: &str| -> Vec<String> {
         let disks = 0..DISKS;
         disks.map(|disk| format!("{side}-{disk}.sock")).collect()
