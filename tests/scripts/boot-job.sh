@@ -1,4 +1,4 @@
-# Runs the embedded guest, which must work where KVM runs ring 0 on the processor as well. Then boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots.
+# Runs the embedded guest, which must work where KVM runs ring 0 on the processor as well. Then boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots, with doorbells that exit and interrupts that are ioctls.
 walvisor demo --json --dir . >"$RESULTS/embedded.json"
 echo "job: embedded guest: status $?"
 
@@ -17,7 +17,7 @@ echo "job: bzImage, power off: status $?"
 
 run_guest vmlinux 120 --kernel "$IMAGES/vmlinux" --initrd read.initrd --cpus 2 --memory 512M \
     --cmdline 'console=ttyS0 quiet panic=-1 reboot=t root=/dev/vda guest.end=reboot' \
-    --disk path=root.img,transport=mmio --disk path=mmio.img,transport=mmio --disk path=pci.img,transport=pci
+    --disk path=root.img,transport=mmio --disk path=mmio.img,transport=mmio,ioeventfd=off --disk path=pci.img,transport=pci,ioeventfd=off
 echo "job: vmlinux, reboot: status $?"
 
 for disk in mmio pci root; do
