@@ -20,8 +20,10 @@ const LONGEST_LINE: usize = 512;
 pub struct Sources {
     /// Exits of each vCPU.
     pub exits: Vec<Arc<ExitCounters>>,
-    /// All exits of the vCPU, where KVM tells.
+    /// All exits of the vCPU, where KVM tells and it is wanted.
     pub kvm_exits: Option<KvmCounter>,
+    /// Whether the processor time of the whole machine is wanted.
+    pub host_cpu: bool,
     /// The disks, named as the guest names their transports.
     pub disks: Vec<AttachedDisk>,
 }
@@ -40,7 +42,7 @@ impl Sources {
         Some(Counts {
             at: Instant::now(),
             cpu: processor_time::of_this_process().saturating_sub(vcpu),
-            host_cpu: processor_time::of_host(),
+            host_cpu: self.host_cpu.then(processor_time::of_host).flatten(),
             exits,
             kvm_exits: self.kvm_exits.as_ref().and_then(KvmCounter::get),
             requests: device.requests,
@@ -199,6 +201,7 @@ mod tests {
         let sources = Sources {
             exits: vec![exits.clone()],
             kvm_exits: None,
+            host_cpu: true,
             disks: vec![disk],
         };
         let (events, received) = mpsc::channel();
