@@ -24,6 +24,9 @@ export IMAGES JOB WORK RESULTS MACHINE PATH
 
 progress() { echo "progress: $*"; }
 
+# Not the time of day, which a job may set.
+uptime_seconds() { cut -d. -f1 /proc/uptime; }
+
 guest_initrd() {
     initrd=$1 script=$2
     shift 2
@@ -56,9 +59,9 @@ start_guest() {
 }
 
 wait_guest() {
-    deadline=$(($(date +%s) + $2))
+    deadline=$(($(uptime_seconds) + $2))
     while ! [ -f "$WORK/$1.status" ]; do
-        if [ "$(date +%s)" -ge "$deadline" ]; then
+        if [ "$(uptime_seconds)" -ge "$deadline" ]; then
             echo "job: guest $1 did not end within $2 s"
             kill_guest "$1"
             return 124
@@ -78,9 +81,9 @@ spoken() {
 }
 
 wait_line() {
-    deadline_line=$(($(date +%s) + $3))
+    deadline_line=$(($(uptime_seconds) + $3))
     until grep -q "$2" "$RESULTS/$1.log"; do
-        [ "$(date +%s)" -lt "$deadline_line" ] || return 1
+        [ "$(uptime_seconds)" -lt "$deadline_line" ] || return 1
         if [ -f "$WORK/$1.status" ]; then
             sleep 0.2
             grep -q "$2" "$RESULTS/$1.log"

@@ -1,11 +1,22 @@
 //! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the daemon, and the images.
+//! Then the wall clock is set, forward, back and through a leap second, while disks of a daemon and of a guest commit.
 
-use walvisor_guest_images::Metrics;
+use std::process::Command;
+
+use serde_json::Value;
+
+use walvisor_guest_images::{Metrics, Outcome};
 use walvisor_tests::{run_emulated_job, said};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
-    let Some(outcome) = run_emulated_job(include_str!("../scripts/nbd-job.sh"), &[]) else {
+    let leap = leap();
+    let files = [
+        ("clock.sh", include_str!("../scripts/clock.sh")),
+        ("clock-guest.sh", include_str!("../scripts/clock-guest.sh")),
+        ("leap.base64", &leap),
+    ];
+    let Some(outcome) = run_emulated_job(include_str!("../scripts/nbd-job.sh"), &files) else {
         return;
     };
     assert_eq!(
@@ -30,6 +41,16 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
             "check of raw.img: status 0",
             "exported files.img is what the client saw",
             "exported raw.img is what the client saw",
+            "serve: commits: status 0",
+            "serve: commits: status 0",
+            "serve: commits: status 0",
+            "serve: the clock was set and had a leap second",
+            "waiting: dump: status 0",
+            "waiting: check: status 0",
+            "adaptive: dump: status 0",
+            "adaptive: check: status 0",
+            "run: the clock was set and had a leap second",
+            "run: status 0",
         ]
     );
     assert_eq!(outcome.status, 0);
@@ -38,4 +59,67 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
     let of = |name| metrics.sum(name, "transport", "nbd").unwrap_or_default();
     assert!(of("walvisor_block_discards_total") >= 1.0);
     assert_eq!(of("walvisor_block_errors_total"), 0.0);
+    clocks(&outcome);
+}
+
+/// The program that makes leap seconds, for a machine that has only a shell, as text.
+fn leap() -> String {
+    let directory = tempfile::tempdir().expect("a directory");
+    let program = directory.path().join("leap");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/leap.c");
+    let built = Command::new("cc")
+        .args(["-O1", "-s", "-static", "-o"])
+        .arg(&program)
+        .arg(source)
+        .status();
+    assert!(built.expect("cc starts").success(), "cc failed");
+    let text = Command::new("base64").arg(&program).output();
+    String::from_utf8(text.expect("base64 starts").stdout).expect("text")
+}
+
+/// What waits does so by the monotonic clock, and history is in order however the wall clock was set.
+fn clocks(outcome: &Outcome) {
+    let lines = outcome.console.lines();
+    let ticks: Vec<Vec<u64>> = lines
+        .filter_map(|line| line.strip_prefix("clock: "))
+        .map(|line| {
+            line.split(' ')
+                .filter_map(|word| word.parse().ok())
+                .collect()
+        })
+        .collect();
+    assert_eq!(ticks.len(), 2, "serve and run");
+    for ticks in ticks {
+        let [quiet, stepped, idle_before, idle] = ticks[..] else {
+            panic!("{ticks:?}");
+        };
+        // As much work, and for `run` a time of rest. One thread that spins takes 100 ticks a second, over 10 s.
+        assert!(stepped <= 3 * quiet + 300, "{ticks:?}");
+        // Of 300 for a thread that spins.
+        assert!(idle <= idle_before + 100, "{ticks:?}");
+    }
+    for disk in ["waiting", "adaptive"] {
+        let dump = outcome.result(&format!("{disk}.json")).expect("the dump");
+        let groups: Vec<Value> = dump
+            .lines()
+            .map(|line| serde_json::from_str(line).expect("a group"))
+            .collect();
+        let of = |key: &str| -> Vec<u64> {
+            let values = groups.iter().map(|group| group[key].as_u64());
+            values.map(|value| value.expect("a number")).collect()
+        };
+        let (cids, times) = (of("cid"), of("unix_us"));
+        assert!(
+            cids.len() >= 100 && cids.is_sorted_by(|a, b| a < b),
+            "{disk}"
+        );
+        let lsns = of("first_lsn").into_iter().zip(of("last_lsn"));
+        let lsns: Vec<u64> = lsns.flat_map(|(first, last)| [first, last]).collect();
+        assert!(lsns.is_sorted(), "{disk}: LSNs go back");
+        assert!(times.is_sorted(), "{disk}: time goes back");
+        // A day forward was seen, and there is more behind it than the group that saw it.
+        let day = times[0] + 80_000_000_000;
+        let later = times.iter().filter(|&&time| time > day).count();
+        assert!(later >= 2, "{disk}: {later} of {} a day later", times.len());
+    }
 }

@@ -1,0 +1,8 @@
+# Commits, as many each time, and a time of rest in which nothing should be done for this guest.
+for round in 1 2 3; do
+    for number in $(seq 120); do
+        dd if=/dev/zero of=/dev/vda bs=4096 count=1 seek=$number conv=fsync,notrunc 2>/dev/null || echo 'guest: dd failed'
+    done
+    echo "guest: commits $round"
+done
+sleep 20
