@@ -111,7 +111,8 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
             false
         }
     };
-    let plan = Plan::new(arguments.output.quick, &backends);
+    let rounds = arguments.output.rounds(5, 3);
+    let plan = Plan::new(arguments.output.quick, rounds, &backends);
     let turns = plan.points.len() * paths.len() * plan.rounds;
     let linux = arguments
         .load

@@ -143,8 +143,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// All of it, or what fits in a minute.
-    pub fn new(quick: bool, backends: &[Backend]) -> Self {
+    /// All of it, or what fits in a minute, in so many rounds.
+    pub fn new(quick: bool, rounds: usize, backends: &[Backend]) -> Self {
         let (depths, queues): (&[u8], &[u8]) = match quick {
             true => (&[1, 32], &[1]),
             false => (&[1, 4, 32], &[1, 4]),
@@ -162,7 +162,7 @@ impl Plan {
                 }
             }
         }
-        let (milliseconds, rounds) = if quick { (120, 3) } else { (500, 5) };
+        let milliseconds = if quick { 120 } else { 500 };
         Self {
             points,
             turn: Duration::from_millis(milliseconds),
