@@ -12,7 +12,7 @@ use super::CommandError;
 use super::session::Session;
 
 /// The program that makes guests.
-const PROGRAM: &str = "walvisor-guest-images";
+pub const PROGRAM: &str = "walvisor-guest-images";
 /// How often an interrupt is looked for.
 const GLANCE: Duration = Duration::from_millis(200);
 /// What is kept of a console that ends too early.
@@ -101,7 +101,7 @@ pub fn run(
 }
 
 /// Beside this executable, else on the path.
-fn program() -> PathBuf {
+pub fn program() -> PathBuf {
     let beside = std::env::current_exe().map(|path| path.with_file_name(PROGRAM));
     match beside {
         Ok(beside) if beside.exists() => beside,

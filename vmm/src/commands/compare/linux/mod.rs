@@ -19,13 +19,12 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use super::CommandError;
+use super::guests::{PROGRAM, program};
 use super::session::Session;
 use outside::Outside;
 pub use reader::Measured;
 use reader::{Event, Reader};
 
-/// The program that makes guests.
-const PROGRAM: &str = "walvisor-guest-images";
 const LOAD: &str = include_str!("../scripts/load.sh");
 /// Marks the end of what a guest's script needs of the machine's.
 const END_OF_SETTINGS: &str = "# end of settings\n";
@@ -135,7 +134,6 @@ pub fn measure(
     session: &Session,
     each: &mut dyn FnMut(&Measured),
 ) -> Result<Outcome, CommandError> {
-    let program = program()?;
     let walvisor = std::env::current_exe().map_err(CommandError::failed)?;
     let work = tempfile::tempdir_in(dir).map_err(|error| {
         CommandError::Failed(format!(
@@ -144,7 +142,7 @@ pub fn measure(
         ))
     })?;
     let at = work.path().canonicalize().map_err(CommandError::failed)?;
-    let mut command = Command::new(program);
+    let mut command = Command::new(program());
     let outside = match place {
         Place::Kvm {
             machine,
@@ -210,24 +208,6 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandErr
     Ok(path)
 }
 
-/// Where the program that makes guests is.
-fn program() -> Result<PathBuf, CommandError> {
-    let beside = std::env::current_exe()
-        .ok()
-        .map(|own| own.with_file_name(PROGRAM));
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let on_path = std::env::split_paths(&path).map(|directory| directory.join(PROGRAM));
-    beside
-        .into_iter()
-        .chain(on_path)
-        .find(|program| program.is_file())
-        .ok_or_else(|| {
-            CommandError::Failed(format!(
-                "{PROGRAM} is missing, beside this program and on PATH: cargo build --release -p {PROGRAM}"
-            ))
-        })
-}
-
 /// A process that is killed when this value is dropped.
 struct Killed(Child);
 
@@ -245,7 +225,11 @@ fn follow(
     session: &Session,
     each: &mut dyn FnMut(&Measured),
 ) -> Result<Outcome, CommandError> {
-    let failed = |error| CommandError::Failed(format!("{PROGRAM} cannot be started: {error}"));
+    let failed = |error| {
+        CommandError::Failed(format!(
+            "{PROGRAM} does not start ({error}): build it with: cargo build --release -p {PROGRAM}"
+        ))
+    };
     let child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -203,7 +203,8 @@ impl Job {
                     .filter_map(Value::as_f64)
                     .sum()
             };
-            for (kind, counts) in last {
+            // Ports are those of the guest's console, over which it asks for this.
+            for (kind, counts) in last.iter().filter(|(kind, _)| !kind.starts_with("port_")) {
                 let grown = sum(counts) - first.get(kind).map_or(0.0, sum);
                 exits.insert(kind.clone(), grown / requests);
             }

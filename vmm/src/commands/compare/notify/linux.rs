@@ -159,7 +159,7 @@ impl Kernel {
                  virtio disk that it has from outside, so that its doorbells, interrupts and exits are those of the disk below, and \
                  its processor time is that of both. Without an I/O scheduler; the write cache is on, as the kernel that runs fio \
                  says of each disk. A request with fsync takes the time of both; fio clocks the first syncs from the start of their \
-                 machine, so that tails of few requests may be as long as the job."
+                 machine, so that tails of few requests may be as long as the job. Exits of ports, which are those of the guest's console, are left out."
                     .to_owned(),
             );
             if !real {

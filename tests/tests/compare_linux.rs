@@ -1,0 +1,122 @@
+//! `walvisor compare notify --load linux`: every path that Linux kernels have, by what is counted on it. Nothing of its times.
+
+use std::process::Command;
+
+use serde_json::Value;
+use walvisor_guest_images::{obstacle, walvisor_binary};
+use walvisor_tests::have;
+
+/// The paths of user-mode Linux, and of a machine with KVM, in the order of their turns.
+const USER_MODE: [&str; 4] = ["vhost-user", "tcmu in a guest", "tcmu", "nbd"];
+const MACHINE: [&str; 7] = [
+    "virtio-mmio ioeventfd",
+    "virtio-pci ioeventfd",
+    "virtio-mmio exits",
+    "virtio-pci exits",
+    "tcmu in a guest",
+    "tcmu",
+    "nbd",
+];
+
+/// Builds the program that makes guests; the search path with it.
+fn path_with_guest_images() -> std::ffi::OsString {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .args([
+            "build",
+            "--quiet",
+            "--workspace",
+            "--bin",
+            "walvisor-guest-images",
+        ])
+        .status()
+        .expect("cargo starts");
+    assert!(status.success());
+    // Tests are in the directory below the programs.
+    let own = std::env::current_exe().unwrap();
+    let programs = own.parent().and_then(|deps| deps.parent()).unwrap();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let directories = std::env::split_paths(&path);
+    std::env::join_paths([programs.to_owned()].into_iter().chain(directories)).unwrap()
+}
+
+/// A count of a row.
+fn count(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
+}
+
+#[test]
+fn every_path_of_linux_counts_what_it_must() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    let needs = [
+        ("linux.uml", "user-mode-linux"),
+        ("fio", "fio"),
+        ("nbd-client", "nbd-client"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
+        .args(["compare", "notify", "--load", "linux", "--quick", "--json"])
+        .arg("--dir")
+        .arg(directory.path())
+        .env("PATH", path_with_guest_images())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if errors.contains("did not boot in") {
+        return println!("skipped: the emulated machine fell over: {errors}");
+    }
+    // Write caches that differ would have been an error.
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = |key: &str| -> Vec<Value> {
+        let sections = report["sections"].as_array().unwrap();
+        let section = sections.iter().find(|section| section["key"] == key);
+        let section = section.unwrap_or_else(|| panic!("no {key}: {report}"));
+        section["rows"].as_array().unwrap().clone()
+    };
+    for (kernel, paths) in [("user-mode-linux", &USER_MODE[..]), ("linux", &MACHINE[..])] {
+        let reads = rows(&format!("{kernel}-ram-randread"));
+        let commits = rows(&format!("{kernel}-wal-randwrite-fsync"));
+        for rows in [&reads, &commits] {
+            let told: Vec<&str> = rows
+                .iter()
+                .map(|row| row["path"].as_str().unwrap())
+                .collect();
+            assert_eq!(told, paths, "{kernel}");
+        }
+        for row in &reads {
+            assert!(row["syncs_per_request"].is_null(), "{row}");
+        }
+        for row in &commits {
+            let syncs = count(row, "syncs_per_request");
+            assert!(syncs > 0.0 && syncs < 2.5, "{row}");
+        }
+        for row in reads.iter().filter(|row| row["path"] != "nbd") {
+            // Four requests are in flight: one doorbell serves one of them at most.
+            let doorbells = count(row, "doorbells_per_request");
+            assert!(doorbells > 0.0 && doorbells < 1.6, "{row}");
+        }
+    }
+    for row in rows("linux-wal-randwrite-fsync") {
+        let path = row["path"].as_str().unwrap();
+        let of = |key: &str| count(&row, key);
+        // Every interrupt of virtio-mmio costs a write of a register, and every doorbell without an ioeventfd is one.
+        let writes = match path {
+            "virtio-mmio ioeventfd" => of("interrupts_per_request"),
+            "virtio-mmio exits" => of("interrupts_per_request") + of("doorbells_per_request"),
+            "virtio-pci exits" => of("doorbells_per_request"),
+            "virtio-pci ioeventfd" | "tcmu in a guest" => 0.0,
+            _ => continue,
+        };
+        let told = of("mmio_write_exits_per_request");
+        assert!((told - writes).abs() < 0.1, "{writes}: {row}");
+    }
+}
