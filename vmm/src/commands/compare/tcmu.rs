@@ -52,7 +52,8 @@ impl Linux {
         }
     }
 
-    fn plan(self, quick: bool) -> Plan {
+    fn plan(self, output: &Output) -> Plan {
+        let quick = output.quick;
         let user_mode = self == Self::UserMode;
         Plan {
             loops: &[(1, 2), (1, 4), (1, 8)],
@@ -60,7 +61,7 @@ impl Linux {
                 true => vec!["ram:read", "ram:write"],
                 false => vec!["ram:read", "ram:write", "wal:read", "wal:write"],
             },
-            rounds: if user_mode && !quick { 3 } else { 1 },
+            rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
             block: "64k",
             amount: match user_mode {
                 true => Amount::Seconds(1),
@@ -79,9 +80,9 @@ impl Linux {
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
-    let Output { quick, ref dir, .. } = arguments.output;
+    let output = &arguments.output;
     let expected = |linux: &Linux| {
-        let plan = linux.plan(quick);
+        let plan = linux.plan(output);
         let jobs = plan.loops.len() * plan.jobs.len() * plan.schedulers.len() * 2;
         Duration::from_millis(15_000 + 1_700 * jobs as u64 * u64::from(plan.rounds))
     };
@@ -100,8 +101,8 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
         session.step(what, expected, || {
             outcome = measure(
                 linux.place(),
-                &linux.plan(quick),
-                dir,
+                &linux.plan(output),
+                &output.dir,
                 &session,
                 &mut |_| (),
             )?;

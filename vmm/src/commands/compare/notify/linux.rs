@@ -8,6 +8,7 @@ use super::Sample;
 use super::point::Backend;
 use super::section;
 use crate::commands::CommandError;
+use crate::commands::compare::Output;
 use crate::commands::compare::linux::{Amount, Outcome, Place, Plan, measure};
 use crate::commands::compare::report::Section;
 use crate::commands::compare::session::Session;
@@ -45,7 +46,8 @@ impl Kernel {
 
 impl Linux {
     /// What a run measures.
-    pub fn new(quick: bool, backends: &[Backend]) -> Self {
+    pub fn new(output: &Output, backends: &[Backend]) -> Self {
+        let quick = output.quick;
         let jobs = |backend, jobs: [&'static str; 3]| {
             let count = match (backends.contains(&backend), quick) {
                 (false, _) => 0,
@@ -62,7 +64,7 @@ impl Linux {
             jobs: jobs(Backend::Ram, RAM_JOBS)
                 .chain(jobs(Backend::Wal, WAL_JOBS))
                 .collect(),
-            rounds: if quick { 1 } else { 3 },
+            rounds: output.rounds(3, 1) as u32,
             block: "4k",
             amount: Amount::Seconds(1),
             schedulers: &["none"],
@@ -72,7 +74,7 @@ impl Linux {
                 true => &[(4, 1)],
                 false => &[(1, 1), (4, 1), (32, 1), (4, 4)],
             },
-            rounds: 1,
+            rounds: output.rounds(1, 1) as u32,
             amount: Amount::Requests(if quick { 64 } else { 240 }),
             ..user_mode.clone()
         };

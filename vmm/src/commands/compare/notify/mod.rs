@@ -117,7 +117,7 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let linux = arguments
         .load
         .contains(&Load::Linux)
-        .then(|| linux::Linux::new(arguments.output.quick, &backends));
+        .then(|| linux::Linux::new(&arguments.output, &backends));
     let expected = linux
         .as_ref()
         .map_or(Duration::ZERO, linux::Linux::expected);
