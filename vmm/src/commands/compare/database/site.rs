@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -215,6 +216,15 @@ impl Site {
     }
 }
 
+impl Drop for Site {
+    fn drop(&mut self) {
+        // It powers off at once. Killed, user-mode Linux would leave processes behind.
+        if self.tell("quit").is_ok() {
+            while self.lines.recv_timeout(Duration::from_secs(20)).is_ok() {}
+        }
+    }
+}
+
 /// What a disk has done so far.
 struct Counters {
     flushes: u64,
@@ -232,6 +242,8 @@ fn ended() -> CommandError {
 fn spawn(mut command: Command, directory: &Path) -> Result<Killed, CommandError> {
     let child = command
         .current_dir(directory)
+        // Ctrl-C is not for it: it ends when this process has what it asked for.
+        .process_group(0)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn();

@@ -1,5 +1,5 @@
 # MariaDB and SQLite in user-mode Linux over the files of its host: on /dev/vda (raw), /dev/vdb (wal), and /dev/vdc (single: wal, with the
-# doublewrite buffer off). It takes jobs from the console, a line each: ENGINE DISK CLIENTS COMMITS. It says `ready`, waits for a line,
+# doublewrite buffer off). It takes jobs from the console, a line each: ENGINE DISK CLIENTS COMMITS, or `quit`. It says `ready`, waits for a line,
 # does the job and says `sample: SECONDS`. What goes wrong begins with `failed: `. It runs in an empty directory in memory.
 disks='raw wal single'
 export TMPDIR=$PWD/tmp
@@ -108,7 +108,7 @@ begin
 used=$disks
 echo begun
 while read -r engine place clients commits; do
-    [ "$engine" = end ] && break
+    [ "$engine" = quit ] && break
     settle "$used"
     used=$place
     awk -v count="$commits" 'BEGIN { srand(); while (count-- > 0)
@@ -118,6 +118,3 @@ while read -r engine place clients commits; do
     read -r _
     job "$engine" "$place" "$clients" "$commits"
 done
-for disk in $disks; do sql $disk -e SHUTDOWN; done
-wait
-umount raw wal single
