@@ -96,7 +96,6 @@ pub enum Cell {
     /// Several rounds: the middle one, the lowest and the highest, shown with so many decimals.
     Spread(Spread, usize),
     /// A figure that was measured where its like means nothing, such as seconds in an emulated machine.
-    #[allow(dead_code)]
     Grey(Box<Cell>),
 }
 
@@ -113,7 +112,6 @@ impl Cell {
 
     /// The same, grey.
     #[must_use]
-    #[allow(dead_code)]
     pub fn grey(self) -> Self {
         Self::Grey(Box::new(self))
     }
