@@ -17,14 +17,8 @@ const SOURCE: [(u32, f64, f64); 3] = [(2, 270.0, 282.0), (4, 276.0, 237.0), (8, 
 /// Arguments of `walvisor compare tcmu`.
 #[derive(Debug, Args)]
 pub struct TcmuArguments {
-    /// Which kernels, with commas between
-    #[arg(
-        long,
-        value_enum,
-        value_delimiter = ',',
-        value_name = "NAME,NAME..",
-        default_value = "user-mode,machine"
-    )]
+    /// Which kernels, with commas between [default: both, quickly the first]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
     linux: Vec<Linux>,
     #[command(flatten)]
     output: Output,
@@ -81,16 +75,19 @@ impl Linux {
 /// See [`super::run`].
 pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
+    let chosen = match (arguments.linux.is_empty(), output.quick) {
+        (false, _) => &arguments.linux[..],
+        (true, true) => &Linux::value_variants()[..1],
+        (true, false) => Linux::value_variants(),
+    };
     let expected = |linux: &Linux| {
         let plan = linux.plan(output);
         let jobs = plan.loops.len() * plan.jobs.len() * plan.schedulers.len() * 2;
         Duration::from_millis(15_000 + 1_700 * jobs as u64 * u64::from(plan.rounds))
     };
-    let session = arguments
-        .output
-        .start(arguments.linux.iter().map(expected).sum())?;
+    let session = arguments.output.start(chosen.iter().map(expected).sum())?;
     let mut section = section();
-    for linux in &arguments.linux {
+    for linux in chosen {
         let expected = expected(linux);
         let what = match linux {
             Linux::UserMode => "TCMU and NBD in user-mode Linux",

@@ -46,8 +46,8 @@ pub fn section(cells: &[Cell]) -> Section {
         &[
             "Entry-level volumes of clouds are capped so. Each write and each sync is charged one operation and 1 ms. A raw file, \
              written and synced by each client for itself, is charged two for each commit: 1,500 a second at most.",
-            "A write for each waiter: one sync for the group, but as many writes as commits: 3,000 a second at most. One write and \
-             one sync for a group: two operations, however many wait.",
+            "A write for each waiter: one sync for the group, but as many writes as commits, one after the other in the order of the \
+             log: 1,000 a second at most. One write and one sync for a group: two operations, however many wait.",
         ],
         &[
             ("clients", "clients"),
