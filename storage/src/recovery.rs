@@ -324,7 +324,8 @@ fn read_batches(
     let size = window.size();
     let mut previous_crc = candidate.header.crc;
     let mut previous_lsn = candidate.header.previous_lsn.get();
-    while limit.is_none_or(|limit| previous_lsn < limit) {
+    // To the first thing that is not the next batch, also where the next segment says that there is none.
+    loop {
         let offset = contents.end;
         let Some(batch) = batch_at(window, &candidate.header.log, offset)? else {
             break;
