@@ -142,6 +142,8 @@ impl<'a, T, R> Shared<'a, T, R> {
                 self.changed.notify_all();
                 return Some(result);
             }
+            // Looked at before any wait: it may have been while nobody waited.
+            assert!(state.begun != usize::MAX, "a thread that helped panicked");
             if state.ended && state.begun == state.taken {
                 return None;
             }
@@ -152,7 +154,6 @@ impl<'a, T, R> Shared<'a, T, R> {
             }
             let waited = self.changed.wait(state);
             state = waited.unwrap_or_else(PoisonError::into_inner);
-            assert!(state.begun != usize::MAX, "a thread that helped panicked");
         }
     }
 }
