@@ -270,15 +270,24 @@ impl ThrottledQueue {
         }
     }
 
-    pub(crate) fn kick(&mut self) {
+    /// As [`BackendQueue::start`].
+    pub(crate) fn start(&mut self) {
         self.release();
-        self.queue.kick();
+        self.queue.start();
+    }
+
+    pub(crate) fn only_syncs(&self) -> bool {
+        self.held.is_empty() && self.queue.only_syncs()
+    }
+
+    pub(crate) fn settle(&mut self, resting: bool) -> bool {
+        self.queue.settle(resting)
     }
 
     pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
         self.timer.clear();
         if self.release() {
-            self.queue.kick();
+            self.queue.start();
         }
         self.queue.completions(done);
     }
@@ -418,7 +427,7 @@ mod tests {
                     },
                 );
             }
-            queue.kick();
+            queue.start();
         };
         submit(&mut queue, 0..5);
         assert!(queue.holds());

@@ -42,7 +42,8 @@ const DESK: u64 = 2 << 32;
 const CLIENT: u64 = 3 << 32;
 const KEY: u64 = (1 << 32) - 1;
 
-/// The threads of a server. They are started as connections come, up to one a processor.
+/// The threads of a server. They are started as connections come, up to one for two processors: the other is for those who
+/// ask.
 pub(super) struct Pool {
     /// Readable once the server is to stop.
     stop: Arc<OwnedFd>,
@@ -107,7 +108,7 @@ impl Pool {
     pub(super) fn new(stop: Arc<OwnedFd>) -> Self {
         Self {
             stop,
-            most: thread::available_parallelism().map_or(1, usize::from),
+            most: thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2)),
             workers: Mutex::default(),
         }
     }
@@ -247,6 +248,7 @@ impl Worker {
                 data: EventData::new_u64(0),
             }
         }; EVENTS];
+        self.settle_desks();
         let timeout = self.timeout();
         let count = match epoll::wait(&self.events, &mut list[..], timeout.as_ref()) {
             Ok(count) => count,
@@ -427,7 +429,7 @@ impl Worker {
             self.next_desk = key + 1;
             let desk = &mut self.desks[key];
             if std::mem::take(&mut desk.submitted) {
-                desk.queue.kick();
+                desk.queue.start();
             }
             desk.rung = false;
             desk.queue.completions(&mut ended);
@@ -436,6 +438,22 @@ impl Worker {
             }
         }
         self.ended = ended;
+    }
+
+    /// Before it sleeps: if there is nothing to do but wait for a sync, that may be made here.
+    fn settle_desks(&mut self) {
+        let resting = self.decrypted.is_empty()
+            && self.busy_desk().is_none()
+            && self.desks.iter().all(|(_, desk)| desk.may_rest());
+        let mut ended = false;
+        for (_, desk) in &mut self.desks {
+            ended |= desk.queue.settle(resting);
+        }
+        if ended {
+            for (_, desk) in &mut self.desks {
+                desk.rung |= !desk.in_flight.is_empty();
+            }
+        }
     }
 
     /// A desk with something to do: each in turn.
