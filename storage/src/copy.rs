@@ -10,14 +10,14 @@
 //!
 //! Where many small parts of a segment are wanted they come from the page cache, see [`Ahead`].
 //!
-//! A checkpoint that is not waited for takes its time: it shares the medium with the syncs that others wait for. So few
-//! runs are in flight as long as the log, by what share of its room has been used since it began, will not be full
-//! before it ends.
+//! A checkpoint that is not waited for takes its time: it shares the medium with the syncs that others wait for. So none is
+//! in flight while the log grows and the copy is ahead of it, by what share of the log's room has been used since it began;
+//! few are while nobody writes, and many if the log would else be full before the copy ends.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::iter::Peekable;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::ahead::Ahead;
 use crate::disk::DiskState;
@@ -34,11 +34,15 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 const RUN_SECTORS: u64 = (256 << 10) / SECTOR_SIZE;
 /// Most bytes of buffers in flight, unless one run needs more.
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// Most runs in flight, and how many while there is time.
+/// Most runs in flight, and how many while nobody is disturbed.
 const IN_FLIGHT_RUNS: usize = 64;
 const UNHURRIED_RUNS: usize = 2;
 /// Longest pause between two calls of `tend`.
 const TEND: Duration = Duration::from_millis(20);
+/// A log that has not grown for so long disturbs nobody.
+const QUIET: Duration = Duration::from_millis(50);
+/// How often a copy that is ahead of its time looks whether it still is.
+const SHORT: Duration = Duration::from_millis(1);
 /// With so much of its work behind time a copy has most runs in flight; before, as many as it is behind.
 const WORST_LAG: f64 = 0.125;
 /// What share of the room may be used before all is copied.
@@ -181,6 +185,8 @@ struct Copier<'a> {
 
 /// How long a copy may take.
 struct Pace {
+    /// The log's end when it was last looked at, and when it was last seen to have grown.
+    grown: Cell<(u64, Option<Instant>)>,
     hurry: bool,
     /// Bytes of log when it began, and how many more there was room for.
     bytes: (u64, u64),
@@ -196,11 +202,23 @@ impl Pace {
         let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
         let waiting = state.appended - state.applied;
         Self {
+            grown: Cell::new((log.end(&state), None)),
             hurry,
             bytes: (log.end(&state), segments * log.segment_size),
             records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
             extents,
         }
+    }
+
+    /// Whether somebody writes to the log, which ends at `end`.
+    fn is_disturbing(&self, end: u64) -> bool {
+        let (before, mut grown) = self.grown.get();
+        let now = sync::now();
+        if end > before {
+            grown = Some(now);
+        }
+        self.grown.set((end, grown));
+        grown.is_some_and(|grown| now.duration_since(grown) < QUIET)
     }
 
     /// How many runs may be in flight when so many extents have been taken.
@@ -214,11 +232,15 @@ impl Pace {
         let used = |now: u64, (began, room): (u64, u64)| {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
-        let used = used(log.end(state), self.bytes).max(used(state.appended, self.records));
+        let end = log.end(state);
+        let used = used(end, self.bytes).max(used(state.appended, self.records));
         let behind = match hurry {
             true => 1.0,
             false => used - taken as f64 / self.extents as f64,
         };
+        if behind <= 0.0 && self.is_disturbing(end) {
+            return 0;
+        }
         let more = (IN_FLIGHT_RUNS - UNHURRIED_RUNS) as f64;
         UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize
     }
@@ -241,11 +263,12 @@ pub(crate) fn copy(
         return Ok(());
     }
     let taken = Cell::new(0);
-    let mut runs = layers.iter().flat_map(|(disk, layer)| {
+    let runs = layers.iter().flat_map(|(disk, layer)| {
         let disk: &DiskState = disk;
         let pieces = layer.iter().inspect(|_| taken.set(taken.get() + 1));
         Runs::new(pieces).map(move |run| (disk, run))
     });
+    let mut runs = runs.peekable();
     let extents = layers.iter().map(|(_, layer)| layer.len()).sum();
     let pace = Pace::new(log, hurry, extents);
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
@@ -273,6 +296,10 @@ pub(crate) fn copy(
             copier.start(disk, run);
         }
         if copier.flights.is_empty() {
+            if copier.failed.is_none() && runs.peek().is_some() {
+                sync::sleep(SHORT);
+                continue;
+            }
             break;
         }
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {

@@ -41,7 +41,7 @@ pub struct StoreOptions {
     /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
     /// than a quarter of it are refused.
     pub segment_size: u64,
-    /// Most segment files of a new log: 4 to 65536. Default 16.
+    /// Most segment files of a new log: 4 to 65536. Default 32.
     pub max_segments: u32,
     /// Which engine moves the bytes.
     pub engine: EngineKind,
@@ -72,7 +72,7 @@ impl Default for StoreOptions {
     fn default() -> Self {
         Self {
             segment_size: 64 << 20,
-            max_segments: 16,
+            max_segments: 32,
             engine: EngineKind::Auto,
             group_commit: true,
             commit_wait: CommitWait::default(),
