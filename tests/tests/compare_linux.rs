@@ -1,4 +1,5 @@
-//! `walvisor compare notify --load linux`: every path that Linux kernels have, by what is counted on it. Nothing of its times.
+//! `walvisor compare notify --load linux` and `compare database`: what is counted on every path that Linux kernels have, and
+//! for each commit of a database. Nothing of their times.
 
 use std::process::Command;
 
@@ -64,6 +65,7 @@ fn every_path_of_linux_counts_what_it_must() {
     let directory = tempfile::tempdir().unwrap();
     let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
         .args(["compare", "notify", "--load", "linux", "--quick", "--json"])
+        .args(["--linux", "user-mode,machine"])
         .arg("--dir")
         .arg(directory.path())
         .env("PATH", path_with_guest_images())
@@ -118,5 +120,56 @@ fn every_path_of_linux_counts_what_it_must() {
         };
         let told = of("mmio_write_exits_per_request");
         assert!((told - writes).abs() < 0.1, "{writes}: {row}");
+    }
+}
+
+#[test]
+fn a_commit_of_a_database_is_counted() {
+    let needs = [
+        ("linux.uml", "user-mode-linux"),
+        ("mariadbd", "mariadb-server-core"),
+        ("mariadb", "mariadb-client-core"),
+        ("mariadb-slap", "mariadb-client"),
+        ("sqlite3", "sqlite3"),
+        ("mkfs.ext4", "e2fsprogs"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
+        .args(["compare", "database", "--quick", "--clients", "2", "--json"])
+        .arg("--dir")
+        .arg(directory.path())
+        .env("PATH", path_with_guest_images())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = |section: usize| report["sections"][section]["rows"].as_array().unwrap();
+    let disks: Vec<&str> = rows(0)
+        .iter()
+        .map(|row| row["disk"].as_str().unwrap())
+        .collect();
+    assert_eq!(disks, ["raw", "wal", "wal, no doublewrite"]);
+    let journals: Vec<&str> = rows(1)
+        .iter()
+        .map(|row| row["journal"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        journals,
+        [["write-ahead log"; 2], ["rollback journal"; 2]].concat()
+    );
+    for row in rows(0).iter().chain(rows(1)) {
+        let of = |key: &str| count(&row[key], "median");
+        // Of two clients' commits one sync may serve both; nothing is synced that nobody has asked for, but by checkpoints.
+        assert!(of("flushes_per_commit") > 0.5, "{row}");
+        let spare = of("flushes_per_commit") - of("syncs_per_commit");
+        assert!(spare > -0.5 && of("syncs_per_commit") > 0.4, "{row}");
+        assert!(of("writes_per_commit") > 1.0 && of("written_kib_per_commit") > 4.0);
     }
 }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use super::linux::{Amount, Measured, Outcome, Place, Plan, measure};
+use super::linux::{Amount, Kernels, Linux, Measured, Outcome, Place, Plan, measure};
 use super::plot::{Kind, Plot};
 use super::report::{Cell, Section, Spread};
 use super::{CommandError, Output};
@@ -17,55 +17,43 @@ const SOURCE: [(u32, f64, f64); 3] = [(2, 270.0, 282.0), (4, 276.0, 237.0), (8, 
 /// Arguments of `walvisor compare tcmu`.
 #[derive(Debug, Args)]
 pub struct TcmuArguments {
-    /// Which kernels, with commas between [default: both, quickly the first]
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
-    linux: Vec<Linux>,
+    #[command(flatten)]
+    kernels: Kernels,
     #[command(flatten)]
     output: Output,
 }
 
-/// A kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Linux {
-    /// User-mode Linux, near native
-    UserMode,
-    /// That of a machine whose KVM runs Linux: this one, or an emulated one
-    Machine,
+fn place(linux: Linux) -> Place {
+    match linux {
+        Linux::UserMode => Place::UserMode { script: SCRIPT },
+        Linux::Machine => Place::Kvm {
+            machine: SCRIPT,
+            guest: "",
+            cpus: 1,
+            limit_s: 1800,
+        },
+    }
 }
 
-impl Linux {
-    fn place(self) -> Place {
-        match self {
-            Self::UserMode => Place::UserMode { script: SCRIPT },
-            Self::Machine => Place::Kvm {
-                machine: SCRIPT,
-                guest: "",
-                cpus: 1,
-                limit_s: 1800,
-            },
-        }
-    }
-
-    fn plan(self, output: &Output) -> Plan {
-        let quick = output.quick;
-        let user_mode = self == Self::UserMode;
-        Plan {
-            loops: &[(1, 2), (1, 4), (1, 8)],
-            jobs: match quick {
-                true => vec!["ram:read", "ram:write"],
-                false => vec!["ram:read", "ram:write", "wal:read", "wal:write"],
-            },
-            rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
-            block: "64k",
-            amount: match user_mode {
-                true => Amount::Seconds(1),
-                false => Amount::Requests(if quick { 128 } else { 400 }),
-            },
-            schedulers: match quick {
-                true => &["none"],
-                false => &["none", "mq-deadline"],
-            },
-        }
+fn plan(linux: Linux, output: &Output) -> Plan {
+    let quick = output.quick;
+    let user_mode = linux == Linux::UserMode;
+    Plan {
+        loops: &[(1, 2), (1, 4), (1, 8)],
+        jobs: match quick {
+            true => vec!["ram:read", "ram:write"],
+            false => vec!["ram:read", "ram:write", "wal:read", "wal:write"],
+        },
+        rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
+        block: "64k",
+        amount: match user_mode {
+            true => Amount::Seconds(1),
+            false => Amount::Requests(if quick { 128 } else { 400 }),
+        },
+        schedulers: match quick {
+            true => &["none"],
+            false => &["none", "mq-deadline"],
+        },
     }
 }
 
@@ -75,13 +63,9 @@ impl Linux {
 /// See [`super::run`].
 pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
-    let chosen = match (arguments.linux.is_empty(), output.quick) {
-        (false, _) => &arguments.linux[..],
-        (true, true) => &Linux::value_variants()[..1],
-        (true, false) => Linux::value_variants(),
-    };
+    let chosen = arguments.kernels.chosen(output.quick);
     let expected = |linux: &Linux| {
-        let plan = linux.plan(output);
+        let plan = plan(*linux, output);
         let jobs = plan.loops.len() * plan.jobs.len() * plan.schedulers.len() * 2;
         Duration::from_millis(15_000 + 1_700 * jobs as u64 * u64::from(plan.rounds))
     };
@@ -97,8 +81,8 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
         let mut outcome = Outcome::default();
         session.step(what, expected, || {
             outcome = measure(
-                linux.place(),
-                &linux.plan(output),
+                place(*linux),
+                &plan(*linux, output),
                 &output.dir,
                 &session,
                 &mut |_| (),

@@ -21,6 +21,9 @@ use site::Site;
 /// Arguments of `walvisor compare database`.
 #[derive(Debug, Args)]
 pub struct DatabaseArguments {
+    /// How many clients MariaDB has, in turns, with commas between [default: 1,2,4,8,16,32, quickly 1,16]
+    #[arg(long, value_delimiter = ',', value_name = "N,N..", value_parser = clap::value_parser!(u32).range(1..=64))]
+    clients: Vec<u32>,
     #[command(flatten)]
     output: Output,
 }
@@ -31,10 +34,10 @@ pub struct DatabaseArguments {
 /// See [`super::run`]; and if a database is not installed.
 pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     let quick = arguments.output.quick;
-    let mut cells = cells(quick);
-    let rounds = if quick { 1 } else { 5 };
+    let mut cells = cells(quick, &arguments.clients);
+    let rounds = arguments.output.rounds(5, 1);
     let once: Duration = cells.iter().map(|cell| cell.job.expected()).sum();
-    let session = arguments.output.start(START + once * rounds)?;
+    let session = arguments.output.start(START + once * rounds as u32)?;
     let what = "starting three servers in user-mode Linux";
     if let Some(mut site) = session.step(what, START, || Site::start(&arguments.output.dir))? {
         'rounds: for round in 1..=rounds {
@@ -180,15 +183,16 @@ const FIGURES: [(&str, &str); 5] = [
 ];
 
 /// All that is measured, in the order of a round.
-fn cells(quick: bool) -> Vec<Cell> {
-    let clients: &[u32] = match quick {
-        true => &[1, 8, 32],
-        false => &[1, 2, 4, 8, 16, 32],
+fn cells(quick: bool, clients: &[u32]) -> Vec<Cell> {
+    let clients = match (clients, quick) {
+        ([], true) => &[1, 16],
+        ([], false) => &[1, 2, 4, 8, 16, 32][..],
+        (chosen, _) => chosen,
     };
     let mut jobs = Vec::new();
     for &clients in clients {
         let commits = match quick {
-            true => (clients * 15).max(60),
+            true => (clients * 10).max(60),
             false => (clients * 40).max(160),
         };
         jobs.extend(Disk::ALL.map(|disk| Job {
@@ -343,7 +347,7 @@ mod tests {
 
     #[test]
     fn a_row_tells_its_rate_beside_that_of_raw() {
-        let mut cells = cells(true);
+        let mut cells = cells(true, &[]);
         for cell in &mut cells {
             let rate = if cell.job.disk == Disk::Raw {
                 100.0
@@ -353,7 +357,7 @@ mod tests {
             cell.rounds.push(measured(rate));
         }
         let section = mariadb(&cells);
-        assert_eq!(section.table.rows.len(), 9);
+        assert_eq!(section.table.rows.len(), 6);
         assert_eq!(section.table.rows[0].last(), Some(&Figure::Number(1.0, 2)));
         assert_eq!(section.table.rows[1].last(), Some(&Figure::Number(1.5, 2)));
         for plot in section.plots.iter().chain(&sqlite(&cells).plots) {
@@ -363,7 +367,7 @@ mod tests {
 
     #[test]
     fn what_was_not_measured_is_told_as_nothing() {
-        let cells = cells(false);
+        let cells = cells(false, &[]);
         let rows = mariadb(&cells).table.rows;
         assert_eq!(rows.len(), 18);
         assert!(

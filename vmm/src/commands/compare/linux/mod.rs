@@ -18,6 +18,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use clap::{Args, ValueEnum};
+
 use super::CommandError;
 use super::guests::{PROGRAM, program};
 use super::session::Session;
@@ -39,6 +41,34 @@ const MODULES: [&str; 6] = [
 ];
 /// Size of the disks in user-mode Linux: `SIZE` of its scripts.
 const SIZE: &str = "64M";
+
+/// A kernel that runs fio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Linux {
+    /// User-mode Linux, near native
+    UserMode,
+    /// That of a machine whose KVM runs Linux: this one, or an emulated one
+    Machine,
+}
+
+/// Which of them.
+#[derive(Debug, Args)]
+pub struct Kernels {
+    /// Which kernels run fio, with commas between [default: both, quickly the first]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
+    linux: Vec<Linux>,
+}
+
+impl Kernels {
+    /// Those that were chosen.
+    pub fn chosen(&self, quick: bool) -> &[Linux] {
+        match (self.linux.is_empty(), quick) {
+            (false, _) => &self.linux,
+            (true, true) => &[Linux::UserMode],
+            (true, false) => &[Linux::UserMode, Linux::Machine],
+        }
+    }
+}
 
 /// What is to be measured, in turns.
 #[derive(Clone, Debug)]

@@ -9,7 +9,7 @@ use super::point::Backend;
 use super::section;
 use crate::commands::CommandError;
 use crate::commands::compare::Output;
-use crate::commands::compare::linux::{Amount, Outcome, Place, Plan, measure};
+use crate::commands::compare::linux::{Amount, Linux as Kind, Outcome, Place, Plan, measure};
 use crate::commands::compare::report::Section;
 use crate::commands::compare::session::Session;
 
@@ -23,7 +23,7 @@ const WAL_JOBS: [&str; 3] = ["wal:randwrite+fsync", "wal:randread", "wal:randwri
 
 /// What is measured, and where.
 pub struct Linux {
-    kernels: [Kernel; 2],
+    kernels: Vec<Kernel>,
 }
 
 struct Kernel {
@@ -46,7 +46,7 @@ impl Kernel {
 
 impl Linux {
     /// What a run measures.
-    pub fn new(output: &Output, backends: &[Backend]) -> Self {
+    pub fn new(output: &Output, kinds: &[Kind], backends: &[Backend]) -> Self {
         let quick = output.quick;
         let jobs = |backend, jobs: [&'static str; 3]| {
             let count = match (backends.contains(&backend), quick) {
@@ -97,8 +97,10 @@ impl Linux {
             plan: machine,
             paths: 7,
         };
+        let all = [(Kind::UserMode, user_mode), (Kind::Machine, machine)];
+        let chosen = all.into_iter().filter(|(kind, _)| kinds.contains(kind));
         Self {
-            kernels: [user_mode, machine],
+            kernels: chosen.map(|(_, kernel)| kernel).collect(),
         }
     }
 

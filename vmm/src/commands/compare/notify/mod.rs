@@ -28,6 +28,7 @@ use clap::{Args, ValueEnum};
 
 pub use sample::Sample;
 
+use super::linux::Kernels;
 use super::{CommandError, Output};
 use crate::probe::{self, Ring0};
 use guest::GuestDoor;
@@ -60,6 +61,8 @@ pub struct NotifyArguments {
         value_name = "BACKEND,BACKEND.."
     )]
     backends: Vec<Backend>,
+    #[command(flatten)]
+    kernels: Kernels,
     #[command(flatten)]
     output: Output,
 }
@@ -114,10 +117,10 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let rounds = arguments.output.rounds(5, 3);
     let plan = Plan::new(arguments.output.quick, rounds, &backends);
     let turns = plan.points.len() * paths.len() * plan.rounds;
-    let linux = arguments
-        .load
-        .contains(&Load::Linux)
-        .then(|| linux::Linux::new(&arguments.output, &backends));
+    let linux = arguments.load.contains(&Load::Linux).then(|| {
+        let kinds = arguments.kernels.chosen(arguments.output.quick);
+        linux::Linux::new(&arguments.output, kinds, &backends)
+    });
     let expected = linux
         .as_ref()
         .map_or(Duration::ZERO, linux::Linux::expected);
