@@ -105,7 +105,7 @@ impl Log {
             Role::Rest => {
                 let complete = state.waiting_clients >= state.open_clients;
                 let waiting = state.waiters.len();
-                waiting > 0 && state.gather.is_quick(waiting, complete)
+                waiting > 0 && !self.writer_alone && state.gather.is_quick(waiting, complete)
             }
         };
         if may_sync && let Some(lead) = self.lead_sync(state, spare) {

@@ -253,6 +253,7 @@ impl Plot {
         rows: &[(String, Vec<Option<Spread>>)],
     ) -> Result<(), Box<dyn std::error::Error>> {
         root.fill(&PAPER)?;
+        let begin = bars_begin(rows);
         let at =
             |horizontal, size, colour| text(size, colour).pos(Pos::new(horizontal, VPos::Center));
         let left = at(HPos::Left, 18, INK);
@@ -267,10 +268,10 @@ impl Plot {
             .map(|spread| spread.high)
             .fold(f64::MIN_POSITIVE, f64::max);
         // The longest bar leaves room for its figure.
-        let length = |value: f64| (value / most * f64::from(WIDTH as i32 - BAR_LEFT - 90)) as i32;
+        let length = |value: f64| (value / most * f64::from(WIDTH as i32 - begin - 90)) as i32;
         let mut top = HEAD;
         if groups.len() > 1 {
-            let mut from = BAR_LEFT;
+            let mut from = begin;
             for (group, name) in groups.iter().enumerate() {
                 let colour = COLOURS[group % COLOURS.len()];
                 let corners = [(from, 36), (from + 12, 48)];
@@ -283,16 +284,16 @@ impl Plot {
         for (label, bars) in rows {
             let middle = top + BAR * bars.len() as i32 / 2;
             let style = at(HPos::Right, 13, INK);
-            root.draw(&Text::new(label.clone(), (BAR_LEFT - 8, middle), style))?;
+            root.draw(&Text::new(label.clone(), (begin - 8, middle), style))?;
             for (group, spread) in bars.iter().enumerate() {
                 let (from, middle) = (top + 1, top + BAR / 2);
                 top += BAR;
                 let Some(spread) = spread else { continue };
                 let colour = COLOURS[group % COLOURS.len()];
-                let end = BAR_LEFT + length(spread.median);
-                let corners = [(BAR_LEFT, from), (end.max(BAR_LEFT + 1), from + BAR - 2)];
+                let end = begin + length(spread.median);
+                let corners = [(begin, from), (end.max(begin + 1), from + BAR - 2)];
                 root.draw(&Rectangle::new(corners, colour.filled()))?;
-                let ends = [spread.low, spread.high].map(|value| BAR_LEFT + length(value));
+                let ends = [spread.low, spread.high].map(|value| begin + length(value));
                 if ends[1] > ends[0] {
                     let whisker = ends.map(|end| (end, middle)).to_vec();
                     root.draw(&PathElement::new(whisker, MUTED.stroke_width(2)))?;
@@ -302,18 +303,24 @@ impl Plot {
             }
             top += GAP;
         }
-        let axis = vec![(BAR_LEFT, HEAD - 4), (BAR_LEFT, top)];
+        let axis = vec![(begin, HEAD - 4), (begin, top)];
         root.draw(&PathElement::new(axis, MUTED.stroke_width(1)))?;
         root.present()?;
         Ok(())
     }
 }
 
-/// Pixels: where bars begin, the height of one, between labels, and above them all.
-const BAR_LEFT: i32 = 280;
+/// Pixels: of a letter of a label at most, on average; the height of a bar, between labels, and above them all.
+const LETTER: f64 = 6.6;
 const BAR: i32 = 18;
 const GAP: i32 = 10;
 const HEAD: i32 = 62;
+
+/// Pixels: where bars begin, behind the longest label.
+fn bars_begin(rows: &[(String, Vec<Option<Spread>>)]) -> i32 {
+    let longest = rows.iter().map(|(label, _)| label.chars().count()).max();
+    ((longest.unwrap_or(0) as f64 * LETTER) as i32 + 20).clamp(160, WIDTH as i32 * 2 / 3)
+}
 
 fn bars_height(groups: usize, rows: usize) -> u32 {
     (HEAD + rows as i32 * (groups as i32 * BAR + GAP) + GAP) as u32
@@ -465,6 +472,27 @@ mod tests {
         let page = on_page(&svg);
         assert!(page.contains("var(--c0)") && page.contains("var(--paper)"));
         assert!(!page.contains("\"#"), "{page}");
+    }
+
+    #[test]
+    fn bars_begin_behind_the_longest_label() {
+        let label = "vhost-user: write + flush, 16 clients, 4 queues (qemu-storage-daemon)";
+        let plot = Plot {
+            name: "bars".to_owned(),
+            title: "bars".to_owned(),
+            kind: Kind::Bars {
+                unit: "times".to_owned(),
+                groups: vec!["ratio".to_owned()],
+                rows: vec![(label.to_owned(), vec![Spread::of(&[1.5])])],
+            },
+        };
+        let svg = plot.svg().unwrap();
+        // The end of the label, which is drawn to its right.
+        let before = svg.split(label).next().unwrap();
+        let text = &before[before.rfind("<text").unwrap()..];
+        let end = text.split("x=\"").nth(1).unwrap().split('"').next();
+        let end: usize = end.unwrap().parse().unwrap();
+        assert!(end >= 6 * label.len(), "{end}");
     }
 
     #[test]
