@@ -130,24 +130,6 @@ pub trait BackendQueue: Send {
     /// Ends a batch: whatever was submitted since the last call is started now.
     fn kick(&mut self);
 
-    /// As [`kick`](Self::kick), for an owner who calls [`settle`](Self::settle) before it sleeps.
-    fn start(&mut self) {
-        self.kick();
-    }
-
-    /// Whether nothing is waited for but what [`settle`](Self::settle) may do in the caller's thread.
-    fn only_syncs(&self) -> bool {
-        false
-    }
-
-    /// To be called by whoever called [`start`](Self::start), before it sleeps. `resting`: it has nothing else to do, and
-    /// may wait for a sync itself if that will be quick. `true`: something has ended, and every queue that the thread has
-    /// may have [`completions`](Self::completions).
-    fn settle(&mut self, resting: bool) -> bool {
-        let _ = resting;
-        false
-    }
-
     /// Readable when [`completions`](Self::completions) may have something to give.
     fn event(&self) -> BorrowedFd<'_>;
 

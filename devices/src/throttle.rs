@@ -270,24 +270,15 @@ impl ThrottledQueue {
         }
     }
 
-    /// As [`BackendQueue::start`].
-    pub(crate) fn start(&mut self) {
+    pub(crate) fn kick(&mut self) {
         self.release();
-        self.queue.start();
-    }
-
-    pub(crate) fn only_syncs(&self) -> bool {
-        self.held.is_empty() && self.queue.only_syncs()
-    }
-
-    pub(crate) fn settle(&mut self, resting: bool) -> bool {
-        self.queue.settle(resting)
+        self.queue.kick();
     }
 
     pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
         self.timer.clear();
         if self.release() {
-            self.queue.start();
+            self.queue.kick();
         }
         self.queue.completions(done);
     }
@@ -427,7 +418,7 @@ mod tests {
                     },
                 );
             }
-            queue.start();
+            queue.kick();
         };
         submit(&mut queue, 0..5);
         assert!(queue.holds());

@@ -18,12 +18,6 @@ pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
     engine: Box<dyn Engine>,
-    /// For groups that this thread leads when it would sleep otherwise: as the writer's.
-    resting: Option<Box<dyn Engine>>,
-    /// Whoever owns this calls [`settle`](Self::settle) before it sleeps, and leaves the writer asleep until then.
-    settles: bool,
-    /// It is time for that.
-    unsettled: bool,
     /// What this thread leads, by engine id.
     tasks: Vec<(u64, Task)>,
     next_task: u64,
@@ -39,10 +33,7 @@ impl Committer {
     pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
-        let resting = log.medium.writer_engine(&event)?;
-        let mut committer = Self::with(log, clients, event, engine);
-        committer.resting = Some(resting);
-        Ok(committer)
+        Ok(Self::with(log, clients, event, engine))
     }
 
     /// For the log's writer, which it becomes.
@@ -65,9 +56,6 @@ impl Committer {
             log,
             mailbox,
             engine,
-            resting: None,
-            settles: false,
-            unsettled: false,
             tasks: Vec::new(),
             next_task: TASKS,
             spare: Spare::default(),
@@ -111,12 +99,6 @@ impl Committer {
         Ok(false)
     }
 
-    /// Starts all submitted I/O, and calls the writer if it is needed.
-    pub(crate) fn kick(&mut self) {
-        self.settles = false;
-        self.start();
-    }
-
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
         let role = self.role();
@@ -128,10 +110,6 @@ impl Committer {
             let Some((io, task)) = self.log.lead(&mut state, &mut self.spare, role) else {
                 let stuck = state.take_stuck();
                 let called = match role {
-                    Role::Batches if self.settles => {
-                        self.unsettled = true;
-                        None
-                    }
                     Role::Batches => self.log.call_writer(&mut state),
                     _ => {
                         state.writer_asleep = role == Role::Syncs;
@@ -146,81 +124,11 @@ impl Committer {
                 break;
             };
             drop(state);
-            self.submit(io, task, false);
+            self.tasks.push((self.next_task, task));
+            self.engine.submit(self.next_task, io);
+            self.next_task += 1;
         }
         self.engine.enter();
-    }
-
-    fn submit(&mut self, io: Io, task: Task, resting: bool) {
-        let id = self.next_task;
-        self.next_task += 1;
-        self.tasks.push((id, task));
-        match &mut self.resting {
-            Some(engine) if resting && io.syncs() => engine.submit(id, io),
-            _ => self.engine.submit(id, io),
-        }
-    }
-
-    /// As [`kick`](Self::kick), but leaves the log's writer asleep: the owner calls [`settle`](Self::settle) before it
-    /// sleeps.
-    pub(crate) fn start_unsettled(&mut self) {
-        self.settles = true;
-        self.start();
-    }
-
-    /// Whether all that this thread has in flight ends with a sync of the log.
-    pub(crate) fn only_syncs(&self) -> bool {
-        self.tasks.is_empty()
-    }
-
-    /// Sees to it that those who wait are served. `resting`: the owner would sleep otherwise, so that a quick group is
-    /// led here, which saves two changes of thread; the writer leads any other. `true`: a group has ended.
-    pub(crate) fn settle(&mut self, resting: bool) -> bool {
-        if !std::mem::take(&mut self.unsettled) {
-            return false;
-        }
-        let mut ended = false;
-        if resting && !self.resigned && self.role() == Role::Batches {
-            let mut state = self.log.lock();
-            if let Some((io, task)) = self.log.lead(&mut state, &mut self.spare, Role::Rest) {
-                drop(state);
-                self.submit(io, task, true);
-                ended = self.end_rest();
-            }
-        }
-        self.settles = false;
-        self.start();
-        self.settles = true;
-        ended
-    }
-
-    /// Ends what has ended of the groups that are led while resting; `true`: some have.
-    fn end_rest(&mut self) -> bool {
-        let mut ended = std::mem::take(&mut self.ended);
-        if let Some(engine) = &mut self.resting {
-            engine.poll(&mut ended);
-            if self.spare.chunks.capacity() == 0 {
-                self.spare.chunks = engine.list();
-            }
-        }
-        let any = !ended.is_empty();
-        ended.drain(..).for_each(|end| self.end_task(end));
-        self.ended = ended;
-        any
-    }
-
-    fn end_task(&mut self, end: Done) {
-        let task = self.tasks.iter().position(|(id, _)| *id == end.id);
-        // None: a wait that was given up.
-        let Some(task) = task else { return };
-        match self.tasks.swap_remove(task).1 {
-            Task::Group(group) => {
-                let result = end.result.map(drop);
-                self.log
-                    .end_group(group, result, &self.mailbox, &mut self.spare);
-            }
-            Task::Wait(number) => self.log.lock().gather.over(number),
-        }
     }
 
     /// Submits a read. Its end comes out of [`poll`](Self::poll).
@@ -237,13 +145,23 @@ impl Committer {
         let mut ended = std::mem::take(&mut self.ended);
         self.engine.poll(&mut ended);
         for end in ended.drain(..) {
-            match end.id < TASKS {
-                true => reads.push(end),
-                false => self.end_task(end),
+            if end.id < TASKS {
+                reads.push(end);
+                continue;
+            }
+            let task = self.tasks.iter().position(|(id, _)| *id == end.id);
+            // None: a wait that was given up.
+            let Some(task) = task else { continue };
+            match self.tasks.swap_remove(task).1 {
+                Task::Group(group) => {
+                    let result = end.result.map(drop);
+                    self.log
+                        .end_group(group, result, &self.mailbox, &mut self.spare);
+                }
+                Task::Wait(number) => self.log.lock().gather.over(number),
             }
         }
         self.ended = ended;
-        self.end_rest();
         self.start();
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
         if planted(Mutant::SignalClearedLate) {
@@ -325,61 +243,6 @@ mod tests {
             sector: 0,
             data: Buffer::from(&[byte; 4096][..]),
         })
-    }
-
-    /// Whoever would sleep makes a quick sync itself, for the ports of others too; a slow one is left to the writer.
-    #[test]
-    fn who_has_nothing_else_to_do_syncs_if_that_is_quick() {
-        let dir = tempfile::tempdir().unwrap();
-        let disk = dir.path().join("disk.img");
-        let log = default_log_dir(&disk);
-        let options = StoreOptions {
-            segment_size: 1 << 20,
-            // What is added is known only once it was added.
-            sync_latency: std::time::Duration::from_millis(5),
-            ..StoreOptions::default()
-        };
-        create_disk(&disk, 1 << 20, &log, &options).unwrap();
-        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-        let mut ports = [0, 1].map(|_| store.disks()[0].open_port().unwrap());
-        let mut done = Vec::new();
-        let commit = |ports: &mut [Port; 2], done: &mut Vec<crate::Completion>| {
-            for port in ports {
-                let data = Buffer::from(&[7; 4096][..]);
-                port.submit(1, Operation::Write { sector: 0, data });
-                port.submit(2, Operation::Flush);
-                port.start();
-                port.completions(done);
-            }
-        };
-        let syncs = || store.disks()[0].log_counters().syncs;
-        commit(&mut ports, &mut done);
-        assert_eq!(
-            (done.len(), syncs()),
-            (2, 0),
-            "nobody has called the writer"
-        );
-        assert!(ports[0].only_syncs() && ports[0].settle(true));
-        ports
-            .iter_mut()
-            .for_each(|port| port.completions(&mut done));
-        assert_eq!((done.len(), syncs()), (4, 1));
-        assert!(
-            !ports[1].settle(true) && syncs() == 1,
-            "there is nothing left"
-        );
-
-        done.clear();
-        commit(&mut ports, &mut done);
-        assert!(!ports[0].settle(true), "it would be slow");
-        while done.len() < 4 {
-            ports
-                .iter_mut()
-                .for_each(|port| port.completions(&mut done));
-            ports[0].settle(false);
-            ports[1].settle(false);
-        }
-        assert!(done.iter().all(|completion| completion.result.is_ok()));
     }
 
     /// Promise 5: after the log fails everyone who waits gets an error, later writes and flushes too, reads go

@@ -14,8 +14,6 @@ const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
 const SHORTEST: Duration = Duration::from_micros(100);
 /// Longest adaptive wait, whatever a sync takes.
 const LONGEST: Duration = Duration::from_millis(20);
-/// A longer sync is not waited for by a thread that serves others.
-const QUICK: Duration = Duration::from_micros(400);
 /// Most groups that start at once after waits for nothing: two to the power of this.
 const MOST_MISSES: u32 = 6;
 
@@ -124,15 +122,6 @@ impl Gather {
         }
     }
 
-    /// Whether a group would start now, if asked, and be over soon, by what syncs have taken so far, if any.
-    pub(crate) fn is_quick(&self, waiting: usize, complete: bool) -> bool {
-        let adaptive = self.wait == CommitWait::default();
-        let at_once = self.enough(waiting, complete)
-            || self.longest().is_zero()
-            || (adaptive && self.skip > 0);
-        self.sync_time < QUICK && at_once && self.phase == Phase::Idle
-    }
-
     /// Whether there is nothing to do for a group but wait; otherwise [`ask`](Self::ask).
     pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
         matches!(self.phase, Phase::Waiting(_)) && !self.enough(waiting, complete)
@@ -201,24 +190,6 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-    }
-
-    #[test]
-    fn syncs_are_quick_until_they_were_slow() {
-        let mut gather = Gather::default();
-        assert!(gather.is_quick(1, false), "nothing is known yet");
-        gather.ended(QUICK / 8, 4, 4);
-        assert!(gather.is_quick(1, false));
-        gather.ended(QUICK * 100, 4, 4);
-        assert!(!gather.is_quick(8, true));
-        // Where a group would wait for others, it is not over soon.
-        let mut gather = Gather::new(CommitWait {
-            longest: Some(SYNC),
-            count: None,
-        });
-        gather.ended(QUICK / 8, 4, 4);
-        assert!(!gather.is_quick(4, false));
-        assert!(gather.is_quick(8, false) && gather.is_quick(1, true));
     }
 
     #[test]

@@ -6,8 +6,7 @@
 //! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
 //! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
 //! operation. The log's writer leads what syncs, and goes from one group to the next without waking anybody but those
-//! whom it served; the others are written by those who submit them. A thread that would sleep until a sync is over makes
-//! it itself, if that is quick ([`Role::Rest`]).
+//! whom it served; the others are written by those who submit them.
 
 use std::time::Instant;
 
@@ -43,8 +42,6 @@ pub(crate) enum Role {
     Syncs,
     /// Batches that are written while nobody waits for them: whoever is not the writer.
     Batches,
-    /// A group that syncs, if that is quick: whoever would sleep otherwise.
-    Rest,
 }
 
 /// What a leader has in flight, and needs to end it.
@@ -99,23 +96,15 @@ impl Log {
         if self.poisoned.load(Ordering::Acquire) {
             return None;
         }
-        let may_sync = match role {
-            Role::All | Role::Syncs => true,
-            Role::Batches => false,
-            Role::Rest => {
-                let complete = state.waiting_clients >= state.open_clients;
-                let waiting = state.waiters.len();
-                waiting > 0 && !self.writer_alone && state.gather.is_quick(waiting, complete)
-            }
-        };
-        if may_sync && let Some(lead) = self.lead_sync(state, spare) {
+        if role != Role::Batches
+            && let Some(lead) = self.lead_sync(state, spare)
+        {
             return Some(lead);
         }
         let leads = match role {
             Role::All => true,
             Role::Syncs => self.writer_alone,
             Role::Batches => !self.writer_alone,
-            Role::Rest => false,
         };
         if leads && self.is_behind(state) {
             return self.batch(state, spare, false);
@@ -538,10 +527,6 @@ impl Log {
         }
         if let Some(sync) = &group.sync {
             self.end_sync(&mut state, sync, &mut spare.served);
-            // A writer that ends a sync looks for the next.
-            let writer = self.writer.get();
-            let other = writer.is_some_and(|writer| !Arc::ptr_eq(writer, own));
-            state.writer_asleep &= other && !planted(Mutant::WriterTakenForAwake);
         }
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         drop(state);
@@ -574,6 +559,8 @@ impl Log {
     /// A sync has ended: moves those whom it served to `served`.
     fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
         state.syncing = false;
+        // Whoever ends a sync looks for the next.
+        state.writer_asleep = false;
         self.counters
             .syncs
             .fetch_add(sync.count as u64, Ordering::Relaxed);

@@ -49,8 +49,6 @@ pub(crate) enum Mutant {
     WaiterLostOnError,
     /// A leader that goes away wakes nobody to take its place.
     LeaderLeavesSilently,
-    /// Whoever ends a sync takes the writer for awake.
-    WriterTakenForAwake,
     /// A port takes its wake-up for dealt with after it looked, not before.
     SignalClearedLate,
     /// Who waits for a segment is not told that there is one.

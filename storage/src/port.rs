@@ -109,26 +109,7 @@ impl Port {
 
     /// Ends a batch: starts what was submitted, and leads a commit group if nobody does.
     pub fn kick(&mut self) {
-        self.committer.kick();
-    }
-
-    /// As [`kick`](Self::kick), for an owner who has more to do before it sleeps and calls [`settle`](Self::settle) then:
-    /// a commit group may wait for that.
-    pub fn start(&mut self) {
-        self.committer.start_unsettled();
-    }
-
-    /// Whether nothing but the log's next sync is waited for.
-    pub fn only_syncs(&self) -> bool {
-        self.reads.is_empty() && self.parked.is_empty() && self.committer.only_syncs()
-    }
-
-    /// To be called by whoever called [`start`](Self::start), before it sleeps. `resting`: it has nothing else to do. Then a
-    /// sync that is waited for is made by the caller's own thread, if syncs have been quick (0.4 ms) so far, which saves two
-    /// changes of thread; the log's writer makes any other. `true`: a sync has been made, and every port that the thread
-    /// has may have [`completions`](Self::completions).
-    pub fn settle(&mut self, resting: bool) -> bool {
-        self.committer.settle(resting)
+        self.committer.start();
     }
 
     /// Readable when [`completions`](Self::completions) may have something to give.

@@ -153,7 +153,7 @@ mod scheduled {
     use super::{Condvar, Mutex, MutexGuard, thread};
 
     /// Time goes on by so much whenever somebody looks: one seed gives one run.
-    const TICK: Duration = Duration::from_micros(40);
+    const TICK: Duration = Duration::from_micros(100);
 
     std::thread_local! {
         static NOW: Cell<Option<Instant>> = const { Cell::new(None) };

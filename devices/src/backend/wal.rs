@@ -81,18 +81,6 @@ impl BackendQueue for Port {
         Port::kick(self);
     }
 
-    fn start(&mut self) {
-        Port::start(self);
-    }
-
-    fn only_syncs(&self) -> bool {
-        Port::only_syncs(self)
-    }
-
-    fn settle(&mut self, resting: bool) -> bool {
-        Port::settle(self, resting)
-    }
-
     fn event(&self) -> BorrowedFd<'_> {
         Port::event(self)
     }

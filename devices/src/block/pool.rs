@@ -168,12 +168,6 @@ pub(super) trait Served: Send {
     /// Whether requests are in flight.
     fn waits(&self) -> bool;
 
-    /// Whether they wait for nothing but a sync, if for anything.
-    fn may_rest(&self) -> bool;
-
-    /// The last call before the thread sleeps, see [`BackendQueue::settle`](crate::backend::BackendQueue::settle).
-    fn settle(&mut self, resting: bool) -> bool;
-
     /// Number of chains taken, modulo 2^16.
     fn taken(&self) -> u16;
 
@@ -388,7 +382,6 @@ impl Thread {
                 }
                 self.turn();
             }
-            self.settle();
             if self.seats.is_empty() {
                 let mut state = self.inbox.lock();
                 state.closed = state.newcomers.is_empty();
@@ -432,7 +425,10 @@ impl Thread {
             }
         }
         if backend {
-            self.ask_others();
+            let waits = |seat: &Seat| seat.served.as_ref().is_some_and(|served| served.waits());
+            let others = self.seats.iter().filter(|(_, seat)| waits(seat));
+            let others: Vec<usize> = others.map(|(key, _)| key).take(ASKED).collect();
+            others.into_iter().for_each(|key| self.mark(key));
         }
         // Last: no event in the list is about them, whatever key they get.
         if newcomers {
@@ -518,28 +514,6 @@ impl Thread {
             }
         }
         self.served.clear();
-    }
-
-    /// Before it sleeps: if there is nothing to do but wait for a sync, that may be made here.
-    fn settle(&mut self) {
-        let served = |(_, seat): (usize, &Seat)| seat.served.as_ref().is_none_or(|s| s.may_rest());
-        let resting = self.busy.is_empty() && self.seats.iter().all(served);
-        let mut ended = false;
-        for (key, seat) in &mut self.seats {
-            self.current = key;
-            ended |= seat.served.as_mut().is_some_and(|s| s.settle(resting));
-        }
-        if ended {
-            self.ask_others();
-        }
-    }
-
-    /// The backend has something to say to one queue.
-    fn ask_others(&mut self) {
-        let waits = |seat: &Seat| seat.served.as_ref().is_some_and(|served| served.waits());
-        let others = self.seats.iter().filter(|(_, seat)| waits(seat));
-        let others: Vec<usize> = others.map(|(key, _)| key).take(ASKED).collect();
-        others.into_iter().for_each(|key| self.mark(key));
     }
 
     /// The queue is drained, or lost.

@@ -422,7 +422,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             if !flushing {
                 return outcome;
             }
-            self.disk.start();
+            self.disk.kick();
         }
     }
 }
@@ -475,7 +475,7 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     fn start(&mut self) {
         // After an error too: what was submitted before it still has to end.
         if std::mem::take(&mut self.submitted) {
-            self.disk.start();
+            self.disk.kick();
         }
     }
 
@@ -488,14 +488,6 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
 
     fn waits(&self) -> bool {
         !self.in_flight.is_empty()
-    }
-
-    fn may_rest(&self) -> bool {
-        self.in_flight.is_empty() || self.disk.only_syncs()
-    }
-
-    fn settle(&mut self, resting: bool) -> bool {
-        self.disk.settle(resting)
     }
 
     fn taken(&self) -> u16 {

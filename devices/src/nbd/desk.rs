@@ -32,11 +32,6 @@ impl Desk {
         self.queue.set_clients(self.clients);
     }
 
-    /// Whether all that is in flight waits for nothing but a sync.
-    pub(super) fn may_rest(&self) -> bool {
-        self.in_flight.is_empty() || self.queue.only_syncs()
-    }
-
     /// Submits the next step of a request; `false`: there is none.
     pub(super) fn step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);

@@ -248,7 +248,6 @@ impl Worker {
                 data: EventData::new_u64(0),
             }
         }; EVENTS];
-        self.settle_desks();
         let timeout = self.timeout();
         let count = match epoll::wait(&self.events, &mut list[..], timeout.as_ref()) {
             Ok(count) => count,
@@ -429,7 +428,7 @@ impl Worker {
             self.next_desk = key + 1;
             let desk = &mut self.desks[key];
             if std::mem::take(&mut desk.submitted) {
-                desk.queue.start();
+                desk.queue.kick();
             }
             desk.rung = false;
             desk.queue.completions(&mut ended);
@@ -438,22 +437,6 @@ impl Worker {
             }
         }
         self.ended = ended;
-    }
-
-    /// Before it sleeps: if there is nothing to do but wait for a sync, that may be made here.
-    fn settle_desks(&mut self) {
-        let resting = self.decrypted.is_empty()
-            && self.busy_desk().is_none()
-            && self.desks.iter().all(|(_, desk)| desk.may_rest());
-        let mut ended = false;
-        for (_, desk) in &mut self.desks {
-            ended |= desk.queue.settle(resting);
-        }
-        if ended {
-            for (_, desk) in &mut self.desks {
-                desk.rung |= !desk.in_flight.is_empty();
-            }
-        }
     }
 
     /// A desk with something to do: each in turn.

@@ -224,9 +224,6 @@ impl Server {
 
     /// Waits for something to do.
     fn wait(&mut self) -> Result<(), Failure> {
-        if self.queue.settle(self.queue.only_syncs()) {
-            return Ok(());
-        }
         let mut list = Vec::with_capacity(4);
         match epoll::wait(&self.events, spare_capacity(&mut list), None) {
             Ok(_) | Err(Errno::INTR) => {}
@@ -402,7 +399,7 @@ impl Server {
                 }
             }
             if std::mem::take(&mut self.submitted) {
-                self.queue.start();
+                self.queue.kick();
             }
             self.queue.completions(&mut ended);
             if ended.is_empty() {

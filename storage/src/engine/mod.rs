@@ -5,7 +5,7 @@
 //!     ▲                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
 //!     └──── poll ◀── event descriptor
 //!
-//!   whoever syncs ─────────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (inline.rs)
+//!   the log's writer ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (inline.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
@@ -109,7 +109,7 @@ impl Io {
     }
 
     /// Whether it ends with a sync.
-    pub(crate) fn syncs(&self) -> bool {
+    fn syncs(&self) -> bool {
         match self {
             Self::Append { sync, .. } => sync.count() > 0,
             _ => false,

@@ -65,14 +65,6 @@ impl Served for Noted {
         false
     }
 
-    fn may_rest(&self) -> bool {
-        true
-    }
-
-    fn settle(&mut self, _resting: bool) -> bool {
-        false
-    }
-
     fn taken(&self) -> u16 {
         7
     }

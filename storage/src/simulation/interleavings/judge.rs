@@ -42,8 +42,6 @@ pub(super) struct Judge {
     open: HashMap<u64, (u64, Open)>,
     pub next_token: u64,
     pub flushes: u64,
-    /// Syncs that a client made itself instead of sleeping.
-    pub rests: u64,
     pub failures: u64,
     first_failure: Option<u64>,
     /// The store was told to close: what comes now may be refused.
@@ -62,7 +60,6 @@ impl Judge {
             open: HashMap::new(),
             next_token: 0,
             flushes: 0,
-            rests: 0,
             failures: 0,
             first_failure: None,
             closing: false,

@@ -41,7 +41,6 @@ struct Totals {
     power_cuts: u64,
     failed_syncs: u64,
     groups_shared: u64,
-    rests: u64,
 }
 
 impl Totals {
@@ -54,7 +53,6 @@ impl Totals {
         self.power_cuts += other.power_cuts;
         self.failed_syncs += other.failed_syncs;
         self.groups_shared += other.groups_shared;
-        self.rests += other.rests;
     }
 }
 
@@ -71,12 +69,8 @@ fn serve(
     fixture: &Fixture,
     log: &Log,
     mine: &mut Vec<u64>,
-    settles: bool,
 ) -> bool {
-    match settles {
-        true => port.start(),
-        false => port.kick(),
-    }
+    port.kick();
     let mut done = Vec::new();
     port.completions(&mut done);
     for completion in done {
@@ -97,14 +91,11 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &L
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
-        while !serve(port, judge, fixture, log, mine, plan.settles) {
-            match port.settle(port.only_syncs()) {
-                true => told(judge, |judge| judge.rests += 1),
-                false => port.sleep_for_test(),
-            }
+        while !serve(port, judge, fixture, log, mine) {
+            port.sleep_for_test();
         }
     };
-    for &step in &plan.steps {
+    for step in plan.steps {
         match told(judge, |judge| judge.submit(which, step)) {
             Some((token, operation)) => {
                 mine.push(token);
@@ -112,7 +103,7 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &L
             }
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
-                serve(&mut port, judge, fixture, log, &mut mine, plan.settles);
+                serve(&mut port, judge, fixture, log, &mut mine);
             }
         }
     }
@@ -199,7 +190,6 @@ fn run(seed: u64) -> Result<Totals, Broken> {
         power_cuts: cut.into(),
         failed_syncs: failed.into(),
         groups_shared: log.counters.snapshot().group_sizes[1..].iter().sum(),
-        rests: judge.rests,
     }))
 }
 
@@ -304,7 +294,6 @@ fn explore_all(choice: Choice) {
             all.power_cuts,
             all.failed_syncs,
             all.groups_shared,
-            all.rests * 4,
         ];
         assert!(
             tried.iter().all(|&count| count > all.runs / 20),
@@ -334,7 +323,6 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,
         Mutant::LeaderLeavesSilently,
-        Mutant::WriterTakenForAwake,
         Mutant::SignalClearedLate,
         Mutant::SegmentFreedSilently,
     ];

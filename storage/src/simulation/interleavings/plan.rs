@@ -29,8 +29,6 @@ pub(super) struct Client {
     pub steps: Vec<Step>,
     /// Goes away without waiting for what is in flight.
     pub leaves: bool,
-    /// Makes syncs itself when it would sleep otherwise.
-    pub settles: bool,
 }
 
 /// See the module's documentation.
@@ -53,7 +51,6 @@ impl Plan {
         let disks = 1 + random.below(2) as usize;
         // Long writes fill segments and the ring, and make ports wait for room.
         let long = random.one_in(3);
-        let settles = random.one_in(2);
         let clients = (0..1 + random.below(3)).map(|i| {
             let steps = (0..2 + random.below(7)).map(|_| match random.below(8) {
                 0..3 => {
@@ -74,7 +71,6 @@ impl Plan {
                 first: i * OWN,
                 steps: steps.collect(),
                 leaves: random.one_in(4),
-                settles: settles && !random.one_in(4),
             }
         });
         let clients = clients.collect();

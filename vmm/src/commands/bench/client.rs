@@ -74,16 +74,13 @@ impl Client {
     /// If the request failed.
     pub fn run(&mut self, operation: Operation) -> Result<Option<Buffer>, CommandError> {
         self.port.submit(0, operation);
-        // As the workers of queues do: a thread that would sleep makes the sync itself.
-        self.port.start();
+        self.port.kick();
         loop {
             self.port.completions(&mut self.done);
             if let Some(completion) = self.done.pop() {
                 return data(completion);
             }
-            if !self.port.settle(self.port.only_syncs()) {
-                wait(self.port.event());
-            }
+            wait(self.port.event());
         }
     }
 
