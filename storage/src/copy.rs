@@ -201,10 +201,11 @@ impl Pace {
         let state = log.lock();
         let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
         let waiting = state.appended - state.applied;
+        let end = log.end(&state);
         Self {
-            grown: Cell::new((log.end(&state), None)),
+            grown: Cell::new((end, None)),
             hurry,
-            bytes: (log.end(&state), segments * log.segment_size),
+            bytes: (end, segments * log.segment_size),
             records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
             extents,
         }
@@ -296,11 +297,11 @@ pub(crate) fn copy(
             copier.start(disk, run);
         }
         if copier.flights.is_empty() {
-            if copier.failed.is_none() && runs.peek().is_some() {
-                sync::sleep(SHORT);
-                continue;
+            if copier.failed.is_some() || runs.peek().is_none() {
+                break;
             }
-            break;
+            sync::sleep(SHORT);
+            continue;
         }
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
             let _ = sync_bases(&layers);

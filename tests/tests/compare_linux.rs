@@ -1,7 +1,7 @@
 //! `walvisor compare notify --load linux` and `compare database`: what is counted on every path that Linux kernels have, and
 //! for each commit of a database. Nothing of their times.
 
-use std::process::Command;
+use std::process::{Command, Output};
 
 use serde_json::Value;
 use walvisor_guest_images::{obstacle, walvisor_binary};
@@ -41,6 +41,26 @@ fn path_with_guest_images() -> std::ffi::OsString {
     std::env::join_paths([programs.to_owned()].into_iter().chain(directories)).unwrap()
 }
 
+/// Runs `walvisor compare` quickly, for its report as JSON, where there is all that `needs` names; else `None`, and why was
+/// printed.
+fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Output> {
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return None;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
+        .arg("compare")
+        .args(arguments.split(' '))
+        .args(["--quick", "--json", "--dir"])
+        .arg(directory.path())
+        .env("PATH", path_with_guest_images())
+        .output();
+    Some(output.unwrap())
+}
+
 /// A count of a row.
 fn count(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
@@ -56,21 +76,10 @@ fn every_path_of_linux_counts_what_it_must() {
         ("fio", "fio"),
         ("nbd-client", "nbd-client"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    let arguments = "notify --load linux --linux user-mode,machine";
+    let Some(output) = compare(arguments, &needs) else {
         return;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
-        .args(["compare", "notify", "--load", "linux", "--quick", "--json"])
-        .args(["--linux", "user-mode,machine"])
-        .arg("--dir")
-        .arg(directory.path())
-        .env("PATH", path_with_guest_images())
-        .output()
-        .unwrap();
+    };
     let errors = String::from_utf8_lossy(&output.stderr);
     if errors.contains("did not boot in") {
         return println!("skipped: the emulated machine fell over: {errors}");
@@ -133,20 +142,9 @@ fn a_commit_of_a_database_is_counted() {
         ("sqlite3", "sqlite3"),
         ("mkfs.ext4", "e2fsprogs"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    let Some(output) = compare("database --clients 2", &needs) else {
         return;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
-        .args(["compare", "database", "--quick", "--clients", "2", "--json"])
-        .arg("--dir")
-        .arg(directory.path())
-        .env("PATH", path_with_guest_images())
-        .output()
-        .unwrap();
+    };
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

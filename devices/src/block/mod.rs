@@ -43,6 +43,7 @@ use request::ID_LEN;
 
 pub use latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use metrics::{BlockCounts, BlockMetrics};
+pub(crate) use pool::most_threads;
 pub use pool::{Starter, WorkerPool};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};

@@ -56,12 +56,16 @@ pub struct WorkerPool {
     shared: Mutex<Vec<Arc<Inbox>>>,
 }
 
+/// Most threads that serve side by side: one for two processors. The other half is for those who ask.
+pub(crate) fn most_threads() -> usize {
+    thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2))
+}
+
 impl Default for WorkerPool {
     fn default() -> Self {
         Self {
             starter: None,
-            // The other half is for those who ask.
-            most: thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2)),
+            most: most_threads(),
             shared: Mutex::default(),
         }
     }

@@ -24,6 +24,7 @@ use super::desk::{Desk, kind};
 use super::handshake::Ended;
 use super::server::{join, report};
 use crate::backend::Completion;
+use crate::block::most_threads;
 use crate::control::Wake;
 use crate::throttle::ThrottledQueue;
 
@@ -42,8 +43,7 @@ const DESK: u64 = 2 << 32;
 const CLIENT: u64 = 3 << 32;
 const KEY: u64 = (1 << 32) - 1;
 
-/// The threads of a server. They are started as connections come, up to one for two processors: the other is for those who
-/// ask.
+/// The threads of a server. They are started as connections come, up to [`most_threads`].
 pub(super) struct Pool {
     /// Readable once the server is to stop.
     stop: Arc<OwnedFd>,
@@ -108,7 +108,7 @@ impl Pool {
     pub(super) fn new(stop: Arc<OwnedFd>) -> Self {
         Self {
             stop,
-            most: thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2)),
+            most: most_threads(),
             workers: Mutex::default(),
         }
     }
