@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::super::peers::Halted;
 use super::point::{Backend, DISK_BYTES};
 use crate::commands::CommandError;
 use crate::control_socket::{self, Format};
@@ -53,6 +54,11 @@ impl Daemon {
             true => Ok(daemon),
             false => Err(failed("it has ended at once")),
         }
+    }
+
+    /// See [`Halted`].
+    pub fn halt(&self) -> Halted {
+        Halted::new(&self.child)
     }
 
     /// Processor time that it has used.

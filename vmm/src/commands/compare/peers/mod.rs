@@ -15,14 +15,18 @@ mod peer;
 mod target;
 mod vhost_user;
 
+pub use peer::Halted;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use peer::Peer;
 use tempfile::TempDir;
 
+use super::notify::daemon::Daemon;
 use super::notify::point::Job as Work;
 use super::plot::{Kind, Plot};
 use super::report::{Cell, Section, Spread};
@@ -250,6 +254,36 @@ impl From<CommandError> for Failure {
     fn from(error: CommandError) -> Self {
         Self::Failed(error)
     }
+}
+
+/// `walvisor` and its peer take turns at a job, each halted while the other is measured. `rate` measures the first of them, 0,
+/// or the second. A turn takes `before` longer than the pace says.
+fn take_turns(
+    (door, job): (Door, &Job),
+    pace: Pace,
+    before: Duration,
+    session: &Session,
+    (ours, (name, theirs)): (&Daemon, (&str, &Peer)),
+    rate: impl Fn(usize) -> Result<f64, CommandError>,
+) -> Result<Row, CommandError> {
+    let mut row = Row::new(door, job.name, Some(job.goal));
+    let door = door.to_possible_value();
+    let door = door.as_ref().map_or("", |door| door.get_name());
+    for round in 0..pace.rounds {
+        // Neither is always the first.
+        for side in [round % 2, 1 - round % 2] {
+            let (round, rounds) = (round + 1, pace.rounds);
+            let what = format!("{door}: {}, round {round} of {rounds}", job.name);
+            let _other = match side {
+                0 => theirs.halt(),
+                _ => ours.halt(),
+            };
+            if let Some(rate) = session.step(&what, pace.turn + before, || rate(side))? {
+                row.add((side == 1).then_some(name), rate);
+            }
+        }
+    }
+    Ok(row)
 }
 
 /// Asks for a program.

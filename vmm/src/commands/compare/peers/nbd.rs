@@ -7,7 +7,9 @@ use serde_json::Value;
 
 use super::super::notify::daemon::Daemon;
 use super::peer::Peer;
-use super::{CommandError, DISK_BYTES, Door, Failure, Job, Pace, Place, Row, Session, Work, need};
+use super::{
+    CommandError, DISK_BYTES, Door, Failure, Job, Pace, Place, Row, Session, Work, need, take_turns,
+};
 
 const fn job(name: &'static str, work: Work, queues: usize, depth: usize, goal: f64) -> Job {
     Job {
@@ -35,9 +37,12 @@ pub const JOBS: [Job; 4] = [
 
 const SOCKETS: [&str; 2] = ["ours.nbd", "peer.nbd"];
 
+/// What a turn takes beside its own time.
+const BEFORE: Duration = Duration::from_millis(400);
+
 /// How long it takes, about.
 pub fn expected(jobs: &[&Job], pace: Pace) -> Duration {
-    (pace.turn + Duration::from_millis(400)) * (2 * pace.rounds * jobs.len()) as u32
+    (pace.turn + BEFORE) * (2 * pace.rounds * jobs.len()) as u32
 }
 
 /// Measures all jobs.
@@ -51,7 +56,7 @@ pub fn measure(
     need("fio", "fio")?;
     place.make_images(1)?;
     let spec = format!("path=ours-0.img,log=log,socket={},serial=disk", SOCKETS[0]);
-    let _ours = Daemon::start("nbd", &[spec], place.path(), place.path())?;
+    let ours = Daemon::start("nbd", &[spec], place.path(), place.path())?;
     let mut theirs = Command::new("qemu-nbd");
     theirs.args(["--format=raw", "--cache=none", "--aio=io_uring"]);
     theirs.args(["--discard=unmap", "--shared=64", "--persistent"]);
@@ -61,25 +66,20 @@ pub fn measure(
         place.path().join(SOCKETS[1]).display()
     ));
     theirs.arg("peer-0.img");
-    let _theirs = Peer::start(&mut theirs, &[SOCKETS[1].to_owned()], place.path())?;
-    let mut rows = Vec::new();
-    for job in jobs {
-        let mut row = Row::new(Door::Nbd, job.name, Some(job.goal));
-        for round in 0..pace.rounds {
-            // Neither is always the first.
-            for side in [round % 2, 1 - round % 2] {
-                let what = format!("nbd: {}, round {} of {}", job.name, round + 1, pace.rounds);
-                let rate = session.step(&what, pace.turn + Duration::from_millis(400), || {
-                    fio(place, SOCKETS[side], job, pace.turn)
-                })?;
-                if let Some(rate) = rate {
-                    row.add((side == 1).then_some("qemu-nbd"), rate);
-                }
-            }
-        }
-        rows.push(row);
-    }
-    Ok(rows)
+    let theirs = Peer::start(&mut theirs, &[SOCKETS[1].to_owned()], place.path())?;
+    let daemons = (&ours, ("qemu-nbd", &theirs));
+    let rows = jobs.iter().map(|job| {
+        let measured = |side: usize| fio(place, SOCKETS[side], job, pace.turn);
+        Ok(take_turns(
+            (Door::Nbd, job),
+            pace,
+            BEFORE,
+            session,
+            daemons,
+            measured,
+        )?)
+    });
+    rows.collect()
 }
 
 fn fio(place: &Place, socket: &str, job: &Job, turn: Duration) -> Result<f64, CommandError> {

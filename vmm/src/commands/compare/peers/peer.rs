@@ -1,4 +1,4 @@
-//! A daemon of others, asked to end when dropped.
+//! A daemon of others, asked to end when dropped; and how one is halted while another is measured.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,9 +11,35 @@ use super::CommandError;
 /// Nothing takes this long to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// A process that does not run until this is dropped. A disk may have work left when its turn is over, such as a checkpoint:
+/// that is to cost the disk itself, and not the one that is measured next.
+pub struct Halted(Pid);
+
+impl Halted {
+    /// Halts a child of this process.
+    pub fn new(child: &Child) -> Self {
+        let halted = Self(Pid::from_child(child));
+        // Gone is as good as halted.
+        let _ = kill_process(halted.0, Signal::STOP);
+        halted
+    }
+}
+
+impl Drop for Halted {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
+/// See the module's documentation.
 pub struct Peer(Child);
 
 impl Peer {
+    /// See [`Halted`].
+    pub fn halt(&self) -> Halted {
+        Halted::new(&self.0)
+    }
+
     /// Starts it in `directory`, and waits until there is a socket at each of `sockets`.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use super::super::notify::vhost_user::drive;
 use super::peer::Peer;
 use super::{
     CommandError, DISK_BYTES, DISKS, Door, Failure, Job, Pace, Place, Row, Session, Work, need,
+    take_turns,
 };
 use crate::vhost_user_client::VhostUserClient;
 
@@ -54,9 +55,12 @@ pub const JOBS: [Job; 5] = [
 /// Queues of each disk.
 const QUEUES: usize = 4;
 
+/// What a turn takes beside its own time.
+const BEFORE: Duration = Duration::from_millis(100);
+
 /// How long it takes, about.
 pub fn expected(jobs: &[&Job], pace: Pace) -> Duration {
-    (pace.turn + Duration::from_millis(100)) * (2 * pace.rounds * jobs.len()) as u32
+    (pace.turn + BEFORE) * (2 * pace.rounds * jobs.len()) as u32
 }
 
 /// Measures all jobs.
@@ -89,8 +93,8 @@ pub fn measure(
              num-queues={QUEUES}"
         ));
     }
-    let _ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
-    let _theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
+    let ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
+    let theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
     let rate = |sockets: &[String], job: &Job| -> Result<f64, CommandError> {
         let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
         let paths = sockets
@@ -104,27 +108,17 @@ pub fn measure(
         let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, pace.turn);
         Ok(tally.map_err(failed)?.rate())
     };
-    let mut rows = Vec::new();
-    for job in jobs {
-        let mut row = Row::new(Door::VhostUser, job.name, Some(job.goal));
-        for round in 0..pace.rounds {
-            // Neither is always the first.
-            for side in [round % 2, 1 - round % 2] {
-                let what = format!(
-                    "vhost-user: {}, round {} of {}",
-                    job.name,
-                    round + 1,
-                    pace.rounds
-                );
-                let rate = session.step(&what, pace.turn + Duration::from_millis(100), || {
-                    rate(&sockets[side], job)
-                })?;
-                if let Some(rate) = rate {
-                    row.add((side == 1).then_some("qemu-storage-daemon"), rate);
-                }
-            }
-        }
-        rows.push(row);
-    }
-    Ok(rows)
+    let daemons = (&ours, ("qemu-storage-daemon", &theirs));
+    let rows = jobs.iter().map(|job| {
+        let measured = |side: usize| rate(&sockets[side], job);
+        Ok(take_turns(
+            (Door::VhostUser, job),
+            pace,
+            BEFORE,
+            session,
+            daemons,
+            measured,
+        )?)
+    });
+    rows.collect()
 }
