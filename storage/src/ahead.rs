@@ -8,36 +8,30 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::num::NonZero;
-use std::time::Duration;
+use std::os::unix::fs::FileExt;
 
 use rustix::fs::{Advice, fadvise};
 
 use crate::engine::Source;
-use crate::file::DataFile;
+use crate::file::{DataFile, STEP};
 use crate::index::{Piece, Place};
 use crate::log::Log;
 use crate::segment::Segment;
-use crate::sync::{self, Arc};
+use crate::sync::Arc;
 
 /// A part that costs a request of its own takes the medium as long as so many bytes in a row.
 const WORTH: u64 = 64 << 10;
-/// Bytes asked for at once, and the pause after them in which others have the medium.
-const STEP: u64 = 1 << 20;
-const PAUSE: Duration = Duration::from_micros(250);
 
 /// See the module's documentation. Dropped, it gives the memory back.
 #[derive(Default)]
-pub(crate) struct Ahead(HashMap<*const Segment, Arc<File>>);
+pub(crate) struct Ahead {
+    files: HashMap<*const Segment, Arc<File>>,
+    segment_size: u64,
+}
 
 impl Ahead {
-    /// Reads the segments of which so many of `pieces` are wanted that it is worth it. `hurry`: somebody waits for it.
-    /// `tend` is called again and again.
-    pub(crate) fn of(
-        log: &Log,
-        pieces: impl Iterator<Item = Piece>,
-        hurry: bool,
-        mut tend: impl FnMut(),
-    ) -> Self {
+    /// For the segments of which so many of `pieces` are wanted that it is worth it.
+    pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
         let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
         for piece in pieces {
             if let Some(Place::Log { segment, .. }) = piece.place {
@@ -45,30 +39,43 @@ impl Ahead {
                 entry.or_insert_with(|| (segment, 0)).1 += 1;
             }
         }
-        let mut files = HashMap::new();
-        for (at, (segment, parts)) in parts {
-            if parts * WORTH < log.segment_size {
-                continue;
-            }
-            // Without it the parts are read where they lie.
-            let Some(file) = log.medium.cached(&segment) else {
-                continue;
-            };
-            for offset in (0..log.segment_size).step_by(STEP as usize) {
-                let _ = fadvise(&file, offset, NonZero::new(STEP), Advice::WillNeed);
-                tend();
-                if !hurry {
-                    sync::sleep(PAUSE);
-                }
-            }
-            files.insert(at, Arc::new(file));
+        let worth = parts.into_iter();
+        let worth = worth.filter(|(_, (_, parts))| parts * WORTH >= log.segment_size);
+        // One that can't be opened is read where its parts lie.
+        let files = worth
+            .filter_map(|(at, (segment, _))| Some((at, Arc::new(log.medium.cached(&segment)?))));
+        Self {
+            files: files.collect(),
+            segment_size: log.segment_size,
         }
-        Self(files)
+    }
+
+    /// Bytes to be read.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.files.len() as u64 * self.segment_size
+    }
+
+    /// Reads the segments. `next` is called before each step, with the bytes read so far; what it returns tells whether to
+    /// wait for the step, so that the medium has one at a time.
+    pub(crate) fn read(&self, mut next: impl FnMut(u64) -> bool) {
+        let mut done = 0;
+        for file in self.files.values() {
+            for offset in (0..self.segment_size).step_by(STEP as usize) {
+                let wait = next(done);
+                let len = STEP.min(self.segment_size - offset);
+                // If this fails, whoever wants a part reads it.
+                let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
+                if wait {
+                    let _ = file.read_at(&mut [0], offset + len - 1);
+                }
+                done += len;
+            }
+        }
     }
 
     /// Where the parts of `segment` are to be read.
     pub(crate) fn source(&self, segment: Arc<Segment>) -> Source {
-        match self.0.get(&Arc::as_ptr(&segment)) {
+        match self.files.get(&Arc::as_ptr(&segment)) {
             Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
             None => Source::Segment(segment),
         }
@@ -77,7 +84,7 @@ impl Ahead {
 
 impl Drop for Ahead {
     fn drop(&mut self) {
-        for file in self.0.values() {
+        for file in self.files.values() {
             let _ = fadvise(file, 0, None, Advice::DontNeed);
         }
     }
@@ -101,7 +108,7 @@ mod tests {
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let log = &store.disks()[0].log;
-        let segment = Arc::new(log.medium.create_segment(9, 1 << 20).unwrap());
+        let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut |_| {}).unwrap());
         let pieces = |count: u64| {
             let segment = segment.clone();
             (0..count).map(move |at| Piece {
@@ -116,9 +123,17 @@ mod tests {
         for byte in 1..20_u8 {
             let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
             segment.file.write_all_at(&bytes, 0).unwrap();
-            let few = Ahead::of(log, pieces(15), true, || {});
+            let few = Ahead::of(log, pieces(15));
+            assert_eq!(few.bytes(), 0);
             assert!(matches!(few.source(segment.clone()), Source::Segment(_)));
-            let ahead = Ahead::of(log, pieces(16), true, || {});
+            let ahead = Ahead::of(log, pieces(16));
+            assert_eq!(ahead.bytes(), 1 << 20);
+            let mut steps = Vec::new();
+            ahead.read(|done| {
+                steps.push(done);
+                byte % 2 == 0
+            });
+            assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
             let Source::Base(file) = ahead.source(segment.clone()) else {
                 panic!("16 parts of 1 MiB are worth it");
             };

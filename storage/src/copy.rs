@@ -192,12 +192,12 @@ struct Pace {
     bytes: (u64, u64),
     /// Records, likewise.
     records: (u64, u64),
-    /// Extents to be copied.
-    extents: usize,
+    /// Bytes to be read ahead and to be copied.
+    work: u64,
 }
 
 impl Pace {
-    fn new(log: &Log, hurry: bool, extents: usize) -> Self {
+    fn new(log: &Log, hurry: bool, work: u64) -> Self {
         let state = log.lock();
         let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
         let waiting = state.appended - state.applied;
@@ -207,7 +207,7 @@ impl Pace {
             hurry,
             bytes: (end, segments * log.segment_size),
             records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
-            extents,
+            work,
         }
     }
 
@@ -222,14 +222,10 @@ impl Pace {
         grown.is_some_and(|grown| now.duration_since(grown) < QUIET)
     }
 
-    /// How many runs may be in flight when so many extents have been taken.
-    fn runs(&self, log: &Log, taken: usize) -> usize {
+    /// How many runs may be in flight when so many bytes of the work are done.
+    fn runs(&self, log: &Log, done: u64) -> usize {
         let state = &*log.lock();
-        let hurry = self.hurry
-            || state.starved
-            || state.keeper.stop
-            || !state.keeper.orders.is_empty()
-            || log.held_back.load(Ordering::Relaxed);
+        let hurry = self.hurry || state.is_pressing() || log.held_back.load(Ordering::Relaxed);
         let used = |now: u64, (began, room): (u64, u64)| {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
@@ -237,7 +233,7 @@ impl Pace {
         let used = used(end, self.bytes).max(used(state.appended, self.records));
         let behind = match hurry {
             true => 1.0,
-            false => used - taken as f64 / self.extents as f64,
+            false => used - done as f64 / self.work as f64,
         };
         if behind <= 0.0 && self.is_disturbing(end) {
             return 0;
@@ -263,20 +259,32 @@ pub(crate) fn copy(
     if layers.is_empty() {
         return Ok(());
     }
-    let taken = Cell::new(0);
+    let done = Cell::new(0);
     let runs = layers.iter().flat_map(|(disk, layer)| {
         let disk: &DiskState = disk;
-        let pieces = layer.iter().inspect(|_| taken.set(taken.get() + 1));
+        let pieces = layer
+            .iter()
+            .inspect(|piece| done.set(done.get() + piece.sectors * SECTOR_SIZE));
         Runs::new(pieces).map(move |run| (disk, run))
     });
     let mut runs = runs.peekable();
-    let extents = layers.iter().map(|(_, layer)| layer.len()).sum();
-    let pace = Pace::new(log, hurry, extents);
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
-    let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
-    let ahead = Ahead::of(log, pieces, hurry, &mut tend);
+    let pieces = || layers.iter().flat_map(|(_, layer)| layer.iter());
+    let copied: u64 = pieces().map(|piece| piece.sectors * SECTOR_SIZE).sum();
+    let ahead = Ahead::of(log, pieces());
+    let pace = Pace::new(log, hurry, ahead.bytes() + copied);
+    ahead.read(|read| {
+        loop {
+            tend();
+            match pace.runs(log, read) {
+                0 => sync::sleep(SHORT),
+                runs => break runs < IN_FLIGHT_RUNS,
+            }
+        }
+    });
+    done.set(ahead.bytes());
     let mut copier = Copier {
         log,
         ahead,
@@ -289,7 +297,7 @@ pub(crate) fn copy(
     let mut ended = Vec::new();
     loop {
         tend();
-        let most = pace.runs(log, taken.get());
+        let most = pace.runs(log, done.get());
         while copier.failed.is_none() && copier.has_room(most) {
             let Some((disk, run)) = runs.next() else {
                 break;

@@ -5,13 +5,14 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::ReadWriteFlags;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Uuid;
-use crate::{Buffer, SECTOR_SIZE};
+use crate::{Buffer, SECTOR_SIZE, sync};
 
 /// What the store asks of a file that holds data: a segment, the control file, a base image.
 pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
@@ -147,7 +148,7 @@ fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()>
         false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
     };
     match rustix::fs::fallocate(file, flags, offset, len) {
-        Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes(file, offset, len),
+        Err(rustix::io::Errno::OPNOTSUPP) => write_zeroes(file, offset, len, &mut |_| {}),
         other => Ok(other?),
     }
 }
@@ -160,14 +161,25 @@ pub(crate) fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion.
-pub(crate) fn write_zeroes(file: &dyn DataFile, offset: u64, len: u64) -> io::Result<()> {
-    let zeroes = Buffer::zeroed(len.min(1 << 20) as usize);
+/// Bytes that background work moves at once: a sync of the log waits for them at most.
+pub(crate) const STEP: u64 = 256 << 10;
+
+/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
+/// with the time that each [`STEP`] took.
+pub(crate) fn write_zeroes(
+    file: &dyn DataFile,
+    offset: u64,
+    len: u64,
+    between: &mut dyn FnMut(Duration),
+) -> io::Result<()> {
+    let zeroes = Buffer::zeroed(len.min(STEP) as usize);
     let mut done = 0;
     while done < len {
         let part = (len - done).min(zeroes.len() as u64);
+        let began = sync::now();
         file.write_all_at(&zeroes[..part as usize], offset + done)?;
         done += part;
+        between(sync::now() - began);
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ use std::io;
 use std::mem::offset_of;
 use std::os::fd::RawFd;
 use std::path::Path;
+use std::time::Duration;
 
 use crate::Failure;
 use crate::SECTOR_SIZE;
@@ -187,7 +188,12 @@ impl DataFile for MemoryFile {
 }
 
 impl Medium for Files {
-    fn create_segment(&self, _slot: u32, _size: u64) -> Result<Segment> {
+    fn create_segment(
+        &self,
+        _slot: u32,
+        _size: u64,
+        _between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment> {
         unreachable!("recovery makes no segments")
     }
 

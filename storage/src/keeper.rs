@@ -28,6 +28,10 @@ use crate::sync::{self, Arc};
 
 /// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
 const READY: usize = 2;
+/// After each step of making a segment the medium is left to others for so many times as long, at most for so long: all at
+/// once, a segment would keep it from the log's syncs.
+const GIVE_WAY: u32 = 2;
+const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -120,7 +124,16 @@ impl Log {
             return Ok(());
         }
         drop(state);
-        let made = self.medium.create_segment(slot, self.segment_size);
+        let mut give_way = |took: Duration| {
+            let state = self.lock();
+            let pressing = state.is_pressing() || state.free.is_empty();
+            drop(state);
+            if !pressing {
+                sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
+            }
+        };
+        let size = self.segment_size;
+        let made = self.medium.create_segment(slot, size, &mut give_way);
         let mut state = self.lock();
         // Without it the ring is smaller: a checkpoint has to go around it sooner.
         state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;

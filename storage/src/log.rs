@@ -201,6 +201,11 @@ impl State {
         self.keeper.draining.is_some_and(|lsn| self.batched < lsn)
     }
 
+    /// Somebody waits for the keeper, who is not to give way to others then.
+    pub(crate) fn is_pressing(&self) -> bool {
+        self.starved || self.keeper.stop || !self.keeper.orders.is_empty()
+    }
+
     /// The ring is full and can't be emptied. What would need room fails until that has changed.
     pub(crate) fn is_stuck(&self) -> bool {
         self.starved && self.keeper.failed

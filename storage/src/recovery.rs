@@ -473,7 +473,7 @@ fn look_behind(
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
 pub(crate) fn wipe(segment: &Segment) -> Result<()> {
-    let wiped = file::write_zeroes(segment.file.as_ref(), 0, BLOCK as u64)
+    let wiped = file::write_zeroes(segment.file.as_ref(), 0, BLOCK as u64, &mut |_| {})
         .and_then(|()| segment.file.sync_data());
     wiped.map_err(|error| Error::io("wipe the void log segment", &segment.path, error))
 }

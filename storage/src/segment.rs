@@ -16,8 +16,14 @@ use crate::sync::{Arc, Event};
 /// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
     /// Creates segment file number `slot`, every byte written with zero and synced, so that later syncs
-    /// touch no file-system metadata. A crash leaves either nothing or the whole file.
-    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment>;
+    /// touch no file-system metadata. A crash leaves either nothing or the whole file. `between` is called between
+    /// any two steps with the time that the first took.
+    fn create_segment(
+        &self,
+        slot: u32,
+        size: u64,
+        between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment>;
 
     /// Opens the segment files there are, in the order of their numbers.
     fn segments(&self) -> Result<Vec<(u32, Segment)>>;
@@ -84,10 +90,10 @@ impl Segment {
     }
 
     /// See [`Medium::create_segment`].
-    fn create(dir: &Path, slot: u32, size: u64) -> Result<Self> {
+    fn create(dir: &Path, slot: u32, size: u64, between: &mut dyn FnMut(Duration)) -> Result<Self> {
         let path = Self::path(dir, slot);
         let unfinished = path.with_extension("new");
-        let fill = || {
+        let mut fill = || {
             let file = OpenOptions::new()
                 .write(true)
                 .create(true)
@@ -95,7 +101,7 @@ impl Segment {
                 .open(&unfinished)?;
             file::allocate(&file, size)?;
             // Past the cache and bit by bit: written back at once, a segment would keep the medium from the log's syncs.
-            file::write_zeroes(&file::open_direct(&unfinished, true)?, 0, size)?;
+            file::write_zeroes(&file::open_direct(&unfinished, true)?, 0, size, between)?;
             file.sync_all()?;
             std::fs::rename(&unfinished, &path)
         };
@@ -136,8 +142,13 @@ impl Segment {
 }
 
 impl Medium for Directory {
-    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment> {
-        Segment::create(&self.path, slot, size)
+    fn create_segment(
+        &self,
+        slot: u32,
+        size: u64,
+        between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment> {
+        Segment::create(&self.path, slot, size, between)
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {

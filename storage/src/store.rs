@@ -174,8 +174,11 @@ pub(crate) fn adopt(
         }
         None => {
             let control = create_log(log_dir, options, &[(path, size)])?;
-            directory(log_dir, EngineKind::Blocking)
-                .create_segment(0, control.control.header.segment_size.get())?;
+            directory(log_dir, EngineKind::Blocking).create_segment(
+                0,
+                control.control.header.segment_size.get(),
+                &mut |_| {},
+            )?;
         }
     }
     Ok(())

@@ -312,7 +312,7 @@ mod tests {
             };
             let dir = tempfile::tempdir().unwrap();
             let medium = crate::store::directory(dir.path(), kind);
-            let segment = Arc::new(medium.create_segment(0, 1 << 20).unwrap());
+            let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap());
             let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();
             let chunk = |byte: u8, len: usize| Chunk {

@@ -337,11 +337,6 @@ impl ExtentMap {
         })
     }
 
-    /// How many extents there are.
-    pub(crate) fn len(&self) -> usize {
-        self.leaves.iter().map(|leaf| leaf.extents.len()).sum()
-    }
-
     pub(crate) fn is_empty(&self) -> bool {
         self.leaves.is_empty()
     }

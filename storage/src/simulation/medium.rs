@@ -498,7 +498,12 @@ fn segment_name(slot: u32) -> String {
 }
 
 impl Medium for Simulated {
-    fn create_segment(&self, slot: u32, size: u64) -> Result<Segment> {
+    fn create_segment(
+        &self,
+        slot: u32,
+        size: u64,
+        _between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment> {
         let path = PathBuf::from(segment_name(slot));
         let created = {
             let mut world = self.lock();
