@@ -61,6 +61,16 @@ impl Daemon {
         Halted::new(&self.child)
     }
 
+    /// Copies what its logs hold to the images, so that a job does not pay for the one before it.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn checkpoint(&self) -> Result<(), CommandError> {
+        let asked = control_socket::Command::Checkpoint { disk: None };
+        let answer = control_socket::ask(&self.control, &asked);
+        answer.map(drop).map_err(CommandError::Failed)
+    }
+
     /// Processor time that it has used.
     pub fn cpu(&self) -> Option<Duration> {
         processor_time::of_process(self.child.id())

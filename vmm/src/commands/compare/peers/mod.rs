@@ -207,13 +207,13 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         jobs.filter(|job| job.name.contains(&arguments.job))
             .collect()
     };
-    let expected = doors.iter().map(|door| match door {
-        Door::VhostUser => vhost_user::expected(&wanted(&vhost_user::JOBS), pace),
-        Door::Nbd => nbd::expected(&wanted(&nbd::JOBS), pace),
+    let time = doors.iter().map(|door| match door {
+        Door::VhostUser => expected(&wanted(&vhost_user::JOBS), pace, vhost_user::BEFORE),
+        Door::Nbd => expected(&wanted(&nbd::JOBS), pace, nbd::BEFORE),
         Door::Qemu => emulated::expected(pace),
         Door::Tcmu => target::expected(pace),
     });
-    let session = arguments.output.start(expected.sum())?;
+    let session = arguments.output.start(time.sum())?;
     let place = Place::new(dir)?;
     let (mut rows, mut missing, mut failed) = (Vec::new(), Vec::new(), None);
     for door in doors {
@@ -256,34 +256,66 @@ impl From<CommandError> for Failure {
     }
 }
 
-/// `walvisor` and its peer take turns at a job, each halted while the other is measured. `rate` measures the first of them, 0,
-/// or the second. A turn takes `before` longer than the pace says.
+/// What both sides do, and nobody measures, before their first turn: a log is as it stays once all of its segment files have
+/// been made, as the blocks of the peers' images have been.
+const WARM_UP: (Work, Duration) = (Work::Write, Duration::from_secs(5));
+
+/// How long the turns of `jobs` take, each `before` longer than the pace says.
+fn expected(jobs: &[&Job], pace: Pace, before: Duration) -> Duration {
+    let warm_up = if pace.quick { 0 } else { 2 };
+    WARM_UP.1 * warm_up + (pace.turn + before) * (2 * pace.rounds * jobs.len()) as u32
+}
+
+/// `walvisor` and its peer take turns at each of `jobs`, each halted while the other is measured. `rate` measures the first of
+/// them, 0, or the second, for a time. A turn takes `before` longer than the pace says.
 fn take_turns(
-    (door, job): (Door, &Job),
+    (door, jobs): (Door, &[&'static Job]),
     pace: Pace,
     before: Duration,
     session: &Session,
     (ours, (name, theirs)): (&Daemon, (&str, &Peer)),
-    rate: impl Fn(usize) -> Result<f64, CommandError>,
-) -> Result<Row, CommandError> {
-    let mut row = Row::new(door, job.name, Some(job.goal));
-    let door = door.to_possible_value();
-    let door = door.as_ref().map_or("", |door| door.get_name());
-    for round in 0..pace.rounds {
-        // Neither is always the first.
-        for side in [round % 2, 1 - round % 2] {
-            let (round, rounds) = (round + 1, pace.rounds);
-            let what = format!("{door}: {}, round {round} of {rounds}", job.name);
-            let _other = match side {
-                0 => theirs.halt(),
-                _ => ours.halt(),
-            };
-            if let Some(rate) = session.step(&what, pace.turn + before, || rate(side))? {
-                row.add((side == 1).then_some(name), rate);
-            }
+    rate: impl Fn(usize, &Job, Duration) -> Result<f64, CommandError>,
+) -> Result<Vec<Row>, CommandError> {
+    let value = door.to_possible_value();
+    let title = value.as_ref().map_or("", |door| door.get_name());
+    let measured = |what: String, side: usize, job: &Job, turn: Duration| {
+        let _other = match side {
+            0 => theirs.halt(),
+            _ => ours.halt(),
+        };
+        session.step(&what, turn + before, || rate(side, job, turn))
+    };
+    if let (Some(job), false) = (jobs.first(), pace.quick) {
+        let (work, turn) = WARM_UP;
+        let (disks, queues, depth) = (job.disks, 1, 32);
+        let job = Job {
+            work,
+            disks,
+            queues,
+            depth,
+            ..**job
+        };
+        for side in [0, 1] {
+            measured(format!("{title}: warming up"), side, &job, turn)?;
         }
     }
-    Ok(row)
+    let mut rows = Vec::new();
+    for job in jobs {
+        let mut row = Row::new(door, job.name, Some(job.goal));
+        ours.checkpoint()?;
+        for round in 0..pace.rounds {
+            // Neither is always the first.
+            for side in [round % 2, 1 - round % 2] {
+                let (round, rounds) = (round + 1, pace.rounds);
+                let what = format!("{title}: {}, round {round} of {rounds}", job.name);
+                if let Some(rate) = measured(what, side, job, pace.turn)? {
+                    row.add((side == 1).then_some(name), rate);
+                }
+            }
+        }
+        rows.push(row);
+    }
+    Ok(rows)
 }
 
 /// Asks for a program.
@@ -304,6 +336,7 @@ fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
     );
     let mut notes = vec![
         rounds.as_str(),
+        "Over vhost-user and NBD each is halted while the other is measured, and begins a job with nothing left to be copied.",
         "A commit is a write and, once that has ended, a FLUSH. Peers open their image with cache.direct and io_uring, and FLUSH is \
          an fdatasync; cache=writeback goes through the host's page cache, FLUSH likewise.",
     ];

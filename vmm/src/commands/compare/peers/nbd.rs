@@ -38,12 +38,7 @@ pub const JOBS: [Job; 4] = [
 const SOCKETS: [&str; 2] = ["ours.nbd", "peer.nbd"];
 
 /// What a turn takes beside its own time.
-const BEFORE: Duration = Duration::from_millis(400);
-
-/// How long it takes, about.
-pub fn expected(jobs: &[&Job], pace: Pace) -> Duration {
-    (pace.turn + BEFORE) * (2 * pace.rounds * jobs.len()) as u32
-}
+pub const BEFORE: Duration = Duration::from_millis(400);
 
 /// Measures all jobs.
 pub fn measure(
@@ -68,18 +63,15 @@ pub fn measure(
     theirs.arg("peer-0.img");
     let theirs = Peer::start(&mut theirs, &[SOCKETS[1].to_owned()], place.path())?;
     let daemons = (&ours, ("qemu-nbd", &theirs));
-    let rows = jobs.iter().map(|job| {
-        let measured = |side: usize| fio(place, SOCKETS[side], job, pace.turn);
-        Ok(take_turns(
-            (Door::Nbd, job),
-            pace,
-            BEFORE,
-            session,
-            daemons,
-            measured,
-        )?)
-    });
-    rows.collect()
+    let measured = |side: usize, job: &Job, turn| fio(place, SOCKETS[side], job, turn);
+    Ok(take_turns(
+        (Door::Nbd, jobs),
+        pace,
+        BEFORE,
+        session,
+        daemons,
+        measured,
+    )?)
 }
 
 fn fio(place: &Place, socket: &str, job: &Job, turn: Duration) -> Result<f64, CommandError> {

@@ -56,12 +56,7 @@ pub const JOBS: [Job; 5] = [
 const QUEUES: usize = 4;
 
 /// What a turn takes beside its own time.
-const BEFORE: Duration = Duration::from_millis(100);
-
-/// How long it takes, about.
-pub fn expected(jobs: &[&Job], pace: Pace) -> Duration {
-    (pace.turn + BEFORE) * (2 * pace.rounds * jobs.len()) as u32
-}
+pub const BEFORE: Duration = Duration::from_millis(100);
 
 /// Measures all jobs.
 pub fn measure(
@@ -95,7 +90,7 @@ pub fn measure(
     }
     let ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
     let theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
-    let rate = |sockets: &[String], job: &Job| -> Result<f64, CommandError> {
+    let rate = |sockets: &[String], job: &Job, turn| -> Result<f64, CommandError> {
         let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
         let paths = sockets
             .iter()
@@ -105,20 +100,17 @@ pub fn measure(
             .map(|path| VhostUserClient::connect(&path, job.queues))
             .collect();
         let loops = (job.work, job.queues, job.depth);
-        let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, pace.turn);
+        let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, turn);
         Ok(tally.map_err(failed)?.rate())
     };
     let daemons = (&ours, ("qemu-storage-daemon", &theirs));
-    let rows = jobs.iter().map(|job| {
-        let measured = |side: usize| rate(&sockets[side], job);
-        Ok(take_turns(
-            (Door::VhostUser, job),
-            pace,
-            BEFORE,
-            session,
-            daemons,
-            measured,
-        )?)
-    });
-    rows.collect()
+    let measured = |side: usize, job: &Job, turn| rate(&sockets[side], job, turn);
+    Ok(take_turns(
+        (Door::VhostUser, jobs),
+        pace,
+        BEFORE,
+        session,
+        daemons,
+        measured,
+    )?)
 }
