@@ -241,3 +241,23 @@ fn write_mark(file: &File, uuid: Option<&Uuid>) -> io::Result<()> {
 pub(crate) fn hex(uuid: &Uuid) -> String {
     format!("{:032x}", u128::from_be_bytes(*uuid))
 }
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+
+    /// Others have the medium between any two steps, however long the whole.
+    #[test]
+    fn zeroes_are_written_step_by_step() {
+        let file = tempfile::tempfile().unwrap();
+        FileExt::write_all_at(&file, &[7; 3 * STEP as usize], 0).unwrap();
+        let mut steps = 0;
+        write_zeroes(&file, 512, 2 * STEP + 512, &mut |_| steps += 1).unwrap();
+        assert_eq!(steps, 3);
+        let mut bytes = vec![1; 3 * STEP as usize];
+        FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
+        let zeroes = bytes.iter().filter(|&&byte| byte == 0).count() as u64;
+        assert_eq!((zeroes, bytes[511], bytes[512]), (2 * STEP + 512, 7, 0));
+    }
+}

@@ -86,3 +86,36 @@ impl Drop for Peer {
         let _ = self.0.wait();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether the system says that it is stopped by a signal (proc(5), `stat`).
+    fn stopped(child: &Child) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+        stat.rsplit(')')
+            .next()
+            .unwrap()
+            .trim_start()
+            .starts_with('T')
+    }
+
+    #[test]
+    fn who_is_halted_does_not_run_until_it_may_again() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let wait_until = |wanted: bool| {
+            let began = Instant::now();
+            while stopped(&child) != wanted {
+                assert!(began.elapsed() < PATIENCE, "stopped: {}", !wanted);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let halted = Halted::new(&child);
+        wait_until(true);
+        drop(halted);
+        wait_until(false);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
