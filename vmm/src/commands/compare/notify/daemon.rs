@@ -56,7 +56,7 @@ impl Daemon {
         }
     }
 
-    /// See [`Halted`].
+    /// Halts it until what is returned is dropped.
     pub fn halt(&self) -> Halted {
         Halted::new(&self.child)
     }

@@ -35,7 +35,7 @@ impl Drop for Halted {
 pub struct Peer(Child);
 
 impl Peer {
-    /// See [`Halted`].
+    /// Halts it until what is returned is dropped.
     pub fn halt(&self) -> Halted {
         Halted::new(&self.0)
     }
