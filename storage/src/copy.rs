@@ -183,10 +183,36 @@ struct Copier<'a> {
     failed: Option<Error>,
 }
 
+/// Whether somebody writes to a log: then background work disturbs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Growth {
+    /// The log's end when it was last looked at.
+    end: u64,
+    /// When it was last seen to have grown.
+    grown: Option<Instant>,
+}
+
+impl Growth {
+    /// Of a log that ends at `end`.
+    pub(crate) fn new(end: u64) -> Self {
+        Self { end, grown: None }
+    }
+
+    /// Whether it has grown lately, now that it ends at `end`.
+    pub(crate) fn is_under_way(&mut self, end: u64) -> bool {
+        let now = sync::now();
+        if end > self.end {
+            self.grown = Some(now);
+        }
+        self.end = end;
+        self.grown
+            .is_some_and(|grown| now.duration_since(grown) < QUIET)
+    }
+}
+
 /// How long a copy may take.
 struct Pace {
-    /// The log's end when it was last looked at, and when it was last seen to have grown.
-    grown: Cell<(u64, Option<Instant>)>,
+    growth: Cell<Growth>,
     hurry: bool,
     /// Bytes of log when it began, and how many more there was room for.
     bytes: (u64, u64),
@@ -203,23 +229,12 @@ impl Pace {
         let waiting = state.appended - state.applied;
         let end = log.end(&state);
         Self {
-            grown: Cell::new((end, None)),
+            growth: Cell::new(Growth::new(end)),
             hurry,
             bytes: (end, segments * log.segment_size),
             records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
             work,
         }
-    }
-
-    /// Whether somebody writes to the log, which ends at `end`.
-    fn is_disturbing(&self, end: u64) -> bool {
-        let (before, mut grown) = self.grown.get();
-        let now = sync::now();
-        if end > before {
-            grown = Some(now);
-        }
-        self.grown.set((end, grown));
-        grown.is_some_and(|grown| now.duration_since(grown) < QUIET)
     }
 
     /// How many runs may be in flight when so many bytes of the work are done.
@@ -235,7 +250,10 @@ impl Pace {
             true => 1.0,
             false => used - done as f64 / self.work as f64,
         };
-        if behind <= 0.0 && self.is_disturbing(end) {
+        let mut growth = self.growth.get();
+        let disturbing = behind <= 0.0 && growth.is_under_way(end);
+        self.growth.set(growth);
+        if disturbing {
             return 0;
         }
         let more = (IN_FLIGHT_RUNS - UNHURRIED_RUNS) as f64;

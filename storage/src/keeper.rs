@@ -15,7 +15,7 @@ use std::time::Duration;
 use zerocopy::little_endian::U64;
 
 use crate::committer::Committer;
-use crate::copy::copy;
+use crate::copy::{Growth, copy};
 use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::DataFile;
@@ -28,7 +28,7 @@ use crate::sync::{self, Arc};
 
 /// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
 const READY: usize = 2;
-/// After each step of making a segment the medium is left to others for so many times as long, at most for so long: all at
+/// After each step of making a segment while the log grows the medium is left to others for so many times as long, at most for so long: all at
 /// once, a segment would keep it from the log's syncs.
 const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
@@ -123,12 +123,14 @@ impl Log {
         if state.free.len() >= READY || slot >= self.max_segments {
             return Ok(());
         }
+        let mut growth = Growth::new(self.end(&state));
         drop(state);
         let mut give_way = |took: Duration| {
             let state = self.lock();
             let pressing = state.is_pressing() || state.free.is_empty();
+            let disturbing = growth.is_under_way(self.end(&state));
             drop(state);
-            if !pressing {
+            if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
             }
         };
