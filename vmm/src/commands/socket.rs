@@ -7,6 +7,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::Mode;
 
@@ -108,9 +109,13 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
             Err(error) => return Err(failed(&error)),
         },
     }
+    // Tests have more than one thread: each is to find the mask as it was.
+    static MASK: Mutex<()> = Mutex::new(());
+    let alone = MASK.lock().unwrap_or_else(PoisonError::into_inner);
     let before = rustix::process::umask(Mode::from_raw_mode(0o777 & !mode));
     let listener = UnixListener::bind(path);
     rustix::process::umask(before);
+    drop(alone);
     let listener = listener.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput => {
             failed(&"the path is too long for a socket: give one of at most 107 bytes")
