@@ -90,9 +90,9 @@ pub fn measure(
     }
     let ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
     let theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
-    let rate = |sockets: &[String], job: &Job, turn| -> Result<f64, CommandError> {
+    let rate = |side: usize, job: &Job, turn| -> Result<f64, CommandError> {
         let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
-        let paths = sockets
+        let paths = sockets[side]
             .iter()
             .take(job.disks)
             .map(|name| place.path().join(name));
@@ -104,13 +104,12 @@ pub fn measure(
         Ok(tally.map_err(failed)?.rate())
     };
     let daemons = (&ours, ("qemu-storage-daemon", &theirs));
-    let measured = |side: usize, job: &Job, turn| rate(&sockets[side], job, turn);
     Ok(take_turns(
         (Door::VhostUser, jobs),
         pace,
         BEFORE,
         session,
         daemons,
-        measured,
+        rate,
     )?)
 }
