@@ -106,6 +106,14 @@ fn is_zero(piece: &Piece) -> Option<bool> {
     }
 }
 
+/// Bytes that a piece counts in the work of a copy: however much is zeroed, it is one call.
+fn work(piece: &Piece) -> u64 {
+    match is_zero(piece) {
+        Some(_) => SECTOR_SIZE,
+        None => piece.sectors * SECTOR_SIZE,
+    }
+}
+
 impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
     type Item = Run;
 
@@ -282,7 +290,7 @@ pub(crate) fn copy(
         let disk: &DiskState = disk;
         let pieces = layer
             .iter()
-            .inspect(|piece| done.set(done.get() + piece.sectors * SECTOR_SIZE));
+            .inspect(|piece| done.set(done.get() + work(piece)));
         Runs::new(pieces).map(move |run| (disk, run))
     });
     let mut runs = runs.peekable();
@@ -290,7 +298,7 @@ pub(crate) fn copy(
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
     let pieces = || layers.iter().flat_map(|(_, layer)| layer.iter());
-    let copied: u64 = pieces().map(|piece| piece.sectors * SECTOR_SIZE).sum();
+    let copied: u64 = pieces().map(|piece| work(&piece)).sum();
     let ahead = Ahead::of(log, pieces());
     let pace = Pace::new(log, hurry, ahead.bytes() + copied);
     ahead.read(|read| {
@@ -478,6 +486,19 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// Else a copy with one long discard would be ahead of its time, and wait, until the log is full.
+    #[test]
+    fn a_long_discard_is_little_work() {
+        let piece = |sectors, place| Piece {
+            sector: 0,
+            sectors,
+            place: Some(place),
+        };
+        let payload = Buffer::zeroed(4096).share();
+        assert_eq!(work(&piece(8, Place::Memory { payload, offset: 0 })), 4096);
+        assert_eq!(work(&piece(1 << 40, Place::Zero { unmap: true })), 512);
+    }
 
     proptest! {
         /// Whatever the extents, the runs are all of them, in order, none too long, and none that could be one.

@@ -28,8 +28,8 @@ use crate::sync::{self, Arc};
 
 /// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
 const READY: usize = 2;
-/// After each step of making a segment while the log grows the medium is left to others for so many times as long, at most for so long: all at
-/// once, a segment would keep it from the log's syncs.
+/// After each step of making a segment while the log grows the medium is left to others for so many times as long, at
+/// most for so long: all at once, a segment would keep it from the log's syncs.
 const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// Pause before a failed checkpoint is tried again.
