@@ -2,15 +2,20 @@
 
 mod support;
 
-use support::{Place, flush, small, write};
-use walvisor_storage::{DiskOptions, EngineKind, Store};
+use support::{Place, SIZE, flush, small, write};
+use walvisor_storage::{DiskOptions, EngineKind, Store, StoreOptions, create_disk};
 
 #[test]
 fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
-    let place = Place::new();
+    let place = Place::empty();
+    // More than a segment, and less than the half of the ring that leads to a checkpoint.
+    let options = StoreOptions {
+        max_segments: 16,
+        ..small(EngineKind::Auto)
+    };
+    create_disk(&place.disk, SIZE, &place.log(), &options).unwrap();
     let store = place.open();
     let mut port = store.disks()[0].open_port().unwrap();
-    // More than a segment, and less than leads to a checkpoint.
     for i in 0..6 {
         write(&mut port, i * 512, 1, 512);
     }
