@@ -176,7 +176,7 @@ impl<T, R> Drop for Ending<'_, '_, T, R> {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -188,6 +188,15 @@ mod tests {
             let work = |part: usize| {
                 let now = open.fetch_add(1, Ordering::Relaxed) + 1;
                 most.fetch_max(now, Ordering::Relaxed);
+                // The first stays until another thread has come, however late that is.
+                let began = Instant::now();
+                while threads > 1
+                    && part == 0
+                    && most.load(Ordering::Relaxed) == 1
+                    && began.elapsed() < Duration::from_secs(20)
+                {
+                    thread::sleep(Duration::from_millis(1));
+                }
                 thread::sleep(Duration::from_micros(part as u64 * 7919 % 300));
                 open.fetch_sub(1, Ordering::Relaxed);
                 part * 2
