@@ -233,9 +233,11 @@ impl Drop for Committer {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use crate::{
-        Buffer, DiskOptions, Failure, Operation, Port, Store, StoreOptions, create_disk,
-        default_log_dir,
+        Buffer, CommitWait, DiskOptions, Failure, Operation, Port, Store, StoreOptions,
+        create_disk, default_log_dir,
     };
 
     fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {
@@ -254,13 +256,19 @@ mod tests {
         let log = default_log_dir(&disk);
         let options = StoreOptions {
             segment_size: 1 << 20,
+            // One of two who could wait has its group held.
+            commit_wait: CommitWait {
+                longest: Some(Duration::from_secs(3600)),
+                count: Some(2),
+            },
             ..StoreOptions::default()
         };
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-        let mut ports = [0, 1].map(|_| store.disks()[0].open_port().unwrap());
-        write(&mut ports[0], 1).unwrap();
-        ports[0].end_for_test(Operation::Flush).unwrap();
+        let mut first = store.disks()[0].open_port().unwrap();
+        write(&mut first, 1).unwrap();
+        first.end_for_test(Operation::Flush).unwrap();
+        let mut ports = [first, store.disks()[0].open_port().unwrap()];
         // One waits, not started yet, when the log fails.
         write(&mut ports[0], 2).unwrap();
         ports[0].submit(7, Operation::Flush);
