@@ -42,7 +42,7 @@ impl Client {
         while open > 0 {
             self.port.completions(&mut self.done);
             if self.done.is_empty() {
-                let limit = Duration::from_secs(20).try_into().unwrap();
+                let limit = Duration::from_secs(120).try_into().unwrap();
                 let event = self.port.event();
                 let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
                 assert!(rustix::event::poll(&mut fds, Some(&limit)).unwrap() > 0);
@@ -111,12 +111,12 @@ fn writes_flushes_and_reads_reuse_memory() {
             // A group may begin while the buffers of the last, which is answered, are yet to be given back.
             let both = (0..2 * 65).map(|_| Buffer::from(&client.block[..]));
             drop(both.collect::<Vec<_>>());
-            // Every block is written, lists have their length, and the keeper has made the next segment.
+            // Every block is written, lists have their length, and the keeper has the two segments ready that it keeps.
             client.allocations(64, 64, Client::write);
             client.allocations(16, 64, Client::read);
             let began = Instant::now();
-            while !place.log().join("segment-00001").exists() {
-                assert!(began.elapsed() < Duration::from_secs(60));
+            while !place.log().join("segment-00002").exists() {
+                assert!(began.elapsed() < Duration::from_secs(120));
                 std::thread::sleep(Duration::from_millis(10));
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -130,15 +130,9 @@ fn writes_flushes_and_reads_reuse_memory() {
                 few as f64 / 100.0,
                 reads as f64 / 100.0
             );
-            // No write adds one, so none is a request's. With io_uring a group costs none either; the blocking engine
-            // has a list of chunks, that list's system call and a part of the channel's memory for each.
-            let most = match engine {
-                EngineKind::Blocking => 320,
-                _ => 10,
-            };
-            assert!(many <= few + 10, "{many} and {few} in 100 groups");
-            assert!(many.max(few) <= most, "{many} and {few} in 100 groups");
-            assert!(reads <= 10, "{reads} for 6400 reads");
+            // Neither a request nor a group costs one: not even every other group. A stray one is no fault.
+            let most = many.max(few).max(reads);
+            assert!(most < 50, "{many}, {few} and {reads} in 100 groups");
             drop(client);
             store.close().unwrap();
         }
