@@ -15,8 +15,11 @@
 #   run_guest NAME SECONDS ARGUMENT...    start_guest and wait_guest
 #   guest_files NAME                      puts the files that the guest sent with send_file into $RESULTS
 # A guest that does not show its first line within BOOT_SECONDS, or that ends without saying how its script did, ends the
-# job with status 75: emulated virtualisation does that to guests at times. The caller tries once more, and counts it.
-#   spoken NAME                           sees to the latter; wait_guest does it by itself
+# job with status 75: emulated virtualisation does that to guests at times. On a nested machine also one whose processor KVM
+# could not run on, or that hung before its script's end. The caller tries again, a few times, and counts it.
+#   spoken NAME                           sees to an end without a word; wait_guest does all of it by itself
+#   unrunnable FILE                       whether FILE, what walvisor printed, says that KVM could not run a processor on,
+#                                         and that on a nested machine
 JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results MACHINE=$(cat "$BASE/machine")
 PATH=$BASE/bin:$PATH
 BOOT_SECONDS=${BOOT_SECONDS:-90}
@@ -64,13 +67,15 @@ wait_guest() {
         if [ "$(uptime_seconds)" -ge "$deadline" ]; then
             echo "job: guest $1 did not end within $2 s"
             kill_guest "$1"
+            # Its processor may be stuck, which no watchdog notices with interrupts off.
+            [ "$MACHINE" = nested ] && spoken "$1"
             return 124
         fi
         sleep 0.2
     done
     # tee may still hold the last lines.
     wait "$(cat "$WORK/$1.tee")"
-    [ "$(cat "$WORK/$1.status")" = 0 ] && spoken "$1"
+    if [ "$(cat "$WORK/$1.status")" = 0 ] || unrunnable "$RESULTS/$1.log"; then spoken "$1"; fi
     return "$(cat "$WORK/$1.status")"
 }
 
@@ -78,6 +83,12 @@ spoken() {
     grep -q 'guest: job exit' "$RESULTS/$1.log" && return
     echo "job: guest $1 ended without a word"
     exit 75
+}
+
+# What walvisor itself does wrong on a vCPU's thread is told in other words.
+unrunnable() {
+    [ "$MACHINE" = nested ] &&
+        grep -q 'walvisor: .*vCPU [0-9]*: \(KVM internal error\|KVM cannot emulate\|the processor refused\|triple fault\)' "$1"
 }
 
 wait_line() {

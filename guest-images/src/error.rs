@@ -37,8 +37,10 @@ pub enum Error {
     /// Something has not the form that it must have.
     #[error("{0}")]
     Unusable(String),
-    /// A machine did not boot, also when it was tried again.
-    #[error("{what} did not boot in {attempts} attempts: the console output shows how far it came")]
+    /// A machine hung or fell over, also when it was tried again.
+    #[error(
+        "{what} hung or fell over in each of {attempts} attempts: the console output shows how far it came"
+    )]
     Hung {
         /// What hung.
         what: &'static str,

@@ -22,7 +22,8 @@ const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
 /// What a job ends with when a guest hung at boot, or ended without a word (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
-const ATTEMPTS: u32 = 4;
+/// What the outer machine says if its processor cannot run guests. Another attempt would end the same way.
+const NO_KVM: &str = "outer: kvm_amd gives no /dev/kvm";
 /// Where in its area a job lives: `$BASE`.
 const BASE: &str = "job";
 /// Host programs that running needs, each with its package.
@@ -45,10 +46,12 @@ pub struct Job {
     pub limit: Duration,
     /// Space for the guests' disks in MiB. Sparse: only what is written takes space.
     pub disk_mebibytes: u64,
+    /// How often a job is begun in all, from 1, if its machine or a guest on it hangs or falls over.
+    pub attempts: u32,
 }
 
 impl Job {
-    /// A job with no further files, ten minutes, and 4 GiB for disks.
+    /// A job with no further files, ten minutes, 4 GiB for disks, and four attempts.
     #[must_use]
     pub fn new(script: impl Into<String>, walvisor: impl Into<PathBuf>) -> Self {
         Self {
@@ -57,6 +60,7 @@ impl Job {
             walvisor: walvisor.into(),
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
+            attempts: 4,
         }
     }
 
@@ -77,10 +81,11 @@ impl Job {
         self.run_on(machine, cache, reporter)
     }
 
-    /// Runs the job on `machine` and waits for its end. A boot that hangs is tried once more, which is said aloud.
+    /// Runs the job on `machine` and waits for its end. If the machine or a guest on it hangs or falls over, the job is
+    /// begun anew, which is said aloud and counted.
     ///
     /// # Errors
-    /// The images cannot be built, the machine cannot be started, or it hangs a second time, or the job takes longer
+    /// The images cannot be built, the machine cannot be started, or it hangs in every attempt, or the job takes longer
     /// than its limit. A script that fails is no error: see [`Outcome::status`].
     pub fn run_on(&self, machine: Machine, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
         let needs: &[_] = match machine {
@@ -89,7 +94,7 @@ impl Job {
         };
         install_missing(needs, reporter)?;
         let images = GuestImages::ensure(cache, reporter)?;
-        for attempt in 1..=ATTEMPTS {
+        for attempt in 1..=self.attempts {
             let area = Area::new(cache, reporter)?;
             let base = area.path().join(BASE);
             self.lay_out(&base, machine)?;
@@ -123,12 +128,13 @@ impl Job {
                 });
             }
             reporter.note(&format!(
-                "a guest hung or fell over: attempt {attempt} of {ATTEMPTS}"
+                "a guest hung or fell over: attempt {attempt} of {}",
+                self.attempts
             ));
         }
         Err(Error::Hung {
             what: "the machine or a guest on it",
-            attempts: ATTEMPTS,
+            attempts: self.attempts,
         })
     }
 
@@ -207,13 +213,13 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung.
+    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung or fell over.
     fn run_nested(
         &self,
         base: &Path,
         images: &GuestImages,
         disk: &Path,
-        line: impl FnMut(&str),
+        mut line: impl FnMut(&str),
     ) -> Result<Option<i32>> {
         // Beside, not below: the disk does not contain itself.
         let work = base.with_extension("ext4");
@@ -225,7 +231,12 @@ impl Job {
             work: &work,
             limit: self.limit,
         };
-        match boot.run(line)? {
+        let mut no_kvm = false;
+        let end = boot.run(|text| {
+            no_kvm |= text.contains(NO_KVM);
+            line(text);
+        })?;
+        match end {
             End::Hung => return Ok(None),
             End::TimedOut => return Err(self.timed_out()),
             End::PoweredOff => {}
@@ -233,7 +244,19 @@ impl Job {
         // debugfs creates the directory, and refuses to use one that is there.
         let results = base.join("results");
         fs::remove_dir(&results).at("remove", &results)?;
-        extract(&work, "status", base)?;
+        match extract(&work, "status", base) {
+            Err(Error::Unusable(_)) if no_kvm => {
+                return Err(Error::Unusable(format!(
+                    "{NO_KVM}: QEMU's processor model has no SVM"
+                )));
+            }
+            // Its kernel panicked, or its processor gave up: it fell over before the job's end.
+            Err(Error::Unusable(why)) => {
+                line(&format!("outer: fell over: {why}"));
+                return Ok(None);
+            }
+            other => other?,
+        }
         extract(&work, "results", base)?;
         let file = base.join("status");
         let status = fs::read_to_string(&file).at("read", &file)?;

@@ -27,10 +27,10 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 
 /// How a boot ended.
 pub(crate) enum End {
-    /// The machine powered off.
+    /// The machine powered off, or fell over: the work disk then has no status.
     PoweredOff,
     /// It did not get as far as starting the job, or it hung: a kernel's watchdog says that a processor is stuck, or nothing
-    /// is said any more.
+    /// is said any more. Or QEMU was killed by a signal.
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
@@ -71,7 +71,8 @@ impl Boot<'_> {
             .arg(self.initramfs)
             .args([
                 "-append",
-                "console=ttyS0 loglevel=3 panic=-1 mitigations=off",
+                // A stall is an error, and so not shown: as a panic it ends the machine at once.
+                "console=ttyS0 loglevel=3 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
@@ -111,6 +112,10 @@ impl Boot<'_> {
             }
         });
         match status.at("wait for", "qemu-system-x86_64")? {
+            Some(status) if status.code().is_none() => {
+                line(&format!("outer: qemu-system-x86_64 was killed: {status}"));
+                Ok(End::Hung)
+            }
             Some(status) if !status.success() => Err(failed(&command, status, &qemu.stderr())),
             Some(_) if booted => Ok(End::PoweredOff),
             None if booted && !stuck => Ok(End::TimedOut),

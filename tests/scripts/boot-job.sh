@@ -1,6 +1,9 @@
 # Runs the embedded guest, which must work where KVM runs ring 0 on the processor as well. Then boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots, with doorbells that exit and interrupts that are ioctls.
-walvisor demo --json --dir . >"$RESULTS/embedded.json"
-echo "job: embedded guest: status $?"
+walvisor demo --json --dir . >"$RESULTS/embedded.json" 2>embedded.log
+status=$?
+cat embedded.log
+[ $status = 0 ] || ! unrunnable embedded.log || exit 75
+echo "job: embedded guest: status $status"
 
 walvisor disk create mmio.img --size 32M || exit
 walvisor disk create pci.img --size 32M || exit

@@ -7,8 +7,7 @@ use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
 use walvisor_guest_images::{
-    Cache, Error, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle,
-    walvisor_binary,
+    Cache, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle, walvisor_binary,
 };
 
 /// Installs what a test needs. `false`: that cannot be, and `skipped: why` was printed.
@@ -88,15 +87,6 @@ fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outc
                 outcome.hung_boots
             );
             Some(outcome)
-        }
-        // Emulated virtualisation at times mixes a guest's state with its host's: a machine that falls over again and
-        // again cannot run this, and says nothing about walvisor. On real virtualisation it would.
-        Err(error @ Error::Hung { .. }) if machine == Machine::Nested => {
-            println!(
-                "skipped: the emulated machine fell over: {error}; console: {}",
-                log.display()
-            );
-            None
         }
         Err(error) => panic!("{error}; console: {}", log.display()),
     }

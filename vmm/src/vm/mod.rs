@@ -284,6 +284,7 @@ impl Vm {
                 id: index as u8,
                 fd,
                 exits: self.exits[index].clone(),
+                all_exits: self.exits.clone(),
                 machine: self.machine.clone(),
                 seccomp: self.seccomp,
             };

@@ -86,6 +86,8 @@ pub struct VcpuThread {
     pub fd: VcpuFd,
     /// Exits by reason.
     pub exits: Arc<ExitCounters>,
+    /// The same of every vCPU, this one too.
+    pub all_exits: Vec<Arc<ExitCounters>>,
     /// What all of them share.
     pub machine: Arc<Machine>,
     /// The system call filter of the thread.
@@ -151,9 +153,9 @@ impl VcpuThread {
         self.machine.control.end(Ended::Crashed(Box::new(crash)));
     }
 
-    /// Linux may reset by a triple fault; a kernel that cannot run here faults before it touched any device.
+    /// Linux may reset by a triple fault, on any vCPU; a kernel that cannot run here faults before it touched any device.
     fn triple_fault(&mut self) -> Ended {
-        if self.exits.accesses() > 0 {
+        if self.all_exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
                 "vCPU {}: triple fault: the guest is reset, as a PC would be",
                 self.id
