@@ -52,8 +52,8 @@ impl Planned {
     }
 }
 
-/// What an experiment does, in full or quickly.
-pub fn planned(experiment: Experiment, output: &Output) -> Planned {
+/// What an experiment does, in full or quickly, each sync taking `slower` longer than it says.
+pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Planned {
     let quick = output.quick;
     let (what, cells, section): (_, _, fn(&[Cell]) -> Section) = match experiment {
         Experiment::Clients => ("clients", clients::plans(quick), clients::section),
@@ -69,10 +69,14 @@ pub fn planned(experiment: Experiment, output: &Output) -> Planned {
         Experiment::Latency => output.rounds(2, 1),
         _ => output.rounds(5, 1),
     };
+    let cell = |mut plan: Plan| {
+        plan.medium.sync_latency += slower;
+        Cell::new(plan)
+    };
     Planned {
         what,
         rounds,
-        cells: cells.into_iter().map(Cell::new).collect(),
+        cells: cells.into_iter().map(cell).collect(),
         section,
     }
 }

@@ -26,6 +26,9 @@ pub struct CommitArguments {
     /// Only these experiments, with commas between
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
     only: Vec<Experiment>,
+    /// Added to the time of each sync, in microseconds
+    #[arg(long, hide = true, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    sync_latency_us: u32,
     #[command(flatten)]
     output: Output,
 }
@@ -60,10 +63,11 @@ impl Experiment {
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
+    let slower = Duration::from_micros(arguments.sync_latency_us.into());
     let experiments: Vec<_> = Experiment::value_variants()
         .iter()
         .filter(|experiment| experiment.is_wanted(&arguments.only))
-        .map(|experiment| experiments::planned(*experiment, &arguments.output))
+        .map(|experiment| experiments::planned(*experiment, &arguments.output, slower))
         .collect();
     let expected = experiments
         .iter()
