@@ -291,15 +291,19 @@ fn beside(
     for &share in rounds {
         alone.add(closed_loops(readers, share, Reader::read, |_| ())?);
         let over = AtomicBool::new(false);
+        let mut client = Client::open(&store.disks()[1])?;
         thread::scope(|scope| {
-            let flusher = scope.spawn(|| {
-                let mut client = Client::open(&store.disks()[1])?;
-                while !over.load(Ordering::Relaxed) {
+            let over = &over;
+            let flusher = scope.spawn(move || {
+                // Once in any case: a machine may have read all before it lets this thread run.
+                loop {
                     let data = stamped(BLOCK, 0, 0);
                     client.run(Operation::Write { sector: 0, data })?;
                     client.run(Operation::Flush)?;
+                    if over.load(Ordering::Relaxed) {
+                        return Ok(());
+                    }
                 }
-                Ok(())
             });
             let read = closed_loops(readers, share, Reader::read, |_| ());
             over.store(true, Ordering::Relaxed);
