@@ -72,6 +72,12 @@ client() {
     }' | sql --unbuffered bank 2>&1
 }
 
+# Pages written so far, by the page cleaner or for room.
+flushed() {
+    sql -e "SELECT CAST(SUM(variable_value) AS INT) FROM information_schema.global_status
+        WHERE variable_name IN ('Innodb_buffer_pool_pages_flushed', 'Innodb_buffer_pool_pages_LRU_flushed')"
+}
+
 check() {
     grep -q 'Starting crash recovery' error.log && say recovered
     sql -e 'CHECK TABLE bank.accounts, bank.ledger EXTENDED' | while read -r table _ kind text; do
@@ -94,7 +100,10 @@ if [ -n "$MAKE" ]; then
 else
     mount /dev/vda disk && start && check
 fi && if [ -n "$WORK" ]; then
+    before=$(flushed)
     for number in 1 2 3 4; do client "$number" & done
+    until [ "$(flushed)" -ge $((before + 100)) ]; do sleep 0.1; done
+    say flushed
     wait
 else
     sql -e SHUTDOWN
