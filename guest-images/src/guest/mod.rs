@@ -76,10 +76,7 @@ impl Guest {
     pub fn line(&mut self) -> Result<Option<String>> {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => {
-                if self.last.len() == LAST_LINES {
-                    self.last.pop_front();
-                }
-                self.last.push_back(line.clone());
+                self.keep(&line);
                 Ok(Some(line))
             }
             Err(RecvTimeoutError::Disconnected) => Ok(None),
@@ -100,6 +97,21 @@ impl Guest {
             }
         }
         Err(self.lost(format!("has ended, and never said {start:?}")))
+    }
+
+    /// What it has said by now that nobody has read.
+    pub fn said(&mut self) -> Vec<String> {
+        let lines: Vec<_> = self.lines.try_iter().collect();
+        lines.iter().for_each(|line| self.keep(line));
+        lines
+    }
+
+    /// Keeps a line for the one who wonders.
+    fn keep(&mut self, line: &str) {
+        if self.last.len() == LAST_LINES {
+            self.last.pop_front();
+        }
+        self.last.push_back(line.to_owned());
     }
 
     /// What types on its console, which only user-mode Linux hears. The first caller gets it. To drop it hangs the console up.
