@@ -2,6 +2,7 @@
 //! for each commit of a database. Nothing of their times.
 
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 
 use serde_json::Value;
 use walvisor_guest_images::{obstacle, walvisor_binary};
@@ -50,6 +51,9 @@ fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Output> {
     {
         return None;
     }
+    // One at a time: each keeps every processor of a small machine at work.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().unwrap();
     let output = Command::new(walvisor_binary("dev").expect("building walvisor"))
         .arg("compare")
@@ -81,9 +85,8 @@ fn every_path_of_linux_counts_what_it_must() {
         return;
     };
     let errors = String::from_utf8_lossy(&output.stderr);
-    if errors.contains("did not boot in") {
-        return println!("skipped: the emulated machine fell over: {errors}");
-    }
+    // How often the emulated machine fell over, if it did.
+    println!("{errors}");
     // Write caches that differ would have been an error.
     assert!(output.status.success(), "{errors}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -12,7 +12,7 @@ mod outside;
 mod reader;
 
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -238,6 +238,9 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandErr
     Ok(path)
 }
 
+/// A line of the program's standard output, or of its standard error.
+type Line = Result<String, String>;
+
 /// A process that is killed when this value is dropped.
 struct Killed(Child);
 
@@ -263,26 +266,29 @@ fn follow(
     let child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .map_err(failed)?;
     let mut child = Killed(child);
-    let (mut input, output) = (child.0.stdin.take(), child.0.stdout.take());
+    let mut input = child.0.stdin.take();
     let (sender, lines) = mpsc::channel();
-    std::thread::spawn(move || {
-        let output = BufReader::new(output?);
-        for line in output.split(b'\n').map_while(Result::ok) {
-            sender
-                .send(String::from_utf8_lossy(&line).trim_end().to_owned())
-                .ok()?;
-        }
-        Some(())
-    });
+    if let (Some(output), Some(errors)) = (child.0.stdout.take(), child.0.stderr.take()) {
+        forward(output, sender.clone(), Ok);
+        forward(errors, sender, Err);
+    }
     let (mut reader, mut outcome) = (Reader::default(), Outcome::default());
-    let mut last = String::new();
+    let (mut last, mut complaint) = (String::new(), String::new());
     loop {
         let line = match lines.recv_timeout(Duration::from_millis(200)) {
-            Ok(line) => line,
+            Ok(Ok(line)) => line,
+            Ok(Err(line)) => {
+                // A machine that fell over is tried again, and the user hears of it.
+                if line.contains("fell over") {
+                    eprintln!("{PROGRAM}: {line}");
+                }
+                complaint = line;
+                continue;
+            }
             Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(outcome),
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
@@ -312,8 +318,31 @@ fn follow(
     match status.success() || session.interrupted() {
         true => Ok(outcome),
         false => Err(CommandError::Failed(format!(
-            "{PROGRAM} ended with {status} after {} measurements; it said last: {last}",
-            outcome.measured.len()
+            "{PROGRAM} ended with {status} after {} measurements: {}; the guest said last: {}",
+            outcome.measured.len(),
+            beginning(&complaint),
+            beginning(&last)
         ))),
     }
+}
+
+/// Sends the lines of `from`, each made by `kind` one of its stream, on a thread of its own.
+fn forward(
+    from: impl Read + Send + 'static,
+    to: mpsc::Sender<Line>,
+    kind: impl Fn(String) -> Line + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if to.send(kind(line)).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// As much of a line as an error has.
+fn beginning(line: &str) -> &str {
+    &line[..line.floor_char_boundary(400)]
 }

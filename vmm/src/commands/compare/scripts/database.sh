@@ -44,23 +44,31 @@ begin() {
         # Clusters of a page's size: each page is one request.
         mkfs.ext4 -q -O bigalloc -C 16384 "$device" && mount "$device" "$disk" || failed "$device cannot be mounted"
     done
+    # A line for each step: a guest that is silent for too long has hung.
+    echo 'the file systems are there'
     mkdir raw/db
     mariadb-install-db --defaults-file=raw.cnf --skip-test-db --auth-root-authentication-method=normal >install.log 2>&1 ||
         failed "mariadb-install-db: $(tail -n 1 install.log)"
+    echo 'a server is installed'
     cp -a raw/db wal/ && cp -a raw/db single/ || failed 'the server has no room'
+    echo 'on every disk'
     for disk in $disks; do
         mariadbd --defaults-file=$disk.cnf 2>/dev/null &
     done
     for disk in $disks; do
+        tries=0
         until sql $disk -e 'DO 0' 2>/dev/null; do
-            [ $((tries += 1)) -lt 200 ] || failed "mariadbd: $(tail -n 1 $disk.log)"
+            [ $((tries += 1)) -lt 1000 ] || failed "mariadbd: $(tail -n 1 $disk.log)"
+            [ $((tries % 100)) != 0 ] || echo "still no server on $disk"
             sleep 0.2
         done
+        echo "the server on $disk is up"
         sql $disk <<END || failed 'the tables cannot be made'
 CREATE DATABASE bank; USE bank;
 CREATE TABLE accounts (id INT PRIMARY KEY, balance BIGINT NOT NULL, note VARCHAR(1000) NOT NULL) ENGINE=InnoDB;
 INSERT INTO accounts SELECT seq, 1000, REPEAT('-', 900) FROM seq_0_to_8191;
 END
+        echo "the tables on $disk are made"
     done
     for disk in raw wal; do
         for journal in wal delete; do
@@ -68,6 +76,7 @@ END
                 CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER NOT NULL, note TEXT NOT NULL);
                 WITH RECURSIVE ids(id) AS (SELECT 0 UNION ALL SELECT id + 1 FROM ids WHERE id < 8191)
                     INSERT INTO accounts SELECT id, 1000, printf('%.*c', 500, '-') FROM ids;" >/dev/null || failed 'sqlite3'
+            echo "$journal.db on $disk is made"
         done
     done
     sync
