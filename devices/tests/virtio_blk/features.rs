@@ -301,7 +301,8 @@ fn workers_keep_to_their_processors(kind: Kind) {
     driver.flush(6);
     // Other tests' workers have the same names, but no other has these numbers pinned.
     for (name, cpu) in [("virtio-blk-q7", cpus[0]), ("virtio-blk-q6", last)] {
-        assert!(processors(name).contains(&cpu.to_string()), "{name}");
+        // A list of threads leaves some out when others end meanwhile.
+        wait_until(name, || processors(name).contains(&cpu.to_string()));
     }
     let absent = BlockConfig {
         worker_cpus: vec![1023],
@@ -315,25 +316,38 @@ fn workers_keep_to_their_processors(kind: Kind) {
 
 fn a_polled_ring_needs_no_doorbell(kind: Kind) {
     for features in [EVERYTHING, EVERYTHING & !EVENT_IDX] {
-        let polled = BlockConfig {
-            poll: walvisor_devices::block::MAX_POLL,
-            ..config(1)
-        };
+        let poll = walvisor_devices::block::MAX_POLL;
+        let polled = BlockConfig { poll, ..config(1) };
         let mut driver = Driver::start(kind, RamDisk::new(64), polled, features);
-        for round in 0..2000 {
-            driver.write(0, round % 64, &[round as u8; 512]);
+        // Where processors are busy, few requests follow the one before as soon as that.
+        let (mut rounds, mut at_once, mut before) = (0, 0, None::<Instant>);
+        while rounds < 500 || at_once < 10 {
+            assert!(rounds < 6000, "only {at_once} requests in time");
+            let post = driver.post(0, VIRTIO_BLK_T_OUT, rounds % 64, &[rounds as u8; 512], 0);
+            let began = Instant::now();
+            let rung = driver.kick(0);
+            // The worker has looked at the ring since it answered the one before, and still does.
+            if before.is_some_and(|before| before.elapsed() < poll) {
+                assert!(!rung, "a doorbell for request {rounds}");
+                at_once += 1;
+            }
+            before = Some(began);
+            let (_, written) = driver.next_used(0);
+            assert_eq!(driver.answer(&post, written).status, OK);
+            rounds += 1;
         }
         let counts = driver.counts();
-        assert_eq!((counts.requests, counts.errors), (2000, 0));
-        // Each request follows the one before at once, so few find the worker asleep.
-        assert!(driver.kicks < 1900, "{} doorbells", driver.kicks);
+        assert_eq!((counts.requests, counts.errors), (rounds, 0));
         assert!(counts.poll_ns > 0);
         // And a worker that has given up polling is woken.
         for _ in 0..3 {
-            std::thread::sleep(A_WHILE);
-            driver.flush(0);
+            let before = driver.kicks;
+            wait_until("a worker that sleeps", || {
+                std::thread::sleep(A_WHILE);
+                driver.flush(0);
+                driver.kicks > before
+            });
         }
-        assert!(driver.kicks >= 3);
     }
     // Off by default.
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
