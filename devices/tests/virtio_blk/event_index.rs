@@ -42,12 +42,11 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
         wait_until("the interrupt", || driver.counts().interrupts > 0);
         std::thread::sleep(A_WHILE);
         assert_eq!(driver.registers.take_queue_interrupts(0), 1);
+        wait_until("the doorbell", || {
+            driver.counts().doorbells == u64::from(rung)
+        });
         let counts = driver.counts();
-        let expected = (16, u64::from(rung), 1);
-        assert_eq!(
-            (counts.requests, counts.doorbells, counts.interrupts),
-            expected
-        );
+        assert_eq!((counts.requests, counts.interrupts), (16, 1));
     }
 }
 
@@ -74,7 +73,8 @@ fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
     for sector in 0..8 {
         driver.write(0, sector, &[1; 512]);
     }
-    std::thread::sleep(A_WHILE);
+    // Doorbells are wanted again only after an interrupt would have been sent.
+    wait_until("the worker's rest", || driver.rings[0].used_flags() == 0);
     assert_eq!(driver.counts().interrupts, 0);
     driver.rings[0].set_no_interrupt(false);
     for sector in 1..=8 {

@@ -123,7 +123,8 @@ fn random_rings_do_no_harm(kind: Kind) {
             }
             driver.rings[0].set_descriptor(index, address, len, flags, next);
         }
-        for _ in 0..random.below(20) {
+        let offered = random.below(20);
+        for _ in 0..offered {
             let head = if tidy {
                 random.below(21) as u16 * 3
             } else {
@@ -137,6 +138,13 @@ fn random_rings_do_no_harm(kind: Kind) {
         wait_until("the doorbell to be seen", || {
             driver.counts().doorbells > before.doorbells
         });
+        if seed % 4 > 0 && offered > 0 {
+            // In the midst of its work, not before it has begun.
+            wait_until("a chain or an error", || {
+                driver.counts().requests > before.requests
+                    || driver.registers.status() & NEEDS_RESET != 0
+            });
+        }
         if random.below(2) == 0 {
             driver.registers.reset_queue(0);
             wait_until("the end of the queue's reset", || {
