@@ -117,9 +117,16 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
     options.open(path)
 }
 
-/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the process).
+/// How long at least an opener waits for a lock, in hundredths of a second.
+const LOCK_PATIENCE: u32 = 300;
+
+/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the process). Waits for up to about 3 s:
+/// a process that was killed holds its files until what it had in flight is done, and a slow medium may take that long.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] if it is still held then; [`ErrorKind::Io`] if the file system has no locks.
 pub(crate) fn lock(file: &File, path: &Path) -> Result<()> {
-    let mut tries = 50;
+    let mut tries = LOCK_PATIENCE;
     let locked = loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
             // What a process that was killed had in flight in an io_uring holds its files a little longer than it.
