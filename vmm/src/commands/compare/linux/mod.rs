@@ -283,7 +283,7 @@ fn follow(
             Ok(Ok(line)) => line,
             Ok(Err(line)) => {
                 // A machine that fell over is tried again, and the user hears of it.
-                if line.contains("fell over") {
+                if line.starts_with("a guest hung") {
                     eprintln!("{PROGRAM}: {line}");
                 }
                 complaint = line;
