@@ -284,7 +284,23 @@ impl VhostUserClient {
         Ok(())
     }
 
-    /// Doorbells and interrupts so far.
+    /// Counts doorbells and interrupts from now on. While it is set up, a device rings for whatever a queue may hold: those
+    /// interrupts have come by the time that [`connect`](Self::connect) returns, and belong to no request.
+    ///
+    /// # Errors
+    /// If an eventfd cannot be read.
+    pub fn start_counting(&mut self) -> io::Result<()> {
+        for queue in 0..self.queues.len() {
+            let mut fds = [PollFd::from_borrowed_fd(self.event(queue), PollFlags::IN)];
+            if poll(&mut fds, Some(&Timespec::default()))? > 0 {
+                self.clear(queue)?;
+            }
+        }
+        self.notices = Notices::default();
+        Ok(())
+    }
+
+    /// Doorbells and interrupts so far, or since the last [`start_counting`](Self::start_counting).
     pub fn notices(&self) -> Notices {
         self.notices
     }

@@ -114,15 +114,21 @@ fn row_is_sane(section: &str, row: &Value) {
         figure(row, "mmio_read_exits_per_request"),
         figure(row, "mmio_write_exits_per_request"),
     );
+    // An interrupt that is late, its request having been found without it, makes the driver look at the device's status: two in
+    // a hundred, and two of a turn of 120 ms, which may have had few requests.
+    let few = interrupts * 0.02 + 2.0 / (figure(row, "iops") * 0.12);
     match path {
-        "virtio-pci ioeventfd" => assert_eq!((reads, writes), (0.0, 0.0), "{section}: {row}"),
+        "virtio-pci ioeventfd" => {
+            assert_eq!(writes, 0.0, "{section}: {row}");
+            assert!(reads <= few, "{section}: {row}");
+        }
         // An interrupt is looked at and acknowledged, once at most.
         "virtio-mmio ioeventfd" => assert!(
             writes <= interrupts * 1.01 + 0.001 && writes <= reads,
             "{section}: {row}"
         ),
         "virtio-pci exits" => {
-            assert_eq!(reads, 0.0, "{section}: {row}");
+            assert!(reads <= few, "{section}: {row}");
             assert!(writes >= doorbells * 0.99 - 0.001, "{section}: {row}");
         }
         "virtio-mmio exits" => {

@@ -60,6 +60,9 @@ impl NbdDoor {
     /// # Errors
     /// If a request fails or the daemon is gone.
     pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
+        if point.counts_syncs() {
+            self.daemon.checkpoint()?;
+        }
         let failed = |error: io::Error| CommandError::Failed(format!("nbd: {error}"));
         let mut clients = Vec::new();
         let mut sends_flush = true;

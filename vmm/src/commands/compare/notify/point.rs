@@ -118,6 +118,14 @@ pub struct Point {
     pub queues: u8,
 }
 
+impl Point {
+    /// Whether its syncs count: then a checkpoint comes before it, for its first FLUSH would sync what jobs before it have left,
+    /// in however many segments of the log.
+    pub fn counts_syncs(&self) -> bool {
+        self.backend == Backend::Wal && self.job == Job::WriteFsync
+    }
+}
+
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

@@ -44,10 +44,14 @@ impl VhostUserDoor {
     /// # Errors
     /// If a request fails or the daemon is gone.
     pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
+        if point.counts_syncs() {
+            self.daemon.checkpoint()?;
+        }
         let socket = self.sockets.join(socket_name(point.backend));
         let failed = |error: std::io::Error| CommandError::Failed(format!("vhost-user: {error}"));
         let mut client = VhostUserClient::connect(&socket, point.queues.into()).map_err(failed)?;
         let write_cache = client.write_cache().map_err(failed)?;
+        client.start_counting().map_err(failed)?;
         let (before, cpu, host) = (
             self.daemon.disk(point.backend)?,
             self.daemon.cpu(),
