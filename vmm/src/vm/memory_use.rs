@@ -96,16 +96,16 @@ mod tests {
     #[test]
     fn touched_guest_memory_counts_as_the_guests() {
         let memory = map(64 << 20).unwrap();
-        let before = measure(&memory).unwrap();
         for page in 0..256u64 {
             memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
         }
-        let after = measure(&memory).unwrap();
+        let measured = measure(&memory).unwrap();
+        // The memory of another test's guest may be next to this one's and so counted with it: it may be more, and less later.
+        assert!(measured.guest >= 1 << 20, "{measured:?}");
         assert!(
-            after.guest >= before.guest + (1 << 20),
-            "{before:?} {after:?}"
+            measured.guest < 64 << 20 && measured.resident > measured.guest,
+            "{measured:?}"
         );
-        assert!(after.guest <= 64 << 20 && after.resident > after.guest);
     }
 
     #[test]
