@@ -61,19 +61,19 @@ fn has(program: &str, package: &str) -> bool {
     false
 }
 
-/// A program of somebody else, to be run in `dir` and ended after 30 seconds.
+/// A program of somebody else, to be run in `dir` and ended after two minutes.
 fn foreign(dir: &Path, program: &str) -> Command {
     // The distribution's Python before any other: only that one has the distribution's libnbd.
     let paths = std::env::var("PATH").unwrap_or_default();
     let mut command = Command::new("timeout");
-    command.args(["30", program]).current_dir(dir);
+    command.args(["120", program]).current_dir(dir);
     command
         .env("PATH", format!("/usr/bin:{paths}"))
         .stdin(Stdio::null());
     command
 }
 
-/// Runs a program of somebody else, ended after 30 seconds, and asserts that it succeeds; its stdout.
+/// Runs a program of somebody else, ended after two minutes, and asserts that it succeeds; its stdout.
 #[track_caller]
 fn client(dir: &Path, program: &str, arguments: &[&str]) -> String {
     let output = run_client(dir, program, arguments);
