@@ -129,6 +129,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -138,6 +139,12 @@ mod tests {
         let path = directory.path().join("s");
         // Closed, but its name is left: as after a kill.
         drop(UnixListener::bind(&path).unwrap());
+        // A child of another test has it until it runs its program.
+        let began = Instant::now();
+        while UnixStream::connect(&path).is_ok() {
+            assert!(began.elapsed() < Duration::from_secs(60), "not closed");
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let (listener, file) = bind(&path, 0o600).unwrap();
         let mode = fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
