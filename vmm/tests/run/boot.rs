@@ -101,6 +101,18 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
 }
 
 #[test]
+fn a_triple_fault_of_a_processor_that_touched_nothing_is_a_reset_of_a_guest_that_did() {
+    if !has_kvm() {
+        return;
+    }
+    for output in boot_both(Then::FaultElsewhere, &["--cmdline", "x", "--cpus", "2"]) {
+        let error = stderr(&output);
+        assert_eq!(output.status.code(), Some(0), "{error}");
+        assert!(error.contains("vCPU 1: triple fault"), "{error}");
+    }
+}
+
+#[test]
 fn the_console_can_go_to_a_file_or_nowhere() {
     if !has_kvm() {
         return;

@@ -25,6 +25,8 @@ pub enum Then {
     IgnoreButton,
     /// An undefined instruction, with nothing set up to handle it: a triple fault.
     Fault,
+    /// Start the other processors, each of which faults with nothing set up to handle it: a triple fault; halt.
+    FaultElsewhere,
     /// Jump to where nothing is.
     JumpAstray,
 }
@@ -58,6 +60,15 @@ impl Then {
             ],
             // ud2
             Self::Fault => &[0x0f, 0x0b],
+            // mov edi, 0x70000: there, for the others: lidt cs:[0x20], where memory is zero; mov eax, cr0; or al, 1;
+            // mov cr0, eax; mov ds, ax: a selector of nothing
+            // mov edi, 0xfee00300: the local APIC's ICR: INIT, then a start at 0x70000, to all but this one
+            Self::FaultElsewhere => &[
+                0xbf, 0x00, 0x00, 0x07, 0x00, 0xc7, 0x07, 0x2e, 0x0f, 0x01, 0x1e, 0xc7, 0x47, 0x04,
+                0x20, 0x00, 0x0f, 0x20, 0xc7, 0x47, 0x08, 0xc0, 0x0c, 0x01, 0x0f, 0xc7, 0x47, 0x0c,
+                0x22, 0xc0, 0x8e, 0xd8, 0xbf, 0x00, 0x03, 0xe0, 0xfe, 0xc7, 0x07, 0x00, 0x45, 0x0c,
+                0x00, 0xc7, 0x07, 0x70, 0x46, 0x0c, 0x00,
+            ],
             // mov eax, 0xb0000000; jmp rax (jmp eax)
             Self::JumpAstray => &[0xb8, 0x00, 0x00, 0x00, 0xb0, 0xff, 0xe0],
         }
