@@ -71,8 +71,9 @@ impl Boot<'_> {
             .arg(self.initramfs)
             .args([
                 "-append",
-                // A stall is an error, and so not shown: as a panic it ends the machine at once.
-                "console=ttyS0 loglevel=3 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
+                // It shows only what ends it: all else might come into the middle of what the job says. A stall is no such
+                // thing, but made a panic.
+                "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))

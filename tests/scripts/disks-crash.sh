@@ -11,4 +11,6 @@ done </run/kept
 for directory in / /mnt/ext4/ /mnt/xfs/; do keep ${directory}before-$CRASH 700; done
 [ $CRASH = silent ] && rmmod pvpanic_mmio
 echo "guest: job exit in a panic ($CRASH)"
+# The kernel's words are not to come into the middle of that line.
+sleep 1
 echo c >/proc/sysrq-trigger
