@@ -119,6 +119,18 @@ impl GuestImages {
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
         let scratch = Area::new(cache, reporter)?;
+        match Self::of_known_packages(cache, &scratch, reporter) {
+            // The lists of this machine are older than the archive, which no longer has what they name.
+            Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
+                packages::update(reporter)?;
+                Self::of_known_packages(cache, &scratch, reporter)
+            }
+            ensured => ensured,
+        }
+    }
+
+    /// Images of the packages that apt's lists on this machine name.
+    fn of_known_packages(cache: &Cache, scratch: &Area, reporter: &Reporter) -> Result<Self> {
         reporter.progress("asking apt for package versions");
         let packages = packages::resolve(scratch.path(), reporter)?;
         let list = packages::list(&packages);

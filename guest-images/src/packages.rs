@@ -4,6 +4,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, FileContext, Result};
 use crate::process::{is_installed, run};
@@ -20,6 +22,9 @@ const WANTED: [&str; 8] = [
     "util-linux",
     "xfsprogs",
 ];
+
+/// Another apt is mostly that of a machine which looks for updates when it has booted.
+const LOCK_PATIENCE: Duration = Duration::from_secs(120);
 
 /// One package at one version.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,10 +45,36 @@ pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package
         ));
     }
     simulate(scratch).or_else(|_| {
-        reporter.progress("apt-get update");
-        run(Command::new("apt-get").args(["-q", "update"]))?;
+        update(reporter)?;
         simulate(scratch)
     })
+}
+
+/// Asks the archives what they have now.
+///
+/// # Errors
+/// apt fails; mostly because the caller is not root.
+pub(crate) fn update(reporter: &Reporter) -> Result<()> {
+    reporter.progress("apt-get update");
+    apt(Command::new("apt-get").args(["-q", "update"]))
+}
+
+/// Runs apt. If another one has its lists or downloads, it fails at once: waits for that, for up to two minutes.
+fn apt(command: &mut Command) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        match run(command) {
+            // Whoever is not root never gets the lock.
+            Err(Error::Program { message, .. })
+                if message.contains("nable to lock")
+                    && rustix::process::geteuid().is_root()
+                    && start.elapsed() < LOCK_PATIENCE =>
+            {
+                thread::sleep(Duration::from_secs(1));
+            }
+            ended => return ended.map(drop),
+        }
+    }
 }
 
 /// Asks apt what it would install on a machine that has nothing yet: that is the closure of the dependencies.
@@ -109,7 +140,8 @@ pub(crate) fn list(packages: &[Package]) -> String {
 /// Downloads `packages` (apt checks their hashes) and unpacks them below `root`.
 ///
 /// # Errors
-/// The download fails also after an update of the package lists, or a package cannot be unpacked.
+/// The download fails, as it does if the lists that named these versions are older than what the archive has now; or a
+/// package cannot be unpacked.
 pub(crate) fn unpack(
     packages: &[Package],
     scratch: &Path,
@@ -117,13 +149,14 @@ pub(crate) fn unpack(
     reporter: &Reporter,
 ) -> Result<()> {
     let downloads = scratch.join("packages");
+    if downloads.exists() {
+        // Of an attempt with other versions.
+        fs::remove_dir_all(&downloads).at("remove", &downloads)?;
+    }
     fs::create_dir_all(&downloads).at("create", &downloads)?;
     fs::create_dir_all(root).at("create", root)?;
     reporter.progress(&format!("downloading {} packages", packages.len()));
-    if download(packages, &downloads).is_err() {
-        run(Command::new("apt-get").args(["-q", "update"]))?;
-        download(packages, &downloads)?;
-    }
+    download(packages, &downloads)?;
     let mut files: Vec<PathBuf> = fs::read_dir(&downloads)
         .at("read", &downloads)?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
@@ -145,12 +178,11 @@ fn download(packages: &[Package], directory: &Path) -> Result<()> {
     let names = packages
         .iter()
         .map(|package| format!("{}={}", package.name, package.version));
-    run(Command::new("apt-get")
+    apt(Command::new("apt-get")
         // apt's own download user may not be able to write to the cache of the caller.
         .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
         .args(names)
-        .current_dir(directory))?;
-    Ok(())
+        .current_dir(directory))
 }
 
 /// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and says so.
@@ -171,7 +203,7 @@ pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()
     reporter.note(&format!("installing with apt-get: {}", missing.join(" ")));
     reporter.progress("apt-get install");
     if install(&missing).is_err() {
-        run(Command::new("apt-get").args(["-q", "update"]))?;
+        update(reporter)?;
         install(&missing)?;
     }
     Ok(())
@@ -192,7 +224,7 @@ pub fn obstacle() -> Option<String> {
 }
 
 fn install(packages: &[&str]) -> Result<()> {
-    run(Command::new("apt-get")
+    apt(Command::new("apt-get")
         // Another apt may be at work: on a machine that has just booted, mostly.
         .args([
             "-q",
@@ -203,8 +235,7 @@ fn install(packages: &[&str]) -> Result<()> {
             "install",
         ])
         .args(packages)
-        .env("DEBIAN_FRONTEND", "noninteractive"))?;
-    Ok(())
+        .env("DEBIAN_FRONTEND", "noninteractive"))
 }
 
 #[cfg(test)]
@@ -223,6 +254,22 @@ mod tests {
         );
         assert_eq!(parse_install_line("Conf zlib1g (1:1.2.13.dfsg-1)"), None);
         assert_eq!(parse_install_line("Inst broken"), None);
+    }
+
+    #[test]
+    fn another_apt_is_waited_for_and_any_other_failure_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        // Fails once, with `$1`.
+        let once = |message: &str| {
+            let mut command = Command::new("sh");
+            let script = "[ -e \"$0\" ] && exit; : >\"$0\"; echo \"E: $1\" >&2; exit 100";
+            command.args(["-c", script]);
+            command.arg(directory.path().join(message.len().to_string()));
+            apt(command.arg(message))
+        };
+        let waited = once("Unable to lock directory /var/lib/apt/lists/");
+        assert_eq!(waited.is_ok(), rustix::process::geteuid().is_root());
+        once("Unable to fetch some archives").unwrap_err();
     }
 
     #[test]
