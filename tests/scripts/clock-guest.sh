@@ -5,4 +5,4 @@ for round in 1 2 3; do
     done
     echo "guest: commits $round"
 done
-sleep 20
+sleep 40

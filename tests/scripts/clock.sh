@@ -13,10 +13,10 @@ set_clocks_while() {
         sleep 0.5
         date -s "@$(($(date +%s) - 172800))" >/dev/null && steps=$((steps + 1))
         sleep 0.5
-        # Two seconds before the next midnight.
-        date -s "@$(($(date +%s) / 86400 * 86400 + 86398))" >/dev/null
+        # Five seconds before the next midnight: what comes first may take some of them.
+        date -s "@$(($(date +%s) / 86400 * 86400 + 86395))" >/dev/null
         tai=$(./leap insert) || exit 1
-        sleep 4
+        sleep 7
         leaps=$((leaps + $(./leap clear) - tai))
     done
     date -s "@$((started + $(uptime_seconds) - began))" >/dev/null
