@@ -119,7 +119,9 @@ fn masked(bench: &mut Bench<'_>) -> Verdict {
     })?;
     bench.quiet();
     let count = bench.interrupts.count() - seen;
-    check(count == 1, "interrupts once unmasked", count)?;
+    // The last request is answered before its interrupt is sent, which may come after all that. It is the only one: the
+    // interrupt of a request is sent before the next request of its queue is taken.
+    check(matches!(count, 1 | 2), "interrupts once unmasked", count)?;
     check(!bench.transport.queue_pending(0), "still pending", 0)
 }
 
