@@ -56,13 +56,14 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert_eq!(row["verified"], true, "{row}");
         assert!(count("requests") > 4000, "{row}");
         assert!(count("flushes") > 80, "{row}");
-        // What EVENT_IDX is for: one doorbell and one interrupt serve many requests.
+        // What batches and EVENT_IDX are for: one doorbell and one interrupt serve many requests. How many depends on which
+        // of the threads gets a processor.
         assert!(
-            (1..count("requests") / 5).contains(&count("doorbells")),
+            (1..count("requests") / 2).contains(&count("doorbells")),
             "{row}"
         );
         assert!(
-            (1..count("requests") / 5).contains(&count("interrupts")),
+            (1..count("requests") / 2).contains(&count("interrupts")),
             "{row}"
         );
         // What group commit is for.
