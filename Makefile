@@ -47,7 +47,7 @@ doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
 	$(CARGO) package --package walvisor-storage --package walvisor-devices --no-verify --allow-dirty --offline --quiet
 
-# The output of passed tests is needed to count those that could not run here.
+# The output of passed tests is needed to count those that could not run here. What failed is repeated at the end.
 check:
 	@mkdir -p target
 	@set -o pipefail; status=0; \
@@ -59,6 +59,8 @@ check:
 	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \
 	  "$$(grep -c 'skipped: ' target/test.log) could not run here (skipped)"; \
+	grep '^test .* FAILED$$' target/test.log | while read -r _ name _; do \
+	  echo "failed: $$name"; grep -F -A 20 -e "---- $$name stdout ----" target/test.log; done; \
 	exit $$status
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.

@@ -197,7 +197,7 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
             .stdin(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(120);
         while std::fs::read_to_string(&console).unwrap_or_default() != "up" {
             assert!(Instant::now() < deadline, "the guest printed nothing");
             std::thread::sleep(Duration::from_millis(5));

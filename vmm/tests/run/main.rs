@@ -21,11 +21,11 @@ fn has_kvm() -> bool {
     }
 }
 
-/// `walvisor` with `arguments`, ended by SIGTERM after 30 seconds.
+/// `walvisor` with `arguments`, ended by SIGTERM after 120 seconds.
 fn command<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new("timeout");
     command
-        .arg("30")
+        .arg("120")
         .arg(env!("CARGO_BIN_EXE_walvisor"))
         .args(arguments)
         .stdin(Stdio::null());

@@ -49,9 +49,9 @@ fn modes(terminal: &File) -> (u32, u32, u32, u32) {
     )
 }
 
-/// Waits for `done`, at most 20 seconds.
+/// Waits for `done`, at most 120 seconds.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(120);
     while !done() {
         assert!(Instant::now() < deadline, "{what} did not happen");
         std::thread::sleep(Duration::from_millis(5));

@@ -163,7 +163,7 @@ fn limited(dir: &Path, count: u64, expected: u64) {
     let mut byte = [0];
     let more = client.socket.peek_one(&mut byte);
     assert!(!more, "more than {expected} went at once");
-    let wait = Some(Duration::from_secs(10));
+    let wait = Some(Duration::from_secs(120));
     client.socket.set_read_timeout(wait).unwrap();
     ctl(dir, "set-limit --ops-per-second 0 --bytes-per-second 0");
     for cookie in expected..count {

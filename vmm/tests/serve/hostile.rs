@@ -234,7 +234,7 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     assert_eq!(good.reply().kind, 1);
     let stopping = Instant::now();
     assert_eq!(daemon.stop(), "");
-    assert!(stopping.elapsed() < Duration::from_secs(15));
+    assert!(stopping.elapsed() < Duration::from_secs(45));
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn a_client_that_never_stops_asking_does_not_hold_up_the_end() {
     thread::sleep(Duration::from_millis(100));
     let stopping = Instant::now();
     assert_eq!(daemon.stop(), "");
-    assert!(stopping.elapsed() < Duration::from_secs(15));
+    assert!(stopping.elapsed() < Duration::from_secs(45));
     asker.join().unwrap();
     reader.join().unwrap();
 }

@@ -33,7 +33,7 @@ impl RawClient {
     pub fn greet(path: &Path) -> Self {
         let socket = UnixStream::connect(path).expect("the server listens");
         socket
-            .set_read_timeout(Some(Duration::from_secs(10)))
+            .set_read_timeout(Some(Duration::from_secs(120)))
             .unwrap();
         let mut client = Self { socket };
         assert_eq!(client.take(18), b"NBDMAGICIHAVEOPT\x00\x03");

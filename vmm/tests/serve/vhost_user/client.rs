@@ -7,7 +7,7 @@ pub use walvisor::vhost_user_client::BUFFER;
 use walvisor::vhost_user_client::VhostUserClient;
 
 /// Nothing takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// See [`VhostUserClient`].
 pub struct Client(VhostUserClient);

@@ -23,7 +23,7 @@ use super::front_end::memory;
 use crate::{MIB, create, metric, noise};
 
 const PATIENCE: Timespec = Timespec {
-    tv_sec: 20,
+    tv_sec: 120,
     tv_nsec: 0,
 };
 /// Cloud Hypervisor's default.

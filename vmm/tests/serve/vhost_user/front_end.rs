@@ -40,7 +40,7 @@ impl FrontEnd {
     pub fn connect(path: &Path) -> Self {
         let socket = UnixStream::connect(path).expect("the daemon listens");
         socket
-            .set_read_timeout(Some(Duration::from_secs(10)))
+            .set_read_timeout(Some(Duration::from_secs(120)))
             .unwrap();
         Self { socket }
     }

@@ -14,7 +14,7 @@ use super::front_end::*;
 use crate::{Daemon, create, noise};
 
 const PATIENCE: Timespec = Timespec {
-    tv_sec: 10,
+    tv_sec: 120,
     tv_nsec: 0,
 };
 

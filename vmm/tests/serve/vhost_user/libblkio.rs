@@ -9,7 +9,7 @@ use blkio::{Blkio, BlkioStartOutcome, Blkioq, Completion, MemoryRegion, ReqFlags
 use super::daemon;
 use crate::{MIB, create, metric, noise};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 const PIECE: usize = 4096;
 /// More requests than a ring of libblkio's holds: 256 descriptors.
 const REQUESTS: usize = 600;
