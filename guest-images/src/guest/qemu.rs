@@ -108,9 +108,15 @@ impl Guest {
         let script = format!(
             "mkfifo -m 666 console.in console.out
              export HOME=$PWD XDG_RUNTIME_DIR=$PWD
-             {run} &
+             # If no guest starts, what libvirt says of it stands in its place.
+             (trap 'kill -9 $run; exit' TERM
+              {run} & run=$!
+              wait $run
+              timeout 2 sh -c 'cat libvirt.log >console.out') >/dev/null &
              cat console.out
-             kill -9 $!"
+             kill $!
+             wait $!
+             exit 0"
         );
         let mut command = Command::new("sh");
         command.args(["-c", &script]);
