@@ -249,10 +249,10 @@ impl VmBuilder {
             pci,
             control,
             first_run: Arc::new(OnceLock::new()),
+            exits,
         };
         Ok(Vm {
             vcpus,
-            exits,
             machine: Arc::new(machine),
             serial: SerialLine { port, room, stdin },
             disks,

@@ -137,7 +137,6 @@ struct SerialLine {
 /// A virtual machine that has not run yet.
 pub struct Vm {
     vcpus: Vec<VcpuFd>,
-    exits: Vec<Arc<ExitCounters>>,
     machine: Arc<Machine>,
     serial: SerialLine,
     disks: Vec<AttachedDisk>,
@@ -196,7 +195,7 @@ impl Vm {
 
     /// Exits of each vCPU. The counters live on after the VM.
     pub fn exits(&self) -> &[Arc<ExitCounters>] {
-        &self.exits
+        &self.machine.exits
     }
 
     /// Runs the guest until it powers off, resets, crashes, or a signal comes; then stops it, drains its devices and
@@ -283,8 +282,6 @@ impl Vm {
             let vcpu = VcpuThread {
                 id: index as u8,
                 fd,
-                exits: self.exits[index].clone(),
-                all_exits: self.exits.clone(),
                 machine: self.machine.clone(),
                 seccomp: self.seccomp,
             };

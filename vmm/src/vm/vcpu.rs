@@ -43,6 +43,8 @@ pub struct Machine {
     pub control: Arc<Control>,
     /// The moment just before the first KVM_RUN of vCPU 0.
     pub first_run: Arc<OnceLock<Instant>>,
+    /// Exits of each vCPU by reason.
+    pub exits: Vec<Arc<ExitCounters>>,
 }
 
 /// The signal that interrupts KVM_RUN.
@@ -84,10 +86,6 @@ pub struct VcpuThread {
     pub id: u8,
     /// KVM's vCPU.
     pub fd: VcpuFd,
-    /// Exits by reason.
-    pub exits: Arc<ExitCounters>,
-    /// The same of every vCPU, this one too.
-    pub all_exits: Vec<Arc<ExitCounters>>,
     /// What all of them share.
     pub machine: Arc<Machine>,
     /// The system call filter of the thread.
@@ -155,7 +153,7 @@ impl VcpuThread {
 
     /// Linux may reset by a triple fault, on any vCPU; a kernel that cannot run here faults before it touched any device.
     fn triple_fault(&mut self) -> Ended {
-        if self.all_exits.iter().any(|exits| exits.accesses() > 0) {
+        if self.machine.exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
                 "vCPU {}: triple fault: the guest is reset, as a PC would be",
                 self.id
@@ -226,7 +224,7 @@ impl VcpuThread {
                 Next::Crash(CrashReason::Run(error.to_string())),
             ),
         };
-        self.exits.count(reason);
+        self.machine.exits[usize::from(self.id)].count(reason);
         next
     }
 }
