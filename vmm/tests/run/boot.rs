@@ -2,10 +2,9 @@
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
-use std::time::{Duration, Instant};
 
 use crate::kernel::{self, Then};
-use crate::{command, has_kvm, stderr, stdout};
+use crate::{command, has_kvm, stderr, stdout, wait_for};
 
 /// Boots a kernel of each format that does `then`, and gives what came out.
 fn boot_both(then: Then, arguments: &[&str]) -> Vec<Output> {
@@ -197,11 +196,9 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
             .stdin(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(120);
-        while std::fs::read_to_string(&console).unwrap_or_default() != "up" {
-            assert!(Instant::now() < deadline, "the guest printed nothing");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for("the guest's print", || {
+            std::fs::read_to_string(&console).unwrap_or_default() == "up"
+        });
         // SAFETY: the process is a child that has not been waited for, so its number is its own.
         assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
         let status = child.wait().unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::kernel::{self, Then};
-use crate::{command, has_kvm, stderr};
+use crate::{command, has_kvm, stderr, wait_for};
 
 /// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket. Dropping it kills it.
 pub struct Guest {
@@ -46,11 +46,9 @@ impl Guest {
     }
 
     fn wait_until_it_says(&self, said: &str) {
-        let deadline = Instant::now() + Duration::from_secs(120);
-        while std::fs::read_to_string(self.path("console")).unwrap_or_default() != said {
-            assert!(Instant::now() < deadline, "the guest did not say {said}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for(&format!("that the guest says {said}"), || {
+            std::fs::read_to_string(self.path("console")).unwrap_or_default() == said
+        });
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -76,10 +74,7 @@ impl Guest {
 
     /// Waits until the guest has gone on since `before`.
     fn wait_for_more_exits(&self, before: &Value) {
-        let deadline = Instant::now() + Duration::from_secs(120);
-        while exits(&self.stats()) == exits(before) {
-            assert!(Instant::now() < deadline, "it does not go on");
-        }
+        wait_for("another exit", || exits(&self.stats()) != exits(before));
     }
 
     fn connect(&self) -> UnixStream {
@@ -355,10 +350,9 @@ fn no_client_harms_another_or_the_guest() {
     assert!(guest.is_running());
     drop(crowd);
     drop(deaf);
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while guest.ctl("shutdown").is_err() {
-        assert!(Instant::now() < deadline, "the crowd is gone");
-    }
+    wait_for("the shutdown, the crowd being gone,", || {
+        guest.ctl("shutdown").is_ok()
+    });
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 

@@ -9,6 +9,7 @@ mod terminal;
 
 use std::ffi::OsStr;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// Whether this machine has a usable KVM; prints why the test is skipped if not.
 fn has_kvm() -> bool {
@@ -18,6 +19,15 @@ fn has_kvm() -> bool {
             println!("skipped: {error}");
             false
         }
+    }
+}
+
+/// Waits for `done`, at most 120 seconds.
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -1,10 +1,10 @@
 //! The orderly end: SIGTERM and `walvisor ctl shutdown` press the guest's power button.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::control::Guest;
-use crate::has_kvm;
 use crate::kernel::Then;
+use crate::{has_kvm, wait_for};
 
 #[test]
 fn sigterm_lets_a_guest_that_listens_power_off() {
@@ -51,12 +51,11 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
     std::thread::sleep(Duration::from_millis(200));
     assert!(guest.is_running());
     // A signal that comes before the one before it is taken is lost.
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while guest.is_running() {
-        assert!(Instant::now() < deadline, "it waits for the guest");
+    wait_for("the end without the guest", || {
         guest.signal(libc::SIGTERM);
         std::thread::sleep(Duration::from_millis(200));
-    }
+        !guest.is_running()
+    });
     assert_eq!(guest.end(), (Some(0), String::new()));
     let guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "0"]);
     guest.signal(libc::SIGTERM);

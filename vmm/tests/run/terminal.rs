@@ -5,12 +5,11 @@ use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, Command};
 use std::ptr;
-use std::time::{Duration, Instant};
 
 use rustix::termios::{LocalModes, Termios, tcgetattr};
 
-use crate::has_kvm;
 use crate::kernel::{self, Then};
+use crate::{has_kvm, wait_for};
 
 /// A pseudo-terminal: the side of the person at it, and the side of the program.
 fn terminal() -> (File, File) {
@@ -47,15 +46,6 @@ fn modes(terminal: &File) -> (u32, u32, u32, u32) {
         control_modes.bits(),
         local_modes.bits(),
     )
-}
-
-/// Waits for `done`, at most 120 seconds.
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while !done() {
-        assert!(Instant::now() < deadline, "{what} did not happen");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// A guest that echoes, on a terminal of its own, up and running.
