@@ -15,13 +15,10 @@ fn engines() -> Vec<EngineKind> {
 }
 
 /// No group begins before so many wait: not even when a segment that is ready wakes the writer.
-fn together(count: u32) -> StoreOptions {
-    StoreOptions {
-        commit_wait: CommitWait {
-            longest: Some(Duration::from_secs(3600)),
-            count: Some(count),
-        },
-        ..small(EngineKind::Auto)
+fn together(count: u32) -> CommitWait {
+    CommitWait {
+        longest: Some(Duration::from_secs(3600)),
+        count: Some(count),
     }
 }
 
@@ -124,7 +121,11 @@ fn flushed_writes_survive_a_crash_and_a_crash_after_that() {
 fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
     let place = Place::new();
     let disks = [DiskOptions::new(&place.disk)];
-    let store = Store::open(&place.log(), &disks, &together(4)).unwrap();
+    let options = StoreOptions {
+        commit_wait: together(4),
+        ..small(EngineKind::Auto)
+    };
+    let store = Store::open(&place.log(), &disks, &options).unwrap();
     let mut ports: Vec<Port> = (0..4)
         .map(|_| store.disks()[0].open_port().unwrap())
         .collect();
@@ -141,10 +142,17 @@ fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
         port.submit(2, Operation::Flush);
     }
     // Nobody kicked yet: all four wait. The first to be served leads one group for all.
-    let ended = wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 8);
+    let ended = wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 8).len();
     let counters = store.log_counters();
-    assert_eq!((ended.len(), counters.flushes_grouped), (8, 4));
-    assert_eq!(counters.syncs, 1);
+    assert_eq!(
+        (
+            ended,
+            counters.flushes,
+            counters.flushes_grouped,
+            counters.syncs
+        ),
+        (8, 5, 4, 1)
+    );
     flush(&mut ports[3]);
     assert_eq!(store.log_counters().syncs, 1);
 }
@@ -188,10 +196,7 @@ fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
         let place = Place::new();
         let options = StoreOptions {
             write_per_waiter: true,
-            commit_wait: CommitWait {
-                longest: Some(Duration::from_secs(3600)),
-                count: Some(clients as u32),
-            },
+            commit_wait: together(clients as u32),
             segment_size: 8 << 20,
             ..small(EngineKind::Auto)
         };
@@ -317,10 +322,7 @@ fn a_group_waits_for_others_to_join() {
     for engine in engines() {
         let place = Place::new();
         let options = StoreOptions {
-            commit_wait: CommitWait {
-                longest: Some(Duration::from_secs(3600)),
-                count: Some(3),
-            },
+            commit_wait: together(3),
             ..small(engine)
         };
         let disks = [DiskOptions::new(&place.disk)];
@@ -459,11 +461,15 @@ fn one_log_serves_several_disks_with_one_sync() {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
     let paths = ["a.img", "b.img"].map(|name| dir.path().join(name));
+    let options = StoreOptions {
+        commit_wait: together(2),
+        ..small(EngineKind::Auto)
+    };
     for path in &paths {
-        create_disk(path, SIZE, &log, &small(EngineKind::Auto)).unwrap();
+        create_disk(path, SIZE, &log, &options).unwrap();
     }
     let disks = paths.each_ref().map(DiskOptions::new);
-    let store = Store::open(&log, &disks, &together(2)).unwrap();
+    let store = Store::open(&log, &disks, &options).unwrap();
     let mut ports: Vec<Port> = store
         .disks()
         .iter()
