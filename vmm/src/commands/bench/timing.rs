@@ -80,11 +80,10 @@ pub fn closed_loops<C: Send>(
                 })
             })
             .collect();
-        let ended: Vec<_> = threads
+        let ended = threads
             .into_iter()
             .map(|thread| thread.join().expect("a client's thread"))
-            .collect();
-        let ended = ended.into_iter().collect::<Result<Vec<_>, _>>()?;
+            .collect::<Result<Vec<_>, _>>()?;
         let first = ended.iter().map(|(began, ..)| *began).min();
         let last = ended.iter().map(|(_, end, _)| *end).max();
         let mut timing = Timing {

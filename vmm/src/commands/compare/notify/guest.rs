@@ -52,9 +52,11 @@ impl GuestDoor {
             Path::Pci => (TransportKind::Pci, Notifications::Eventfds),
             _ => (TransportKind::Pci, Notifications::Exits),
         };
-        if let Some(store) = self.store.as_ref().filter(|_| point.counts_syncs()) {
-            let disk = &store.disks()[0];
-            disk.checkpoint().map_err(CommandError::failed)?;
+        if point.counts_syncs()
+            && let Some(store) = &self.store
+        {
+            let done = store.disks()[0].checkpoint();
+            done.map_err(CommandError::failed)?;
         }
         let backend: Arc<dyn DiskBackend> = match (&self.store, point.backend) {
             (Some(store), Backend::Wal) => Arc::new(store.disks()[0].clone()),
