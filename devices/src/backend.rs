@@ -41,6 +41,16 @@ pub struct Capabilities {
     pub secure_erase: bool,
 }
 
+/// When a write (a discard, zeroes) is answered that is not yet durable, where clients outlive this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Answer {
+    /// When it outlives this process: a client that connects again after a kill finds it, and its FLUSH there covers it.
+    #[default]
+    Written,
+    /// At once. It may be in this process's memory alone, which a kill loses.
+    Memory,
+}
+
 /// A disk that any number of queues can be opened on.
 pub trait Backend: Send + Sync {
     /// Capacity in sectors of 512 bytes.
@@ -126,6 +136,16 @@ pub trait BackendQueue: Send {
 
     /// Hands in one request. Its completion carries `token`. Never blocks on the medium's sync.
     fn submit(&mut self, token: u64, operation: Operation);
+
+    /// Asks for word once the writes that this queue has completed so far outlive this process, though not yet a power
+    /// cut: a completion that carries `token` comes then, or with it why they will not. `true`: they do already, and
+    /// none comes. [`kick`](BackendQueue::kick) starts what it takes.
+    ///
+    /// A queue that completes no write sooner, such as a file's, has nothing to do.
+    fn when_written(&mut self, token: u64) -> bool {
+        let _ = token;
+        true
+    }
 
     /// Ends a batch: whatever was submitted since the last call is started now.
     fn kick(&mut self);

@@ -270,6 +270,10 @@ impl ThrottledQueue {
         }
     }
 
+    pub(crate) fn when_written(&mut self, token: u64) -> bool {
+        self.queue.when_written(token)
+    }
+
     pub(crate) fn kick(&mut self) {
         self.release();
         self.queue.kick();

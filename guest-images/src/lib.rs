@@ -67,5 +67,6 @@ pub use job::{Job, Outcome};
 pub use machine::Machine;
 pub use metrics::Metrics;
 pub use packages::{install_missing, obstacle};
-pub use program::walvisor_binary;
+pub use process::leash;
+pub use program::{program, walvisor_binary};
 pub use reporter::Reporter;

@@ -130,7 +130,11 @@ fn act(arguments: Arguments) -> Result<u8> {
         } => {
             let disks: Result<_> = disks.iter().map(|disk| absolute(disk)).collect();
             let disks = disks?;
-            let guest = UserMode { disks, modules };
+            let guest = UserMode {
+                disks,
+                modules,
+                ..UserMode::default()
+            };
             user_mode(&cache, &guest, &read(&script)?, files_of_this_machine)
         }
         Action::Emulated { script, arguments } => emulated(&cache, &read(&script)?, &arguments),

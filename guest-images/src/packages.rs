@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -185,11 +186,14 @@ fn download(packages: &[Package], directory: &Path) -> Result<()> {
         .current_dir(directory))
 }
 
-/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and says so.
+/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and says so. One caller of this
+/// process at a time: what one installs the next need not.
 ///
 /// # Errors
 /// apt fails; mostly because the caller is not root.
 pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()> {
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     let mut missing: Vec<&str> = needs
         .iter()
         .filter(|(program, _)| !is_installed(program))

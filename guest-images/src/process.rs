@@ -64,6 +64,23 @@ pub(crate) fn is_installed(program: &str) -> bool {
         .any(|directory| directory.join(program).is_file())
 }
 
+/// What `command` starts is killed by the kernel when the thread that started it ends, in whatever way: a test that fails leaves
+/// nothing behind. What that starts itself in turn is not.
+pub fn leash(command: &mut Command) -> &mut Command {
+    let parent = Pid::from_raw(std::process::id().cast_signed());
+    // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that allocates or
+    // takes a lock.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            if getppid() != parent {
+                return Err(io::Error::other("the parent ended first"));
+            }
+            Ok(())
+        })
+    }
+}
+
 /// A child that is killed when this value is dropped, and by the kernel when the thread that started it ends in any
 /// other way.
 pub(crate) struct Leashed {
@@ -77,22 +94,10 @@ impl Leashed {
     /// # Errors
     /// The program cannot be started.
     pub(crate) fn spawn(command: &mut Command, whole_group: bool) -> Result<Self> {
-        let parent = Pid::from_raw(std::process::id().cast_signed());
         if whole_group {
             command.process_group(0);
         }
-        // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that
-        // allocates or takes a lock.
-        unsafe {
-            command.pre_exec(move || {
-                set_parent_process_death_signal(Some(Signal::KILL))?;
-                if getppid() != parent {
-                    return Err(io::Error::other("the parent ended first"));
-                }
-                Ok(())
-            });
-        }
-        let child = command.spawn().map_err(|source| Error::Start {
+        let child = leash(command).spawn().map_err(|source| Error::Start {
             command: words(command),
             source,
         })?;
@@ -180,6 +185,7 @@ impl Drop for Leashed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
     use std::time::Instant;
 
     #[test]
@@ -230,5 +236,18 @@ mod tests {
             );
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn the_end_of_a_thread_is_the_end_of_what_it_started() {
+        let (sender, children) = mpsc::channel();
+        let ended = std::thread::spawn(move || {
+            let child = leash(Command::new("sleep").arg("100")).spawn().unwrap();
+            sender.send(child).unwrap();
+            panic!("as a test that fails");
+        });
+        ended.join().unwrap_err();
+        let status = children.recv().unwrap().wait().unwrap();
+        assert_eq!(status.signal(), Some(9), "{status}");
     }
 }

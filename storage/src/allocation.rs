@@ -81,7 +81,7 @@ pub(crate) fn file_extents(
     let end = sector + sectors;
     let mut at = sector;
     let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
-    for data in DataRanges::new(&file, path, bytes, u64::MAX) {
+    for data in DataRanges::new(Some(&file), path, bytes, u64::MAX) {
         let data = data?;
         // A sector with any data in it is data.
         let (start, stop) = (

@@ -1,25 +1,21 @@
-//! Which base image belongs to which log: the table of disks in the control file, and how it is matched.
+//! The control file of a log with its table of disks: made, opened, read, added to.
 
-use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
 
 use zerocopy::FromZeros;
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::{U32, U64};
 
-use crate::SECTOR_SIZE;
-use crate::disk::{CacheMode, DiskState};
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile};
+use crate::file::{self, DataFile, Holder};
+use crate::filesystem::{OWNER, Open, files};
 use crate::format::{
     BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
-    Uuid, VERSION,
+    VERSION,
 };
-use crate::image::{Devices, open_file};
 use crate::keeper::ControlFile;
+use crate::mutant::{Mutant, planted};
 use crate::recovery;
-use crate::store::{DiskOptions, StoreOptions};
-use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, RwLock};
+use crate::store::StoreOptions;
 
 pub(crate) fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidInput, message)
@@ -41,190 +37,61 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     Ok(())
 }
 
-/// A base image that is open and locked, not yet known to the log.
-pub(crate) struct OpenBase {
-    pub options: DiskOptions,
-    pub file: File,
-    pub size: u64,
-    pub mark: Option<Uuid>,
-}
-
-impl OpenBase {
-    pub(crate) fn open(options: &DiskOptions) -> Result<Self> {
-        let (file, size) = open_file(&options.path, true, Devices::Refused)?;
-        let mark = file::read_mark(&file);
-        Ok(Self {
-            options: options.clone(),
-            file,
-            size,
-            mark,
-        })
-    }
-
-    /// A marked image has, or had, its newest bytes in a log: a new one must not hide that.
-    pub(crate) fn refuse_mark(&self, log_dir: &Path) -> Result<()> {
-        match self.mark {
-            None => Ok(()),
-            Some(uuid) => Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: disk {} was not closed and its log is not at {}; name it with log=DIR, or give up what \
-                     it holds with: setfattr -x user.walvisor.disk {0}",
-                    self.options.path.display(),
-                    file::hex(&uuid),
-                    log_dir.display(),
-                ),
-            )),
-        }
-    }
-
-    /// Whether the file is as long as the log says, or longer because a resize was cut in the middle.
-    pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
-        let size = entry.size.get();
-        self.size == size || (entry.resizing.get() != 0 && self.size > size)
-    }
-
-    /// Finds the place of the disk's entry in the log's table.
-    ///
-    /// # Errors
-    /// If there is none, or the image's size is not what it says.
-    pub(crate) fn find(&self, control: &ControlFile, log_dir: &Path) -> Result<usize> {
-        let path = canonical(&self.options.path)?;
-        let entries = &control.control.disks;
-        let found = match self.mark {
-            Some(uuid) => entries.iter().position(|entry| entry.disk == uuid),
-            // Unmarked: closed cleanly, or copied without its attributes. Its place or its name tells.
-            None => entries
-                .iter()
-                .position(|entry| entry_path(entry) == path)
-                .or_else(|| {
-                    let same = |entry: &DiskEntry| {
-                        entry_path(entry).file_name() == path.file_name() && self.size_fits(entry)
-                    };
-                    entries.iter().position(same)
-                }),
-        };
-        let Some(found) = found else {
-            let others: Vec<_> = entries
-                .iter()
-                .map(|entry| entry_path(entry).display().to_string())
-                .collect();
-            return Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
-                    self.options.path.display(),
-                    log_dir.display(),
-                    if others.is_empty() {
-                        "no disk yet".into()
-                    } else {
-                        others.join(", ")
-                    },
-                ),
-            ));
-        };
-        let entry = &entries[found];
-        if !self.size_fits(entry) {
-            return Err(Error::new(
-                ErrorKind::WrongLog,
-                format!(
-                    "{}: {} bytes, but its log in {} knows a disk of {}; restore the image's size (truncate -s {3})",
-                    self.options.path.display(),
-                    self.size,
-                    log_dir.display(),
-                    entry.size.get(),
-                ),
-            ));
-        }
-        Ok(found)
-    }
-
-    /// Finds the disk's entry in the log, and brings it up to date there (in memory). What a resize that was cut
-    /// in the middle left behind the end of the disk is cut off.
-    pub(crate) fn attach(self, control: &mut ControlFile, log_dir: &Path) -> Result<DiskState> {
-        let path = canonical(&self.options.path)?;
-        let found = self.find(control, log_dir)?;
-        let entry = &mut control.control.disks[found];
-        if entry_path(entry) != path {
-            set_entry_path(entry, &path)?;
-            control.moved = true;
-        }
-        if entry.resizing.get() != 0 {
-            set_size(&self.file, &self.options.path, entry.size.get())?;
-            entry.resizing = U16::new(0);
-            control.moved = true;
-        }
-        Ok(DiskState {
-            id: entry.id.get(),
-            uuid: entry.disk,
-            path: self.options.path,
-            sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
-            base: Arc::new(self.file),
-            read_only: self.options.read_only,
-            no_flush: self.options.cache == CacheMode::Unsafe,
-            write_cache: AtomicBool::new(self.options.cache != CacheMode::Writethrough),
-            last_lsn: AtomicU64::new(0),
-            index: RwLock::default(),
-        })
-    }
-}
-
 /// Gives a base image its length, durably.
 pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()> {
-    file.set_len(size)
-        .map_err(|error| match error.kind() {
-            std::io::ErrorKind::FileTooLarge => invalid(format!(
-                "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB): use one that does, such \
-                 as XFS, or a smaller disk",
-                path.display()
-            )),
-            _ => Error::io("size the disk", path, error),
-        })
-}
-
-pub(crate) fn canonical(path: &Path) -> Result<PathBuf> {
-    path.canonicalize()
-        .map_err(|error| Error::io("find", path, error))
-}
-
-pub(crate) fn entry_path(entry: &DiskEntry) -> PathBuf {
-    use std::os::unix::ffi::OsStrExt;
-    let len = usize::from(entry.path_len.get()).min(entry.path.len());
-    PathBuf::from(std::ffi::OsStr::from_bytes(&entry.path[..len]))
-}
-
-fn set_entry_path(entry: &mut DiskEntry, path: &Path) -> Result<()> {
-    use std::os::unix::ffi::OsStrExt;
-    let bytes = path.as_os_str().as_bytes();
-    let Some(into) = entry.path.get_mut(..bytes.len()) else {
-        return Err(invalid(format!(
-            "{}: a path of more than 480 bytes; use a shorter one",
-            path.display()
-        )));
+    let sized = file.set_len(size);
+    let sized = match planted(Mutant::LengthUnsynced) {
+        true => sized,
+        false => sized.and_then(|()| file.sync_all()),
     };
-    into.copy_from_slice(bytes);
-    entry.path_len = U16::new(bytes.len() as u16);
-    Ok(())
+    sized.map_err(|error| size_error(path, size, error))
+}
+
+/// Why a base image cannot have a length.
+pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
+    match error.kind() {
+        std::io::ErrorKind::FileTooLarge => invalid(format!(
+            "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB), or 'ulimit -f' allows none: \
+             use one that does, such as XFS, or a smaller disk, or raise the limit",
+            path.display()
+        )),
+        _ => Error::io("size the disk", path, error),
+    }
+}
+
+/// The path without links. What it names need not be there; the directory that it is in must.
+pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
+    let found = match files().real_path(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let directory = files().real_path(file::parent(path));
+            directory.map(|directory| directory.join(path.file_name().unwrap_or_default()))
+        }
+        found => found,
+    };
+    found.map_err(|error| Error::io("find", path, error))
+}
+
+/// The directory that the log directory is in.
+fn home(log_dir: &Path) -> Result<PathBuf> {
+    let real = real_path(log_dir)?;
+    Ok(file::parent(&real).to_owned())
 }
 
 pub(crate) fn has_control(log_dir: &Path) -> bool {
-    log_dir.join("control").exists()
+    // What cannot be looked at is told by whoever opens it next.
+    files().kind(&log_dir.join("control")).is_ok()
 }
 
 /// Refuses a directory that is there, holds something, and is no log.
 pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
-    let entries = match std::fs::read_dir(log_dir) {
+    let names = match files().names(log_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        entries => entries.map_err(|error| Error::io("read the log directory", log_dir, error))?,
+        names => names.map_err(|error| Error::io("read the log directory", log_dir, error))?,
     };
     // A control file that never got its name is what a crash in `create_log` left.
-    let unfinished = |name: &std::ffi::OsStr| name == UNFINISHED_CONTROL;
-    match entries
-        .flatten()
-        .find(|entry| !unfinished(&entry.file_name()))
-    {
-        None => Ok(()),
-        Some(_) => Err(Error::new(
+    match names.iter().any(|name| name != UNFINISHED_CONTROL) {
+        false => Ok(()),
+        true => Err(Error::new(
             ErrorKind::Damaged,
             format!(
                 "{}: not empty, and no log (it has no control file); restore it, or name another directory",
@@ -237,27 +104,36 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
 /// The control file's name while it is being made.
 const UNFINISHED_CONTROL: &str = "control.new";
 
-/// Makes the directory and a control file with these disks. The file gets its name when it is whole: a crash before
-/// leaves nothing that is taken for a log.
+/// Makes the directory and a control file with the disks that `fill` puts there. The file gets its name when it is whole:
+/// a crash before leaves nothing that is taken for a log. `None`: others have made the log meanwhile.
 pub(crate) fn create_log(
     log_dir: &Path,
     options: &StoreOptions,
-    disks: &[(&Path, u64)],
-) -> Result<ControlFile> {
-    match std::fs::create_dir(log_dir) {
-        Ok(()) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            refuse_occupied(log_dir)?
+    fill: &mut dyn FnMut(&mut ControlFile) -> Result<()>,
+) -> Result<Option<ControlFile>> {
+    match files().create_dir(log_dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(Error::io("create the log directory", log_dir, error));
         }
-        Err(error) => return Err(Error::io("create the log directory", log_dir, error)),
+        _ => {}
     }
     let (path, unfinished) = (log_dir.join("control"), log_dir.join(UNFINISHED_CONTROL));
-    let create = |error| Error::io("create the log's control file", &path, error);
-    let mut open = OpenOptions::new();
-    open.read(true).write(true).create(true).truncate(true);
-    let file = open.open(&unfinished).map_err(create)?;
-    file::lock(&file, log_dir)?;
-    file.set_len(2 * CONTROL_SLOT as u64).map_err(create)?;
+    const DOING: &str = "create the log's control file";
+    let create = |error| Error::io(DOING, &path, error);
+    // Of several that make the log at once the one that has the lock of this file does, and the others look again.
+    let how = Open::Kept { mode: OWNER };
+    let file = file::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
+    if has_control(log_dir) {
+        files().remove(&unfinished).map_err(create)?;
+        return Ok(None);
+    }
+    refuse_occupied(log_dir).inspect_err(|_| {
+        // Best effort: the error that is being reported matters more.
+        let _ = files().remove(&unfinished);
+    })?;
+    file.set_len(0)
+        .and_then(|()| file.set_len(2 * CONTROL_SLOT as u64))
+        .map_err(create)?;
     let mut header = ControlHeader::new_zeroed();
     header.magic = CONTROL_MAGIC;
     header.version = U32::new(VERSION);
@@ -272,50 +148,78 @@ pub(crate) fn create_log(
         disks: Vec::new(),
     };
     let mut control = ControlFile {
+        home: home(log_dir)?,
         path,
-        file: Box::new(file),
+        file,
         control,
-        moved: false,
+        unconfirmed: None,
     };
-    disks
-        .iter()
-        .try_for_each(|(disk, size)| register(&mut control, disk, *size))?;
-    control.write()?;
-    std::fs::rename(&unfinished, &control.path)
+    fill(&mut control)?;
+    // Both copies: the space of either is taken now, not when the file system is full.
+    if !planted(Mutant::ControlNamedUnwritten) {
+        control.write()?;
+    }
+    if !planted(Mutant::ControlNamedUnwritten) {
+        control.write()?;
+    }
+    files()
+        .rename_new(&unfinished, &control.path)
         .map_err(|error| Error::io("name the log's control file", &control.path, error))?;
-    file::sync_dir(log_dir)?;
-    let parent = log_dir
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
-    file::sync_dir(parent.unwrap_or(Path::new(".")))?;
-    Ok(control)
+    if planted(Mutant::ControlNamedUnwritten) {
+        control.write()?;
+    }
+    if !planted(Mutant::LogNamesUnsynced) {
+        file::sync_dir(log_dir)?;
+        file::sync_dir(file::parent(log_dir))?;
+    }
+    Ok(Some(control))
+}
+
+/// The log in `log_dir`, open and locked: the one that is there, or one with the disks that `fill` puts there, and then
+/// `true`.
+pub(crate) fn open_or_create_log(
+    log_dir: &Path,
+    options: &StoreOptions,
+    fill: &mut dyn FnMut(&mut ControlFile) -> Result<()>,
+) -> Result<(ControlFile, bool)> {
+    loop {
+        if has_control(log_dir) {
+            return Ok((open_control(log_dir)?, false));
+        }
+        if let Some(control) = create_log(log_dir, options, fill)? {
+            return Ok((control, true));
+        }
+    }
 }
 
 /// Where the base images of all disks on a log were when they were last open, without opening the log: to know what
 /// opening it may open. None if the log cannot be read, which its opener will tell.
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     let path = log_dir.join("control");
-    let Ok(file) = File::open(&path) else {
-        return Vec::new();
+    let read = || {
+        let file = files().open(&path, Open::Read).ok()?;
+        let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
+        Some(control.image_paths())
     };
-    let control = read_control(Box::new(file), path);
-    control.map_or_else(
-        |_| Vec::new(),
-        |control| control.control.disks.iter().map(entry_path).collect(),
-    )
+    read().unwrap_or_default()
 }
 
 /// Opens, locks and reads the control file.
 pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join("control");
-    let open = OpenOptions::new().read(true).write(true).open(&path);
-    let file = open.map_err(|error| Error::io("open the log", &path, error))?;
-    file::lock(&file, log_dir)?;
-    read_control(Box::new(file), path)
+    let file = file::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
+    // Names too may be in memory only.
+    file::settle_name(&path)?;
+    file::settle_name(&real_path(log_dir)?)?;
+    read_control(file, path, home(log_dir)?)
 }
 
 /// Reads an open control file: the newest valid slot counts.
-pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<ControlFile> {
+pub(crate) fn read_control(
+    file: Box<dyn DataFile>,
+    path: PathBuf,
+    home: PathBuf,
+) -> Result<ControlFile> {
     let mut newest: Option<Control> = None;
     for slot in 0..2 {
         let mut bytes = vec![0; CONTROL_SLOT];
@@ -347,10 +251,11 @@ pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<Con
     };
     match newest.filter(sane) {
         Some(control) => Ok(ControlFile {
+            home,
             path,
             file,
+            unconfirmed: Some(control.clone()),
             control,
-            moved: false,
         }),
         None => Err(Error::new(
             ErrorKind::Damaged,
@@ -362,24 +267,31 @@ pub(crate) fn read_control(file: Box<dyn DataFile>, path: PathBuf) -> Result<Con
     }
 }
 
-/// Adds a disk to the log's table (in memory). It takes the place of a disk that was at the same path before.
-pub(crate) fn register(control: &mut ControlFile, path: &Path, size: u64) -> Result<()> {
-    let path = canonical(path)?;
+/// Adds a disk to the log's table (in memory), and returns its entry. It takes the place of a disk that was at the same
+/// path before.
+pub(crate) fn register<'a>(
+    control: &'a mut ControlFile,
+    path: &Path,
+    size: u64,
+) -> Result<&'a mut DiskEntry> {
+    let path = real_path(path)?;
     let disks = &mut control.control.disks;
     let mut entry = DiskEntry::new_zeroed();
     entry.disk = file::random();
     entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
     entry.size = U64::new(size);
-    set_entry_path(&mut entry, &path)?;
-    if let Some(old) = disks.iter_mut().find(|disk| entry_path(disk) == path) {
-        *old = entry;
-    } else if disks.len() < MAX_DISKS {
-        disks.push(entry);
-    } else {
+    entry.set_path(&path, &control.home)?;
+    let same = |disk: &DiskEntry| disk.path(&control.home) == path;
+    let place = disks.iter().position(same).unwrap_or(disks.len());
+    if place == MAX_DISKS {
         return Err(invalid(format!(
             "{}: the log holds {MAX_DISKS} disks, its most; use another log",
             control.path.display()
         )));
     }
-    Ok(())
+    match disks.get_mut(place) {
+        Some(old) => *old = entry,
+        None => disks.push(entry),
+    }
+    Ok(&mut disks[place])
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use crate::engine::{Done, Engine, Io};
 use crate::group::{Role, Spare, Task};
-use crate::log::{Log, Mailbox, Waiter, deliver};
+use crate::log::{FailOnPanic, Log, Mailbox, Waiter, deliver};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event};
@@ -102,6 +102,9 @@ impl Committer {
     /// Takes the lead if there is work and no leader, and starts all submitted I/O.
     pub(crate) fn start(&mut self) {
         let role = self.role();
+        // A group that was taken and not begun would never end.
+        let log = self.log.clone();
+        let _failing = FailOnPanic::new(&log);
         while !self.resigned {
             if self.spare.chunks.capacity() == 0 {
                 self.spare.chunks = self.engine.list();
@@ -224,7 +227,9 @@ impl Drop for Committer {
     fn drop(&mut self) {
         let mut state = self.log.lock();
         // Nobody is told: the port is going away.
-        state.take_waiters(|waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox));
+        let own = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox);
+        state.take_waiters(own);
+        state.awaiting.take(own).for_each(drop);
         state.set_clients(&self.mailbox, 0);
         drop(state);
         self.resign();

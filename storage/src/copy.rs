@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::{Log, UNAPPLIED_LIMIT};
 use crate::mutant::{Mutant, planted};
+use crate::segment::LogRead;
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc, Event};
 use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
@@ -166,16 +167,63 @@ fn follows(last: &Piece, next: &Piece) -> bool {
 
 /// A run in flight.
 struct Flight<'a> {
-    disk: &'a DiskState,
+    disk: &'a Arc<DiskState>,
     sector: u64,
     bytes: usize,
     /// What its buffers take in memory.
     memory: usize,
-    /// In order; `None` while the read is under way.
-    chunks: Vec<Option<Chunk>>,
+    /// In order: what it is made of, and what came of the reads.
+    pieces: Vec<Piece>,
+    chunks: Vec<Part>,
     /// Reads under way; with none left it is written.
     reads: usize,
+    /// The medium does not have what was logged: it is not written.
+    damaged: bool,
     writing: bool,
+}
+
+/// A part of a run.
+enum Part {
+    Reading(LogRead),
+    Read(Chunk),
+}
+
+impl Part {
+    /// Takes the bytes that were read for it, if they are those that were logged.
+    fn verified(&mut self, buffer: Buffer) -> Result<()> {
+        if let Self::Reading(read) = self {
+            *self = Self::Read(chunk(read.verified(buffer)?));
+        }
+        Ok(())
+    }
+
+    fn read(self) -> Option<Chunk> {
+        match self {
+            Self::Read(chunk) => Some(chunk),
+            Self::Reading(_) => None,
+        }
+    }
+}
+
+/// What could not be copied of a disk, because the medium has damaged it, and the first thing that was wrong.
+pub(crate) struct Rest {
+    pub disk: Arc<DiskState>,
+    pub layer: ExtentMap,
+    pub error: Error,
+}
+
+impl Rest {
+    /// What is said of it.
+    pub(crate) fn told(&self) -> Error {
+        let (path, error) = (self.disk.path.display(), &self.error);
+        Error::new(
+            error.kind(),
+            format!(
+                "{path}: {error}; reads of it fail, all else is in the base images, and the log keeps it until it is \
+                 overwritten; once the disk is closed, 'walvisor disk check {path}' names sectors and LSNs"
+            ),
+        )
+    }
 }
 
 /// The runs in flight, and what becomes of them.
@@ -189,6 +237,8 @@ struct Copier<'a> {
     next: u64,
     memory: usize,
     failed: Option<Error>,
+    /// What the medium has damaged, by disk.
+    rests: Vec<Rest>,
 }
 
 /// Whether somebody writes to a log: then background work disturbs.
@@ -235,7 +285,7 @@ impl Pace {
         let state = log.lock();
         let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
         let waiting = state.appended - state.applied;
-        let end = log.end(&state);
+        let end = state.end;
         Self {
             growth: Cell::new(Growth::new(end)),
             hurry,
@@ -252,7 +302,7 @@ impl Pace {
         let used = |now: u64, (began, room): (u64, u64)| {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
-        let end = log.end(state);
+        let end = state.end;
         let used = used(end, self.bytes).max(used(state.appended, self.records));
         let behind = match hurry {
             true => 1.0,
@@ -269,25 +319,28 @@ impl Pace {
     }
 }
 
-/// Copies the disks' frozen layers to their base images and syncs those; `hurry`: somebody waits for it. On an error
-/// some may be copied, and nothing is in flight any more. `tend` is called again and again.
+/// Copies the disks' frozen layers to their base images, marks and syncs those; `hurry`: somebody waits for it. `tend` is called
+/// again and again. Returns what the medium has damaged, which is in the log alone and stays there: all else is copied.
+///
+/// # Errors
+/// If anything else fails. Some may be copied then, and nothing is in flight any more.
 pub(crate) fn copy(
     log: &Log,
     disks: &[Arc<DiskState>],
     hurry: bool,
     mut tend: impl FnMut(),
-) -> Result<()> {
-    let layers: Vec<(&DiskState, Arc<ExtentMap>)> = disks
+) -> Result<Vec<Rest>> {
+    let layers: Vec<(&Arc<DiskState>, Arc<ExtentMap>)> = disks
         .iter()
-        .filter_map(|disk| Some((disk.as_ref(), disk.index().frozen.clone()?)))
+        .filter_map(|disk| Some((disk, disk.index().frozen.clone()?)))
         .filter(|(_, layer)| !layer.is_empty())
         .collect();
     if layers.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let done = Cell::new(0);
     let runs = layers.iter().flat_map(|(disk, layer)| {
-        let disk: &DiskState = disk;
+        let disk: &Arc<DiskState> = disk;
         let pieces = layer
             .iter()
             .inspect(|piece| done.set(done.get() + work(piece)));
@@ -319,6 +372,7 @@ pub(crate) fn copy(
         next: 0,
         memory: 0,
         failed: None,
+        rests: Vec::new(),
     };
     let mut ended = Vec::new();
     loop {
@@ -351,16 +405,17 @@ pub(crate) fn copy(
         }
     }
     match copier.failed {
-        Some(error) => Err(error),
-        None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => Ok(()),
-        None => sync_bases(&layers),
+        Some(error) => return Err(error),
+        None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
+        None => sync_bases(&layers)?,
     }
+    Ok(copier.rests)
 }
 
-fn sync_bases(layers: &[(&DiskState, Arc<ExtentMap>)]) -> Result<()> {
+fn sync_bases(layers: &[(&Arc<DiskState>, Arc<ExtentMap>)]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
-        let synced = disk.base.sync_data();
-        synced.map_err(|error| Error::io("sync the base image", &disk.path, error))
+        // With the bytes the generation that they make.
+        disk.mark(true).map(drop)
     })
 }
 
@@ -377,7 +432,7 @@ impl<'a> Copier<'a> {
         self.flights.len() < most && self.memory < IN_FLIGHT_BYTES
     }
 
-    fn start(&mut self, disk: &'a DiskState, run: Run) {
+    fn start(&mut self, disk: &'a Arc<DiskState>, run: Run) {
         let counters = &self.log.counters;
         counters.base_writes.fetch_add(1, Ordering::Relaxed);
         let (sector, parts) = match run {
@@ -404,32 +459,36 @@ impl<'a> Copier<'a> {
             memory: 0,
             chunks: Vec::with_capacity(parts.len()),
             reads: 0,
+            damaged: false,
             writing: false,
+            pieces: Vec::new(),
         };
-        for (part, piece) in parts.into_iter().enumerate() {
+        for (part, piece) in parts.iter().enumerate() {
             let len = (piece.sectors * SECTOR_SIZE) as usize;
             flight.bytes += len;
             flight.memory += len.next_multiple_of(BUFFER_ALIGN);
-            flight.chunks.push(match piece.place {
+            flight.chunks.push(match &piece.place {
                 Some(Place::Log { segment, offset }) => {
                     flight.reads += 1;
-                    let read = Io::Read {
-                        source: self.ahead.source(segment),
-                        offset,
-                        buffer: Buffer::for_overwrite(len),
+                    let read = LogRead::new(segment.clone(), *offset, len);
+                    let io = Io::Read {
+                        source: self.ahead.source(segment.clone()),
+                        offset: read.offset(),
+                        buffer: Buffer::for_overwrite(read.bytes()),
                     };
                     let id = number * MAX_CHUNKS as u64 + part as u64;
-                    self.engine.submit(id, read);
-                    None
+                    self.engine.submit(id, io);
+                    Part::Reading(read)
                 }
                 Some(Place::Memory { payload, offset }) => {
-                    Some(chunk(Buffer::from(&payload[offset..offset + len])))
+                    Part::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
                 }
                 Some(Place::Zero { .. }) | None => {
                     unreachable!("a run of data has data, and a layer's extents have places")
                 }
             });
         }
+        flight.pieces = parts;
         self.memory += flight.memory;
         if flight.reads == 0 {
             self.write(number, &mut flight);
@@ -443,9 +502,31 @@ impl<'a> Copier<'a> {
         let write = Io::Write {
             base: flight.disk.base.clone(),
             offset: flight.sector * SECTOR_SIZE,
-            chunks: flight.chunks.drain(..).flatten().collect(),
+            chunks: flight.chunks.drain(..).filter_map(Part::read).collect(),
         };
         self.engine.submit(number * MAX_CHUNKS as u64, write);
+    }
+
+    /// Some of a disk's log is damaged.
+    fn note_damage(&mut self, disk: &Arc<DiskState>, error: Error) {
+        if self.rests.iter().all(|rest| rest.disk.id != disk.id) {
+            self.rests.push(Rest {
+                disk: disk.clone(),
+                layer: ExtentMap::default(),
+                error,
+            });
+        }
+    }
+
+    /// Leaves a run that is damaged in the log.
+    fn leave(&mut self, flight: &mut Flight<'_>) {
+        let disk = flight.disk.id;
+        let rest = self.rests.iter_mut().find(|rest| rest.disk.id == disk);
+        let rest = rest.expect("damage is noted before");
+        for piece in flight.pieces.drain(..) {
+            let place = piece.place.expect("a layer's extents have places");
+            rest.layer.insert(piece.sector, piece.sectors, 0, place);
+        }
     }
 
     fn end(&mut self, end: Done) {
@@ -459,7 +540,13 @@ impl<'a> Copier<'a> {
                 let bytes = flight.bytes as u64;
                 counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
             }
-            Ok(buffer) => flight.chunks[part] = buffer.map(chunk),
+            Ok(buffer) => {
+                let buffer = buffer.expect("a read gives bytes");
+                if let Err(error) = flight.chunks[part].verified(buffer) {
+                    flight.damaged = true;
+                    self.note_damage(flight.disk, error);
+                }
+            }
             Err(error) => {
                 self.failed.get_or_insert_with(|| match was_written {
                     true => Error::io("write the base image", &flight.disk.path, error),
@@ -470,8 +557,10 @@ impl<'a> Copier<'a> {
         if !was_written {
             flight.reads -= 1;
             // After an error nothing more is begun.
-            if flight.reads == 0 && self.failed.is_none() {
-                self.write(number, &mut flight);
+            match flight.reads == 0 && self.failed.is_none() {
+                true if flight.damaged => self.leave(&mut flight),
+                true => self.write(number, &mut flight),
+                false => {}
             }
         }
         match flight.reads > 0 || (flight.writing && !was_written) {

@@ -5,12 +5,15 @@ use std::path::PathBuf;
 use crate::catalog::invalid;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
-use crate::format::Uuid;
+use crate::format::{DiskEntry, Uuid};
+use crate::identity::Mark;
 use crate::index::Index;
 use crate::log::Log;
+use crate::mutant::{Mutant, planted};
 use crate::orders::Task;
 use crate::port::Port;
 use crate::resize::{Resize, check_size};
+use crate::store::DiskOptions;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::{LogCounters, SECTOR_SIZE};
@@ -36,6 +39,8 @@ pub(crate) struct DiskState {
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
     pub base: Arc<dyn DataFile>,
+    /// What the base image's mark says, or will say when it is written next.
+    pub generation: AtomicU64,
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
@@ -45,6 +50,41 @@ pub(crate) struct DiskState {
 }
 
 impl DiskState {
+    /// Of an image that belongs to the entry.
+    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Arc<dyn DataFile>) -> Self {
+        Self {
+            id: entry.id.get(),
+            uuid: entry.disk,
+            path: options.path.clone(),
+            sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
+            base,
+            generation: AtomicU64::new(entry.next_generation.get()),
+            read_only: options.read_only,
+            no_flush: options.cache == CacheMode::Unsafe,
+            write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
+            last_lsn: AtomicU64::new(0),
+            index: RwLock::default(),
+        }
+    }
+
+    /// Gives the base image its mark, and makes that and all that was written to the image durable. Returns whether its
+    /// file system has attributes.
+    pub(crate) fn mark(&self, open: bool) -> Result<bool> {
+        let mark = Mark {
+            disk: self.uuid,
+            generation: self.generation.load(Ordering::Relaxed),
+            open,
+        };
+        let marked = self.base.write_mark(Some(&mark));
+        let marked = marked.map_err(|error| Error::io("mark", &self.path, error))?;
+        let synced = match planted(Mutant::MarkUnsynced) {
+            true => Ok(()),
+            false => self.base.sync_all(),
+        };
+        synced.map_err(|error| Error::io("sync the base image", &self.path, error))?;
+        Ok(marked)
+    }
+
     pub(crate) fn sectors(&self) -> u64 {
         self.sectors.load(Ordering::Acquire)
     }

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::{entry_path, has_control, open_control};
+use crate::catalog::{has_control, open_control};
+use crate::checksum;
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Kind;
@@ -43,7 +44,7 @@ pub struct LogRecord<'a> {
     pub sectors: u32,
     /// Bytes of payload: 512 a sector for a write, else 0.
     pub payload_bytes: u64,
-    /// CRC-32C of the payload; 0 where there is none.
+    /// CRC-32C of the payload as it was written; 0 where there is none.
     pub payload_crc: u32,
     /// The segment file.
     pub segment: &'a Path,
@@ -51,6 +52,8 @@ pub struct LogRecord<'a> {
     pub offset: u64,
     /// The base image has it already.
     pub in_base: bool,
+    /// The medium has changed its payload since it was written.
+    pub damaged: bool,
 }
 
 /// The records that one sync made durable.
@@ -90,7 +93,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     }
     let control = open_control(log_dir)?;
     let disks = control.control.disks.iter();
-    let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), entry_path(d))).collect();
+    let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory(log_dir, EngineKind::Blocking);
     let mut each = |found: Found<'_>| {
         let descriptor = found.descriptor;
@@ -110,10 +113,11 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             sector: descriptor.sector.get(),
             sectors: descriptor.sectors.get(),
             payload_bytes: descriptor.payload_len(),
-            payload_crc: descriptor.payload_crc.get(),
+            payload_crc: checksum::whole(found.checksums, descriptor.payload_len()),
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,
+            damaged: found.damaged,
         });
     };
     recovery::scan(

@@ -9,25 +9,27 @@ use std::collections::HashMap;
 use std::io;
 use std::mem::offset_of;
 use std::os::fd::RawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::Failure;
 use crate::SECTOR_SIZE;
 use crate::catalog::read_control;
+use crate::checksum;
 use crate::disk::DiskState;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::file::DataFile;
 use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Descriptor, Kind, SEGMENT_MAGIC,
-    SegmentHeader, Uuid,
+    SegmentHeader,
 };
+use crate::identity::{Inode, Mark};
 use crate::index::Place;
 use crate::segment::{Medium, Segment};
-use crate::store::{read_log, recover};
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Event, Mutex, RwLock};
+use crate::store::{DiskOptions, read_for_recovery, read_log, recover};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Arc, Event, Mutex};
 
 /// Bytes of each segment file.
 const SEGMENT: usize = 64 << 10;
@@ -103,7 +105,12 @@ fn seal_segment(file: &mut [u8]) {
     {
         let payloads = at + len.next_multiple_of(BLOCK);
         let mut payload = payloads as u64;
-        for descriptor in (size_of::<BatchHeader>()..len).step_by(size_of::<Descriptor>()) {
+        let descriptors = usize::from(header.descriptor_count.get());
+        let first_checksum = size_of::<BatchHeader>() + descriptors * size_of::<Descriptor>();
+        let mut checksums = (at + first_checksum..at + len).step_by(size_of::<u32>());
+        for descriptor in
+            (size_of::<BatchHeader>()..first_checksum).step_by(size_of::<Descriptor>())
+        {
             let field = |offset: usize| {
                 let field = &file[at + descriptor + offset..][..4];
                 u32::from_le_bytes(field.try_into().expect("four bytes"))
@@ -112,10 +119,14 @@ fn seal_segment(file: &mut [u8]) {
                 continue;
             }
             let end = payload + u64::from(field(offset_of!(Descriptor, sectors))) * SECTOR_SIZE;
-            if let Some(bytes) = file.get(payload as usize..end as usize) {
-                let crc = crc32c::crc32c(bytes).to_le_bytes();
-                let field = at + descriptor + offset_of!(Descriptor, payload_crc);
-                file[field..field + 4].copy_from_slice(&crc);
+            let blocks = file.get(payload as usize..end as usize);
+            for (crc, field) in blocks
+                .map(checksum::of)
+                .iter()
+                .flatten()
+                .zip(&mut checksums)
+            {
+                file[field..field + 4].copy_from_slice(&crc.to_le_bytes());
             }
             payload = end;
         }
@@ -165,6 +176,10 @@ impl DataFile for MemoryFile {
         Ok(())
     }
 
+    fn drop_cache(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     fn len(&self) -> io::Result<u64> {
         Ok(self.files.bytes.lock().expect("one thread")[self.index].len() as u64)
     }
@@ -174,16 +189,40 @@ impl DataFile for MemoryFile {
         Ok(())
     }
 
+    fn allocate(&self, _len: u64) -> io::Result<()> {
+        unreachable!("recovery makes no files")
+    }
+
+    fn sync_all(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+
     fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
         self.with(offset, len as usize, |bytes| bytes.fill(0))
     }
 
-    fn write_mark(&self, _uuid: Option<&Uuid>) -> io::Result<()> {
-        Ok(())
+    fn inode(&self) -> io::Result<Inode> {
+        Ok(Inode::default())
+    }
+
+    fn read_mark(&self) -> io::Result<Option<Mark>> {
+        Ok(None)
+    }
+
+    fn write_mark(&self, _mark: Option<&Mark>) -> io::Result<bool> {
+        Ok(false)
     }
 
     fn raw_fd(&self) -> RawFd {
         -1
+    }
+
+    fn host(&self) -> Option<&std::fs::File> {
+        None
     }
 }
 
@@ -234,32 +273,29 @@ pub fn recover_input(input: &[u8]) {
     let Ok(first) = recover_once(&files) else {
         return;
     };
-    let again = recover_once(&files).expect("what was recovered can be recovered again");
+    let again = match recover_once(&files) {
+        // Each recovery counts on; what nobody reaches by counting is reached here.
+        Err(error) if error.to_string().contains("at their end") => return,
+        again => again.expect("what was recovered can be recovered again"),
+    };
     assert_eq!(first, again, "a second recovery gives something else");
 }
 
 fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let path = Path::new("log");
-    let mut control = read_control(Box::new(files.file(0)), path.into())?;
+    let mut control = read_control(Box::new(files.file(0)), path.into(), PathBuf::new())?;
     // As the commands that only look do.
     let looked =
         read_log(files, path, &control.control, &mut |_, _| {}).map(|(scan, _)| scan.last_lsn);
-    let mut states: Vec<Arc<DiskState>> = Vec::new();
-    for disk in &control.control.disks {
-        states.push(Arc::new(DiskState {
-            id: disk.id.get(),
-            uuid: disk.disk,
-            path: path.into(),
-            sectors: AtomicU64::new(disk.size.get() / SECTOR_SIZE),
-            base: Arc::new(files.file(0)),
-            read_only: false,
-            no_flush: false,
-            write_cache: AtomicBool::new(true),
-            last_lsn: AtomicU64::new(0),
-            index: RwLock::default(),
-        }));
-    }
-    let recovered = recover(files, path, &mut control, &mut states, &mut |_, _| {});
+    let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
+    let disks = control.control.disks.iter();
+    let states: Vec<Arc<DiskState>> = disks
+        .map(|disk| {
+            let base = Arc::new(files.file(0));
+            Arc::new(DiskState::new(disk, &DiskOptions::new(path), base))
+        })
+        .collect();
+    let recovered = recover(&mut control, &states, read);
     let scan = recovered?;
     assert_eq!(looked?, scan.last_lsn, "looking and recovering differ");
     let mut extents = Extents::new();

@@ -10,13 +10,15 @@
 
 use std::time::Instant;
 
-use zerocopy::little_endian::{U32, U64};
+use zerocopy::little_endian::{U16, U32, U64};
 
+use crate::checksum::Table;
 use crate::engine::{Chunk, Io, SyncScope};
 use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
 use crate::gather::Verdict;
 use crate::log::{
-    Live, Log, Mailbox, PENDING_LIMIT, Record, State, Tail, Waiter, Writing, deliver, live_ports,
+    FailOnPanic, Live, Log, Mailbox, PENDING_LIMIT, Record, State, Tail, Waiter, Writing, deliver,
+    live_ports,
 };
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
@@ -40,7 +42,7 @@ pub(crate) enum Role {
     All,
     /// Groups that sync: the writer.
     Syncs,
-    /// Batches that are written while nobody waits for them: whoever is not the writer.
+    /// Batches that are written without a sync: whoever is not the writer.
     Batches,
 }
 
@@ -103,7 +105,11 @@ impl Log {
         }
         let leads = match role {
             Role::All => true,
-            Role::Syncs => self.writer_alone,
+            // Ports that came while it wrote a batch wait behind that, and do not look again.
+            Role::Syncs => {
+                let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
+                self.writer_alone || left
+            }
             Role::Batches => !self.writer_alone,
         };
         if leads && self.is_behind(state) {
@@ -112,9 +118,10 @@ impl Log {
         None
     }
 
-    /// So much is pending that it is written while nobody waits for it.
+    /// What is pending is written without a sync: there is much of it, or somebody waits for that.
     fn is_behind(&self, state: &State) -> bool {
-        state.queued_bytes >= WRITE_BEHIND.min(self.segment_size as usize / 8)
+        let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
+        state.queued_bytes >= much || self.is_awaited(state)
     }
 
     /// Takes the lead of a group that syncs, or of what has to come before its sync.
@@ -224,16 +231,19 @@ impl Log {
 
     /// How many pending records make the next batch, and the bytes of its header and padded payloads.
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
-        let mut count = 0;
-        let mut payload = 0;
+        let (mut count, mut checksums, mut payload) = (0, 0, 0);
         // All that may be pending, so that one sync serves all, unless segments are small or a record is longer.
-        let most = PENDING_LIMIT.min(self.segment_size as usize / 4);
+        let quarter = self.segment_size as usize / 4;
+        // What a checkpoint waits for is written in one piece: so it fits the ring's last segment. Half a segment may be
+        // pending, and one request more, which has a quarter; the last quarter has room for the headers.
+        let draining = state.is_draining();
+        let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
         // Without group commit only what this FLUSH has to wait for is written with it; with a write for each waiter, what
-        // the next of them has to wait for, if it comes from one port. But what a checkpoint waits for is written in
-        // one piece: so it fits the ring's last segment.
+        // the next of them has to wait for, if it comes from one port.
         let (last, port) = match state.waiters.first() {
+            _ if draining => (u64::MAX, None),
             Some(first) if self.most_served == 1 => (first.lsn, None),
-            _ if self.write_per_waiter && !state.is_draining() => {
+            _ if self.write_per_waiter => {
                 let waited = state.waiters.iter().map(|waiter| waiter.lsn);
                 let next = waited.filter(|&lsn| lsn > state.batched).min();
                 let port = state.pending.front().map(|record| record.port);
@@ -251,11 +261,12 @@ impl Log {
                 break;
             }
             payload = more;
+            checksums += record.checksums().len();
             count += 1;
         }
         (
             count,
-            format::batch_header_len(count),
+            format::batch_header_len(count, checksums),
             payload.next_multiple_of(format::BLOCK),
         )
     }
@@ -296,12 +307,9 @@ impl Log {
             return false;
         };
         state.starved = false;
-        // Without a tail everything before is durable.
-        let position = match &state.tail {
-            Some(tail) => tail.segment.position.load(Ordering::Relaxed) + self.segment_size,
-            None => self.durable_end.load(Ordering::Relaxed),
-        };
-        segment.position.store(position, Ordering::Relaxed);
+        // What is left of the segment before counts as used.
+        state.end = state.end.next_multiple_of(self.segment_size);
+        segment.note(Table::clear);
         let previous = state.live.back();
         let salt = match planted(Mutant::ReuseSalt) {
             true => 7,
@@ -374,31 +382,40 @@ impl Log {
             durable_lsn: U64::new(self.durable.load(Ordering::Acquire)),
             unix_us: U64::new(state.stamps.next()),
             previous_crc: U32::new(tail.previous_crc),
-            descriptor_count: U32::new(count as u32),
+            descriptor_count: U16::new(count as u16),
+            checksum_count: U16::new(0),
             payload_bytes: U64::new(payload_bytes as u64),
         };
+        let mut at = tail.offset + header_len as u64;
+        at += tail.header.as_ref().map_or(0, |block| block.len() as u64);
+        let payload_at = at;
+        tail.segment.note(|table| {
+            for record in &records {
+                table.add(at, record.payload_len() as u64, record.checksums());
+                at += record.payload_len() as u64;
+            }
+        });
         let mut head = Buffer::zeroed(header_len);
         let mut described = &records[..];
         if planted(Mutant::DropLastDescriptor) && count > 1 {
             described = &records[..count - 1];
             let left: usize = described.iter().map(Record::payload_len).sum();
-            header.descriptor_count = U32::new(count as u32 - 1);
+            header.descriptor_count = U16::new(count as u16 - 1);
             header.payload_bytes = U64::new(left as u64);
         }
+        let checksums = || described.iter().flat_map(Record::checksums).copied();
+        header.checksum_count = U16::new(checksums().count() as u16);
         let descriptors = described.iter().map(|record| Descriptor {
             disk_id: U32::new(record.disk.id),
             kind: U32::new(record.kind as u32),
             sector: U64::new(record.sector),
             sectors: U32::new(record.sectors),
-            payload_crc: U32::new(record.payload.as_ref().map_or(0, |(_, crc)| *crc)),
         });
-        tail.previous_crc = header.encode(descriptors, &mut head);
+        tail.previous_crc = header.encode(descriptors, checksums(), &mut head);
         let offset = tail.offset;
         let mut chunks = std::mem::take(&mut spare.chunks);
         chunks.reserve(count + 3);
-        let mut header_at = offset;
         if let Some(block) = tail.header.take() {
-            header_at += block.len() as u64;
             chunks.push(chunk(block.share()));
         }
         chunks.push(chunk(head.share()));
@@ -406,7 +423,7 @@ impl Log {
             records
                 .iter()
                 .filter_map(|r| r.payload.as_ref())
-                .map(|(payload, _)| chunk(payload.clone())),
+                .map(|payload| chunk(payload.bytes.clone())),
         );
         if payload_len > payload_bytes {
             chunks.push(chunk(Buffer::zeroed(payload_len - payload_bytes).share()));
@@ -416,8 +433,7 @@ impl Log {
         let segment = tail.segment.clone();
         state.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
         state.batched = last_lsn;
-        let end = segment.position.load(Ordering::Relaxed) + tail.offset;
-        state.ends.push_back((last_lsn, end));
+        state.end += bytes as u64;
         state.writing.push_back(Writing {
             last_lsn,
             segment: segment.clone(),
@@ -433,7 +449,7 @@ impl Log {
         };
         let batch = Batch {
             records,
-            payload_at: header_at + header_len as u64,
+            payload_at,
             segment: segment.clone(),
             last_lsn,
             bytes: bytes as u64,
@@ -491,6 +507,8 @@ impl Log {
         own: &Arc<Mailbox>,
         spare: &mut Spare,
     ) {
+        let _failing = FailOnPanic::new(self);
+        assert!(!planted(Mutant::PanicEndingGroup), "planted");
         if let Err(error) = result
             && !planted(Mutant::FailedSyncRetried)
         {
@@ -528,6 +546,9 @@ impl Log {
         if let Some(sync) = &group.sync {
             self.end_sync(&mut state, sync, &mut spare.served);
         }
+        let written = self.written.load(Ordering::Acquire);
+        let waiters = state.awaiting.take(|waiter| waiter.lsn <= written);
+        spare.served.extend(waiters);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         drop(state);
         deliver(spare.served.drain(..), Ok(()), Some(own));
@@ -565,9 +586,6 @@ impl Log {
             .syncs
             .fetch_add(sync.count as u64, Ordering::Relaxed);
         self.counters.groups.fetch_add(1, Ordering::Relaxed);
-        while let Some((_, end)) = state.ends.pop_front_if(|(lsn, _)| *lsn <= sync.lsn) {
-            self.durable_end.store(end, Ordering::Release);
-        }
         self.durable.store(sync.lsn, Ordering::Release);
         let most = state.waiters.len().min(self.most_served);
         let ended = |waiter: &mut Waiter| waiter.lsn <= sync.lsn;

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -10,7 +9,10 @@ use rustix::fs::OFlags;
 use crate::allocation::{LIMIT, file_extents};
 use crate::catalog::invalid;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{Extent, SECTOR_SIZE, file};
+use crate::file::{self, DataFile, Holder};
+use crate::filesystem::{Open, PathKind, files};
+use crate::identity::{Identity, Mark, hex};
+use crate::{Extent, SECTOR_SIZE};
 
 /// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
 /// opens it meanwhile.
@@ -30,23 +32,25 @@ impl Image {
     /// If it is neither, its size is no positive multiple of 512 bytes, somebody else has it open
     /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
-        let (file, bytes) = open_file(path, !read_only, Devices::Taken)?;
-        match file::read_mark(&file) {
-            None => Ok(Self {
-                path: path.to_owned(),
-                file,
-                bytes,
-                read_only,
-            }),
-            Some(uuid) => Err(Error::new(
+        let (file, bytes) = open_file(path, !read_only)?;
+        match Identity::of(&file, path)?.mark {
+            Some(Mark {
+                open: true, disk, ..
+            }) => Err(Error::new(
                 ErrorKind::WrongLog,
                 format!(
                     "{}: disk {} was not closed: its newest bytes may be in its log; use backend=wal, or copy them to \
                      the image first with: walvisor disk checkpoint {0}",
                     path.display(),
-                    file::hex(&uuid),
+                    hex(&disk),
                 ),
             )),
+            _ => Ok(Self {
+                path: path.to_owned(),
+                file,
+                bytes,
+                read_only,
+            }),
         }
     }
 
@@ -90,52 +94,73 @@ impl Image {
     /// # Errors
     /// The system's.
     pub fn grow(&self, bytes: u64) -> io::Result<()> {
-        file::DataFile::set_len(&self.file, bytes)
+        self.file.set_len(bytes)?;
+        self.file.sync_all()
     }
 }
 
-/// Whether a block device will do where a disk wants a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Devices {
-    /// It will.
-    Taken,
-    /// It will not: a log marks its disks, and a device has no attributes.
-    Refused,
+/// What an opener was doing when it failed.
+const OPEN: &str = "open the disk";
+
+/// Opens and locks the file or block device of an image without a log; it and its length in bytes.
+fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
+    let flags = match image_kind(path)? {
+        PathKind::BlockDevice => OFlags::EXCL,
+        _ => OFlags::empty(),
+    };
+    let open = || file::open_direct_with(path, write, flags);
+    let file = file::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
+    // Locked, nobody makes it longer any more.
+    let size = (&file).seek(SeekFrom::End(0));
+    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
+    check_size(path, size)?;
+    Ok((file, size))
 }
 
-/// Opens and locks the file of a disk; it and its length in bytes.
-pub(crate) fn open_file(path: &Path, write: bool, devices: Devices) -> Result<(File, u64)> {
-    let failed = |error| Error::io("open the disk", path, error);
-    let metadata = std::fs::metadata(path).map_err(failed)?;
-    let is_device = metadata.file_type().is_block_device();
-    if is_device && devices == Devices::Refused {
+/// Opens and locks a base image; it and its length in bytes. `in_log`: see [`OpenBase::open`](crate::attach::OpenBase::open).
+pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
+    if image_kind(path)? == PathKind::BlockDevice {
+        // A log marks its disks, and a device has no attributes.
         return Err(invalid(format!(
             "{}: a block device; a disk with a log is a raw image file, and backend=raw takes devices",
             path.display()
         )));
     }
-    if !is_device && !metadata.is_file() {
-        return Err(invalid(format!(
+    let holder = |file: &dyn DataFile| {
+        let open = matches!(file.read_mark(), Ok(Some(mark)) if mark.open);
+        match in_log && open {
+            true => Holder::Writes,
+            false => Holder::User,
+        }
+    };
+    let file = file::open_store_file(path, OPEN, Open::Direct, holder)?;
+    // Locked, nobody makes it longer any more.
+    let size = file.len();
+    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
+    check_size(path, size)?;
+    Ok((file, size))
+}
+
+/// What is at the path of an image; refuses what can be none.
+fn image_kind(path: &Path) -> Result<PathKind> {
+    let kind = files().kind(path);
+    match kind.map_err(|error| Error::io(OPEN, path, error))? {
+        PathKind::Other => Err(invalid(format!(
             "{}: not a regular file; a disk is a raw image file",
             path.display()
-        )));
+        ))),
+        kind => Ok(kind),
     }
-    let (size, flags) = match is_device {
-        true => {
-            let mut device = File::open(path).map_err(failed)?;
-            (device.seek(SeekFrom::End(0)).map_err(failed)?, OFlags::EXCL)
-        }
-        false => (metadata.len(), OFlags::empty()),
-    };
-    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
-        return Err(invalid(format!(
+}
+
+fn check_size(path: &Path, size: u64) -> Result<()> {
+    match size > 0 && size.is_multiple_of(SECTOR_SIZE) {
+        true => Ok(()),
+        false => Err(invalid(format!(
             "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
             path.display()
-        )));
+        ))),
     }
-    let file = file::open_direct_with(path, write, flags).map_err(failed)?;
-    file::lock(&file, path)?;
-    Ok((file, size))
 }
 
 #[cfg(test)]

@@ -1,13 +1,16 @@
 //! Looking at a disk and its log without changing them.
 
+use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::{OpenBase, entry_path, has_control, open_control};
+use crate::attach::OpenBase;
+use crate::catalog::{has_control, open_control};
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
 use crate::parallel::thread_count;
+use crate::recovery::DamagedBlock;
 use crate::segment::Directory;
 use crate::store::{DiskOptions, directory, read_log};
 use crate::transfer::Progress;
@@ -35,6 +38,26 @@ pub struct LogReport {
     pub torn_tail: bool,
     /// Where the base images of all disks on the log were when they were last open.
     pub disks: Vec<PathBuf>,
+    /// What the medium has changed since it was written, of the bytes that disks of the log still need: reads of them
+    /// fail. Empty if the log is clean.
+    pub damaged: Vec<DamagedSectors>,
+}
+
+/// Sectors of a disk whose newest bytes, in the log, are not what was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DamagedSectors {
+    /// Where the disk's base image was when it was last open.
+    pub disk: PathBuf,
+    /// The first of them, of 512 bytes.
+    pub sector: u64,
+    /// How many: at most a block of 4096 bytes.
+    pub sectors: u64,
+    /// The record that wrote them.
+    pub lsn: u64,
+    /// The segment file.
+    pub segment: PathBuf,
+    /// Byte offset in the segment file.
+    pub offset: u64,
 }
 
 /// A disk and its log, as [`inspect`] found them.
@@ -48,7 +71,8 @@ pub struct DiskReport {
     pub log: Option<LogReport>,
 }
 
-/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing.
+/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. A log that is whole but for some
+/// payloads is no error: the report names them.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
@@ -68,29 +92,45 @@ pub fn inspect_telling(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let base = OpenBase::open(&DiskOptions::new(path))?;
-    let metadata = base
-        .file
-        .metadata()
-        .map_err(|error| Error::io("look at", path, error))?;
-    let (size, allocated) = (base.size, metadata.blocks() * 512);
-    if !has_control(log_dir) {
-        base.refuse_mark(log_dir)?;
+    let control = match has_control(log_dir) {
+        true => Some(open_control(log_dir)?),
+        false => None,
+    };
+    let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
+    let metadata = base.file.host().map(File::metadata).transpose();
+    let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;
+    let size = base.size;
+    let allocated = metadata.map_or(size, |metadata| metadata.blocks() * 512);
+    let Some(control) = control else {
+        base.refuse_open(log_dir)?;
         return Ok(DiskReport {
             size,
             allocated,
             log: None,
         });
-    }
-    let control = open_control(log_dir)?;
-    let found = base.find(&control, log_dir)?;
-    let size = control.control.disks[found].size.get();
+    };
     let medium = Directory {
         threads: thread_count(threads),
         ..directory(log_dir, EngineKind::Blocking)
     };
-    let (scan, _) = read_log(&medium, log_dir, &control.control, progress)?;
+    let (scan, waiting) = read_log(&medium, log_dir, &control.control, progress)?;
+    let found = base.find(&control, log_dir, &waiting)?;
+    let size = control.control.disks[found].size.get();
     let header = &control.control.header;
+    let sectors = |block: &DamagedBlock| {
+        let mut disks = control.control.disks.iter();
+        let entry = disks.find(|entry| entry.id.get() == block.disk_id);
+        DamagedSectors {
+            disk: entry
+                .map(|entry| entry.path(&control.home))
+                .unwrap_or_default(),
+            sector: block.sector,
+            sectors: block.sectors,
+            lsn: block.lsn,
+            segment: block.segment.path.clone(),
+            offset: block.offset,
+        }
+    };
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
         max_segments: header.max_segments.get(),
@@ -101,7 +141,8 @@ pub fn inspect_telling(
         checkpoint_lsn: header.checkpoint_lsn.get(),
         last_lsn: scan.last_lsn,
         torn_tail: scan.torn_tail,
-        disks: control.control.disks.iter().map(entry_path).collect(),
+        disks: control.image_paths(),
+        damaged: scan.damaged.iter().map(sectors).collect(),
     };
     Ok(DiskReport {
         size,

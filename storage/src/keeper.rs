@@ -15,11 +15,13 @@ use std::time::Duration;
 use zerocopy::little_endian::U64;
 
 use crate::committer::Committer;
-use crate::copy::{Growth, copy};
+use crate::copy::{Growth, Rest, copy};
 use crate::disk::DiskState;
 use crate::error::{Error, ErrorKind, Result};
 use crate::file::DataFile;
 use crate::format::{CONTROL_SLOT, Control, ControlHeader};
+use crate::identity::written_parts;
+use crate::index::ExtentMap;
 use crate::log::{Log, State};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
@@ -37,17 +39,51 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// The open, locked control file and what it says.
 pub(crate) struct ControlFile {
+    /// The directory that the log directory is in, see [`DiskEntry::path`](crate::format::DiskEntry::path).
+    pub home: PathBuf,
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
     pub control: Control,
-    /// A disk was found at another path than the file says.
-    pub moved: bool,
+    /// What was read: it may be in the page cache only.
+    pub unconfirmed: Option<Control>,
 }
 
 impl ControlFile {
+    /// Where the base images of the disks are, as far as that is known.
+    pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
+        let disks = self.control.disks.iter();
+        let known = disks.filter(|disk| disk.path_len.get() > 0);
+        known.map(|disk| disk.path(&self.home)).collect()
+    }
+
     /// Writes the other slot and syncs it.
     pub(crate) fn write(&mut self) -> Result<()> {
         self.update(|_| {})
+    }
+
+    /// Writes what was read once more, to the slot that it came from, and syncs it: it must be on the medium before what it
+    /// frees is reused, and before the other slot, the good one till then, is overwritten. A sync alone would not do:
+    /// after one that failed the cache may hold what no later sync writes.
+    pub(crate) fn confirm(&mut self) -> Result<()> {
+        if let Some(read) = &self.unconfirmed
+            && !planted(Mutant::RecoveryTrustsControl)
+        {
+            self.put(read)?;
+        }
+        self.unconfirmed = None;
+        Ok(())
+    }
+
+    fn put(&self, control: &Control) -> Result<()> {
+        let slot = match planted(Mutant::ControlInPlace) {
+            true => 0,
+            false => control.header.generation.get() % 2,
+        };
+        let offset = slot * CONTROL_SLOT as u64;
+        let written = self.file.write_all_at(&control.encode(), offset);
+        written
+            .and_then(|()| self.file.sync_data())
+            .map_err(|e| Error::io("write the log's control file", &self.path, e))
     }
 
     /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
@@ -58,22 +94,19 @@ impl ControlFile {
 
     /// Changes anything and writes it, as [`update`](Self::update) does.
     pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        self.confirm()?;
         // A failed attempt is repeated on the same slot: the other one is the good one.
         let generation = self.control.header.generation.get() + 1;
         let mut next = self.control.clone();
         change(&mut next);
         next.header.generation = U64::new(generation);
-        if !next.header.counted() {
+        if !next.counted() {
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!("{}: its numbers are at their end", self.path.display()),
             ));
         }
-        let offset = (generation % 2) * CONTROL_SLOT as u64;
-        let written = self.file.write_all_at(&next.encode(), offset);
-        written
-            .and_then(|()| self.file.sync_data())
-            .map_err(|e| Error::io("write the log's control file", &self.path, e))?;
+        self.put(&next)?;
         self.control = next;
         Ok(())
     }
@@ -96,19 +129,22 @@ impl Troubles {
             return None;
         };
         let stuck = log.lock().is_stuck();
+        let damaged = error.kind() == ErrorKind::Damaged;
         if stuck && !std::mem::replace(&mut self.stuck, true) {
             self.failing = true;
+            let lost = if damaged { "else " } else { "" };
             return Some(format!(
                 "{error}; the log in {} is full: writes and flushes fail until that works again, which is tried each \
-                 second; nothing acknowledged is lost",
+                 second; nothing {lost}acknowledged is lost",
                 log.dir.display()
             ));
         }
         let new = !std::mem::replace(&mut self.failing, true);
+        let remedy = if damaged { "" } else { "make space, " };
         new.then(|| {
             format!(
-                "{error}; the log in {} keeps everything and takes writes while it has room; make space, it is tried \
-                 again each second",
+                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it is tried again \
+                 each second",
                 log.dir.display()
             )
         })
@@ -123,12 +159,12 @@ impl Log {
         if state.free.len() >= READY || slot >= self.max_segments {
             return Ok(());
         }
-        let mut growth = Growth::new(self.end(&state));
+        let mut growth = Growth::new(state.end);
         drop(state);
         let mut give_way = |took: Duration| {
             let state = self.lock();
             let pressing = state.is_pressing() || state.free.is_empty();
-            let disturbing = growth.is_under_way(self.end(&state));
+            let disturbing = growth.is_under_way(state.end);
             drop(state);
             if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
@@ -156,6 +192,9 @@ impl Log {
     }
 }
 
+/// A disk whose image gets another generation, and two parts that it gets with it, by byte offset and length.
+type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
+
 /// See the module's documentation.
 pub(crate) struct Keeper {
     pub(crate) log: Arc<Log>,
@@ -164,6 +203,10 @@ pub(crate) struct Keeper {
     committer: Committer,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
+    /// The `copying_lsn` that both slots of the control file have, if this keeper wrote it.
+    copying: Option<u64>,
+    /// The disks whose images get another generation with the checkpoint that is under way, and parts that it writes.
+    announced: Vec<Announced>,
     /// Recycled segments that a reader still pins.
     retiring: Vec<Arc<Segment>>,
 }
@@ -184,6 +227,8 @@ impl Keeper {
             control,
             committer,
             frozen_at,
+            copying: None,
+            announced: Vec::new(),
             retiring: Vec::new(),
         })
     }
@@ -289,13 +334,16 @@ impl Keeper {
         // First to where it is safe, whatever becomes of the checkpoint.
         let newest = self.log.lock().appended;
         self.drain(newest)?;
-        self.checkpoint(true, true)?;
-        for disk in &self.disks {
-            disk.base
-                .write_mark(None)
-                .map_err(|e| Error::io("unmark", &disk.path, e))?;
+        if planted(Mutant::ClosedEarly) {
+            self.disks
+                .iter()
+                .try_for_each(|disk| disk.mark(false).map(drop))?;
         }
-        Ok(())
+        self.checkpoint(true, true)?;
+        // Not before the control file says that the log holds nothing of them.
+        self.disks
+            .iter()
+            .try_for_each(|disk| disk.mark(false).map(drop))
     }
 
     /// Gives segments back to the ring once nobody reads them.
@@ -352,6 +400,79 @@ impl Keeper {
         }
     }
 
+    /// After all else was copied: keeps in the frozen layers what the medium has damaged, except for what durable records
+    /// have replaced since. The next attempt has nothing else to copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if something is left. The checkpoint has not ended then.
+    fn keep(&self, rests: Vec<Rest>) -> Result<()> {
+        if rests.is_empty() {
+            return Ok(());
+        }
+        let mut failed = Ok(());
+        // Under the log's lock no record comes between the index and `last_lsn`.
+        let state = self.log.lock();
+        for disk in &self.disks {
+            let mut index = disk.index_mut();
+            index.frozen = None;
+            let Some(rest) = rests.iter().find(|rest| rest.disk.id == disk.id) else {
+                continue;
+            };
+            let newest_is_durable =
+                disk.last_lsn.load(Ordering::Acquire) <= self.log.durable.load(Ordering::Acquire);
+            let nothing = ExtentMap::default();
+            let newer = if newest_is_durable {
+                &index.active
+            } else {
+                &nothing
+            };
+            let left = rest.layer.without(newer);
+            if !left.is_empty() {
+                index.frozen = Some(Arc::new(left));
+                failed = failed.and(Err(rest.told()));
+            }
+        }
+        drop(state);
+        failed
+    }
+
+    /// The frozen layers that hold anything.
+    fn layers(&self) -> Vec<(Arc<DiskState>, Arc<ExtentMap>)> {
+        let disks = self.disks.iter();
+        let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
+        layers.filter(|(_, layer)| !layer.is_empty()).collect()
+    }
+
+    /// Says in the control file that the base images may from now on hold records up to `lsn`, and that those which
+    /// the frozen layers are copied to are about to have another generation.
+    fn announce(&mut self, lsn: u64) -> Result<()> {
+        if self.copying == Some(lsn) {
+            return Ok(());
+        }
+        let layers = self.layers();
+        // Into both slots: should one rot, the other tells that the base images may be ahead of a damaged log.
+        for _ in 0..2 {
+            self.control.change(|control| {
+                control.header.copying_lsn = U64::new(lsn);
+                for (disk, layer) in &layers {
+                    if let Some(entry) = control.disk_mut(disk.id) {
+                        if entry.generation == entry.next_generation {
+                            entry.announce(1);
+                        }
+                        entry.forget_samples(layer);
+                        let next = entry.next_generation.get();
+                        disk.generation.store(next, Ordering::Relaxed);
+                    }
+                }
+            })?;
+        }
+        let parts = layers.iter().map(|(_, layer)| written_parts(layer));
+        let disks = layers.iter().map(|(disk, _)| disk.clone());
+        self.announced = disks.zip(parts).collect();
+        self.copying = Some(lsn);
+        Ok(())
+    }
+
     fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<()> {
         let mut state = self.log.lock();
         if !self.retiring.is_empty()
@@ -381,19 +502,14 @@ impl Keeper {
         if !planted(Mutant::CopyBeforeDurable) {
             self.drain(lsn)?;
         }
-        if self.control.control.header.copying_lsn.get() != lsn {
-            // Into both slots: should one rot, the other tells that the base images may be ahead of a damaged log.
-            for _ in 0..2 {
-                self.control
-                    .update(|header| header.copying_lsn = U64::new(lsn))?;
-            }
-        }
-        copy(&self.log, &self.disks, hurry, || {
+        self.announce(lsn)?;
+        let rests = copy(&self.log, &self.disks, hurry, || {
             // A ring that grows needs its next segment meanwhile. What fails here is tried again, and told, after it.
             if !self.log.lock().keeper.cramped {
                 let _ = self.log.provide();
             }
         })?;
+        self.keep(rests)?;
         let mut state = self.log.lock();
         if closing {
             state.tail = None;
@@ -410,12 +526,20 @@ impl Keeper {
         if planted(Mutant::RecycleEarly) {
             self.recycle(freed);
         }
-        self.control.update(|header| {
+        self.control.change(|control| {
+            let header = &mut control.header;
             header.first_sequence = U64::new(first_sequence);
             header.checkpoint_lsn = U64::new(lsn);
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
+            for (disk, parts) in &self.announced {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    entry.settle();
+                    entry.take_samples(disk.base.as_ref(), *parts);
+                }
+            }
         })?;
+        self.announced.clear();
         // Only now may anything be reused or forgotten: the control file no longer needs it. (A new segment names
         // the one before it: until the control file has let go of that, it must still be in `live`.)
         for disk in &self.disks {

@@ -30,13 +30,21 @@ mod ahead;
 #[cfg(feature = "engine")]
 mod allocation;
 #[cfg(feature = "engine")]
+mod attach;
+#[cfg(feature = "engine")]
 mod catalog;
+#[cfg(feature = "engine")]
+mod checksum;
 #[cfg(feature = "engine")]
 mod committer;
 #[cfg(feature = "engine")]
 mod copy;
 #[cfg(feature = "engine")]
 mod counters;
+#[cfg(feature = "engine")]
+mod create;
+#[cfg(feature = "engine")]
+mod discard;
 #[cfg(feature = "engine")]
 mod disk;
 #[cfg(feature = "engine")]
@@ -47,6 +55,8 @@ mod engine;
 mod error;
 #[cfg(feature = "engine")]
 mod file;
+#[cfg(feature = "engine")]
+mod filesystem;
 #[cfg(feature = "engine")]
 mod format;
 #[cfg(all(feature = "engine", any(test, fuzzing)))]
@@ -59,6 +69,8 @@ mod group;
 #[cfg(all(feature = "engine", test))]
 #[path = "../tests/support/heap.rs"]
 mod heap;
+#[cfg(feature = "engine")]
+mod identity;
 #[cfg(feature = "engine")]
 mod image;
 #[cfg(feature = "engine")]
@@ -77,6 +89,8 @@ mod orders;
 mod pace;
 #[cfg(feature = "engine")]
 mod parallel;
+#[cfg(feature = "engine")]
+mod part;
 #[cfg(feature = "engine")]
 mod port;
 #[cfg(feature = "engine")]
@@ -101,6 +115,8 @@ mod view;
 mod window;
 #[cfg(feature = "engine")]
 mod writer;
+#[cfg(feature = "engine")]
+mod written;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use request::{
@@ -111,17 +127,19 @@ pub use schedule::short_slice;
 #[cfg(feature = "engine")]
 pub use {
     catalog::log_images,
+    create::create_disk,
+    discard::{Discarded, discard_log},
     disk::{CacheMode, Disk},
     dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
     engine::EngineKind,
     error::{Error, ErrorKind, Result},
     gather::CommitWait,
     image::Image,
-    inspect::{DiskReport, LogReport, inspect, inspect_telling},
+    inspect::{DamagedSectors, DiskReport, LogReport, inspect, inspect_telling},
     pace::Pace,
     port::Port,
     resize::{Resize, resize_disk},
-    store::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir},
+    store::{DiskOptions, Store, StoreOptions, default_log_dir},
     transfer::{Progress, Transfer, export_disk, import_disk},
 };
 

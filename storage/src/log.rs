@@ -13,6 +13,7 @@ use std::sync::OnceLock;
 
 use smallvec::SmallVec;
 
+use crate::checksum::Payload;
 use crate::counters::Counters;
 use crate::disk::DiskState;
 use crate::format::{Kind, Uuid};
@@ -24,7 +25,8 @@ use crate::segment::{Medium, Segment};
 use crate::stamp::Stamps;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SharedBuffer};
+use crate::written::WrittenWaiters;
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure). As much as a fast
 /// device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since what is copied in
@@ -59,7 +61,7 @@ impl Mailbox {
     }
 }
 
-/// Someone who waits for `durable` to reach an LSN.
+/// Someone who waits for `durable`, or for `written`, to reach an LSN.
 pub(crate) struct Waiter {
     pub lsn: u64,
     pub token: u64,
@@ -75,14 +77,21 @@ pub(crate) struct Record {
     pub kind: Kind,
     pub sector: u64,
     pub sectors: u32,
-    pub payload: Option<(SharedBuffer, u32)>,
+    pub payload: Option<Payload>,
 }
 
 impl Record {
     pub(crate) fn payload_len(&self) -> usize {
         self.payload
             .as_ref()
-            .map_or(0, |(payload, _)| payload.len())
+            .map_or(0, |payload| payload.bytes.len())
+    }
+
+    /// The checksums of its payload.
+    pub(crate) fn checksums(&self) -> &[u32] {
+        self.payload
+            .as_ref()
+            .map_or(&[], |payload| &payload.checksums)
     }
 
     /// What it counts for among the pending bytes. Without a payload it still takes a descriptor: memory stays
@@ -135,7 +144,10 @@ pub(crate) struct State {
     pub pending_bytes: usize,
     /// Bytes of pending records alone.
     pub queued_bytes: usize,
+    /// Those who wait for `durable`.
     pub waiters: Vec<Waiter>,
+    /// Those who wait for `written`.
+    pub awaiting: WrittenWaiters,
     /// Up to where the group that is being written waiter by waiter goes, until its sync begins.
     pub group_end: Option<u64>,
     /// Clients of all ports who wait, and all that there are.
@@ -143,8 +155,8 @@ pub(crate) struct State {
     pub open_clients: usize,
     /// Batches being written, and those written behind one that still is, in the log's order.
     pub writing: VecDeque<Writing>,
-    /// Last LSN and end, by [`Segment::position`], of each batch that is not durable.
-    pub ends: VecDeque<(u64, u64)>,
+    /// Bytes of log up to where the next batch goes, since it was opened. What segments leave unused counts too.
+    pub end: u64,
     /// A sync is in flight.
     pub syncing: bool,
     /// The writer, if there is one, looks at nothing until it is woken.
@@ -221,7 +233,9 @@ impl State {
         let forgotten =
             |waiter: &Waiter| planted(Mutant::StuckWaitersForgotten) && waiter.token > 0;
         let batched = self.batched;
-        self.take_waiters(|waiter| waiter.lsn > batched && !forgotten(waiter))
+        let mut stuck = self.take_waiters(|waiter| waiter.lsn > batched && !forgotten(waiter));
+        stuck.extend(self.awaiting.take(|waiter| waiter.lsn > batched));
+        stuck
     }
 
     /// Nothing is in flight.
@@ -253,7 +267,7 @@ pub(crate) struct KeeperState {
 /// Why a record was not appended.
 pub(crate) enum Refused {
     /// Too much waits for the log. The payload, to be tried again when woken.
-    HeldBack(Option<(SharedBuffer, u32)>),
+    HeldBack(Option<Payload>),
     /// The ring is full and can't be emptied.
     Stuck,
 }
@@ -273,8 +287,6 @@ pub(crate) struct Log {
     pub most_served: usize,
     pub durable: AtomicU64,
     pub written: AtomicU64,
-    /// Bytes of log, by [`Segment::position`], that hold nothing but durable records.
-    pub durable_end: AtomicU64,
     pub poisoned: AtomicBool,
     /// Ports hold back requests until pending bytes fall.
     pub held_back: AtomicBool,
@@ -291,14 +303,6 @@ impl Log {
         MAX_REQUEST_BYTES.min(self.segment_size as usize / 4)
     }
 
-    /// Bytes of log up to where the next batch goes, by [`Segment::position`].
-    pub(crate) fn end(&self, state: &State) -> u64 {
-        match &state.tail {
-            Some(tail) => tail.segment.position.load(Ordering::Relaxed) + tail.offset,
-            None => self.durable_end.load(Ordering::Relaxed),
-        }
-    }
-
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         match self.state.lock() {
             Ok(state) => state,
@@ -311,7 +315,6 @@ impl Log {
     }
 
     /// Gives a record of a port its LSN, makes it visible to readers and queues it for the log.
-    /// `payload` carries its CRC-32C, taken from the copy.
     ///
     /// # Errors
     /// If too much is pending or waits for a checkpoint.
@@ -322,7 +325,7 @@ impl Log {
         kind: Kind,
         sector: u64,
         sectors: u32,
-        payload: Option<(SharedBuffer, u32)>,
+        payload: Option<Payload>,
     ) -> Result<u64, Refused> {
         let mut state = self.lock();
         let unapplied = state.appended - state.applied;
@@ -345,8 +348,8 @@ impl Log {
         state.next_lsn += 1;
         state.appended = lsn;
         let place = match &payload {
-            Some((payload, _)) => Place::Memory {
-                payload: payload.clone(),
+            Some(payload) => Place::Memory {
+                payload: payload.bytes.clone(),
                 offset: 0,
             },
             None => Place::Zero {
@@ -404,6 +407,7 @@ impl Log {
         state.writing.clear();
         state.syncing = false;
         let mut waiters = state.take_waiters(|_| true);
+        waiters.extend(state.awaiting.take(|_| true));
         if planted(Mutant::WaiterLostOnError) {
             // All but the keeper's own, which would wait for ever.
             waiters.retain(|waiter| waiter.token == 0);
@@ -419,6 +423,34 @@ impl Log {
     pub(crate) fn wake_ports(&self) {
         let ports = live_ports(&mut self.lock());
         ports.iter().for_each(|port| port.wake());
+    }
+}
+
+/// Fails the log if the thread panics before this is dropped: what the thread was about to do nobody else does, and those
+/// who wait for it would wait for ever.
+pub(crate) struct FailOnPanic<'a> {
+    log: &'a Log,
+    /// It panicked before: whoever cleans up after a panic elsewhere does no harm.
+    before: bool,
+}
+
+impl<'a> FailOnPanic<'a> {
+    pub(crate) fn new(log: &'a Log) -> Self {
+        Self {
+            log,
+            before: std::thread::panicking(),
+        }
+    }
+}
+
+impl Drop for FailOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() && !self.before {
+            let thread = std::thread::current();
+            let name = thread.name().unwrap_or("without a name");
+            let panicked = format!("its thread {name} has panicked");
+            self.log.poison(&std::io::Error::other(panicked));
+        }
     }
 }
 

@@ -27,6 +27,8 @@ pub(crate) enum Mutant {
     DropLastDescriptor,
     /// A DISCARD reaches the log, not the index.
     IndexSkipsDiscard,
+    /// A write is said to be written as soon as it has an LSN.
+    AnsweredUnwritten,
     /// Only the newest of the segments that need it is synced.
     SyncLastSegmentOnly,
     /// A batch is synced alone while something before it is not.
@@ -39,22 +41,60 @@ pub(crate) enum Mutant {
     RecoveryAcceptsStale,
     /// Recovery does not look at payload checksums.
     RecoverySkipsChecksum,
+    /// Who reads the log, or copies it to a base image, does not look at them either.
+    ReadSkipsChecksum,
     /// Recovery does not make durable what it found in the cache.
     RecoverySkipsSync,
+    /// Recovery believes what the cache holds of segments after a sync that failed.
+    RecoveryTrustsCache,
+    /// Every control write goes to the same slot.
+    ControlInPlace,
+    /// A control slot counts whatever its checksum says.
+    ControlChecksumIgnored,
+    /// Recovery builds on a control slot that may be in the cache only.
+    RecoveryTrustsControl,
     /// A failed sync is taken for a good one, as a second fsync would say.
     FailedSyncRetried,
     /// Those who wait for a full ring that can't be emptied are forgotten.
     StuckWaitersForgotten,
     /// Those who wait when the log fails are forgotten.
     WaiterLostOnError,
+    /// The writer leaves it to others to write what ports wait for that came while it wrote a batch.
+    WrittenForgotten,
     /// A leader that goes away wakes nobody to take its place.
     LeaderLeavesSilently,
     /// A port takes its wake-up for dealt with after it looked, not before.
     SignalClearedLate,
     /// Who waits for a segment is not told that there is one.
     SegmentFreedSilently,
-    /// After a failed sync reads give what the medium happens to hold.
-    StaleReadAfterError,
+    /// A thread panics before it has ended its group.
+    PanicEndingGroup,
+    /// Recovery reads segments to which a killed process still writes.
+    SegmentsNotLocked,
+    /// A base image's mark is not made durable.
+    MarkUnsynced,
+    /// A base image is marked as closed before all is in it.
+    ClosedEarly,
+    /// A base image gets another length before the log knows of it.
+    ResizeUnannounced,
+    /// A base image's new length is not made durable.
+    LengthUnsynced,
+    /// A base image is taken for what the cache holds of it.
+    AttachTrustsCache,
+    /// A log is opened without making the names in its directory durable.
+    OpenTrustsNames,
+    /// A control file gets its name before anything is written to it.
+    ControlNamedUnwritten,
+    /// A new log is used before its names are durable.
+    LogNamesUnsynced,
+    /// A base image gets its name before its bytes are durable.
+    ImageNamedUnsynced,
+    /// A base image is used before its name is durable.
+    ImageNameUnsynced,
+    /// A segment file gets its name before its bytes and its length are durable.
+    SegmentNamedUnsynced,
+    /// A segment file is used before its name is durable.
+    SegmentNameUnsynced,
 }
 
 /// Whether this thread runs with this fault.

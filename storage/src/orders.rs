@@ -8,7 +8,7 @@
 //! ```
 //! The keeper does both because it alone writes the control file and the base images.
 
-use zerocopy::little_endian::{U16, U64};
+use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::set_size;
@@ -86,13 +86,11 @@ impl Keeper {
 
     /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
     /// that they may write behind the old one is certain to be found again.
-    fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
-        let mut set = |size: u64, resizing: u16| {
+    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u8| {
             self.control.change(|control| {
-                for entry in &mut control.disks {
-                    if entry.id.get() == disk.id {
-                        (entry.size, entry.resizing) = (U64::new(size), U16::new(resizing));
-                    }
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    (entry.size, entry.resizing) = (U64::new(size), resizing);
                 }
             })
         };
@@ -122,7 +120,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::resize::tests::{MIB, end, fill, open};
+    use crate::resize::tests::{MIB, copy_image, end, fill, open};
     use crate::{Operation, Port, StoreOptions, create_disk, default_log_dir, inspect};
 
     fn page(port: &mut Port, sector: u64) -> Vec<u8> {
@@ -153,7 +151,7 @@ mod tests {
                 std::fs::copy(entry.path(), to).unwrap();
             }
         }
-        std::fs::copy(disk, &copy).unwrap();
+        copy_image(disk, &copy);
         copy
     }
 

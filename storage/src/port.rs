@@ -5,17 +5,19 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use slab::Slab;
+use smallvec::SmallVec;
 
+use crate::checksum::{self, Payload};
 use crate::committer::Committer;
 use crate::disk::{Disk, DiskState};
 use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
 use crate::index::{Piece, Place};
 use crate::log::Refused;
-use crate::mutant::{Mutant, planted};
+use crate::segment::LogRead;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE, SharedBuffer};
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// A read whose parts are on their way.
 struct Read {
@@ -23,8 +25,8 @@ struct Read {
     /// `None` while one part is the whole: its buffer becomes the result.
     buffer: Option<Buffer>,
     open: u32,
-    /// The end of what is read from the log, by [`Segment::position`](crate::segment::Segment::position).
-    log_end: u64,
+    /// The parts that come from the log, by their first sector in the read.
+    logged: SmallVec<[(u64, LogRead); 1]>,
     failed: bool,
 }
 
@@ -34,9 +36,11 @@ struct Read {
 /// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while it waits for nothing
 /// itself, or drop it.
 pub struct Port {
-    disk: Arc<DiskState>,
-    committer: Committer,
-    done: Vec<Completion>,
+    pub(crate) disk: Arc<DiskState>,
+    pub(crate) committer: Committer,
+    pub(crate) done: Vec<Completion>,
+    /// The newest record of this port.
+    pub(crate) newest_lsn: u64,
     /// Writes held back by a full log, in order.
     parked: VecDeque<(u64, Modification)>,
     /// The engine id of a part: its read's key here, then the sector of the read where it belongs in 32 bits.
@@ -51,7 +55,7 @@ struct Modification {
     kind: Kind,
     sector: u64,
     sectors: u32,
-    payload: Option<(SharedBuffer, u32)>,
+    payload: Option<Payload>,
 }
 
 impl Port {
@@ -60,6 +64,7 @@ impl Port {
             disk: disk.state.clone(),
             committer: Committer::new(disk.log.clone(), 1)?,
             done: Vec::new(),
+            newest_lsn: 0,
             parked: VecDeque::new(),
             reads: Slab::new(),
             pieces: Vec::new(),
@@ -176,9 +181,12 @@ impl Port {
         let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
         self.check_range(sector, u64::from(sectors))?;
         // From the copy, never from memory that the guest can change.
-        let crc = crc32c::crc32c(&data);
+        let checksums = checksum::of(&data);
         let data = crate::mutant::changed_after_checksum(data);
-        let payload = Some((data.share(), crc));
+        let payload = Some(Payload {
+            bytes: data.share(),
+            checksums,
+        });
         self.modify(
             token,
             Modification {
@@ -246,6 +254,7 @@ impl Port {
                 });
             }
         };
+        self.newest_lsn = lsn;
         if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
             return Ok(Ok(Some(None)));
         }
@@ -298,12 +307,13 @@ impl Port {
         let whole = pieces.len() == 1;
         let key = self.reads.vacant_key();
         let mut buffer = None;
-        let (mut open, mut log_end) = (0, 0);
+        let mut open = 0;
+        let mut logged = SmallVec::new();
         for piece in pieces.drain(..) {
             let skipped = piece.sector - sector;
             let at = (skipped * SECTOR_SIZE) as usize;
             let part = (piece.sectors * SECTOR_SIZE) as usize;
-            let (source, offset) = match piece.place {
+            let (source, offset, bytes) = match piece.place {
                 Some(Place::Memory { payload, offset }) => {
                     let bytes = &payload[offset..offset + part];
                     match whole {
@@ -315,20 +325,22 @@ impl Port {
                 }
                 Some(Place::Zero { .. }) => continue,
                 Some(Place::Log { segment, offset }) => {
-                    let end = segment.position.load(Ordering::Relaxed) + offset + part as u64;
-                    log_end = log_end.max(end);
-                    (Source::Segment(segment), offset)
+                    let read = LogRead::new(segment.clone(), offset, part);
+                    let (offset, bytes) = (read.offset(), read.bytes());
+                    logged.push((skipped, read));
+                    (Source::Segment(segment), offset, bytes)
                 }
                 None => (
                     Source::Base(self.disk.base.clone()),
                     piece.sector * SECTOR_SIZE,
+                    part,
                 ),
             };
             open += 1;
             let io = Io::Read {
                 source,
                 offset,
-                buffer: Buffer::for_overwrite(part),
+                buffer: Buffer::for_overwrite(bytes),
             };
             self.committer.submit_read((key as u64) << 32 | skipped, io);
         }
@@ -344,7 +356,7 @@ impl Port {
             token,
             buffer,
             open,
-            log_end,
+            logged,
             failed: false,
         });
         Ok(None)
@@ -357,26 +369,32 @@ impl Port {
             return;
         };
         read.open -= 1;
-        match (end.result, &mut read.buffer) {
+        let logged = read.logged.iter().position(|(first, _)| *first == skipped);
+        let logged = logged.map(|found| read.logged.swap_remove(found).1);
+        let result = end.result.map_err(|error| error.to_string());
+        // Bytes of the log are looked at before anyone gets them: what the medium changed, or never wrote, is an error.
+        let result = result.and_then(|part| match (part, logged) {
+            (Some(part), Some(logged)) => {
+                let verified = logged.verified(part).map_err(|error| error.to_string());
+                verified.map(Some)
+            }
+            (part, _) => Ok(part),
+        });
+        match (result, &mut read.buffer) {
             (Ok(Some(part)), Some(whole)) => whole[at..at + part.len()].copy_from_slice(&part),
             (Ok(part), whole) => *whole = part,
             (Err(error), _) => {
-                tracing::error!("{}: read failed: {error}", self.disk.path.display());
+                let disk = self.disk.path.display();
+                tracing::error!("{disk}: a read failed: {error}");
                 read.failed = true;
             }
         }
         if read.open == 0
             && let Some(read) = self.reads.try_remove(key)
         {
-            // Once a sync has failed, what was written but not durable may read as anything older.
-            let log = &self.committer.log;
-            let lost = log.poisoned.load(Ordering::Acquire)
-                && read.log_end > log.durable_end.load(Ordering::Acquire)
-                && !planted(Mutant::StaleReadAfterError);
-            let result = if read.failed || lost {
-                Err(Failure::Io)
-            } else {
-                Ok(read.buffer)
+            let result = match read.failed {
+                true => Err(Failure::Io),
+                false => Ok(read.buffer),
             };
             self.done.push(Completion {
                 token: read.token,

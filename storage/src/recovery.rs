@@ -1,27 +1,32 @@
 //! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
 //!
 //! Segments are read in the order of their sequence, batches in order within them. Each segment says where it begins and
-//! where it ends: so several are read and verified at a time, and taken in order. The log ends at the first
-//! thing that is not the next batch. What is behind the end is void if it can have been a write that never
-//! completed: every later header tells how far the log was durable when it was written, and if that reaches
-//! past the end, acknowledged records are missing, and that is reported, never repaired in silence.
+//! where it ends: so several are read and verified at a time, and taken in order.
+//!
+//! Every header tells how far the log was durable when it was written. That tells a torn write from rot:
+//! - A batch whose header is right and whose payload is not: if it was durable, the medium has changed it since. It stays
+//!   part of the log, and whoever reads the damaged blocks gets an error. Otherwise its write never completed, and the log
+//!   ends before it.
+//! - The log ends at the first thing that is not the next batch. If it was durable beyond that, acknowledged records are
+//!   missing: that is reported, never repaired in silence. Otherwise what is behind the end is void.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
 use zerocopy::little_endian::U64;
 
-use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file;
 use crate::format::{
     self, BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
+use crate::index::{ExtentMap, Place};
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
 use crate::segment::{Medium, Segment};
 use crate::transfer::Progress;
 use crate::window::Window;
+use crate::{Buffer, SECTOR_SIZE};
 
 /// A segment that holds part of the log.
 pub(crate) struct LiveSegment {
@@ -53,6 +58,38 @@ pub(crate) struct Scan {
     pub payload_bytes: u64,
     /// A write that never completed was found behind the end.
     pub torn_tail: bool,
+    /// What the medium has changed in records above the checkpoint LSN.
+    pub damaged: Vec<DamagedBlock>,
+}
+
+/// A block of a record's payload that is not what was written, though it was durable.
+#[derive(Clone, Debug)]
+pub(crate) struct DamagedBlock {
+    pub lsn: u64,
+    pub disk_id: u32,
+    /// Where it belongs on its disk.
+    pub sector: u64,
+    pub sectors: u64,
+    pub segment: Arc<Segment>,
+    /// Byte offset in the segment.
+    pub offset: u64,
+}
+
+impl DamagedBlock {
+    /// Whether a layer of its disk has bytes in it.
+    pub(crate) fn is_needed(&self, layer: &ExtentMap) -> bool {
+        let mut needed = false;
+        let (sector, sectors) = (self.sector, self.sectors);
+        layer.visit(sector, sectors, &mut |piece| {
+            let skipped = (piece.sector - sector) * SECTOR_SIZE;
+            needed |= matches!(
+                piece.place,
+                Some(Place::Log { segment, offset })
+                    if Arc::ptr_eq(&segment, &self.segment) && offset == self.offset + skipped
+            );
+        });
+        needed
+    }
 }
 
 /// A record found.
@@ -62,10 +99,14 @@ pub(crate) struct Found<'a> {
     /// The batch that it came in.
     pub batch: &'a BatchHeader,
     pub segment: &'a Arc<Segment>,
+    /// The checksums of its payload's blocks.
+    pub checksums: &'a [u32],
     /// Byte offset of its payload in the segment.
     pub offset: u64,
-    /// It is at or below the checkpoint LSN: the base image has it.
+    /// It is at or below the checkpoint LSN, so that the base image has it, or it was given up.
     pub in_base: bool,
+    /// Its payload is not what was written.
+    pub damaged: bool,
 }
 
 /// What is called for each record found.
@@ -80,7 +121,11 @@ struct Candidate {
 struct Batch {
     header: BatchHeader,
     descriptors: Vec<Descriptor>,
+    /// Of the blocks of all payloads.
+    checksums: Vec<u32>,
     header_len: u64,
+    /// Which of those blocks are not what was written.
+    wrong: Vec<usize>,
 }
 
 impl Batch {
@@ -111,7 +156,7 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
     if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size() {
         return Ok(None);
     }
-    let Some(descriptors) = header.descriptors(window.bytes(offset, len)?) else {
+    let Some((descriptors, checksums)) = header.records(window.bytes(offset, len)?) else {
         return Ok(None);
     };
     if header.version.get() != VERSION {
@@ -120,15 +165,24 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
     Ok(Some(Batch {
         header,
         descriptors,
+        checksums,
         header_len: len.next_multiple_of(BLOCK) as u64,
+        wrong: Vec::new(),
     }))
 }
 
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
+    let remedy = match version {
+        1 => {
+            "copy what it holds to its disks with the program that wrote it ('walvisor disk checkpoint' for each), then \
+             remove the log's directory: opening a disk makes a new log"
+        }
+        _ => "use the program that wrote it",
+    };
     Error::new(
         ErrorKind::UnsupportedVersion,
         format!(
-            "{}: log format version {version}; this program knows version {VERSION}: use the one that wrote it",
+            "{}: log format version {version}; this program knows version {VERSION}: {remedy}",
             path.display()
         ),
     )
@@ -163,7 +217,15 @@ pub(crate) fn scan(
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last_lsn
     });
-    let (mut end, mut end_offset) = (0, None);
+    let mut taker = Taker {
+        candidates: &candidates,
+        control,
+        durable: root.checkpoint_lsn.get().max(root.copying_lsn.get()),
+        last_lsns: Vec::new(),
+        held: VecDeque::new(),
+        visit,
+    };
+    let (mut read, mut read_end) = (0_usize, BLOCK as u64);
     if let (true, Some(first)) = (begins, candidates.first()) {
         scan.last_lsn = first.header.previous_lsn.get();
         let parts = candidates.iter().enumerate().map(|(i, candidate)| {
@@ -173,59 +235,78 @@ pub(crate) fn scan(
                 .map(|next| next.previous_lsn.get());
             (candidate, limit)
         });
-        let read = |(candidate, limit)| (limit, read_segment(candidate, size, limit));
-        let checkpoint_lsn = root.checkpoint_lsn.get();
-        parallel::in_order(medium.threads(), parts, read, |(limit, contents)| {
-            let candidate = &candidates[end];
-            end_offset = Some((end, contents.end));
-            end += 1;
-            take_segment(candidate, contents, checkpoint_lsn, &mut scan, visit)?;
-            progress(end as u64 * size, total);
+        let read_part = |(candidate, limit)| (limit, read_segment(candidate, size, limit));
+        parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
+            (read, read_end) = (read + 1, contents.end);
+            let last_lsn = taker.take_segment(contents, &mut scan)?;
+            progress(read as u64 * size, total);
             // Without a limit there is no next, or none that comes behind this one.
-            Ok(limit == Some(scan.last_lsn))
+            Ok::<_, Error>(limit == Some(last_lsn))
         })?;
     }
-    scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
 
-    // Behind the end: stale bytes, a torn tail, or evidence that acknowledged records are gone.
-    let mut evidence = root.copying_lsn.get();
-    let tail = end_offset.map(|(i, offset)| {
-        let candidate = &candidates[i];
-        (&candidate.segment, Some(candidate.header.salt), offset)
+    // Behind what was taken: stale bytes, a torn tail, or evidence that acknowledged records are gone.
+    let taken = match taker.held.front() {
+        Some(held) => (held.part, held.offset),
+        None => (read.saturating_sub(1), read_end),
+    };
+    let tails = candidates[..read].iter().enumerate().skip(taken.0);
+    let tails = tails.map(|(part, candidate)| {
+        let salt = Some(candidate.header.salt);
+        let offset = if part == taken.0 {
+            taken.1
+        } else {
+            BLOCK as u64
+        };
+        (&candidate.segment, salt, offset)
     });
-    let behind = candidates[end..].iter().map(|candidate| &candidate.segment);
+    let behind = candidates[read..]
+        .iter()
+        .map(|candidate| &candidate.segment);
     let behind = behind.chain(&suspects);
     let behind = behind.map(|segment| (segment, None, BLOCK as u64));
     let look = |(segment, salt, offset)| look_behind(segment, root, salt, offset);
-    let mut passed = (end - usize::from(tail.is_some())) as u64;
-    parallel::in_order(
-        medium.threads(),
-        tail.into_iter().chain(behind),
-        look,
-        |seen| {
-            let seen = seen?;
-            scan.torn_tail |= seen.torn;
-            evidence = evidence.max(seen.durable_lsn);
-            scan.max_lsn = scan.max_lsn.max(seen.max_lsn);
-            scan.max_cid = scan.max_cid.max(seen.max_cid);
-            scan.max_sequence = scan.max_sequence.max(seen.max_sequence);
-            passed += 1;
-            // The tail has been told of.
-            if passed > end as u64 {
-                progress(passed * size, total);
-            }
-            Ok::<_, Error>(true)
-        },
-    )?;
+    let mut passed = taken.0.min(read) as u64;
+    parallel::in_order(medium.threads(), tails.chain(behind), look, |seen| {
+        let seen = seen?;
+        scan.torn_tail |= seen.torn;
+        taker.durable = taker.durable.max(seen.durable_lsn);
+        scan.max_lsn = scan.max_lsn.max(seen.max_lsn);
+        scan.max_cid = scan.max_cid.max(seen.max_cid);
+        scan.max_sequence = scan.max_sequence.max(seen.max_sequence);
+        passed += 1;
+        // The tails have been told of.
+        if passed > read as u64 {
+            progress(passed * size, total);
+        }
+        Ok::<_, Error>(true)
+    })?;
+    taker.settle(&mut scan);
+    // What is still held was never durable: the log ends before it.
+    let (mut end, mut end_offset) = (read, read_end);
+    for held in taker.held.iter().rev() {
+        (end, end_offset) = (held.part + 1, held.offset);
+        scan.torn_tail = true;
+        scan.max_lsn = scan.max_lsn.max(held.batch.last_lsn());
+        scan.max_cid = scan.max_cid.max(held.batch.header.cid.get());
+    }
+    let evidence = taker.durable;
+    let lives = candidates[..end].iter().zip(&taker.last_lsns);
+    scan.live = lives
+        .map(|(candidate, &last_lsn)| LiveSegment {
+            segment: candidate.segment.clone(),
+            sequence: candidate.header.sequence.get(),
+            last_lsn,
+        })
+        .collect();
+    scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
     if evidence > scan.last_lsn {
-        let (path, offset) = match end_offset {
-            Some((i, offset)) => (candidates[i].segment.path.clone(), offset),
-            None => (
-                candidates
-                    .first()
-                    .map_or(dir.to_path_buf(), |c| c.segment.path.clone()),
-                0,
-            ),
+        let (path, offset) = match end.checked_sub(1) {
+            Some(last) => (candidates[last].segment.path.as_path(), end_offset),
+            None => {
+                let first = candidates.first();
+                (first.map_or(dir, |first| first.segment.path.as_path()), 0)
+            }
         };
         return Err(Error::new(
             ErrorKind::Damaged,
@@ -255,6 +336,17 @@ fn classify(
     let (root, size) = (&control.header, control.header.segment_size.get());
     let (mut candidates, mut suspects) = (Vec::new(), Vec::new());
     for (slot, segment) in medium.segments()? {
+        if slot >= root.max_segments.get() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: the log has {} segments at most, with numbers below that: this is none of its files; move it \
+                     elsewhere",
+                    segment.path.display(),
+                    root.max_segments
+                ),
+            ));
+        }
         scan.files = scan.files.max(slot + 1);
         let segment = Arc::new(segment);
         let len = segment
@@ -270,9 +362,7 @@ fn classify(
                 ),
             ));
         }
-        // The header, and the block behind it: the first batch is written together with the header, and a torn
-        // write may have left only one of them.
-        let mut head = Buffer::zeroed(2 * BLOCK);
+        let mut head = Buffer::zeroed(BLOCK);
         let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
         match SegmentHeader::decode(&head) {
@@ -285,8 +375,8 @@ fn classify(
                 scan.max_sequence = scan.max_sequence.max(header.sequence.get());
                 candidates.push(Candidate { segment, header });
             }
-            Decoded::Invalid if head.iter().any(|&byte| byte != 0) => suspects.push(segment),
-            _ => scan.free.push(segment),
+            Decoded::Valid(_) => scan.free.push(segment),
+            Decoded::Invalid => suspects.push(segment),
         }
     }
     candidates.sort_by_key(|candidate| candidate.header.sequence.get());
@@ -327,10 +417,10 @@ fn read_batches(
     // To the first thing that is not the next batch, also where the next segment says that there is none.
     loop {
         let offset = contents.end;
-        let Some(batch) = batch_at(window, &candidate.header.log, offset)? else {
+        let Some(mut batch) = batch_at(window, &candidate.header.log, offset)? else {
             break;
         };
-        let (header, last_lsn) = (&batch.header, batch.last_lsn());
+        let (header, last_lsn) = (batch.header, batch.last_lsn());
         let first = offset == BLOCK as u64;
         let in_order = match first {
             // LSNs of a dropped torn tail are never given out again: a gap is normal here.
@@ -342,10 +432,16 @@ fn read_batches(
         let ours =
             header.sequence == candidate.header.sequence && header.salt == candidate.header.salt;
         let chained = header.previous_crc == previous_crc;
-        if !(in_order && fits && ours && chained && payloads_right(window, &batch, payload_at)?) {
+        if !(in_order && fits && ours && chained) {
             break;
         }
-        if limit.is_some_and(|limit| last_lsn > limit) {
+        batch.wrong = wrong_blocks(window, &batch, payload_at)?;
+        let beyond = limit.is_some_and(|limit| last_lsn > limit);
+        if beyond && !batch.wrong.is_empty() {
+            // Dropped as torn when the log was recovered.
+            break;
+        }
+        if beyond {
             // No crash leaves this. Without the next segment the batch would count: the log would change its mind.
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -370,67 +466,137 @@ fn read_batches(
     Ok(())
 }
 
-/// Takes what a segment holds for the next part of the log.
-fn take_segment(
-    candidate: &Candidate,
-    contents: Contents,
-    checkpoint_lsn: u64,
-    scan: &mut Scan,
-    visit: Visitor<'_>,
-) -> Result<()> {
-    for (batch, payload_at) in &contents.batches {
+/// Takes what was read for the log, batch by batch, in order.
+struct Taker<'a> {
+    candidates: &'a [Candidate],
+    control: &'a Control,
+    /// All up to here was durable, by what has been read so far.
+    durable: u64,
+    /// The last record taken when each segment had been read, or before.
+    last_lsns: Vec<u64>,
+    /// From the first batch on whose payload is not what was written: nobody knows yet whether it was durable.
+    held: VecDeque<Held>,
+    visit: Visitor<'a>,
+}
+
+/// A batch that has been read and not taken.
+struct Held {
+    /// The number of its candidate.
+    part: usize,
+    batch: Batch,
+    /// Byte offset of its header in the segment.
+    offset: u64,
+}
+
+impl Taker<'_> {
+    /// Takes what the next segment holds. Returns its last LSN, taken or not.
+    fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
+        let part = self.last_lsns.len();
+        self.last_lsns.push(scan.last_lsn);
+        for (batch, payload_at) in contents.batches {
+            self.durable = self.durable.max(batch.header.durable_lsn.get());
+            self.held.push_back(Held {
+                part,
+                offset: payload_at - batch.header_len,
+                batch,
+            });
+            self.settle(scan);
+        }
+        let last = self.held.back().map(|held| held.batch.last_lsn());
+        contents
+            .error
+            .map_or(Ok(last.unwrap_or(scan.last_lsn)), Err)
+    }
+
+    /// Takes what is known to be part of the log: all up to the next batch that may be torn.
+    fn settle(&mut self, scan: &mut Scan) {
+        let durable = self.durable;
+        let known =
+            |held: &mut Held| held.batch.wrong.is_empty() || held.batch.last_lsn() <= durable;
+        while let Some(held) = self.held.pop_front_if(known) {
+            self.take(&held, scan);
+        }
+    }
+
+    fn take(&mut self, held: &Held, scan: &mut Scan) {
+        let Held {
+            part,
+            batch,
+            offset,
+        } = held;
         let (header, last_lsn) = (&batch.header, batch.last_lsn());
-        let mut at = *payload_at;
+        let segment = &self.candidates[*part].segment;
+        let mut at = offset + batch.header_len;
+        let mut first_block = 0;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
-            let in_base = lsn <= checkpoint_lsn && !planted(Mutant::RecoveryAcceptsStale);
+            let blocks = first_block..first_block + descriptor.checksums();
+            first_block = blocks.end;
+            let len = descriptor.payload_len();
+            segment.note(|table| table.add(at, len, &batch.checksums[blocks.clone()]));
+            let in_base = lsn <= self.control.applied_lsn(descriptor.disk_id.get())
+                && !planted(Mutant::RecoveryAcceptsStale);
+            let wrong = batch.wrong.iter().filter(|block| blocks.contains(block));
+            let damaged = wrong.clone().next().is_some();
             if !in_base {
                 scan.records += 1;
-                scan.payload_bytes += descriptor.payload_len();
+                scan.payload_bytes += len;
+                scan.damaged.extend(wrong.map(|block| {
+                    let skipped = ((block - blocks.start) * BLOCK) as u64;
+                    DamagedBlock {
+                        lsn,
+                        disk_id: descriptor.disk_id.get(),
+                        sector: descriptor.sector.get() + skipped / SECTOR_SIZE,
+                        sectors: (len - skipped).min(BLOCK as u64) / SECTOR_SIZE,
+                        segment: segment.clone(),
+                        offset: at + skipped,
+                    }
+                }));
             }
-            visit(Found {
+            (self.visit)(Found {
                 lsn,
                 descriptor,
+                checksums: &batch.checksums[blocks],
                 batch: header,
-                segment: &candidate.segment,
+                segment,
                 offset: at,
                 in_base,
+                damaged,
             });
-            at += descriptor.payload_len();
+            at += len;
         }
         scan.batches += 1;
         scan.last_lsn = last_lsn;
-        // Logs of earlier versions may hold steps back.
+        self.last_lsns[*part..].fill(last_lsn);
         scan.last_unix_us = scan.last_unix_us.max(header.unix_us.get());
         scan.max_lsn = scan.max_lsn.max(last_lsn);
         scan.max_cid = scan.max_cid.max(header.cid.get());
     }
-    if let Some(error) = contents.error {
-        return Err(error);
-    }
-    scan.live.push(LiveSegment {
-        segment: candidate.segment.clone(),
-        sequence: candidate.header.sequence.get(),
-        last_lsn: scan.last_lsn,
-    });
-    Ok(())
 }
 
-fn payloads_right(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<bool> {
-    let mut at = payload_at;
-    for descriptor in &batch.descriptors {
-        let (end, mut crc) = (at + descriptor.payload_len(), 0);
-        let skipped = at == end || planted(Mutant::RecoverySkipsChecksum);
-        while at < end && !skipped {
-            let bytes = window.some(at, end)?;
-            crc = crc32c::crc32c_append(crc, bytes);
-            at += bytes.len() as u64;
-        }
-        if !skipped && crc != descriptor.payload_crc.get() {
-            return Ok(false);
-        }
-        at = end;
+/// Which blocks of the batch's payloads, which begin at `payload_at`, are not what was written.
+fn wrong_blocks(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<Vec<usize>> {
+    let mut wrong = Vec::new();
+    if planted(Mutant::RecoverySkipsChecksum) {
+        return Ok(wrong);
     }
-    Ok(true)
+    let (mut at, mut number) = (payload_at, 0);
+    for descriptor in &batch.descriptors {
+        let end = at + descriptor.payload_len();
+        while at < end {
+            let block_end = end.min(at + BLOCK as u64);
+            let mut crc = 0;
+            while at < block_end {
+                let bytes = window.some(at, block_end)?;
+                crc = crc32c::crc32c_append(crc, bytes);
+                at += bytes.len() as u64;
+            }
+            if crc != batch.checksums[number] {
+                wrong.push(number);
+            }
+            number += 1;
+        }
+    }
+    Ok(wrong)
 }
 
 /// What lies behind the end of the log in one segment.
@@ -473,7 +639,7 @@ fn look_behind(
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
 pub(crate) fn wipe(segment: &Segment) -> Result<()> {
-    let wiped = file::write_zeroes(segment.file.as_ref(), 0, BLOCK as u64, &mut |_| {})
-        .and_then(|()| segment.file.sync_data());
+    let wiped = segment.file.write_all_at(&SegmentHeader::blank(), 0);
+    let wiped = wiped.and_then(|()| segment.file.sync_data());
     wiped.map_err(|error| Error::io("wipe the void log segment", &segment.path, error))
 }

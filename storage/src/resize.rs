@@ -11,12 +11,14 @@
 
 use std::path::Path;
 
-use zerocopy::little_endian::{U16, U64};
+use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::{invalid, set_size};
+use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{DiskOptions, Store, StoreOptions};
+use crate::mutant::{Mutant, planted};
+use crate::store::{DiskOptions, StoreOptions, directory, open_log};
 use crate::view::View;
 
 /// What a resize did.
@@ -60,7 +62,14 @@ fn resize(
         true => {
             refuse_loss(&view, size, lose_data)?;
             drop(view);
-            Store::open(log_dir, &[DiskOptions::new(path)], &StoreOptions::default())?.close()?;
+            let disks = [DiskOptions::new(path)];
+            let medium = Box::new(directory(log_dir, EngineKind::Blocking));
+            let options = StoreOptions::default();
+            let (log, disks, mut keeper) =
+                open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
+            keeper.close()?;
+            // And their locks.
+            drop((log, disks, keeper));
             View::open(path, log_dir, None)?
         }
     };
@@ -77,22 +86,25 @@ fn resize(
     let old_size = view.size;
     let done = Resize { old_size, size };
     let Some((mut control, found)) = view.log else {
-        set_size(&view.base.file, path, size)?;
+        set_size(view.base.file.as_ref(), path, size)?;
         return Ok(done);
     };
     let smaller = size.min(old_size);
     let entry = &mut control.control.disks[found];
-    (entry.size, entry.resizing) = (U64::new(smaller), U16::new(1));
-    control.write()?;
+    (entry.size, entry.resizing) = (U64::new(smaller), 1);
+    entry.cut_samples(smaller);
+    if !planted(Mutant::ResizeUnannounced) {
+        control.write()?;
+    }
     reached(Step::Announced)?;
     if view.base.size > smaller {
         // Also what an earlier resize that was cut left there: it must not come back as new space.
-        set_size(&view.base.file, path, smaller)?;
+        set_size(view.base.file.as_ref(), path, smaller)?;
     }
-    set_size(&view.base.file, path, size)?;
+    set_size(view.base.file.as_ref(), path, size)?;
     reached(Step::Sized)?;
     let entry = &mut control.control.disks[found];
-    (entry.size, entry.resizing) = (U64::new(size), U16::new(0));
+    (entry.size, entry.resizing) = (U64::new(size), 0);
     control.write()?;
     Ok(done)
 }
@@ -125,7 +137,9 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::{Buffer, Operation, Port, create_disk, default_log_dir, export_disk, inspect};
+    use crate::{
+        Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk, inspect,
+    };
 
     pub(crate) const MIB: u64 = 1 << 20;
 
@@ -163,8 +177,16 @@ pub(crate) mod tests {
         for name in ["control", "segment-00000"] {
             std::fs::copy(log.join(name), log_copy.join(name)).unwrap();
         }
-        std::fs::copy(&disk, &copy).unwrap();
+        copy_image(&disk, &copy);
         copy
+    }
+
+    /// Copies an image with its mark, as `cp -a` does.
+    pub(crate) fn copy_image(from: &Path, to: &Path) {
+        use crate::file::DataFile;
+        std::fs::copy(from, to).unwrap();
+        let [from, to] = [from, to].map(|path| std::fs::File::open(path).unwrap());
+        to.write_mark(from.read_mark().unwrap().as_ref()).unwrap();
     }
 
     fn page(port: &mut Port, sector: u64) -> u8 {
@@ -197,7 +219,7 @@ pub(crate) mod tests {
                 let again = dir.path().join("again");
                 std::fs::create_dir(&again).unwrap();
                 for from in [&log.join("control"), &log.join("segment-00000"), &disk] {
-                    std::fs::copy(from, again.join(from.file_name().unwrap())).unwrap();
+                    copy_image(from, &again.join(from.file_name().unwrap()));
                 }
                 let grown = again.join("disk.img");
                 let logs = default_log_dir(&grown);

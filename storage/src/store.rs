@@ -1,7 +1,6 @@
 //! Creating, opening, checking and closing: a log directory and the disks on it.
 
 use std::collections::HashMap;
-use std::fs::OpenOptions;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -9,19 +8,18 @@ use std::time::Duration;
 
 use zerocopy::little_endian::U64;
 
-use crate::catalog::{
-    OpenBase, canonical, check_options, create_log, entry_path, has_control, invalid, open_control,
-    register, set_size,
-};
+use crate::attach::{Indexes, OpenBase, Waiting, attach};
+use crate::catalog::{check_options, has_control, open_control, open_or_create_log, register};
 use crate::counters::Counters;
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, DiskEntry, Kind};
+use crate::file;
+use crate::format::{Control, Kind};
 use crate::gather::{CommitWait, Gather};
-use crate::index::{Index, Place};
+use crate::index::Place;
 use crate::keeper::{ControlFile, Keeper};
-use crate::log::{KeeperState, Live, Log, State};
+use crate::log::{FailOnPanic, KeeperState, Live, Log, State};
 use crate::mutant::{Mutant, planted};
 use crate::pace::Pace;
 use crate::parallel;
@@ -30,7 +28,7 @@ use crate::segment::{Directory, Medium};
 use crate::stamp::Stamps;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Arc, Condvar, Mutex, RwLock};
+use crate::sync::{Arc, Condvar, Mutex};
 use crate::transfer::Progress;
 use crate::writer::Writer;
 use crate::{LogCounters, MAX_REQUEST_BYTES, SECTOR_SIZE};
@@ -131,82 +129,41 @@ pub fn default_log_dir(disk: &Path) -> PathBuf {
     name.into()
 }
 
-/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`, which is made if it
-/// is not there. `options` count for a new log only.
-///
-/// # Errors
-/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is
-/// left behind.
-pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
-    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
-        return Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be made: give a positive multiple of 512 below 2^63",
-            path.display()
-        )));
-    }
-    check_options(options)?;
-    let create = OpenOptions::new().write(true).create_new(true).open(path);
-    let file = create.map_err(|error| Error::io("create the disk", path, error))?;
-    let fill = || {
-        set_size(&file, path, size)?;
-        let opened = has_control(log_dir).then(|| open_control(log_dir));
-        adopt(path, size, log_dir, options, opened.transpose()?)
-    };
-    fill().inspect_err(|_| {
-        // Best effort: the error that is being reported matters more.
-        let _ = std::fs::remove_file(path);
-    })
-}
-
-/// Registers a new base image, complete and synced, in the `opened` log, or in one that is made for it.
-pub(crate) fn adopt(
-    path: &Path,
-    size: u64,
+/// Makes the log in `log_dir`, for base images that belong to no log; or opens the one that others have made meanwhile.
+fn first_control(
+    bases: &[OpenBase],
     log_dir: &Path,
     options: &StoreOptions,
-    opened: Option<ControlFile>,
-) -> Result<()> {
-    match opened {
-        Some(mut control) => {
-            refuse_unapplied(path, log_dir, &control.control)?;
-            register(&mut control, path, size)?;
-            control.write()?;
-        }
-        None => {
-            let control = create_log(log_dir, options, &[(path, size)])?;
-            directory(log_dir, EngineKind::Blocking).create_segment(
-                0,
-                control.control.header.segment_size.get(),
-                &mut |_| {},
-            )?;
-        }
-    }
-    Ok(())
-}
-
-/// Refuses to put a disk in the place of another whose records wait in the log.
-fn refuse_unapplied(path: &Path, log_dir: &Path, control: &Control) -> Result<()> {
-    let real = canonical(path)?;
-    let Some(old) = control.disks.iter().find(|disk| entry_path(disk) == real) else {
-        return Ok(());
-    };
-    let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, indexes) = read_log(&medium, log_dir, control, &mut |_, _| {})?;
-    match indexes.contains_key(&old.id.get()) {
-        false => Ok(()),
-        true => Err(Error::new(
-            ErrorKind::WrongLog,
-            format!(
-                "{}: the log in {} holds unapplied records of the disk that was here before; put that back, or \
-                 remove the log",
-                path.display(),
-                log_dir.display()
-            ),
-        )),
-    }
+) -> Result<ControlFile> {
+    bases
+        .iter()
+        .try_for_each(|base| base.refuse_open(log_dir))?;
+    let opened = open_or_create_log(log_dir, options, &mut |control| {
+        let mut bases = bases.iter();
+        bases.try_for_each(|base| register(control, &base.path, base.size).map(drop))
+    });
+    Ok(opened?.0)
 }
 
 impl Store {
+    /// Makes the log in `log_dir` for these disks, as [`open`](Self::open) would, if there is none, and makes the names of what is
+    /// there durable: for a process that gives up the right to do so before it opens the log.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn make_log(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<()> {
+        check_options(options)?;
+        // Of a log that is there, and of the images, the names are made durable: that takes a right too.
+        disks
+            .iter()
+            .try_for_each(|disk| file::settle_name(&disk.path))?;
+        if has_control(log_dir) {
+            return file::settle_name(log_dir);
+        }
+        let bases = OpenBase::open_all(disks, false)?;
+        first_control(&bases, log_dir, options).map(drop)
+    }
+
     /// Opens the log in `log_dir` with these disks, recovering what a crash left. A log that is not there is
     /// made, for base images that belong to no log.
     ///
@@ -238,37 +195,8 @@ impl Store {
             )),
             ..directory(log_dir, engine)
         };
-        let opened = disks
-            .iter()
-            .map(OpenBase::open)
-            .collect::<Result<Vec<_>>>()?;
-        let mut control = match has_control(log_dir) {
-            true => open_control(log_dir)?,
-            false => {
-                opened
-                    .iter()
-                    .try_for_each(|base| base.refuse_mark(log_dir))?;
-                let disks: Vec<_> = opened
-                    .iter()
-                    .map(|base| (base.options.path.as_path(), base.size))
-                    .collect();
-                create_log(log_dir, options, &disks)?
-            }
-        };
-        let mut states = Vec::new();
-        for base in opened {
-            states.push(Arc::new(base.attach(&mut control, log_dir)?));
-        }
-        let attached = states.len();
-        let medium = Box::new(medium);
-        let (log, keeper) = assemble(medium, log_dir, control, &mut states, options, progress)?;
-        let disks = states[..attached]
-            .iter()
-            .map(|state| Disk {
-                log: log.clone(),
-                state: state.clone(),
-            })
-            .collect();
+        let opened = open_log(Box::new(medium), log_dir, disks, options, progress)?;
+        let (log, disks, keeper) = opened;
         Self::start(log, disks, keeper)
     }
 
@@ -278,7 +206,11 @@ impl Store {
         let writer = Some(Writer::start(&log).map_err(failed)?);
         let keeper = thread::Builder::new()
             .name("log-keeper".into())
-            .spawn(move || keeper.run());
+            .spawn(move || {
+                let log = keeper.log.clone();
+                let _failing = FailOnPanic::new(&log);
+                keeper.run()
+            });
         let keeper = Some(keeper.map_err(failed)?);
         Ok(Self {
             log,
@@ -332,6 +264,37 @@ impl Drop for Store {
     }
 }
 
+/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. Its keeper has not
+/// begun.
+pub(crate) fn open_log(
+    medium: Box<dyn Medium>,
+    log_dir: &Path,
+    disks: &[DiskOptions],
+    options: &StoreOptions,
+    progress: Progress<'_>,
+) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
+    let control = match has_control(log_dir) {
+        true => Some(open_control(log_dir)?),
+        false => None,
+    };
+    let bases = OpenBase::open_all(disks, control.is_some())?;
+    let mut control = match control {
+        Some(control) => control,
+        None => first_control(&bases, log_dir, options)?,
+    };
+    let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, progress)?;
+    let states = attach(bases, &mut control, log_dir, &read.1)?;
+    let (log, keeper) = assemble(medium, log_dir, control, &states, read, options)?;
+    let disks = states[..disks.len()]
+        .iter()
+        .map(|state| Disk {
+            log: log.clone(),
+            state: state.clone(),
+        })
+        .collect();
+    Ok((log, disks, keeper))
+}
+
 pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     Directory {
         path: log_dir.to_path_buf(),
@@ -342,28 +305,42 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     }
 }
 
-/// Recovers a log and makes it ready to run; its keeper has not begun.
-pub(crate) fn assemble(
+/// Recovers a log that was read, with all disks that it holds records of, and makes it ready to run; its keeper has not
+/// begun.
+fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
     mut control: ControlFile,
-    states: &mut Vec<Arc<DiskState>>,
+    states: &[Arc<DiskState>],
+    read: (Scan, Indexes),
     options: &StoreOptions,
-    progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Keeper)> {
-    let scan = recover(medium.as_ref(), log_dir, &mut control, states, progress)?;
-    for state in states.iter() {
-        let marked = state.base.write_mark(Some(&state.uuid));
-        marked.map_err(|error| Error::io("mark", &state.path, error))?;
+    for state in states {
+        // Two copies of a disk that both go on from here shall not meet again at one generation.
+        let step = 1 + (medium.salt() >> 32);
+        if let Some(entry) = control.control.disk_mut(state.id) {
+            entry.announce(step);
+            let next = entry.next_generation.get();
+            state.generation.store(next, Ordering::Relaxed);
+        }
     }
+    let scan = recover(&mut control, states, read)?;
+    // Durable before the first record is logged.
+    let marked = states.iter().map(|state| state.mark(true));
+    let marked = marked.collect::<Result<Vec<_>>>()?;
+    control.change(|control| {
+        for (state, marked) in states.iter().zip(marked) {
+            if let Some(entry) = control.disk_mut(state.id) {
+                entry.marked = u8::from(marked);
+                entry.settle();
+            }
+        }
+    })?;
     let recovered = (scan.records > 0).then_some(scan.last_lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
-    let keeper = Keeper::new(log.clone(), states.clone(), control, recovered)?;
+    let keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     Ok((log, keeper))
 }
-
-/// The index of each disk by its id, with the LSN of its newest record.
-pub(crate) type Indexes = HashMap<u32, (Index, u64)>;
 
 /// Reads the whole log: what it holds, and where the newest bytes of each disk are.
 pub(crate) fn read_log(
@@ -409,12 +386,20 @@ pub(crate) fn read_log(
                     unmap: kind == Some(Kind::Discard),
                 },
             };
-            let (index, last_lsn) = indexes.entry(descriptor.disk_id.get()).or_default();
-            index.active.insert(sector, sectors, lsn, place);
-            *last_lsn = lsn;
+            let waiting = indexes.entry(descriptor.disk_id.get()).or_default();
+            waiting.index.active.insert(sector, sectors, lsn, place);
+            waiting.last_lsn = lsn;
+            waiting.records += 1;
+            waiting.payload_bytes += descriptor.payload_len();
         },
         progress,
     )?;
+    let mut scan = scan;
+    // What a later record has replaced nobody reads any more.
+    scan.damaged.retain(|damaged| {
+        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.index.active);
+        indexes.get(&damaged.disk_id).is_some_and(needed)
+    });
     match stray {
         None => Ok((scan, indexes)),
         Some(lsn) => Err(Error::new(
@@ -427,33 +412,47 @@ pub(crate) fn read_log(
     }
 }
 
-/// Reads the log into the disks' indexes. Disks with records that nobody opened are opened too, and added to
-/// `states`, so that the log can be checkpointed and recycled.
-pub(crate) fn recover(
+/// Reads the whole log, to build on it: what is read is on the medium, not in the page cache only.
+pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
-    states: &mut Vec<Arc<DiskState>>,
     progress: Progress<'_>,
-) -> Result<Scan> {
-    let (scan, mut indexes) = read_log(medium, log_dir, &control.control, progress)?;
-    for entry in control
-        .control
-        .disks
-        .iter()
-        .filter(|entry| indexes.contains_key(&entry.id.get()))
-    {
-        if states.iter().all(|state| state.id != entry.id.get()) {
-            states.push(Arc::new(open_absent(entry, log_dir)?));
-        }
+) -> Result<(Scan, Indexes)> {
+    control.confirm()?;
+    for (_, segment) in medium.segments()? {
+        let dropped = match () {
+            () if planted(Mutant::RecoverySkipsSync) => Ok(()),
+            () if planted(Mutant::RecoveryTrustsCache) => segment.file.sync_data(),
+            () => segment.file.drop_cache(),
+        };
+        dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
+    let (scan, waiting) = read_log(medium, log_dir, &control.control, progress)?;
+    if let Some(first) = scan.damaged.first() {
+        let (count, dir) = (scan.damaged.len(), log_dir.display());
+        tracing::error!(
+            "{dir}: {count} blocks of 4096 bytes are not what was written, the first in record {}: reads of them fail; \
+             'walvisor disk check', with the disk closed, names sectors and LSNs",
+            first.lsn
+        );
+    }
+    Ok((scan, waiting))
+}
+
+/// Gives the disks what the log holds of them, and makes where it ends durable.
+pub(crate) fn recover(
+    control: &mut ControlFile,
+    states: &[Arc<DiskState>],
+    (scan, mut indexes): (Scan, Indexes),
+) -> Result<Scan> {
     // Frozen at once: the first checkpoint copies what was recovered, whatever is written meanwhile, and so needs
     // no room in a ring that may be full.
-    for state in states.iter() {
-        if let Some((index, last_lsn)) = indexes.remove(&state.id) {
-            *state.index_mut() = index;
+    for state in states {
+        if let Some(waiting) = indexes.remove(&state.id) {
+            *state.index_mut() = waiting.index;
             state.index_mut().freeze();
-            state.last_lsn.store(last_lsn, Ordering::Release);
+            state.last_lsn.store(waiting.last_lsn, Ordering::Release);
         }
     }
     let header = &mut control.control.header;
@@ -461,66 +460,15 @@ pub(crate) fn recover(
         true => scan.last_lsn,
         false => scan.max_lsn.max(scan.last_lsn),
     };
-    let next_lsn = U64::new(seen + 1);
-    if header.next_lsn != next_lsn || control.moved {
-        // Before anything is wiped: numbers seen on the medium are never given out again.
-        header.next_lsn = next_lsn;
-        header.next_cid = U64::new(scan.max_cid + 1);
-        control.write()?;
-    }
-    // What was read may be in the page cache only. It must be as durable as it looks before anyone builds on
-    // it, and what is behind the end must never be taken for part of the log again.
-    for live in scan
-        .live
-        .iter()
-        .filter(|_| !planted(Mutant::RecoverySkipsSync))
-    {
-        live.segment
-            .file
-            .sync_data()
-            .map_err(|e| Error::io("sync the log segment", &live.segment.path, e))?;
-    }
+    // Before anything is wiped: numbers seen on the medium are never given out again.
+    header.next_lsn = U64::new(seen + 1);
+    header.next_cid = U64::new(scan.max_cid + 1);
+    control.write()?;
+    // What is behind the end must never be taken for part of the log again.
     scan.void
         .iter()
         .try_for_each(|segment| recovery::wipe(segment))?;
     Ok(scan)
-}
-
-/// Opens a disk that has records in the log but was not asked for.
-fn open_absent(entry: &DiskEntry, log_dir: &Path) -> Result<DiskState> {
-    let path = entry_path(entry);
-    let base = OpenBase::open(&DiskOptions::new(&path)).map_err(|error| {
-        Error::new(
-            error.kind(),
-            format!(
-                "{}: holds unapplied records of another disk, which can't be opened ({error}); put it back, or open \
-                 both together",
-                log_dir.display()
-            ),
-        )
-    })?;
-    if !base.size_fits(entry) || base.mark.is_some_and(|mark| mark != entry.disk) {
-        return Err(Error::new(
-            ErrorKind::WrongLog,
-            format!(
-                "{}: not the disk whose unapplied records are in {}; put it back",
-                path.display(),
-                log_dir.display()
-            ),
-        ));
-    }
-    Ok(DiskState {
-        id: entry.id.get(),
-        uuid: entry.disk,
-        path,
-        sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
-        base: Arc::new(base.file),
-        read_only: true,
-        no_flush: false,
-        write_cache: AtomicBool::new(true),
-        last_lsn: AtomicU64::new(0),
-        index: RwLock::default(),
-    })
 }
 
 fn new_log(
@@ -553,11 +501,12 @@ fn new_log(
         pending_bytes: 0,
         queued_bytes: 0,
         waiters: Vec::new(),
+        awaiting: Default::default(),
         group_end: None,
         waiting_clients: 0,
         open_clients: 0,
         writing: Default::default(),
-        ends: Default::default(),
+        end: 0,
         syncing: false,
         writer_asleep: false,
         gather: Gather::new(options.commit_wait),
@@ -584,7 +533,6 @@ fn new_log(
         most_served: if options.group_commit { usize::MAX } else { 1 },
         durable: AtomicU64::new(scan.last_lsn),
         written: AtomicU64::new(scan.last_lsn),
-        durable_end: AtomicU64::new(header.segment_size.get()),
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
         counters: Counters::default(),

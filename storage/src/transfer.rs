@@ -4,20 +4,23 @@
 //! target (`TARGET.walvisor-part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
 //! half image under a name that anyone uses.
 
-use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom};
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, FileTypeExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use rustix::io::Errno;
 
-use crate::catalog::{check_options, has_control, invalid, open_control, refuse_occupied};
+use crate::catalog::invalid;
+use crate::create::NewDisk;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file;
+use crate::file::{self, DataFile, Holder};
+use crate::filesystem::{OWNER, Open, PathKind, files};
+use crate::identity::Identity;
 use crate::parallel::{self, thread_count};
-use crate::store::{StoreOptions, adopt};
+use crate::part::{Part, refuse_existing};
+use crate::store::StoreOptions;
 use crate::view::{Data, DataRanges, View, parts};
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -52,31 +55,19 @@ pub fn import_disk(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    check_options(options)?;
-    refuse_existing(path, "remove it, or name another")?;
+    // The log is opened, and so locked, before the long part.
+    let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw)?;
-    // Opened, and so locked, before the long part.
-    let log = match has_control(log_dir) {
-        true => Some(open_control(log_dir)?),
-        false => {
-            refuse_occupied(log_dir)?;
-            None
-        }
-    };
-    let part = Part::create(path, size)?;
-    let ranges = DataRanges::new(&source, raw, 0..size, KERNEL_COPY_BYTES);
+    let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
+    let ranges = DataRanges::new(source.host(), raw, 0..size, KERNEL_COPY_BYTES);
     let ranges = ranges.map(|range| range.map(|range| (range, ())));
     let copied = transfer(
         options.threads,
         ranges,
-        &|range, ()| copy(&source, raw, &part, range),
+        &|range, ()| copy(source.as_ref(), raw, &part, range),
         &mut |at| progress(at, size),
     )?;
-    part.publish(false)?;
-    adopt(path, size, log_dir, options, log).inspect_err(|_| {
-        // Best effort: the error that is being reported matters more.
-        let _ = std::fs::remove_file(path);
-    })?;
+    new.finish(part, size, options, &mut |_| {})?;
     progress(size, size);
     Ok(Transfer { size, copied })
 }
@@ -96,14 +87,17 @@ pub fn export_disk(
 ) -> Result<Transfer> {
     let view = View::open(path, log_dir, threads)?;
     // Held to the end: nobody else shall open what is about to be replaced.
-    let _replaced = match replace {
+    let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
             refuse_existing(raw, "name another file, or replace it with --force")?;
             None
         }
     };
-    let part = Part::create(raw, view.size)?;
+    let part = Part::create(raw, view.size, mode_of(view.base.file.as_ref(), path)?)?;
+    if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
+        part.resemble(replaced)?;
+    }
     let copied = transfer(
         threads,
         view.data(0..view.size, KERNEL_COPY_BYTES),
@@ -123,30 +117,18 @@ pub fn export_disk(
     })
 }
 
-fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
-    match path.symlink_metadata() {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(Error::io("look at", path, error)),
-        Ok(_) => Err(Error::new(
-            ErrorKind::AlreadyExists,
-            format!("{}: exists already; {remedy}", path.display()),
-        )),
-    }
-}
-
 /// Opens and locks what is to be imported; returns its bytes too.
-fn open_source(raw: &Path) -> Result<(File, u64)> {
+fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
     let open = |error| Error::io("open the image", raw, error);
-    let kind = std::fs::metadata(raw).map_err(open)?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
+    let kind = files().kind(raw).map_err(open)?;
+    if kind == PathKind::Other {
         return Err(invalid(format!(
             "{}: not a regular file nor a block device; give a raw image",
             raw.display()
         )));
     }
-    let mut source = File::open(raw).map_err(open)?;
-    file::lock(&source, raw)?;
-    if file::read_mark(&source).is_some() {
+    let source = file::open_store_file(raw, "open the image", Open::Read, |_| Holder::User)?;
+    if is_open(source.as_ref(), raw)? {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
@@ -156,7 +138,11 @@ fn open_source(raw: &Path) -> Result<(File, u64)> {
             ),
         ));
     }
-    let size = source.seek(SeekFrom::End(0)).map_err(open)?;
+    let size = match (kind, source.host()) {
+        (PathKind::BlockDevice, Some(mut device)) => device.seek(SeekFrom::End(0)),
+        _ => source.len(),
+    };
+    let size = size.map_err(open)?;
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
         return Err(invalid(format!(
             "{}: {size} bytes; a disk's size is a positive multiple of 512 ('truncate -s %512' rounds it up)",
@@ -166,24 +152,39 @@ fn open_source(raw: &Path) -> Result<(File, u64)> {
     Ok((source, size))
 }
 
+/// Who may read and write a file: nobody else shall a copy of it.
+fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
+    let Some(file) = file.host() else {
+        return Ok(OWNER);
+    };
+    let metadata = file.metadata();
+    let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;
+    Ok(metadata.mode() & 0o666)
+}
+
+/// Whether the newest bytes of an image may be in a log.
+fn is_open(file: &dyn DataFile, path: &Path) -> Result<bool> {
+    let mark = Identity::of(file, path)?.mark;
+    Ok(mark.is_some_and(|mark| mark.open))
+}
+
 /// Locks the file that an export replaces, if there is one; refuses one that others need.
-fn lock_replaced(raw: &Path) -> Result<Option<File>> {
-    match std::fs::metadata(raw) {
+fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
+    match files().kind(raw) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(Error::io("look at", raw, error)),
-        Ok(metadata) if !metadata.is_file() => {
+        Ok(PathKind::File) => {}
+        Ok(_) => {
             return Err(invalid(format!(
                 "{}: not a regular file; export to a file",
                 raw.display()
             )));
         }
-        Ok(_) => {}
     }
-    let file = File::open(raw).map_err(|error| Error::io("open", raw, error))?;
-    file::lock(&file, raw)?;
-    match file::read_mark(&file) {
-        None => Ok(Some(file)),
-        Some(_) => Err(Error::new(
+    let file = file::open_store_file(raw, "open", Open::Read, |_| Holder::User)?;
+    match is_open(file.as_ref(), raw)? {
+        false => Ok(Some(file)),
+        true => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: a disk that was not closed, with records in its log: it is not replaced; name another file",
@@ -235,15 +236,18 @@ fn transfer<T: Send>(
 }
 
 /// Copies a range between files at the same offset, in the kernel if it can.
-fn copy(from: &File, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
+fn copy(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
+    let (Some(from_host), Some(to_host)) = (from.host(), to.file().host()) else {
+        return copy_bytes(from, from_path, to, range);
+    };
     let mut at = range.start;
     while at < range.end {
         let (mut read_at, mut write_at) = (at, at);
         let len = (range.end - at).min(KERNEL_COPY_BYTES) as usize;
         let copied = rustix::fs::copy_file_range(
-            from,
+            from_host,
             Some(&mut read_at),
-            &to.file,
+            to_host,
             Some(&mut write_at),
             len,
         );
@@ -252,101 +256,22 @@ fn copy(from: &File, from_path: &Path, to: &Part, range: Range<u64>) -> Result<(
             Err(Errno::INTR) => {}
             Err(errno @ (Errno::IO | Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
                 let doing = format!("copy {} to", from_path.display());
-                return Err(Error::io(&doing, &to.path, errno.into()));
+                return Err(Error::io(&doing, to.path(), errno.into()));
             }
             // Not between these files, or not at all.
-            Ok(0) | Err(_) => {
-                let mut buffer = Buffer::zeroed((range.end - at).min(1 << 20) as usize);
-                for part in parts(at..range.end) {
-                    let into = &mut buffer[..(part.end - part.start) as usize];
-                    FileExt::read_exact_at(from, into, part.start)
-                        .map_err(|error| Error::io("read", from_path, error))?;
-                    to.write(into, part.start)?;
-                }
-                return Ok(());
-            }
+            Ok(0) | Err(_) => return copy_bytes(from, from_path, to, at..range.end),
         }
     }
     Ok(())
 }
 
-/// A file that is being made beside its final name. Removed if it is dropped before it is published.
-struct Part {
-    file: File,
-    path: PathBuf,
-    target: PathBuf,
-    published: bool,
-}
-
-impl Part {
-    fn create(target: &Path, size: u64) -> Result<Self> {
-        // A link's name stays a link: what it points to is replaced.
-        let target = target.canonicalize().unwrap_or(target.to_path_buf());
-        let mut path = target.clone().into_os_string();
-        path.push(".walvisor-part");
-        let path = PathBuf::from(path);
-        let doing = |error| Error::io("write", &path, error);
-        // Whatever an interrupted run left is used up; whatever a running one writes is locked.
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(doing)?;
-        file::lock(&file, &path)?;
-        file.set_len(0)
-            .and_then(|()| file.set_len(size))
-            .map_err(doing)?;
-        Ok(Self {
-            file,
-            path,
-            target,
-            published: false,
-        })
+fn copy_bytes(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
+    let mut buffer = Buffer::zeroed((range.end - range.start).min(1 << 20) as usize);
+    for part in parts(range) {
+        let into = &mut buffer[..(part.end - part.start) as usize];
+        from.read_exact_at(into, part.start)
+            .map_err(|error| Error::io("read", from_path, error))?;
+        to.write(into, part.start)?;
     }
-
-    fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
-        FileExt::write_all_at(&self.file, bytes, offset)
-            .map_err(|error| Error::io("write", &self.path, error))
-    }
-
-    /// Makes the file durable and gives it its name.
-    fn publish(mut self, replace: bool) -> Result<()> {
-        use rustix::fs::{CWD, RenameFlags, renameat_with};
-        let doing = |error| Error::io("write", &self.target, error);
-        self.file.sync_all().map_err(doing)?;
-        let plain = || std::fs::rename(&self.path, &self.target);
-        let renamed = match replace {
-            true => plain(),
-            false => {
-                match renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::NOREPLACE) {
-                    Ok(()) => Ok(()),
-                    // Not on this file system.
-                    Err(Errno::INVAL | Errno::NOSYS) => {
-                        refuse_existing(&self.target, "name another file")?;
-                        plain()
-                    }
-                    Err(errno) => Err(errno.into()),
-                }
-            }
-        };
-        renamed.map_err(doing)?;
-        self.published = true;
-        let parent = self.target.parent();
-        file::sync_dir(
-            parent
-                .filter(|p| !p.as_os_str().is_empty())
-                .unwrap_or(Path::new(".")),
-        )
-    }
-}
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        if !self.published {
-            // Best effort: what is left is used up by the next attempt.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
+    Ok(())
 }

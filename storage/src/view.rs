@@ -1,23 +1,24 @@
 //! A disk that nobody uses, seen as its guest saw it last: the log over the base image. Reads, changes nothing.
 
-use std::fs::File;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use crate::catalog::{OpenBase, has_control, open_control};
+use crate::attach::OpenBase;
+use crate::catalog::{has_control, open_control};
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
+use crate::file::DataFile;
+use crate::filesystem::{Open, files};
 use crate::index::{ExtentMap, Place};
 use crate::keeper::ControlFile;
 use crate::parallel::thread_count;
-use crate::segment::{Directory, Segment};
+use crate::segment::{Directory, LogRead, Segment};
 use crate::store::{DiskOptions, directory, read_log};
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -34,7 +35,7 @@ pub(crate) struct View {
     /// What the log holds that is not in the base image.
     pub extents: ExtentMap,
     /// The base image through the page cache: holes need not begin at sectors of the medium.
-    reader: File,
+    reader: Box<dyn DataFile>,
 }
 
 /// Where a part of a disk is that may hold something other than zeroes.
@@ -48,10 +49,15 @@ pub(crate) enum Data {
 impl View {
     /// Reads the log on so many threads.
     pub(crate) fn open(path: &Path, log_dir: &Path, threads: Option<NonZeroUsize>) -> Result<Self> {
-        let base = OpenBase::open(&DiskOptions::new(path))?;
-        let reader = File::open(path).map_err(|error| Error::io("open the disk", path, error))?;
-        if !has_control(log_dir) {
-            base.refuse_mark(log_dir)?;
+        let control = match has_control(log_dir) {
+            true => Some(open_control(log_dir)?),
+            false => None,
+        };
+        let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
+        let reader = files().open(path, Open::Read);
+        let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        let Some(control) = control else {
+            base.refuse_open(log_dir)?;
             return Ok(Self {
                 size: base.size,
                 base,
@@ -59,21 +65,20 @@ impl View {
                 extents: ExtentMap::default(),
                 reader,
             });
-        }
-        let control = open_control(log_dir)?;
-        let found = base.find(&control, log_dir)?;
+        };
         let medium = Directory {
             threads: thread_count(threads),
             ..directory(log_dir, EngineKind::Blocking)
         };
-        let (_, mut indexes) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
+        let (_, mut waiting) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
+        let found = base.find(&control, log_dir, &waiting)?;
         let entry = &control.control.disks[found];
-        let index = indexes.remove(&entry.id.get());
+        let records = waiting.remove(&entry.id.get());
         Ok(Self {
             size: entry.size.get(),
             base,
             log: Some((control, found)),
-            extents: index.map_or_else(ExtentMap::default, |(index, _)| index.active),
+            extents: records.map_or_else(ExtentMap::default, |records| records.index.active),
             reader,
         })
     }
@@ -94,7 +99,8 @@ impl View {
             let (in_base, in_log) = match piece.place {
                 None => {
                     let path = &self.base.options.path;
-                    (Some(DataRanges::new(&self.reader, path, bytes, most)), None)
+                    let ranges = DataRanges::new(self.reader.host(), path, bytes, most);
+                    (Some(ranges), None)
                 }
                 Some(Place::Zero { .. }) => (None, None),
                 Some(Place::Log { segment, offset }) => {
@@ -111,8 +117,8 @@ impl View {
     }
 
     /// The base image, through the page cache.
-    pub(crate) fn reader(&self) -> &File {
-        &self.reader
+    pub(crate) fn reader(&self) -> &dyn DataFile {
+        self.reader.as_ref()
     }
 
     /// Calls `visit` with the bytes of a part that [`data`](Self::data) gave, piece by piece, until it gives `false`.
@@ -126,12 +132,15 @@ impl View {
         for part in parts(range.clone()) {
             let into = &mut buffer[..(part.end - part.start) as usize];
             match data {
-                Data::Base => FileExt::read_exact_at(&self.reader, into, part.start)
+                Data::Base => self
+                    .reader
+                    .read_exact_at(into, part.start)
                     .map_err(|e| Error::io("read the base image", &self.base.options.path, e))?,
-                Data::Log { segment, offset } => segment
-                    .file
-                    .read_exact_at(into, offset + part.start - range.start)
-                    .map_err(|e| Error::io("read the log segment", &segment.path, e))?,
+                Data::Log { segment, offset } => {
+                    let at = offset + part.start - range.start;
+                    let read = LogRead::new(segment.clone(), at, into.len());
+                    into.copy_from_slice(&read.read()?);
+                }
             }
             if !visit(part.start, into)? {
                 break;
@@ -167,7 +176,8 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
 
 /// The parts of a byte range of a file that are no holes, in order. Where the file system knows no holes that is all.
 pub(crate) struct DataRanges<'a, F> {
-    file: &'a F,
+    /// `None` for one that is not the host's, of whose holes nothing is known.
+    file: Option<&'a F>,
     path: &'a Path,
     rest: Range<u64>,
     /// Up to here there is no hole.
@@ -177,7 +187,7 @@ pub(crate) struct DataRanges<'a, F> {
 
 impl<'a, F: AsFd> DataRanges<'a, F> {
     /// Each of at most `most` bytes, which is not zero.
-    pub(crate) fn new(file: &'a F, path: &'a Path, range: Range<u64>, most: u64) -> Self {
+    pub(crate) fn new(file: Option<&'a F>, path: &'a Path, range: Range<u64>, most: u64) -> Self {
         Self {
             file,
             path,
@@ -190,11 +200,15 @@ impl<'a, F: AsFd> DataRanges<'a, F> {
     /// Goes on to the next data, if there is any.
     fn seek(&mut self) -> rustix::io::Result<bool> {
         let at = self.rest.start;
-        match rustix::fs::seek(self.file, SeekFrom::Data(at)) {
+        let Some(file) = self.file else {
+            self.data_end = self.rest.end;
+            return Ok(true);
+        };
+        match rustix::fs::seek(file, SeekFrom::Data(at)) {
             // Nothing but a hole up to the end of the file.
             Err(Errno::NXIO) => self.rest.start = self.rest.end,
             Ok(start) => {
-                self.data_end = match rustix::fs::seek(self.file, SeekFrom::Hole(start)) {
+                self.data_end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
                     Err(Errno::NXIO) => self.rest.end,
                     end => end?.min(self.rest.end),
                 };

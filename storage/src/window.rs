@@ -8,11 +8,11 @@ use std::thread::{self, JoinHandle};
 
 use crate::Buffer;
 use crate::error::{Error, Result};
-use crate::format::{self, BLOCK};
+use crate::format;
 use crate::segment::Segment;
 
 /// Room in front of a piece for the end of the one before it: a batch header may lie on both.
-const LEAD: usize = format::batch_header_len(format::MAX_DESCRIPTORS).next_multiple_of(BLOCK);
+const LEAD: usize = format::batch_header_len(format::MAX_DESCRIPTORS, format::MAX_CHECKSUMS);
 /// Bytes read at a time.
 const PIECE: usize = (1 << 20) - LEAD;
 /// Pieces that wait to be checked. One more is being read, and one checked.
@@ -40,7 +40,7 @@ struct Ahead {
 }
 
 impl Window {
-    /// Looks at the bytes of a segment of `size` bytes from `from` on, a multiple of [`BLOCK`].
+    /// Looks at the bytes of a segment of `size` bytes from `from` on, a multiple of [`BLOCK`](format::BLOCK).
     pub(crate) fn new(segment: &Arc<Segment>, from: u64, size: u64) -> Self {
         Self {
             segment: segment.clone(),
@@ -159,6 +159,7 @@ mod tests {
 
     use super::*;
     use crate::file::open_direct;
+    use crate::format::BLOCK;
 
     /// A segment of a little more than three pieces, and what it holds.
     fn segment(directory: &Path) -> (Arc<Segment>, Vec<u8>) {

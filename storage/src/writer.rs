@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::committer::Committer;
-use crate::log::{Log, Mailbox};
+use crate::log::{FailOnPanic, Log, Mailbox};
 use crate::schedule::short_slice;
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -25,11 +25,11 @@ impl Writer {
         let mut committer = Committer::writer(log.clone())?;
         let mailbox = committer.mailbox.clone();
         let stop = Arc::new(AtomicBool::new(false));
-        let (stopping, failing) = (stop.clone(), FailOnPanic(log.clone()));
+        let (stopping, log) = (stop.clone(), log.clone());
         let thread = thread::Builder::new()
             .name("log-writer".into())
             .spawn(move || {
-                let _failing = failing;
+                let _failing = FailOnPanic::new(&log);
                 short_slice();
                 let (mut reads, mut done) = (Vec::new(), Vec::new());
                 loop {
@@ -55,17 +55,6 @@ impl Drop for Writer {
         if let Some(thread) = self.thread.take() {
             // A panic in it has been printed, and has failed the log.
             let _ = thread.join();
-        }
-    }
-}
-
-/// Without a writer nobody would ever be served.
-struct FailOnPanic(Arc<Log>);
-
-impl Drop for FailOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.poison(&io::Error::other("its writer has panicked"));
         }
     }
 }

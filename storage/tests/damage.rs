@@ -5,9 +5,10 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, SIZE, flush, read, small, write};
+use support::{Place, SIZE, flush, read, run, small, write};
 use walvisor_storage::{
-    DiskOptions, EngineKind, ErrorKind, Store, create_disk, default_log_dir, inspect,
+    DiskOptions, EngineKind, ErrorKind, Failure, Operation, Store, create_disk, default_log_dir,
+    inspect,
 };
 
 fn segment(place: &Place) -> std::fs::File {
@@ -65,18 +66,8 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
 
 #[test]
 fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
-    // Any bit of the first two batches, or the segment's header: the third tells that they were durable.
-    for at in [
-        4096,
-        4096 + 60,
-        4096 + 100,
-        8192,
-        8192 + 4095,
-        12288 + 16,
-        16384 + 2000,
-        0,
-        40,
-    ] {
+    // Any bit of the headers of the first two batches, or of the segment's: the third tells that they were durable.
+    for at in [4096, 4096 + 60, 4096 + 100, 4096 + 118, 12288 + 16, 0, 40] {
         let place = three_batches();
         let mut byte = [0];
         segment(&place).read_exact_at(&mut byte, at).unwrap();
@@ -95,6 +86,35 @@ fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
             "byte {at}"
         );
         assert!(before == std::fs::read(place.log().join("control")).unwrap());
+    }
+}
+
+/// A payload that was durable and is not what was written is no reason to refuse the rest of the log.
+#[test]
+fn damage_of_a_payload_below_the_durable_lsn_is_named_and_its_reads_fail() {
+    for (at, lsn) in [(8192, 1), (8192 + 4095, 1), (16384 + 2000, 2)] {
+        let place = three_batches();
+        let mut byte = [0];
+        segment(&place).read_exact_at(&mut byte, at).unwrap();
+        segment(&place).write_all_at(&[byte[0] ^ 4], at).unwrap();
+        let report = place.report();
+        let named: Vec<_> = report
+            .damaged
+            .iter()
+            .map(|d| (d.lsn, d.sector, d.sectors))
+            .collect();
+        assert_eq!(named, [(lsn, (lsn - 1) * 8, 8)]);
+        assert_eq!((report.last_lsn, report.torn_tail), (3, false));
+        let store = place.open();
+        let mut port = store.disks()[0].open_port().unwrap();
+        for i in 0..3 {
+            let sector = i * 8;
+            let found = run(&mut port, Operation::Read { sector, sectors: 8 });
+            match i + 1 == lsn {
+                true => assert_eq!(found.unwrap_err(), Failure::Io),
+                false => assert!(found.unwrap().unwrap().iter().all(|&b| b == i as u8 + 1)),
+            }
+        }
     }
 }
 

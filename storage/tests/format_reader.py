@@ -40,7 +40,7 @@ def sealed(data, magic):
 
 def check_version(data, name):
     (version,) = struct.unpack_from("<I", data, 8)
-    if version != 1:
+    if version != 2:
         raise Damaged(f"{name}: version {version}")
 
 
@@ -61,13 +61,16 @@ class Control:
         self.first_sequence, self.checkpoint_lsn = struct.unpack_from("<QQ", newest, 56)
         (self.copying_lsn,) = struct.unpack_from("<Q", newest, 88)
         size_right = SLOT <= self.segment_size <= 1 << 30 and self.segment_size % BLOCK == 0
-        if not size_right or not 4 <= max_segments <= 65536 or disk_count > 127:
+        if not size_right or not 4 <= max_segments <= 65536 or disk_count > 104:
             raise Damaged(f"{path}: out of its limits")
-        self.disks = {}
+        home = os.path.dirname(os.path.dirname(os.path.realpath(path)))
+        self.disks, self.void_lsn = {}, {}
         for i in range(disk_count):
-            entry = newest[96 + 512 * i :][:512]
-            disk_id, path_len, _, size = struct.unpack_from("<IHHQ", entry, 16)
-            self.disks[disk_id] = (size, os.fsdecode(entry[32 : 32 + path_len]))
+            entry = newest[96 + 624 * i :][:624]
+            disk_id, path_len = struct.unpack_from("<IH", entry, 16)
+            size, _, _, self.void_lsn[disk_id] = struct.unpack_from("<4Q", entry, 24)
+            image = os.fsdecode(entry[144 : 144 + path_len])
+            self.disks[disk_id] = (size, image and os.path.join(home, image))
 
 
 class Segment:
@@ -77,7 +80,7 @@ class Segment:
         if len(self.data) != control.segment_size:
             raise Damaged(f"{name}: {len(self.data)} bytes")
         header = self.data[:64]
-        self.state = "suspect" if any(self.data[: 2 * BLOCK]) else "free"
+        self.state = "suspect"
         if sealed(header, b"WALVSEGM"):
             check_version(header, name)
             (self.crc,) = struct.unpack_from("<I", header, 12)
@@ -87,9 +90,9 @@ class Segment:
 
 
 class Batch:
-    def __init__(self, fields, crc, descriptors, payload_at):
-        self.crc, self.descriptors, self.payload_at = crc, descriptors, payload_at
-        (self.sequence, self.salt, self.cid, self.first_lsn, self.durable_lsn, self.unix_us, self.previous_crc, _, self.payload_bytes) = fields
+    def __init__(self, fields, crc, descriptors, checksums, payload_at):
+        self.crc, self.descriptors, self.checksums, self.payload_at = crc, descriptors, checksums, payload_at
+        (self.sequence, self.salt, self.cid, self.first_lsn, self.durable_lsn, self.unix_us, self.previous_crc, _, _, self.payload_bytes) = fields
         self.last_lsn = self.first_lsn + len(descriptors) - 1
 
 
@@ -98,18 +101,56 @@ def batch_at(segment, offset, log):
     data = segment.data
     if offset + BLOCK > len(data) or data[offset : offset + 8] != b"WALVBATC" or data[offset + 16 : offset + 32] != log:
         return None
-    fields = struct.unpack_from("<6QIIQ", data, offset + 32)
-    first_lsn, count, payload_bytes = fields[3], fields[7], fields[8]
-    end = offset + 96 + 24 * count
-    if first_lsn >= 1 << 62 or not 1 <= count <= 896 or end > len(data) or not sealed(data[offset:end], b"WALVBATC"):
+    fields = struct.unpack_from("<6QIHHQ", data, offset + 32)
+    first_lsn, count, checksum_count, payload_bytes = fields[3], *fields[7:10]
+    behind = offset + 96 + 20 * count
+    end = behind + 4 * checksum_count
+    if first_lsn >= 1 << 62 or not 1 <= count <= 896 or checksum_count > 4096 or end > len(data):
         return None
-    descriptors = [struct.unpack_from("<IIQII", data, offset + 96 + 24 * i) for i in range(count)]
-    if any(kind not in KINDS for _, kind, _, _, _ in descriptors):
+    if not sealed(data[offset:end], b"WALVBATC"):
         return None
-    if payload_bytes != sum(sectors * 512 for _, kind, _, sectors, _ in descriptors if kind == 1):
+    descriptors = [struct.unpack_from("<IIQI", data, offset + 96 + 20 * i) for i in range(count)]
+    if any(kind not in KINDS for _, kind, _, _ in descriptors):
+        return None
+    payloads = [payload_len(kind, sectors) for _, kind, _, sectors in descriptors]
+    if payload_bytes != sum(payloads) or checksum_count != sum(-(-size // BLOCK) for size in payloads):
         return None
     check_version(data[offset:end], segment.name)
-    return Batch(fields, struct.unpack_from("<I", data, offset + 12)[0], descriptors, -(-end // BLOCK) * BLOCK)
+    checksums = struct.unpack_from(f"<{checksum_count}I", data, behind)
+    return Batch(fields, struct.unpack_from("<I", data, offset + 12)[0], descriptors, checksums, -(-end // BLOCK) * BLOCK)
+
+
+def payload_len(kind, sectors):
+    return sectors * 512 if kind == 1 else 0
+
+
+def records_of(batch, segment, control):
+    """The records of a batch; each knows whether its payload has its checksums."""
+    at, checksums, found = batch.payload_at, iter(batch.checksums), []
+    for lsn, (disk_id, kind, sector, sectors) in enumerate(batch.descriptors, batch.first_lsn):
+        payload = segment.data[at : at + payload_len(kind, sectors)]
+        blocks = [payload[i : i + BLOCK] for i in range(0, len(payload), BLOCK)]
+        damaged = [crc32c(block) != next(checksums) for block in blocks]
+        found.append(
+            {
+                "lsn": lsn,
+                "cid": batch.cid,
+                "unix_us": batch.unix_us,
+                "disk_id": disk_id,
+                "disk": control.disks.get(disk_id, (0, ""))[1],
+                "kind": KINDS[kind],
+                "sector": sector,
+                "sectors": sectors,
+                "payload_bytes": len(payload),
+                "payload_crc32c": None if any(damaged) else crc32c(payload),
+                "segment": segment.name,
+                "payload_offset": at,
+                "in_base": lsn <= max(control.checkpoint_lsn, control.void_lsn.get(disk_id, 0)),
+                "damaged": any(damaged),
+            }
+        )
+        at += len(payload)
+    return found
 
 
 def read(directory):
@@ -118,8 +159,8 @@ def read(directory):
     segments = [Segment(directory, name, control) for name in names]
     candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
     behind = [(s, BLOCK, None) for s in segments if s.state == "suspect"]
-    last, records = control.checkpoint_lsn, []
-    ended = len(candidates)
+    last, durable = control.checkpoint_lsn, max(control.checkpoint_lsn, control.copying_lsn)
+    batches, ended = [], len(candidates)
     for i, segment in enumerate(candidates):
         if i == 0:
             if segment.previous_sequence >= control.first_sequence or segment.previous_lsn > last:
@@ -134,51 +175,42 @@ def read(directory):
             if batch is None or (batch.sequence, batch.salt, batch.previous_crc) != (segment.sequence, segment.salt, previous_crc):
                 break
             in_order = batch.first_lsn > last if offset == BLOCK else batch.first_lsn == last + 1
-            if not in_order or batch.payload_at + batch.payload_bytes > len(segment.data):
+            end = batch.payload_at + batch.payload_bytes
+            if not in_order or end > len(segment.data):
                 break
-            at, found = batch.payload_at, []
-            for lsn, (disk_id, kind, sector, sectors, crc) in enumerate(batch.descriptors, batch.first_lsn):
-                size = sectors * 512 if kind == 1 else 0
-                if size and crc32c(segment.data[at : at + size]) != crc:
-                    break
-                found.append(
-                    {
-                        "lsn": lsn,
-                        "cid": batch.cid,
-                        "unix_us": batch.unix_us,
-                        "disk_id": disk_id,
-                        "disk": control.disks.get(disk_id, (0, ""))[1],
-                        "kind": KINDS[kind],
-                        "sector": sector,
-                        "sectors": sectors,
-                        "payload_bytes": size,
-                        "payload_crc32c": crc,
-                        "segment": segment.name,
-                        "payload_offset": at,
-                        "in_base": lsn <= control.checkpoint_lsn,
-                    }
-                )
-                at += size
-            if len(found) < len(batch.descriptors):
-                break
+            found = records_of(batch, segment, control)
+            doubtful = any(record["damaged"] for record in found)
             if limit is not None and batch.last_lsn > limit:
+                if doubtful:
+                    break
                 raise Damaged(f"{segment.name}: a batch goes to record {batch.last_lsn}, beyond the next segment's begin")
-            records += found
-            last, previous_crc, offset = batch.last_lsn, batch.crc, -(-at // BLOCK) * BLOCK
+            batches.append((i, offset, batch, doubtful, found))
+            durable = max(durable, batch.durable_lsn)
+            last, previous_crc, offset = batch.last_lsn, batch.crc, -(-end // BLOCK) * BLOCK
         if limit is None or last != limit:
             ended = i + 1
             behind.append((segment, offset, segment.salt))
             break
+    # What was durable by the headers read is no longer doubtful; from the rest on, all is looked at again.
+    doubtful = next((b for b in batches if b[3] and b[2].last_lsn > durable), None)
+    if doubtful:
+        first, offset = doubtful[:2]
+        behind.append((candidates[first], offset, candidates[first].salt))
+        behind += [(segment, BLOCK, segment.salt) for segment in candidates[first + 1 : ended]]
     behind += [(segment, BLOCK, None) for segment in candidates[ended:]]
-    last = max(last, control.checkpoint_lsn)
-    evidence = control.copying_lsn
     for segment, start, salt in behind:
         for offset in range(start, len(segment.data), BLOCK):
             batch = batch_at(segment, offset, control.log)
             if batch and batch.sequence >= control.first_sequence and salt in (None, batch.salt):
-                evidence = max(evidence, batch.durable_lsn)
-    if evidence > last:
-        raise Damaged(f"records {last + 1} to {evidence} were acknowledged and are missing")
+                durable = max(durable, batch.durable_lsn)
+    records, last = [], control.checkpoint_lsn
+    for _, _, batch, is_doubtful, found in batches:
+        if is_doubtful and batch.last_lsn > durable:
+            break
+        records += found
+        last = max(last, batch.last_lsn)
+    if durable > last:
+        raise Damaged(f"records {last + 1} to {durable} were acknowledged and are missing")
     for record in records:
         size = control.disks.get(record["disk_id"], (0, ""))[0]
         if not record["in_base"] and not record["sector"] < record["sector"] + record["sectors"] <= size // 512:

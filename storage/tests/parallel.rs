@@ -161,9 +161,16 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 1], at).unwrap();
     };
-    // The last that is damaged comes to light first: each has less behind it.
+    // Payloads: all that is damaged is named.
+    let payloads = [(0, 8192), (2, 8192)];
+    payloads.iter().for_each(|&(slot, at)| flip(slot, at));
+    let reports = THREADS.map(|threads| check(&place, threads).0.unwrap().log.unwrap());
+    assert!(reports.iter().all(|report| *report == reports[0]));
+    assert_eq!(reports[0].damaged.len(), 2, "{reports:?}");
+    payloads.iter().for_each(|&(slot, at)| flip(slot, at));
+    // Headers. The last that is damaged comes to light first: each has less behind it.
     let mut reported = Vec::new();
-    for (slot, at) in [(2, 8192), (1, 8192 + 700), (0, 4096 + 64)] {
+    for (slot, at) in [(2, 4096 + 40), (1, 4096 + 100), (0, 4096 + 64)] {
         flip(slot, at);
         let errors = THREADS.map(|threads| {
             let (report, told) = check(&place, threads);

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use rustix::process::{Pid, Signal, kill_process};
-use walvisor_guest_images::walvisor_binary;
+use walvisor_guest_images::{leash, walvisor_binary};
 
 /// The program, built if need be.
 ///
@@ -57,14 +57,14 @@ impl Daemon {
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {
-        let mut child = Command::new(binary())
+        let mut command = Command::new(binary());
+        command
             .args(["serve", "vhost-user"])
             .args(arguments.split_whitespace())
             .current_dir(dir)
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("walvisor starts");
+            .stdout(Stdio::piped());
+        let mut child = leash(&mut command).spawn().expect("walvisor starts");
         let stdout = BufReader::new(child.stdout.take().unwrap());
         let count = arguments.matches("path=").count();
         let lines = stdout.lines().take(count).map_while(Result::ok).count();

@@ -6,6 +6,9 @@ use std::fs::File;
 use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
+use rustix::fs::{Mode, OFlags, open};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+pub use walvisor_guest_images::leash;
 use walvisor_guest_images::{
     Cache, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle, walvisor_binary,
 };
@@ -20,6 +23,31 @@ pub fn have(program: &str, package: &str) -> bool {
             false
         }
     }
+}
+
+/// Installs Python with its whole library, if need be. `false`: that cannot be, and `skipped: why` was printed.
+#[must_use]
+pub fn have_python() -> bool {
+    // An interpreter may be there without its library; with that comes this program.
+    have("pydoc3", "python3")
+}
+
+/// A pseudo-terminal: the side of the person at it, and the side of the program.
+///
+/// # Panics
+/// This machine has none to give.
+#[must_use]
+pub fn terminal() -> (File, File) {
+    let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    grantpt(&person).unwrap();
+    unlockpt(&person).unwrap();
+    let path = ptsname(&person, Vec::new()).unwrap();
+    let program = open(
+        path,
+        OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
+    (person.into(), program.unwrap().into())
 }
 
 /// What guests of Linux boot.

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 
 use serde_json::Value;
-use walvisor_guest_images::{obstacle, walvisor_binary};
+use walvisor_guest_images::{obstacle, program, walvisor_binary};
 use walvisor_tests::have;
 
 /// The paths of user-mode Linux, and of a machine with KVM, in the order of their turns.
@@ -22,24 +22,11 @@ const MACHINE: [&str; 7] = [
 
 /// Builds the program that makes guests; the search path with it.
 fn path_with_guest_images() -> std::ffi::OsString {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
-        .args([
-            "build",
-            "--quiet",
-            "--workspace",
-            "--bin",
-            "walvisor-guest-images",
-        ])
-        .status()
-        .expect("cargo starts");
-    assert!(status.success());
-    // Tests are in the directory below the programs.
-    let own = std::env::current_exe().unwrap();
-    let programs = own.parent().and_then(|deps| deps.parent()).unwrap();
+    let built = program("walvisor-guest-images", "dev").expect("the program that makes guests");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let directories = std::env::split_paths(&path);
-    std::env::join_paths([programs.to_owned()].into_iter().chain(directories)).unwrap()
+    let own = built.parent().unwrap().to_owned();
+    std::env::join_paths([own].into_iter().chain(directories)).unwrap()
 }
 
 /// Runs `walvisor compare` quickly, for its report as JSON, where there is all that `needs` names; else `None`, and why was

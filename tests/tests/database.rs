@@ -17,7 +17,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::Value;
 use tempfile::TempDir;
 use walvisor_guest_images::{Guest, UserMode};
-use walvisor_tests::{Daemon, binary, have, succeed};
+use walvisor_tests::{Daemon, binary, have, leash, succeed};
 
 const MARIADB: &str = include_str!("../scripts/mariadb.sh");
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
@@ -174,7 +174,7 @@ impl Site {
         );
         let guest = UserMode {
             disks: vec![self.dir.path().join("s")],
-            modules: Vec::new(),
+            ..UserMode::default()
         };
         (daemon, guest.boot_here(&own, &script).unwrap())
     }
@@ -236,13 +236,12 @@ impl Site {
         }
         let mut checkpoint: Option<Child> = None;
         if self.random(2) == 0 {
-            let ctl = Command::new(binary())
-                .args(["ctl", "c", "checkpoint"])
+            let mut ctl = Command::new(binary());
+            ctl.args(["ctl", "c", "checkpoint"])
                 .current_dir(self.dir.path())
                 .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn();
-            checkpoint = Some(ctl.unwrap());
+                .stderr(Stdio::null());
+            checkpoint = Some(leash(&mut ctl).spawn().unwrap());
         }
         thread::sleep(Duration::from_micros(self.random(60_000)));
         let said = if self.random(2) == 0 {

@@ -50,6 +50,9 @@ pub fn main(started: Instant) -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return report_usage(&error),
     };
+    // A file that the limit of the shell ('ulimit -f') does not allow is an error like any other, and no end.
+    // SAFETY: no handler is set: the signal is ignored.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     // A driver that breaks every rule on purpose is nothing to warn of.
     let provoked = matches!(&cli.command, Command::Demo(demo) if demo.conformance);
     show_warnings(if provoked { "off" } else { WARNINGS });

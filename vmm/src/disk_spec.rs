@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::MAX_POLL;
 use walvisor_devices::throttle::Limits;
 use walvisor_storage::CommitWait;
@@ -28,7 +28,7 @@ pub fn help() -> String {
 
 /// Every key that this version carries out, in the order of the manual.
 const KEYS: &str = "path, log, backend, transport, queues, queue-size, block-size, in-order, worker-cpus, poll-usec, \
-     ioeventfd, cache, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
+     ioeventfd, cache, answer, readonly, serial, size, ops-per-second, ops-burst, bytes-per-second, bytes-burst, commit-wait-usec, \
      commit-wait-count, socket, port, address, name, fabric, wwn, command-timeout";
 
 /// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
@@ -136,6 +136,8 @@ pub struct DiskSpec {
     pub notifications: Notifications,
     /// When a write completes.
     pub cache: CacheMode,
+    /// When a server answers a write that is not durable yet; `None` is once it outlives the server.
+    pub answer: Option<Answer>,
     /// Whether the guest may only read.
     pub read_only: bool,
     /// The serial a GET_ID request returns; `None` is the name of the image file.
@@ -215,6 +217,7 @@ impl FromStr for DiskSpec {
             poll: Duration::ZERO,
             notifications: Notifications::default(),
             cache: CacheMode::default(),
+            answer: None,
             read_only: false,
             serial: None,
             size: None,
@@ -311,6 +314,13 @@ impl DiskSpec {
                     _ => return Err(wrong("cache", value, "writeback, writethrough or unsafe")),
                 }
             }
+            "answer" => {
+                self.answer = Some(match value {
+                    "written" => Answer::Written,
+                    "memory" => Answer::Memory,
+                    _ => return Err(wrong("answer", value, "written or memory")),
+                });
+            }
             "readonly" => self.read_only = switch("readonly", value)?,
             "serial" => {
                 let printable = value.bytes().all(|byte| byte.is_ascii_graphic());
@@ -392,6 +402,7 @@ impl DiskSpec {
             (self.socket.is_some(), "socket"),
             (self.port.is_some(), "port"),
             (self.address.is_some(), "address"),
+            (self.answer.is_some(), "answer"),
         ];
         match served.into_iter().find(|(given, _)| *given) {
             Some((_, key)) => Err(DiskSpecError::Serve(key)),
@@ -439,6 +450,11 @@ impl DiskSpec {
                 "a burst is of a limit: give ops-per-second=N or bytes-per-second=SIZE too",
             ));
         }
+        if self.answer == Some(Answer::Memory) && self.cache == CacheMode::Writethrough {
+            return Err(DiskSpecError::Conflict(
+                "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
+            ));
+        }
         match self.backend {
             BackendKind::Wal | BackendKind::Raw => {
                 if self.size.is_some() {
@@ -480,6 +496,11 @@ impl DiskSpec {
         if self.commit_wait != CommitWait::default() {
             return Err(DiskSpecError::Conflict(
                 "only backend=wal has a log: leave commit-wait-usec= and commit-wait-count= out",
+            ));
+        }
+        if self.answer.is_some() {
+            return Err(DiskSpecError::Conflict(
+                "only backend=wal has a log that a write can be answered before: leave answer= out",
             ));
         }
         Ok(())

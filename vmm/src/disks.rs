@@ -84,6 +84,7 @@ pub fn open(
                 in_order: spec.in_order,
                 worker_cpus: spec.worker_cpus.clone(),
                 poll: spec.poll,
+                answer: spec.answer.unwrap_or_default(),
             },
             limits: spec.limits,
         })
@@ -92,11 +93,42 @@ pub fn open(
     Ok((disks, logs))
 }
 
-/// Refuses disks that contradict each other.
+/// Makes the logs that are not there yet, so that who has given up the right to make one can open it.
+///
+/// # Errors
+/// If a disk of a new log cannot be opened, or its log not be made.
+pub fn make_logs(specs: &[DiskSpec]) -> Result<(), walvisor_storage::Error> {
+    for (log, members) in group_by_log(specs) {
+        let disks: Vec<_> = members
+            .iter()
+            .map(|member| disk_options(&specs[*member]))
+            .collect();
+        Store::make_log(&log, &disks, &StoreOptions::default())?;
+    }
+    Ok(())
+}
+
+/// Refuses disks in memory that are larger than all memory, swap included.
+fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
+    let told = rustix::system::sysinfo();
+    let unit = u64::from(told.mem_unit);
+    let most = (told.totalram + told.totalswap).saturating_mul(unit);
+    let sizes = specs.iter().filter_map(|spec| spec.size);
+    let all = sizes.fold(0, u64::saturating_add);
+    match all > most {
+        false => Ok(()),
+        true => Err(format!(
+            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: give a smaller size=, or an image"
+        )),
+    }
+}
+
+/// Refuses disks that contradict each other, or that this machine cannot hold.
 ///
 /// # Errors
 /// A line that names them.
 pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
+    check_memory(specs)?;
     let groups = group_by_log(specs);
     groups.iter().try_for_each(|(log, members)| match commit_wait(specs, members) {
         Some(_) => Ok(()),
@@ -184,7 +216,7 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
     }
     let bytes = spec.size.unwrap_or(0);
     Ok(match spec.read_only {
-        true => Arc::new(RamDisk::read_only(&vec![0; bytes as usize])),
+        true => Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE)),
         false => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
     })
 }
@@ -231,6 +263,31 @@ mod tests {
                 (PathBuf::from("b.img.wal"), vec![1, 4])
             ]
         );
+    }
+
+    #[test]
+    fn disks_in_memory_fit_the_machine() {
+        for size in [
+            "8E",
+            "15E",
+            "7E",
+            "9223372036854775296",
+            "18446744073709551104",
+            "1P",
+        ] {
+            let readonly = format!("backend=ram,size={size},readonly=on");
+            for text in [format!("backend=ram,size={size}"), readonly] {
+                let error = check(&specs(&[&text])).unwrap_err();
+                assert!(error.contains("give a smaller size="), "{text}: {error}");
+            }
+        }
+        let error = check(&specs(&["backend=ram,size=15E", "backend=ram,size=1E"]));
+        assert!(error.is_err(), "together");
+        let small = ["backend=ram,size=512", "backend=ram,size=1M,readonly=on"];
+        check(&specs(&small)).unwrap();
+        let (disks, _) = open(&specs(&small), 1).unwrap();
+        let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
+        assert_eq!(sectors, [1, 2048]);
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //!   Places::of(specs) + what the command adds ─▶ restrict ─▶ disks are opened, threads start: all of them inherit it
 //! ```
 //! Landlock binds a thread and those that it starts, so it comes before the first thread: before logs are recovered, which
-//! is where bytes that a crash or a stranger has left are first read. Allowed are the images and logs that the command line
+//! is where bytes that a crash or a stranger has left are first read. A new log is made before, and the names of sockets are
+//! left to another process: so nothing has to be made or removed beside the images. Allowed are the images and logs that the command line
 //! names, images that share such a log, and what the command reads; nothing can be run, no port bound or connected to, and
 //! no abstract socket or process outside be reached. What is open already stays open.
 //!
@@ -42,7 +43,8 @@ pub struct Places {
 }
 
 impl Places {
-    /// What the disks of a command line take: their images and logs.
+    /// What the disks of a command line take: their images and logs, which are there
+    /// ([`make_logs`](crate::disks::make_logs)).
     pub fn of(specs: &[DiskSpec]) -> Self {
         let mut places = Self::default();
         for spec in specs.iter().filter(|spec| spec.backend != BackendKind::Ram) {
@@ -55,11 +57,7 @@ impl Places {
             log_images(&log)
                 .iter()
                 .for_each(|image| places.image(image));
-            match log.is_dir() {
-                true => places.log(&log),
-                // It is to be made.
-                false => places.log(parent(&log)),
-            }
+            places.log(&log);
         }
         // Of the process itself: its memory's use, its limits. Backtraces name the program's own lines.
         places.read(Path::new("/proc/self"));
@@ -80,12 +78,6 @@ impl Places {
     pub fn device(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
         self.rules.push((path.to_owned(), rights));
-    }
-
-    /// The name `path` of a socket goes in the end.
-    pub fn socket(&mut self, path: &Path) {
-        let rights = AccessFs::RemoveFile.into();
-        self.rules.push((parent(path).to_owned(), rights));
     }
 
     /// Attributes beneath a directory of configfs are read and set, and what is in it comes and goes.
@@ -116,7 +108,6 @@ impl Places {
             | AccessFs::WriteFile
             | AccessFs::Truncate
             | AccessFs::MakeReg
-            | AccessFs::MakeDir
             | AccessFs::RemoveFile;
         self.rules.push((path.to_owned(), rights));
     }
@@ -168,21 +159,17 @@ fn add(
     ruleset.add_rule(PathBeneath::new(file, rights))
 }
 
-/// The directory that `path` is in.
-fn parent(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::{self, File};
     use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixListener;
     use std::process::Command;
 
+    use walvisor_devices::backend::{Buffer, Operation, flush};
+
     use super::*;
+    use crate::disks::{make_logs, open};
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
 
@@ -194,32 +181,53 @@ mod tests {
         };
         let open_before = File::open(dir.join("secret")).unwrap();
         let spec = format!("path={}", dir.join("disk.img").display()).parse();
-        let mut places = Places::of(&[spec.unwrap()]);
-        places.socket(&dir.join("sockets/s"));
-        places.restrict(Landlock::On);
+        let specs = [spec.unwrap()];
+        make_logs(&specs).unwrap();
+        Places::of(&specs).restrict(Landlock::On);
+
+        // The first run of a raw image, from its first write to its end.
+        let (disks, logs) = open(&specs, 1).unwrap();
+        flush(&*disks[0].backend).unwrap();
+        let mut queue = disks[0].backend.open_queue().unwrap();
+        let data = Buffer::from(&[7; 4096][..]);
+        queue.submit(0, Operation::Write { sector: 0, data });
+        queue.kick();
+        flush(&*disks[0].backend).unwrap();
+        drop((queue, disks));
+        logs.close().unwrap();
+        assert_eq!(fs::read(dir.join("disk.img")).unwrap()[..4096], [7; 4096]);
 
         let log = dir.join("disk.img.wal");
-        let image = File::options().write(true).open(dir.join("disk.img"));
-        image.unwrap().set_len(1 << 20).unwrap();
         fs::write(log.join("new"), "x").unwrap();
         fs::rename(log.join("new"), log.join("newer")).unwrap();
         fs::remove_file(log.join("newer")).unwrap();
         fs::read_to_string("/proc/self/status").unwrap();
-        fs::remove_file(dir.join("sockets/s")).unwrap();
         assert!(open_before.metadata().is_ok());
 
         let denied = |done: std::io::Result<()>| {
             let error = done.expect_err("denied");
             assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
         };
-        denied(fs::read(dir.join("secret")).map(drop));
-        denied(fs::read("/etc/passwd").map(drop));
+        let secret = dir.join("secret");
+        denied(fs::read(&secret).map(drop));
+        denied(File::options().write(true).open(&secret).map(drop));
+        denied(File::options().append(true).open(&secret).map(drop));
+        let truncate = File::options().write(true).truncate(true).open(&secret);
+        denied(truncate.map(drop));
+        denied(fs::remove_file(&secret));
+        denied(fs::rename(&secret, dir.join("renamed")));
+        denied(fs::hard_link(&secret, dir.join("linked")));
+        denied(fs::rename(&secret, log.join("moved")));
         denied(fs::write(dir.join("other"), "x"));
-        denied(fs::write(dir.join("sockets/other"), "x"));
-        denied(fs::remove_file(dir.join("secret")));
+        denied(fs::create_dir(dir.join("directory")));
+        denied(UnixListener::bind(dir.join("socket")).map(drop));
+        denied(std::os::unix::fs::symlink("x", dir.join("link")));
+        denied(fs::remove_file(dir.join("disk.img")));
+        denied(fs::remove_dir(&log));
+        denied(fs::create_dir(log.join("directory")));
+        denied(fs::read("/etc/passwd").map(drop));
         denied(Command::new("/bin/true").spawn().map(drop));
         // Threads too.
-        let secret = dir.join("secret");
         let thread = std::thread::spawn(move || fs::read(secret).map(drop));
         denied(thread.join().unwrap());
         // Kernels from 6.7 on.
@@ -240,11 +248,8 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        fs::create_dir(at("disk.img.wal")).unwrap();
-        fs::create_dir(at("sockets")).unwrap();
-        for name in ["disk.img", "secret", "sockets/s"] {
-            fs::write(at(name), "x").unwrap();
-        }
+        fs::write(at("disk.img"), [0; 1 << 20]).unwrap();
+        fs::write(at("secret"), "x").unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args([
             "--exact",
@@ -258,5 +263,6 @@ mod tests {
         let output = command.output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(77), "{text}");
+        assert_eq!(fs::read(at("secret")).unwrap(), b"x");
     }
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use walvisor_tests::leash;
 
 /// No cell takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -107,7 +108,7 @@ fn what_was_measured_before_an_interrupt_is_kept() {
     let arguments = ["--only", "medium,latency", "--json"];
     let mut command = compare(dir.path(), &arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = child.spawn().unwrap();
+    let child = leash(child).spawn().unwrap();
     let pid = Pid::from_child(&child);
     // Each cell has a directory of its own, which comes when what the cell before it gave is kept.
     let directory = || {

@@ -1,8 +1,9 @@
-//! `walvisor compare peers`: rows for the peers that are here, and a word for those that are not.
+//! `walvisor compare peers`: rows for the peers that are here and for answers from memory, and a word for those that are not.
 
 use std::process::Command;
 
 use serde_json::Value;
+use walvisor_tests::have;
 
 fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
@@ -15,11 +16,16 @@ fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
 
 #[test]
 fn the_same_job_on_both_sides() {
-    for program in ["qemu-storage-daemon", "qemu-nbd", "fio"] {
-        if Command::new(program).arg("--version").output().is_err() {
-            println!("skipped: no {program}");
-            return;
-        }
+    let needs = [
+        ("qemu-storage-daemon", "qemu-system-common"),
+        ("qemu-nbd", "qemu-utils"),
+        ("fio", "fio"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
     }
     let dir = tempfile::tempdir().unwrap();
     let only = [
@@ -48,7 +54,9 @@ fn the_same_job_on_both_sides() {
         "qemu-storage-daemon write + flush, 1 client",
         "qemu-storage-daemon write + flush, 16 clients, 4 queues",
         "qemu-nbd write + flush, 1 connection",
+        "walvisor, answer=memory write + flush, 1 connection",
         "qemu-nbd write + flush, 16 connections",
+        "walvisor, answer=memory write + flush, 16 connections",
     ];
     assert_eq!(told, expected);
     for row in rows {

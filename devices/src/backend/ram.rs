@@ -26,6 +26,9 @@ const SECTOR_LEN: usize = SECTOR_SIZE as usize;
 
 /// A RAM disk. Clones are the same disk.
 ///
+/// Each 64 KiB take a few bytes for a table even while they hold nothing, so a disk much larger than the machine's memory
+/// cannot be made: its constructor panics, or the process is out of memory.
+///
 /// Memory is its medium: what has been applied cannot get any safer, so FLUSH has only to wait for the
 /// requests before it, and those were applied when they were submitted. With
 /// [`with_power_loss`](Self::with_power_loss) it has a volatile write cache too, and
@@ -56,6 +59,11 @@ impl RamDisk {
     /// cache can be switched.
     pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
         Self::build(sectors, Vec::new(), false, toggle, true)
+    }
+
+    /// An empty disk of `sectors` sectors that refuses writes.
+    pub fn empty_read_only(sectors: u64) -> Self {
+        Self::build(sectors, Vec::new(), true, true, false)
     }
 
     /// A disk that holds `contents`, rounded up to whole sectors, and refuses writes.

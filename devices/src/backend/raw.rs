@@ -1,23 +1,27 @@
-//! A raw image as a backend: what goes to it goes to the file, and FLUSH is an fdatasync. No log, no grouping.
+//! A raw image as a backend: what goes to it goes to the file, and FLUSH is an fdatasync, which it shares only with those
+//! that wait at the same time. No log.
 //!
 //! ```text
-//!   RawQueue ──▶ Task: read, write, zeroes, sync ──▶ io_uring, one a queue                       (raw/ring.rs)
-//!      ▲                                      └──▶ else two threads: one moves bytes, one syncs  (raw/threads.rs)
-//!      └──── completions ◀── event descriptor
+//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (raw/ring.rs)
+//!      ▲           │                      └──▶ else a thread, one a queue  (raw/threads.rs)
+//!      │           └──▶ sync ──▶ a thread, one a disk                      (raw/sync.rs)
+//!      └──── completions ◀── mailbox, event descriptor
 //! ```
 //! What it promises is what the file system does: a FLUSH makes every request completed before it durable. A crash may
 //! leave a write in part, which a disk with a log never does.
 
 mod ring;
+mod sync;
 mod task;
 mod threads;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fd::{AsRawFd, RawFd};
+use rustix::io::Errno;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use walvisor_storage::{EngineKind, Image};
 
@@ -26,6 +30,7 @@ use super::{
     Operation, SECTOR_SIZE,
 };
 use ring::Ring;
+use sync::Syncer;
 use task::{Step, Task};
 use threads::Threads;
 
@@ -46,6 +51,8 @@ pub enum RawCache {
 pub struct RawDisk {
     shared: Arc<Shared>,
     uring: bool,
+    /// There once it is needed.
+    syncer: Mutex<Option<Arc<Syncer>>>,
 }
 
 /// What all queues of a disk know.
@@ -100,7 +107,38 @@ impl RawDisk {
         Self {
             shared: Arc::new(shared),
             uring,
+            syncer: Mutex::default(),
         }
+    }
+
+    /// Who syncs the image for all queues.
+    fn syncer(&self) -> io::Result<Arc<Syncer>> {
+        let mut syncer = locked(&self.syncer);
+        if let Some(syncer) = &*syncer {
+            return Ok(Arc::clone(syncer));
+        }
+        let started = Arc::new(Syncer::start(&self.shared)?);
+        Ok(Arc::clone(syncer.insert(started)))
+    }
+}
+
+/// What is behind the locks here is right between any two steps.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Where a queue hears of what others have ended for it.
+#[derive(Debug)]
+struct Mailbox {
+    ended: Mutex<Vec<Completion>>,
+    event: EventFd,
+}
+
+impl Mailbox {
+    fn put(&self, completion: Completion) {
+        locked(&self.ended).push(completion);
+        // A full counter is readable all the same.
+        let _ = self.event.write(1);
     }
 }
 
@@ -127,17 +165,17 @@ impl Shared {
         }
     }
 
-    /// What `operation` takes; `None`: nothing.
-    fn begin(&self, operation: Operation) -> Result<Option<Step>, Failure> {
+    /// What `operation` takes.
+    fn begin(&self, operation: Operation) -> Result<Work, Failure> {
         let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
         if changes && self.image.read_only() {
             return Err(Failure::ReadOnly);
         }
         let reads = matches!(operation, Operation::Read { .. });
-        if !reads && !self.no_sync && self.failed.load(Ordering::Acquire) {
+        if !reads && !self.no_sync && self.has_failed() {
             return Err(Failure::Io);
         }
-        Ok(Some(match operation {
+        Ok(Work::Move(match operation {
             Operation::Read { sector, sectors } => {
                 let (offset, len) = self.range(sector, sectors.into())?;
                 if len > MAX_REQUEST_BYTES as u64 {
@@ -168,12 +206,14 @@ impl Shared {
                 Step::zeroes(offset, len, unmap)
             }
             // Nothing was written, or nobody wants to know.
-            Operation::Flush if self.image.read_only() || self.no_sync => return Ok(None),
-            Operation::Flush => Step::Sync,
+            Operation::Flush if self.image.read_only() || self.no_sync => {
+                return Ok(Work::Nothing);
+            }
+            Operation::Flush => return Ok(Work::Sync),
         }))
     }
 
-    /// How a task ended, for the client. A sync that failed is remembered.
+    /// How a task ended, for the client.
     fn end(&self, task: Task, result: io::Result<()>) -> Completion {
         let Task { token, step, .. } = task;
         let result = match (result, step) {
@@ -181,17 +221,35 @@ impl Shared {
             (Ok(()), _) => Ok(None),
             (Err(error), step) => {
                 let (path, name) = (self.image.path().display(), step.name());
-                match step {
-                    Step::Sync if !self.failed.swap(true, Ordering::AcqRel) => tracing::error!(
-                        "{path}: {name} failed: {error}: no write is taken until the disk is opened again"
-                    ),
-                    _ => tracing::warn!("{path}: {name} failed: {error}"),
-                }
+                tracing::warn!("{path}: {name} failed: {error}");
                 Err(Failure::Io)
             }
         };
         Completion { token, result }
     }
+
+    fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// A sync has failed: remembered before anybody is told.
+    fn sync_failed(&self, error: Errno) {
+        self.failed.store(true, Ordering::Release);
+        let path = self.image.path().display();
+        tracing::error!(
+            "{path}: fdatasync failed: {error}: no write is taken until the disk is opened again"
+        );
+    }
+}
+
+/// What a request takes.
+enum Work {
+    /// Bytes are moved.
+    Move(Step),
+    /// What was written is made durable.
+    Sync,
+    /// Nothing.
+    Nothing,
 }
 
 impl Backend for RawDisk {
@@ -222,15 +280,20 @@ impl Backend for RawDisk {
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let mailbox = Arc::new(Mailbox {
+            ended: Mutex::default(),
+            event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+        });
         let mover: Box<dyn Mover> = match self.uring {
-            true => Box::new(Ring::new(&event, &self.shared)?),
-            false => Box::new(Threads::new(&event, &self.shared)?),
+            true => Box::new(Ring::new(&mailbox.event, &self.shared)?),
+            false => Box::new(Threads::new(&mailbox, &self.shared)?),
         };
         Ok(Box::new(RawQueue {
+            syncer: self.syncer()?,
             shared: Arc::clone(&self.shared),
             mover,
-            event,
+            mailbox,
+            moved: Vec::new(),
             done: Vec::new(),
         }))
     }
@@ -246,15 +309,14 @@ impl Backend for RawDisk {
         if shared.image.read_only() {
             return refuse(io::ErrorKind::Unsupported, "the disk is read-only");
         }
-        let _growing = shared
-            .growing
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _growing = locked(&shared.growing);
         if !bytes.is_multiple_of(SECTOR_SIZE) || bytes / SECTOR_SIZE < shared.sectors() {
             let why = "a disk's size is a multiple of 512, and no less than it was";
             return refuse(io::ErrorKind::InvalidInput, why);
         }
-        shared.image.grow(bytes)?;
+        shared.image.file().set_len(bytes)?;
+        let synced = self.syncer()?.wait();
+        synced.map_err(|_| io::Error::other("its new length was not made durable"))?;
         shared.sectors.store(bytes / SECTOR_SIZE, Ordering::Release);
         Ok(())
     }
@@ -266,15 +328,18 @@ trait Mover: Send {
     fn submit(&mut self, task: Task);
     /// Starts everything submitted.
     fn enter(&mut self);
-    /// Appends what has ended to `done`. The event given at creation is written at each end.
-    fn poll(&mut self, done: &mut Vec<Completion>);
+    /// Appends what has been carried out to `moved`, with how. The mailbox's event is written at each end.
+    fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>);
 }
 
 /// One queue's way to a raw disk.
 struct RawQueue {
     shared: Arc<Shared>,
     mover: Box<dyn Mover>,
-    event: EventFd,
+    syncer: Arc<Syncer>,
+    mailbox: Arc<Mailbox>,
+    /// Tasks being looked at; empty between calls, kept for its memory.
+    moved: Vec<(Task, io::Result<()>)>,
     /// What has ended without the medium.
     done: Vec<Completion>,
 }
@@ -282,21 +347,20 @@ struct RawQueue {
 impl BackendQueue for RawQueue {
     fn submit(&mut self, token: u64, operation: Operation) {
         let durably = !self.shared.write_cache.load(Ordering::Acquire) && !self.shared.no_sync;
-        match self.shared.begin(operation) {
-            Ok(Some(step)) => self.mover.submit(Task {
-                token,
-                step,
-                durably,
-            }),
-            Ok(None) => self.done.push(Completion {
-                token,
-                result: Ok(None),
-            }),
-            Err(failure) => self.done.push(Completion {
-                token,
-                result: Err(failure),
-            }),
-        }
+        let result = match self.shared.begin(operation) {
+            Ok(Work::Move(step)) => {
+                let durably = durably && !matches!(step, Step::Read { .. });
+                return self.mover.submit(Task {
+                    token,
+                    step,
+                    durably,
+                });
+            }
+            Ok(Work::Sync) => return self.syncer.submit(token, &self.mailbox),
+            Ok(Work::Nothing) => Ok(None),
+            Err(failure) => Err(failure),
+        };
+        self.done.push(Completion { token, result });
     }
 
     fn kick(&mut self) {
@@ -304,15 +368,22 @@ impl BackendQueue for RawQueue {
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as `self.event`, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
+        // SAFETY: the descriptor is open as long as the mailbox, which the borrow keeps alive.
+        unsafe { BorrowedFd::borrow_raw(self.mailbox.event.as_raw_fd()) }
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
         // Before looking: what ends later writes it again.
-        let _ = self.event.read();
+        let _ = self.mailbox.event.read();
         done.append(&mut self.done);
-        self.mover.poll(done);
+        self.mover.poll(&mut self.moved);
+        for (task, result) in self.moved.drain(..) {
+            match result {
+                Ok(()) if task.durably => self.syncer.submit(task.token, &self.mailbox),
+                result => done.push(self.shared.end(task, result)),
+            }
+        }
+        done.append(&mut locked(&self.mailbox.ended));
     }
 }
 

@@ -77,6 +77,10 @@ impl BackendQueue for Port {
         Port::submit(self, token, operation);
     }
 
+    fn when_written(&mut self, token: u64) -> bool {
+        Port::when_written(self, token)
+    }
+
     fn kick(&mut self) {
         Port::kick(self);
     }

@@ -34,7 +34,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_IN_ORDER;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::backend::{Backend, Capabilities, SECTOR_SIZE, flush};
+use crate::backend::{Answer, Backend, Capabilities, SECTOR_SIZE, flush};
 use crate::control::CacheSwitch;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
@@ -86,6 +86,9 @@ pub struct BlockConfig {
     /// How long a worker with nothing in flight looks at its ring for the next request before it goes to sleep, at most
     /// [`MAX_POLL`]. Zero: not at all. It costs a processor for as long, and saves the doorbell and the wake-up.
     pub poll: Duration,
+    /// When writes are answered that a driver may miss, since it goes on when this process was killed: one whose
+    /// front-end keeps what is in flight (vhost-user). Other drivers end with this process, and are answered at once.
+    pub answer: Answer,
 }
 
 impl Default for BlockConfig {
@@ -99,6 +102,7 @@ impl Default for BlockConfig {
             in_order: false,
             worker_cpus: Vec::new(),
             poll: Duration::ZERO,
+            answer: Answer::default(),
         }
     }
 }
@@ -348,10 +352,9 @@ impl VirtioBlock {
         status: Arc<DeviceStatus>,
     ) -> io::Result<Worker> {
         let plan = worker::Plan {
-            // Whoever goes on after this process expects what has completed to be there, flushed or not: and it is
-            // in this process's memory alone until it is flushed.
-            flush_after_write: self.flush_after_write(features)
-                || queue.tracker.is_some() && self.capabilities.flush,
+            flush_after_write: self.flush_after_write(features),
+            // Whoever goes on after this process expects what has completed to be there, flushed or not.
+            written_first: queue.tracker.is_some() && self.config.answer == Answer::Written,
             cpu: {
                 let cpus = &self.config.worker_cpus;
                 let at = usize::from(queue.index).checked_rem(cpus.len());

@@ -465,7 +465,11 @@ impl Thread {
             let Some(served) = &self.seats[key].served else {
                 continue;
             };
-            let mut watched = watch(&self.events, served.doorbell(), DOORBELL | key as u64);
+            // Each ring is told once, and need not be taken back: whoever else has the descriptor can take it first.
+            let data = EventData::new_u64(DOORBELL | key as u64);
+            let edges = EventFlags::IN | EventFlags::ET;
+            let mut watched =
+                epoll::add(&self.events, served.doorbell(), data, edges).map_err(Into::into);
             for event in served.backend() {
                 watched = watched.and(watch(&self.events, event, BACKEND | key as u64));
             }

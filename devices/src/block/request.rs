@@ -7,6 +7,7 @@
 //!
 //! Where one descriptor ends and the next begins means nothing (2.7.4.2): both halves are byte streams.
 
+use std::cmp::Ordering;
 use std::sync::atomic::AtomicU64;
 
 use virtio_bindings::virtio_blk::{
@@ -456,9 +457,12 @@ fn erase<G: GuestMemory>(
     if !rules.features.has(feature) {
         return Err(Status::Unsupported);
     }
-    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1.
-    if readable.len() != ERASE_SEGMENT_LEN as u64 {
-        return Err(Status::IoError);
+    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. For more QEMU answers UNSUPP, and its tests of
+    // drivers want that.
+    match readable.len().cmp(&(ERASE_SEGMENT_LEN as u64)) {
+        Ordering::Less => return Err(Status::IoError),
+        Ordering::Equal => {}
+        Ordering::Greater => return Err(Status::Unsupported),
     }
     let mut segment = [0; ERASE_SEGMENT_LEN];
     readable

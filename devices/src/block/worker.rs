@@ -7,11 +7,12 @@
 //! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many
 //! requests as the queue has descriptors. Completions make room, and the worker goes on.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::io::{Errno, ReadWriteFlags};
 use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -57,6 +58,8 @@ pub(super) struct Plan {
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
+    /// Whether what a change leaves has to outlive this process before it is answered.
+    pub(super) written_first: bool,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) metrics: Arc<BlockMetrics>,
@@ -155,10 +158,26 @@ fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
     status.needs_reset();
 }
 
+/// Takes how often an event descriptor was rung. It waits for nothing: whoever else has the descriptor may have taken it
+/// already, and made it one that blocks.
+fn rings(doorbell: BorrowedFd<'_>) -> u64 {
+    let mut count = [0; 8];
+    let mut buffer = [IoSliceMut::new(&mut count)];
+    // Where a file has no offset, this says so.
+    let nowhere = u64::MAX;
+    match rustix::io::preadv2(doorbell, &mut buffer, nowhere, ReadWriteFlags::NOWAIT) {
+        Ok(_) => u64::from_ne_bytes(count),
+        Err(Errno::AGAIN) => 0,
+        // Before Linux 5.8: at least once.
+        Err(_) => 1,
+    }
+}
+
 /// A request that was handed to the backend.
 struct Flying {
     pending: Pending,
     kind: OperationKind,
+    unasked: bool,
     /// When the batch was taken that it came with.
     since: Instant,
 }
@@ -200,12 +219,20 @@ impl InFlight {
         slot.into()
     }
 
+    fn get_mut(&mut self, token: u64) -> Option<&mut Flying> {
+        self.slots.get_mut(usize::try_from(token).ok()?)?.as_mut()
+    }
+
     /// Whether the request has yet to be flushed before it is answered; answers `true` once.
     fn take_flush_after(&mut self, token: u64) -> bool {
-        usize::try_from(token)
-            .ok()
-            .and_then(|slot| self.slots.get_mut(slot)?.as_mut())
-            .is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
+        let flying = self.get_mut(token);
+        flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
+    }
+
+    /// Whether it has changed the disk, and nobody has asked yet if that is written; answers `true` once.
+    fn take_unasked(&mut self, token: u64) -> bool {
+        let flying = self.get_mut(token);
+        flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))
     }
 
     fn remove(&mut self, token: u64) -> Option<Flying> {
@@ -353,7 +380,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
             let (status, data) = match action {
                 Action::Submit(operation) => {
+                    let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
                     let flying = Flying {
+                        // A FLUSH does more.
+                        unasked: plan.written_first && changes && !pending.flush_after,
                         pending,
                         kind: OperationKind::of(&operation),
                         since: *since.get_or_insert_with(Instant::now),
@@ -376,7 +406,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         let mut outcome = Ok(());
         loop {
             self.disk.completions(&mut self.ended);
-            let mut flushing = false;
+            let mut more = false;
             let mut now = None;
             for completion in self.ended.drain(..) {
                 let Completion { token, result } = completion;
@@ -386,7 +416,15 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 {
                     // Second half of a writethrough write, or of a SECURE_ERASE.
                     self.disk.submit(token, Operation::Flush);
-                    flushing = true;
+                    more = true;
+                    continue;
+                }
+                if !self.control.broken()
+                    && result.is_ok()
+                    && self.in_flight.take_unasked(token)
+                    && !self.disk.when_written(token)
+                {
+                    more = true;
                     continue;
                 }
                 let Some(flying) = self.in_flight.remove(token) else {
@@ -397,6 +435,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     pending,
                     kind,
                     since,
+                    ..
                 } = flying;
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
                 let queue = usize::from(self.plan.queue.index);
@@ -419,7 +458,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     Err(error) => outcome = Err(error),
                 }
             }
-            if !flushing {
+            if !more {
                 return outcome;
             }
             self.disk.kick();
@@ -461,9 +500,7 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     }
 
     fn rung(&mut self) {
-        if let Ok(rings) = self.plan.queue.doorbell.read() {
-            add(&self.plan.metrics.doorbells, rings);
-        }
+        add(&self.plan.metrics.doorbells, rings(self.doorbell()));
     }
 
     fn take(&mut self) {

@@ -13,7 +13,7 @@ use super::handshake::{Agreed, Ended};
 use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::protocol::command;
-use super::request::{Action, Pending, Rules, answer_extents, judge, refuse};
+use super::request::{Action, Pending, Rules, judge, refuse};
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
 use crate::block::{BlockMetrics, add};
@@ -168,9 +168,6 @@ impl Connection {
                     self.requests += 1;
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));
-                }
-                Action::Extents(request, extents) => {
-                    answer_extents(&request, &extents, rules.framing, &mut self.outgoing);
                 }
                 Action::Refuse(request, error) => {
                     add(&export.metrics.errors, 1);

@@ -6,8 +6,11 @@ use std::time::Instant;
 use slab::Slab;
 
 use super::Export;
+use super::inbox::Inbox;
+use super::mapper::Asker;
 use super::protocol::command;
 use super::request::Pending;
+use crate::backend::Answer;
 use crate::block::OperationKind;
 use crate::throttle::ThrottledQueue;
 
@@ -32,6 +35,26 @@ impl Desk {
         self.queue.set_clients(self.clients);
     }
 
+    /// Takes up a request that was put in flight at this desk, `key` of the inbox's worker.
+    pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<Inbox>) {
+        let pending = self.in_flight.get(token);
+        match pending.and_then(|(_, pending, _)| pending.question()) {
+            Some(question) => {
+                let asker = Asker {
+                    inbox: Arc::clone(inbox),
+                    desk: key,
+                    token,
+                };
+                let Export {
+                    mapper, backend, ..
+                } = &*self.export;
+                mapper.ask(backend, question, asker);
+            }
+            // There is always a first step.
+            None => drop(self.step(token)),
+        }
+    }
+
     /// Submits the next step of a request; `false`: there is none.
     pub(super) fn step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
@@ -41,6 +64,16 @@ impl Desk {
         self.queue.submit(token as u64, operation);
         self.submitted = true;
         true
+    }
+
+    /// Whether a request whose steps have ended is answered later, when what it has changed is written.
+    pub(super) fn waits(&mut self, token: usize) -> bool {
+        let pending = self.in_flight.get_mut(token);
+        let asks = pending.is_some_and(|(_, pending, _)| pending.take_unasked())
+            && self.export.answer == Answer::Written;
+        let waits = asks && !self.queue.when_written(token as u64);
+        self.submitted |= waits;
+        waits
     }
 }
 

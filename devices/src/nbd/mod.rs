@@ -7,10 +7,14 @@
 //!         Connection                                                          connection.rs
 //!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
 //!           Wire   the socket, bare or under TLS                              wire.rs
+//!   Mapper     a thread an export that is asked for its holes                 mapper.rs
 //! ```
 //! Requests of a connection run beside each other and are answered as they end. What a connection may keep in memory is
 //! bounded: above the bound nothing more is read from its socket. Nothing is shared between connections but the disk,
 //! and a FLUSH covers the completed writes of all of them (CAN_MULTI_CONN).
+//!
+//! A write is answered when it outlives this process ([`Answer`]), since a client that connects again does not repeat it.
+//! A FLUSH waits for more, so a write with FUA asks for nothing beside its FLUSH.
 //!
 //! TLS sits between the socket and both halves of a connection: a socket never blocks, and rustls never touches one, so
 //! the loops are the same. The one difference: bytes may be decrypted already when no byte is left in the socket, so that
@@ -23,7 +27,9 @@
 mod connection;
 mod desk;
 mod handshake;
+mod inbox;
 mod incoming;
+mod mapper;
 mod outgoing;
 mod protocol;
 mod request;
@@ -35,7 +41,9 @@ mod worker;
 use std::io;
 use std::sync::Arc;
 
-use crate::backend::{Backend, SECTOR_SIZE};
+use mapper::Mapper;
+
+use crate::backend::{Answer, Backend, SECTOR_SIZE};
 use crate::block::BlockMetrics;
 use crate::control::{DeviceControl, Gate};
 use crate::throttle::Throttle;
@@ -52,6 +60,8 @@ pub struct Export {
     metrics: Arc<BlockMetrics>,
     gate: Arc<Gate>,
     throttle: Arc<Throttle>,
+    answer: Answer,
+    mapper: Mapper,
 }
 
 impl Export {
@@ -68,7 +78,14 @@ impl Export {
             metrics: Arc::new(BlockMetrics::of_queues(1)),
             gate: Arc::default(),
             throttle: Arc::default(),
+            answer: Answer::default(),
+            mapper: Mapper::default(),
         }
+    }
+
+    /// The same, whose clients' writes are answered so.
+    pub fn answering(self, answer: Answer) -> Self {
+        Self { answer, ..self }
     }
 
     /// The name.

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use super::incoming::{Message, Payload};
+use super::mapper::Question;
 use super::outgoing::Outgoing;
 use super::protocol::{
     ALLOCATION_ID, Error, Framing, MAX_PAYLOAD, Request, chunk, command, extent, flag, put_chunk,
@@ -27,10 +28,8 @@ pub(super) struct Rules<'a> {
 
 /// What is to be done.
 pub(super) enum Action {
-    /// Steps for the backend.
+    /// Steps for the backend, or a question to it.
     Run(Pending),
-    /// The extents of a range.
-    Extents(Request, Vec<Extent>),
     /// It failed already.
     Refuse(Request, Error),
     /// Nothing more will come.
@@ -44,15 +43,29 @@ pub(super) struct Pending {
     sector: u64,
     /// A FLUSH is the last step, still to be taken.
     flush_after: bool,
+    /// It changes the disk, and nobody has asked yet whether that is written.
+    unasked: bool,
     /// It ends before it is done.
     cut: bool,
 }
 
 enum Work {
-    Read { left: u64, done: Vec<Buffer> },
-    Write { rest: VecDeque<Buffer> },
-    Zero { left: u64, kind: Zero },
+    Read {
+        left: u64,
+        done: Vec<Buffer>,
+    },
+    Write {
+        rest: VecDeque<Buffer>,
+    },
+    Zero {
+        left: u64,
+        kind: Zero,
+    },
     Flush,
+    Map {
+        question: Question,
+        extents: Vec<Extent>,
+    },
 }
 
 #[derive(Clone, Copy)]
@@ -123,25 +136,23 @@ fn check(message: Message, rules: &Rules<'_>) -> Result<Action, Error> {
                 0 => MAX_EXTENTS,
                 _ => 1,
             };
-            let sector = request.offset / SECTOR_SIZE;
-            let extents = rules.backend.extents(sector, sectors, most);
-            let extents = extents.map_err(|error| {
-                tracing::error!("cannot tell which parts of a disk hold data: {error}");
-                Error::Io
-            })?;
-            return Ok(Action::Extents(request, extents));
+            let question = Question {
+                sector: request.offset / SECTOR_SIZE,
+                sectors,
+                most,
+            };
+            let extents = Vec::new();
+            Work::Map { question, extents }
         }
         _ => return Err(Error::Invalid),
     };
-    let flush_after = match work {
-        Work::Read { .. } => false,
-        Work::Write { .. } | Work::Zero { .. } => request.flags & flag::FUA != 0,
-        Work::Flush => true,
-    };
+    let changes = matches!(work, Work::Write { .. } | Work::Zero { .. });
+    let durable = changes && request.flags & flag::FUA != 0;
     Ok(Action::Run(Pending {
         request,
         sector: request.offset / SECTOR_SIZE,
-        flush_after,
+        flush_after: durable || matches!(work, Work::Flush),
+        unasked: changes && !durable,
         cut: false,
         work,
     }))
@@ -173,6 +184,7 @@ impl Pending {
         match self.work {
             Work::Read { .. } | Work::Write { .. } => self.request.length as usize,
             Work::Zero { .. } | Work::Flush => 0,
+            Work::Map { question, .. } => question.most * size_of::<Extent>(),
         }
     }
 
@@ -226,6 +238,26 @@ impl Pending {
         }
     }
 
+    /// What the disk is to be asked instead of steps.
+    pub(super) fn question(&self) -> Option<Question> {
+        match &self.work {
+            Work::Map { question, .. } => Some(*question),
+            _ => None,
+        }
+    }
+
+    /// Takes the answer.
+    pub(super) fn mapped(&mut self, found: Vec<Extent>) {
+        if let Work::Map { extents, .. } = &mut self.work {
+            *extents = found;
+        }
+    }
+
+    /// Whether it has yet to be asked if it is written, before it is answered; answers `true` once.
+    pub(super) fn take_unasked(&mut self) -> bool {
+        std::mem::take(&mut self.unasked)
+    }
+
     /// Takes what a step has brought.
     pub(super) fn stepped(&mut self, data: Option<Buffer>) {
         if let (Work::Read { done, .. }, Some(data)) = (&mut self.work, data) {
@@ -267,6 +299,7 @@ impl Pending {
                 }
                 done.into_iter().for_each(|part| out.data(part));
             }
+            (None, Work::Map { extents, .. }) => answer_extents(request, &extents, framing, out),
             (None, _) => out.header(|out| match framing {
                 Framing::Extended => put_chunk(out, framing, chunk::NONE, request, 0),
                 _ => put_simple(out, request.cookie, None),
@@ -306,12 +339,7 @@ pub(super) fn refuse(
 }
 
 /// Answers which parts of a range hold data.
-pub(super) fn answer_extents(
-    request: &Request,
-    extents: &[Extent],
-    framing: Framing,
-    out: &mut Outgoing,
-) {
+fn answer_extents(request: &Request, extents: &[Extent], framing: Framing, out: &mut Outgoing) {
     let state = |extent: &Extent| match extent.allocation {
         Allocation::Data => 0,
         Allocation::Zero => extent::ZERO,

@@ -6,13 +6,12 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::time::Timespec;
 use slab::Slab;
@@ -22,8 +21,9 @@ use super::Export;
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};
 use super::handshake::Ended;
+use super::inbox::{Inbox, Mail, Mapped};
 use super::server::{join, report};
-use crate::backend::Completion;
+use crate::backend::{Buffer, Completion, Failure};
 use crate::block::most_threads;
 use crate::control::Wake;
 use crate::throttle::ThrottledQueue;
@@ -56,52 +56,6 @@ struct Handle {
     /// It serves one connection and no other.
     alone: bool,
     thread: JoinHandle<()>,
-}
-
-/// Where a thread gets its connections from.
-struct Inbox {
-    newcomers: Mutex<Newcomers>,
-    event: OwnedFd,
-    /// Connections that it has.
-    load: AtomicUsize,
-}
-
-#[derive(Default)]
-struct Newcomers {
-    connections: Vec<Connection>,
-    /// No more will come.
-    closed: bool,
-}
-
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, Newcomers> {
-        // A list and a flag are right between any two steps.
-        self.newcomers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn put(&self, connection: Connection) {
-        self.load.fetch_add(1, Ordering::Relaxed);
-        self.lock().connections.push(connection);
-        self.ring();
-    }
-
-    fn close(&self) {
-        self.lock().closed = true;
-        self.ring();
-    }
-
-    fn ring(&self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
-    }
-}
-
-impl Wake for Inbox {
-    fn wake(&self) {
-        self.ring();
-    }
 }
 
 impl Pool {
@@ -159,13 +113,9 @@ impl Pool {
 }
 
 fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
-    let inbox = Arc::new(Inbox {
-        newcomers: Mutex::default(),
-        event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-        load: AtomicUsize::new(0),
-    });
+    let inbox = Arc::new(Inbox::new()?);
     let events = epoll::create(CreateFlags::CLOEXEC)?;
-    watch(&events, &inbox.event, INBOX, EventFlags::IN)?;
+    watch(&events, &*inbox, INBOX, EventFlags::IN)?;
     watch(&events, stop, STOP, EventFlags::IN)?;
     let worker = Worker {
         events,
@@ -280,7 +230,7 @@ impl Worker {
         self.settle();
         // Last: no event in the list is about them, whatever key they get.
         if newcomers {
-            self.welcome();
+            self.open_inbox();
         }
         Ok(())
     }
@@ -316,15 +266,17 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes new connections, and looks at all others again.
-    fn welcome(&mut self) {
-        // Cleared first: who comes from here on rings again.
-        let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
-        let connections = {
-            let mut newcomers = self.inbox.lock();
-            self.closed = newcomers.closed;
-            std::mem::take(&mut newcomers.connections)
-        };
+    /// Takes answers and new connections, and looks at all others again.
+    fn open_inbox(&mut self) {
+        let Mail {
+            connections,
+            answers,
+            closed,
+        } = self.inbox.open();
+        self.closed = closed;
+        answers
+            .into_iter()
+            .for_each(|answer| self.end_question(answer));
         // A gate may have opened, or closed: what has come waits, and sockets are watched or not.
         let keys: Vec<usize> = self.clients.iter().map(|(key, _)| key).collect();
         keys.into_iter().for_each(|key| self.submit(key));
@@ -412,8 +364,7 @@ impl Worker {
             let token =
                 desk.in_flight
                     .insert((key, pending, *since.get_or_insert_with(Instant::now)));
-            // There is always a first step.
-            desk.step(token);
+            desk.begin(client.desk, token, &self.inbox);
         }
         self.touch(key);
     }
@@ -449,13 +400,8 @@ impl Worker {
     }
 
     /// A step of a request has ended: goes on with the next, or answers.
-    fn end_step(
-        &mut self,
-        desk: usize,
-        token: usize,
-        result: Result<Option<crate::backend::Buffer>, crate::backend::Failure>,
-    ) {
-        let desk = &mut self.desks[desk];
+    fn end_step(&mut self, desk_key: usize, token: usize, result: Result<Option<Buffer>, Failure>) {
+        let desk = &mut self.desks[desk_key];
         let Some((key, pending, _)) = desk.in_flight.get_mut(token) else {
             debug_assert!(false, "completion of unknown token {token}");
             return;
@@ -468,14 +414,43 @@ impl Worker {
                 if self.end.is_some() {
                     pending.cut();
                 }
-                if !gone && desk.step(token) {
+                if !gone && (desk.step(token) || desk.waits(token)) {
                     return;
                 }
                 Ok(())
             }
             Err(failure) => Err(failure),
         };
-        let (_, pending, since) = desk.in_flight.remove(token);
+        self.end_request(desk_key, token, result);
+    }
+
+    /// A disk has said how it is kept.
+    fn end_question(&mut self, answer: Mapped) {
+        let Mapped {
+            desk,
+            token,
+            extents,
+        } = answer;
+        // Both are there as long as the request is in flight.
+        let in_flight = &mut self.desks[desk].in_flight;
+        let result = match (extents, in_flight.get_mut(token)) {
+            (Ok(extents), Some((_, pending, _))) => {
+                pending.mapped(extents);
+                Ok(())
+            }
+            (Ok(_), None) => return,
+            (Err(error), _) => {
+                tracing::error!("cannot tell which parts of a disk hold data: {error}");
+                Err(Failure::Io)
+            }
+        };
+        self.end_request(desk, token, result);
+    }
+
+    /// Answers a request.
+    fn end_request(&mut self, desk: usize, token: usize, result: Result<(), Failure>) {
+        let desk = &mut self.desks[desk];
+        let (key, pending, since) = desk.in_flight.remove(token);
         if let Some(kind) = kind(pending.command()) {
             let latencies = &desk.export.metrics.latencies;
             latencies.count(0, kind, since.elapsed());

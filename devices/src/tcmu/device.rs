@@ -44,8 +44,9 @@ impl Device {
         })
     }
 
-    /// Lets `told` know whether the disk has a volatile write cache: when serving begins, and whenever that changes, before
-    /// a write is answered that goes by it.
+    /// Lets `told` know whether the disk has a volatile write cache: when serving begins, and whenever that changes. That there
+    /// is one is told before a write is answered that goes by it; that there is none any more, once everything written
+    /// before is durable.
     pub fn on_write_cache(&mut self, told: Box<dyn Fn(bool) + Send + Sync>) {
         self.write_cache = told.into();
     }

@@ -43,6 +43,9 @@ const KERNEL: u64 = 0;
 const BACKEND: u64 = 1;
 const BELL: u64 = 2;
 
+/// The token of the flush after which the disk counts as one without a volatile cache.
+const SETTLE: u64 = u64::MAX;
+
 /// Why a device cannot be served any longer.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
@@ -115,6 +118,8 @@ impl Worker {
             ended: Vec::new(),
             write_cache: device.unit.backend().write_cache(),
             on_write_cache: Arc::clone(&device.write_cache),
+            settling: false,
+            unsettled: false,
         };
         (server.on_write_cache)(server.write_cache);
         let thread = thread::Builder::new()
@@ -157,6 +162,8 @@ struct Flying {
     /// Of [`MAX_BYTES_IN_FLIGHT`].
     bytes: usize,
     since: Instant,
+    /// Something of it was submitted while the disk had a volatile write cache.
+    volatile: bool,
 }
 
 struct Server {
@@ -182,6 +189,10 @@ struct Server {
     /// What was told last.
     write_cache: bool,
     on_write_cache: WriteCacheHook,
+    /// A flush of our own is in flight: the cache is off, and what was written before is not durable yet.
+    settling: bool,
+    /// Something has ended since that flush was submitted that it need not cover.
+    unsettled: bool,
 }
 
 impl Server {
@@ -322,15 +333,24 @@ impl Server {
             data,
             bytes,
             since,
+            volatile: false,
         });
         self.go_on(key);
     }
 
     /// Submits what a command has to do next, or answers it.
     fn go_on(&mut self, key: usize) {
-        while let Some(Flying { task, data, .. }) = self.in_flight.get_mut(key) {
+        while let Some(Flying {
+            task,
+            data,
+            volatile,
+            ..
+        }) = self.in_flight.get_mut(key)
+        {
             match task.next(&self.unit, data) {
                 Step::Submit(operation) => {
+                    // The cache is turned on by this thread alone, so it is not on if it is off here.
+                    *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
                     self.queue.submit(key as u64, operation);
                     self.submitted = true;
@@ -349,7 +369,9 @@ impl Server {
             data,
             bytes,
             since,
+            volatile,
         } = self.in_flight.remove(key);
+        self.unsettled |= volatile;
         self.bytes -= bytes;
         let kind = task.kind();
         if let Some(kind) = kind {
@@ -398,6 +420,7 @@ impl Server {
                     self.go_on(key);
                 }
             }
+            self.settle();
             if std::mem::take(&mut self.submitted) {
                 self.queue.kick();
             }
@@ -406,6 +429,10 @@ impl Server {
                 break;
             }
             for Completion { token, result } in ended.drain(..) {
+                if token == SETTLE {
+                    self.settled(result.is_ok());
+                    continue;
+                }
                 let key = token as usize;
                 let Some(Flying { task, data, .. }) = self.in_flight.get_mut(key) else {
                     debug_assert!(false, "completion of unknown token {token}");
@@ -420,10 +447,9 @@ impl Server {
 
     /// Lets the kernel know of what was answered. Returns how many commands that were.
     fn tell(&mut self) -> Result<usize, Failure> {
-        let write_cache = self.unit.backend().write_cache();
-        if write_cache != self.write_cache {
-            (self.on_write_cache)(write_cache);
-            self.write_cache = write_cache;
+        if !self.write_cache && self.unit.backend().write_cache() {
+            (self.on_write_cache)(true);
+            self.write_cache = true;
         }
         let answered = self.ring.publish();
         if answered > 0 {
@@ -431,6 +457,34 @@ impl Server {
             rustix::io::write(&self.uio, &1_u32.to_ne_bytes()).map_err(Failure::Device)?;
         }
         Ok(answered)
+    }
+}
+
+impl Server {
+    /// Flushes once the cache is off: what was written before may be volatile until then.
+    fn settle(&mut self) {
+        let off = self.write_cache && !self.unit.backend().write_cache();
+        if off && !self.settling && !self.is_volatile() {
+            (self.settling, self.unsettled) = (true, false);
+            self.queue.submit(SETTLE, Operation::Flush);
+            self.submitted = true;
+        }
+    }
+
+    /// That flush has ended: there is no volatile write cache any more, unless it was on again meanwhile.
+    fn settled(&mut self, good: bool) {
+        // After an error there is none that would tell more.
+        self.settling = !good;
+        let off = !self.unit.backend().write_cache();
+        if good && off && !self.unsettled && !self.is_volatile() {
+            (self.on_write_cache)(false);
+            self.write_cache = false;
+        }
+    }
+
+    /// Whether commands are in flight that go by a volatile write cache.
+    fn is_volatile(&self) -> bool {
+        self.in_flight.iter().any(|(_, flying)| flying.volatile)
     }
 }
 

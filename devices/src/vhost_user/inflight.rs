@@ -14,6 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
 use super::cut_off::Guarded;
+use super::memory::mappable;
 use super::message::Message;
 use super::{Outcome, refused};
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
@@ -62,7 +63,8 @@ impl InflightArea {
         let (size, offset) = (message.u64(0)?, message.u64(8)?);
         let (queues, queue_size) = extent(message)?;
         let needed = usize::from(queues) * Tracker::bytes(queue_size);
-        let length = file.metadata()?.len();
+        let length = mappable(&file, offset, needed as u64)
+            .map_err(|error| refused(format!("the inflight area: {error}")))?;
         if size < needed as u64 || offset.checked_add(size).is_none_or(|end| end > length) {
             return Err(refused(format!(
                 "an inflight area of {size} bytes at {offset} of {length}: {queues} queues of {queue_size} take {needed}"

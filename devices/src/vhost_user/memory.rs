@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::fs::File;
+use std::io;
 use std::sync::{Arc, PoisonError};
 
+use rustix::fs::{AtFlags, FileType, StatxFlags, fcntl_get_seals, fstatfs, statx};
 use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryAtomic, GuestMemoryMmap, GuestMemoryRegion,
     GuestRegionMmap, MmapRegion,
@@ -15,6 +17,9 @@ use super::{Outcome, refused};
 
 /// Most regions that a front-end may share.
 pub(super) const MAX_REGIONS: usize = 64;
+
+/// The file system of huge pages (linux/magic.h).
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// Bytes of a region in a message.
 pub(super) const REGION_BYTES: usize = 32;
@@ -156,11 +161,39 @@ impl SharedMemory {
     }
 }
 
+/// The length of a file of which `size` bytes from `offset` on are to be mapped. It has to be in memory (a memfd, tmpfs,
+/// hugetlbfs), or on a file system that is on a block device: one of the front-end's, in user space or on a network, could keep
+/// whoever touches a page of it. Of huge pages it has to be whole ones: nothing could be put in the place of a part, should the
+/// file be cut off.
+pub(super) fn mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
+    if fcntl_get_seals(file).is_ok() {
+        let told = fstatfs(file)?;
+        let page = told.f_bsize as u64;
+        let whole = |bytes: u64| bytes.is_multiple_of(page);
+        if told.f_type as u64 == HUGETLBFS_MAGIC && !(whole(offset) && whole(size)) {
+            let why =
+                format!("it is no whole number of the huge pages of {page} bytes that it is in");
+            return Err(io::Error::other(why));
+        }
+        return Ok(file.metadata()?.len());
+    }
+    // Answered from what the kernel knows, whatever the file system.
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let told = statx(file, c"", flags, StatxFlags::TYPE | StatxFlags::SIZE)?;
+    let regular = FileType::from_raw_mode(told.stx_mode.into()).is_file();
+    match regular && told.stx_dev_major != 0 {
+        true => Ok(told.stx_size),
+        false => Err(io::Error::other(
+            "its file is neither in memory (memfd, tmpfs, hugetlbfs) nor on a block device's file system",
+        )),
+    }
+}
+
 /// Maps a region, if its file is as long as it says: an access behind the end of a file is a SIGBUS.
 fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
     let failed = |what: &dyn fmt::Display| refused(format!("{region}: {what}"));
-    let length = file.metadata().map_err(|error| failed(&error))?.len();
     let (offset, size) = (region.offset, region.size);
+    let length = mappable(&file, offset, size).map_err(|error| failed(&error))?;
     let ends = |start: u64| start.checked_add(size);
     if ends(offset).is_none_or(|end| end > length) {
         return Err(failed(&"its file ends before it"));
@@ -250,6 +283,30 @@ mod tests {
         drop(guest);
         memory.remove(&region(0, 0x2000, 0, 0)).unwrap();
         assert_eq!(memory.guarded.len(), 1);
+    }
+
+    #[test]
+    fn a_part_of_a_huge_page_is_refused() {
+        use rustix::fs::{MemfdFlags, memfd_create};
+        let fd = match memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB) {
+            Ok(fd) => fd,
+            Err(error) => return println!("skipped: no huge pages: {error}"),
+        };
+        let page = fstatfs(&fd).unwrap().f_bsize as u64;
+        let file = File::from(fd);
+        file.set_len(2 * page).unwrap();
+        let mut memory = SharedMemory::new();
+        for (size, offset) in [(page - 4096, 0), (page, 4096), (4096, page)] {
+            let part = region(0, size, 0, offset);
+            let Err(Ended::Refused(error)) = memory.add(&part, file.try_clone().unwrap()) else {
+                panic!("{part} was taken");
+            };
+            assert!(
+                error.contains("no whole number of the huge pages"),
+                "{error}"
+            );
+        }
+        assert_eq!(mappable(&file, page, page).unwrap(), 2 * page);
     }
 
     #[test]

@@ -138,7 +138,7 @@ impl<'a> Channel<'a> {
                 self.socket,
                 &mut [IoSliceMut::new(&mut bytes[done..])],
                 &mut control,
-                RecvFlags::CMSG_CLOEXEC,
+                RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
             );
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(rights) = message {
@@ -181,7 +181,8 @@ impl<'a> Channel<'a> {
                 control.push(SendAncillaryMessage::ScmRights(&fds));
             }
             let slices = [IoSlice::new(&bytes[done..])];
-            match sendmsg(self.socket, &slices, &mut control, SendFlags::NOSIGNAL) {
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match sendmsg(self.socket, &slices, &mut control, flags) {
                 Ok(sent) => done += sent,
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Gone),

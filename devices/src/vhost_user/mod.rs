@@ -22,6 +22,7 @@ mod message;
 mod owner;
 mod server;
 mod session;
+mod signal;
 mod vring;
 
 pub use server::{Server, Service};

@@ -11,6 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::message::Channel;
 use super::owner::{Owner, ServiceControl};
 use super::session::Session;
+use super::signal::Bell;
 use super::{Ended, Outcome};
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
@@ -22,6 +23,7 @@ pub struct Service {
     device: VirtioBlock,
     name: String,
     owner: Arc<Owner>,
+    bell: Arc<Bell>,
 }
 
 impl Service {
@@ -29,13 +31,14 @@ impl Service {
     /// `name` is what the disk is called in messages.
     ///
     /// # Errors
-    /// If the system refuses a descriptor.
+    /// If the system refuses a descriptor, or has no way to signal a front-end without waiting for it.
     pub fn new(listener: UnixListener, device: VirtioBlock, name: &str) -> io::Result<Self> {
         Ok(Self {
             listener,
             device,
             name: name.to_owned(),
             owner: Arc::new(Owner::new()?),
+            bell: Arc::new(Bell::new()?),
         })
     }
 
@@ -153,7 +156,7 @@ fn listen(service: &Service, stop: &OwnedFd) {
 fn serve(service: &Service, socket: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> Outcome<()> {
     let owner = &*service.owner;
     let channel = Channel::new(socket, stop);
-    let mut session = Session::new(&service.device);
+    let mut session = Session::new(&service.device, &service.bell);
     // What was wanted before it came.
     service.device.refresh_capacity();
     session.set_resting(owner.hear().rest)?;

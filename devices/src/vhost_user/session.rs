@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
 use super::message::{Channel, Message, send_to_front_end};
+use super::signal::Bell;
 use super::vring::{Vring, doorbell};
 use super::{Outcome, refused};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
@@ -86,6 +87,7 @@ impl Answer {
 /// A connection. Dropping it drains its rings, and returns the device to its initial state.
 pub(super) struct Session<'a> {
     device: &'a VirtioBlock,
+    bell: &'a Arc<Bell>,
     memory: SharedMemory,
     features: Option<Features>,
     protocol: u64,
@@ -99,10 +101,11 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    pub(super) fn new(device: &'a VirtioBlock) -> Self {
-        let rings = rings(device);
+    pub(super) fn new(device: &'a VirtioBlock, bell: &'a Arc<Bell>) -> Self {
+        let rings = rings(device, bell);
         Self {
             device,
+            bell,
             memory: SharedMemory::new(),
             features: None,
             protocol: 0,
@@ -215,9 +218,9 @@ impl<'a> Session<'a> {
     }
 }
 
-fn rings(device: &VirtioBlock) -> Vec<Vring> {
+fn rings(device: &VirtioBlock, bell: &Arc<Bell>) -> Vec<Vring> {
     (0..device.queues())
-        .map(|_| Vring::new(device.queue_size(), device.metrics()))
+        .map(|_| Vring::new(device.queue_size(), device.metrics(), Arc::clone(bell)))
         .collect()
 }
 
@@ -363,7 +366,7 @@ impl Session<'_> {
     /// Everything but the memory and the protocol is as it was at first.
     fn reset(&mut self) {
         self.pause();
-        self.rings = rings(self.device);
+        self.rings = rings(self.device, self.bell);
         self.features = None;
         self.device.reset();
     }

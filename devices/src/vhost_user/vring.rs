@@ -1,14 +1,12 @@
 //! One ring as a front-end sets it up, and the descriptors that go with it.
 
-use std::fs::{self, File};
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
-use std::os::unix::fs::FileTypeExt;
+use std::fs::File;
+use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::OFlags;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::signal::{Bell, Signal, is_event};
 use super::{Outcome, refused};
 use crate::block::{BlockMetrics, Worker};
 use crate::interrupt::Interrupt;
@@ -32,7 +30,7 @@ pub(super) struct Vring {
 }
 
 impl Vring {
-    pub(super) fn new(size: u16, metrics: Arc<BlockMetrics>) -> Self {
+    pub(super) fn new(size: u16, metrics: Arc<BlockMetrics>, bell: Arc<Bell>) -> Self {
         Self {
             size,
             addresses: None,
@@ -42,6 +40,7 @@ impl Vring {
             signals: Arc::new(Signals {
                 call: Mutex::new(None),
                 error: Mutex::new(None),
+                bell,
                 metrics,
             }),
             worker: None,
@@ -58,85 +57,70 @@ impl Vring {
 
 /// The descriptors with which a front-end is told of used chains and of errors.
 pub(super) struct Signals {
-    call: Mutex<Option<File>>,
-    error: Mutex<Option<File>>,
+    call: Mutex<Option<Signal>>,
+    error: Mutex<Option<Signal>>,
+    bell: Arc<Bell>,
     metrics: Arc<BlockMetrics>,
 }
 
 impl Signals {
     /// SET_VRING_CALL.
     pub(super) fn set_call(&self, file: Option<File>) -> Outcome<()> {
-        *lock(&self.call) = file.map(signal).transpose()?;
+        self.set(&self.call, file)?;
         self.remind();
         Ok(())
     }
 
     /// Rings for whatever may have been used while nobody could be told, perhaps by the back-end before this one.
     pub(super) fn remind(&self) {
-        ring(&lock(&self.call));
+        self.ring(&self.call);
     }
 
     /// SET_VRING_ERR.
     pub(super) fn set_error(&self, file: Option<File>) -> Outcome<()> {
-        *lock(&self.error) = file.map(signal).transpose()?;
+        self.set(&self.error, file)
+    }
+
+    fn set(&self, signal: &Mutex<Option<Signal>>, file: Option<File>) -> Outcome<()> {
+        let new = file.map(|file| Signal::new(file, &self.bell)).transpose()?;
+        // Closed when the lock is free again.
+        let _old = std::mem::replace(&mut *lock(signal), new);
         Ok(())
+    }
+
+    fn ring(&self, signal: &Mutex<Option<Signal>>) -> bool {
+        let signal = lock(signal);
+        signal
+            .as_ref()
+            .is_some_and(|signal| signal.ring(&self.bell))
     }
 }
 
 impl Interrupt for Signals {
     fn queue(&self, _queue: u16) {
-        if ring(&lock(&self.call)) {
+        if self.ring(&self.call) {
             self.metrics.interrupt_sent();
         }
     }
 
     /// The ring is broken.
     fn config(&self) {
-        ring(&lock(&self.error));
+        self.ring(&self.error);
     }
 
     fn reset(&self) {}
 }
 
-fn lock(file: &Mutex<Option<File>>) -> MutexGuard<'_, Option<File>> {
-    file.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Adds 1 to what may be an event descriptor. One that has no room has been rung and not been looked at: a write would
-/// wait, and nothing here waits for a front-end.
-fn ring(file: &Option<File>) -> bool {
-    let Some(file) = file else {
-        return false;
-    };
-    let mut fds = [PollFd::new(file, PollFlags::OUT)];
-    let room = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-        && fds[0].revents().contains(PollFlags::OUT);
-    room && rustix::io::write(file, &1_u64.to_ne_bytes()).is_ok()
-}
-
-/// Takes a descriptor that is to be written to: an event descriptor, a pipe or a socket, but no file or device, a write
-/// to which could take any time.
-fn signal(file: File) -> Outcome<File> {
-    let kind = file
-        .metadata()
-        .map_err(|error| refused(format!("a call descriptor: {error}")))?
-        .file_type();
-    if kind.is_file() || kind.is_dir() || kind.is_block_device() || kind.is_char_device() {
-        return Err(refused("a call descriptor is a file, not an event"));
-    }
-    Ok(file)
+fn lock(signal: &Mutex<Option<Signal>>) -> MutexGuard<'_, Option<Signal>> {
+    signal.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes a descriptor that a worker is to wait for. It must be an event descriptor: the end of a pipe, say, would wake
-/// the worker for ever.
+/// the worker for ever, and a file system of the front-end's could keep whoever asks it.
 pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
-    let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    if link.is_ok_and(|link| link.as_os_str() != "anon_inode:[eventfd]") {
-        return Err(refused("a kick descriptor is no event descriptor"));
+    match is_event(&file)? {
+        // SAFETY: `file` gives its descriptor away, and nothing else owns it.
+        true => Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) }),
+        false => Err(refused("a kick descriptor is no event descriptor")),
     }
-    // Whoever else reads it must not make the worker wait.
-    rustix::fs::fcntl_setfl(&file, OFlags::NONBLOCK)
-        .map_err(|error| refused(format!("a kick descriptor: {error}")))?;
-    // SAFETY: `file` gives its descriptor away, and nothing else owns it.
-    Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })
 }

@@ -168,7 +168,11 @@ fn a_secure_erase_overwrites_and_is_flushed(kind: Kind) {
         let answer = driver.request(0, VIRTIO_BLK_T_SECURE_ERASE, 0, &bytes, 0);
         assert_eq!(answer.status, IOERR, "{sectors} sectors from {sector} on");
     }
-    assert_eq!(driver.counts().secure_erases, 6);
+    for (len, expected) in [(0, IOERR), (15, IOERR), (17, UNSUPP), (32, UNSUPP)] {
+        let answer = driver.request(0, VIRTIO_BLK_T_SECURE_ERASE, 0, &vec![0; len], 0);
+        assert_eq!(answer.status, expected, "{len} bytes of segments");
+    }
+    assert_eq!(driver.counts().secure_erases, 10);
     // A disk with a volatile cache lets go of what it held, and says so by not offering the feature.
     let volatile = RamDisk::with_power_loss(64, true);
     let mut driver = Driver::attach(kind, volatile, config(1));

@@ -73,12 +73,19 @@ impl Guest {
         let kernel = images.path("vmlinuz");
         fs::copy(&kernel, own.join("vmlinuz")).at("copy", &kernel)?;
         initramfs(&own, images, script, &[])?;
+        // Of libvirt's daemons none need run: what QEMU says goes to a file, not to virtlogd.
+        let (root, etc) = (own.join("root"), own.join("root/etc"));
+        fs::create_dir_all(&etc).at("create", &etc)?;
+        let settings = etc.join("qemu.conf");
+        fs::write(&settings, "stdio_handler = \"file\"\n").at("write", &settings)?;
         // A user that is not root needs no set-up of the system for libvirt.
         let nobody = rustix::process::geteuid().is_root();
         if nobody {
             let reachable = fs::Permissions::from_mode(0o755);
             fs::set_permissions(dir, reachable).at("set the mode of", dir)?;
-            chown(&own, Some(NOBODY), Some(NOBODY)).at("change the owner of", &own)?;
+            for path in [&own, &root, &etc] {
+                chown(path, Some(NOBODY), Some(NOBODY)).at("change the owner of", path)?;
+            }
         }
         let place = own.display();
         let domain = domain

@@ -10,6 +10,7 @@ use super::{FINISH, Guest};
 use crate::error::{Error, FileContext, Result};
 use crate::images::GuestImages;
 use crate::packages::install_missing;
+use crate::process::run;
 use crate::reporter::Reporter;
 
 /// Where its package keeps its modules, below a directory named by the kernel's version.
@@ -32,6 +33,8 @@ pub struct UserMode {
     pub disks: Vec<PathBuf>,
     /// Modules to load, with those that they need, by their names.
     pub modules: Vec<String>,
+    /// Files that are block devices: /dev/ubda, /dev/ubdb, ...
+    pub files: Vec<PathBuf>,
 }
 
 impl UserMode {
@@ -97,7 +100,17 @@ impl UserMode {
     }
 
     fn command(&self, directory: &Path, memory: &str) -> Command {
-        let mut command = Command::new("linux.uml");
+        // In a group of processes that dies with its first: some of them stay behind when that is killed. The first is a shell:
+        // to the first the kernel gives orphans, and keeps back signals that it sends itself, as user-mode Linux does to end.
+        let mut group = Command::new("unshare");
+        group.args(["--pid", "--fork", "--kill-child"]);
+        let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
+            Ok(_) => {
+                group.args(["sh", "-c", "linux.uml \"$@\"; exit $?", "linux.uml"]);
+                group
+            }
+            Err(_) => Command::new("linux.uml"),
+        };
         command
             .arg(format!("mem={memory}"))
             .args(["con=null", "con0=fd:0,fd:1", "quiet"])
@@ -105,6 +118,9 @@ impl UserMode {
         for disk in &self.disks {
             // 2 is the number of a block device.
             command.arg(format!("virtio_uml.device={}:2", disk.display()));
+        }
+        for (number, file) in self.files.iter().enumerate() {
+            command.arg(format!("ubd{number}={}", file.display()));
         }
         command
     }
@@ -133,7 +149,7 @@ fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
     for module in modules {
         let mut command = Command::new("modprobe");
         command.args(["--show-depends", "-S", &version, "-d"]);
-        let output = crate::process::run(command.arg(place).arg(module))?;
+        let output = run(command.arg(place).arg(module))?;
         // `insmod PATH` each, in order; `builtin NAME` for what needs no loading.
         for line in String::from_utf8_lossy(&output.stdout).lines() {
             let Some(path) = line.strip_prefix("insmod ") else {

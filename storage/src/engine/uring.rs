@@ -111,6 +111,11 @@ impl Uring {
             slices.0.clear();
             self.slices.push(slices);
         }
+        // Interrupted, or for want of memory not begun: plain calls do all of it, as they do what a short one left.
+        let result = match result {
+            interrupted if [-libc::EINTR, -libc::EAGAIN].contains(&interrupted) => 0,
+            result => result,
+        };
         let result = match usize::try_from(result) {
             Err(_) => Err(io::Error::from_raw_os_error(-result)),
             Ok(moved) => {
@@ -239,6 +244,50 @@ impl Drop for Uring {
                 return;
             }
             self.poll(&mut done);
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::engine::Source;
+    use crate::file::DataFile;
+    use crate::sync::Arc;
+
+    /// What the kernel was interrupted in, or had no memory for, is done all the same; any other error is told.
+    #[test]
+    fn an_interrupted_operation_is_carried_out_by_plain_calls() {
+        if let Err(error) = probe() {
+            return println!("skipped: no io_uring here: {error}");
+        }
+        let file = tempfile::tempfile().unwrap();
+        DataFile::write_all_at(&file, &[7; 512], 0).unwrap();
+        let base: Arc<dyn DataFile> = Arc::new(file);
+        let event = Event::new().unwrap();
+        let mut engine = Uring::new(&event).unwrap();
+        for (error, done) in [
+            (libc::EINTR, true),
+            (libc::EAGAIN, true),
+            (libc::EIO, false),
+        ] {
+            let key = engine.in_flight.insert(InFlight {
+                id: 1,
+                io: Io::Read {
+                    source: Source::Base(base.clone()),
+                    offset: 0,
+                    buffer: Buffer::zeroed(512),
+                },
+                slices: Slices::default(),
+            });
+            engine.open += 1;
+            engine.account(key, -error);
+            let result = engine.done.pop().unwrap().result;
+            match done {
+                true => assert_eq!(&result.unwrap().unwrap()[..], [7; 512]),
+                false => assert_eq!(result.unwrap_err().raw_os_error(), Some(error)),
+            }
         }
     }
 }

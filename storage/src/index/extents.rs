@@ -337,6 +337,29 @@ impl ExtentMap {
         })
     }
 
+    /// What of it lies in no extent of `newer`. It has no payloads that wait for the log.
+    pub(crate) fn without(&self, newer: &Self) -> Self {
+        let mut left = Self::default();
+        for piece in self.iter() {
+            let Piece {
+                sector,
+                sectors,
+                place,
+            } = piece;
+            newer.visit(sector, sectors, &mut |part| {
+                if let (None, Some(place)) = (part.place, &place) {
+                    left.insert(
+                        part.sector,
+                        part.sectors,
+                        0,
+                        place.skip(part.sector - sector),
+                    );
+                }
+            });
+        }
+        left
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.leaves.is_empty()
     }

@@ -1,5 +1,7 @@
 //! The ports of an open log, and what they tell the oracle.
 
+use std::collections::HashSet;
+
 use super::fixture::{Fixture, Running};
 use super::oracle::{Broken, Oracle};
 use crate::{Completion, Operation, Port};
@@ -9,6 +11,8 @@ pub(super) struct Clients {
     /// With the disk of each.
     ports: Vec<(usize, Port)>,
     next_token: u64,
+    /// A change is answered once it is written, and these have not been asked for that.
+    unasked: HashSet<u64>,
 }
 
 impl Clients {
@@ -21,6 +25,7 @@ impl Clients {
         Self {
             ports: (0..count).map(port).collect(),
             next_token: 0,
+            unasked: HashSet::new(),
         }
     }
 
@@ -42,6 +47,9 @@ impl Clients {
         let through = !running.disks[*disk].write_cache();
         let before = running.appended();
         oracle.submit(which, self.next_token, *disk, &operation, through);
+        if oracle.written && !matches!(operation, Operation::Read { .. } | Operation::Flush) {
+            self.unasked.insert(self.next_token);
+        }
         port.submit(self.next_token, operation);
         oracle.place(which, running.appended() - before);
     }
@@ -58,6 +66,10 @@ impl Clients {
         let (_, port) = &mut self.ports[which];
         port.kick();
         port.completions(&mut done);
+        done.retain(|end| {
+            let ask = self.unasked.remove(&end.token) && end.result.is_ok();
+            !ask || port.when_written(end.token)
+        });
         oracle.place(which, running.appended() - before);
         done
     }

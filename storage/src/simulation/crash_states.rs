@@ -1,50 +1,71 @@
-//! All that a power cut may leave of what was written and not synced.
+//! All that a power cut may leave of what was done and not synced.
 
-use super::medium::{FileState, SECTOR};
+use super::medium::{SECTOR, Stored};
+use super::names::Kept;
 
 /// Up to so many states are all made.
 const MOST: usize = 4096;
 
-/// A sector that may hold its durable bytes or any of what was written to it since.
-struct Torn {
-    file: usize,
-    /// Which of the file's cached writes may have been the last that reached the medium.
-    cached: Vec<usize>,
+/// Something that may be left in several ways.
+enum Open {
+    /// A sector may hold its durable bytes or any of what was written to it since: which of the file's cached writes may
+    /// have been the last that reached the medium.
+    Sector { file: usize, cached: Vec<usize> },
+    /// A file may have its durable length or one of so many that it got since.
+    Length { file: usize, new: usize },
+    /// A file's attribute may be what it durably is or one of so many that it got since.
+    Mark { file: usize, new: usize },
+    /// A change of names, by its number, may be lost or kept; of a rename the old name may be there too.
+    Name { change: usize, renames: bool },
+}
+
+impl Open {
+    /// How many ways there are. The first is that nothing is left of it, the last that all is.
+    fn ways(&self) -> usize {
+        match self {
+            Self::Sector { cached, .. } => 1 + cached.len(),
+            Self::Length { new, .. } | Self::Mark { new, .. } => 1 + new,
+            Self::Name { renames, .. } => 2 + usize::from(*renames),
+        }
+    }
 }
 
 /// What a power cut may leave.
 pub(super) struct CrashStates {
-    pub states: Vec<Vec<FileState>>,
-    /// There are more than these: only those where the writes up to some time or from some time on, one alone or all
-    /// but one reached the medium.
+    pub states: Vec<Stored>,
+    /// There are more than these: only those where what was done up to some time or from some time on, one thing alone or
+    /// all but one reached the medium.
     pub bounded: bool,
 }
 
 /// See the module's documentation. Any subset of the sectors written may be there, each in any version. Different
 /// subsets that leave the same bytes are one state.
-pub(super) fn crash_states(files: &[FileState]) -> CrashStates {
-    let torn: Vec<Torn> = (0..files.len())
-        .flat_map(|file| torn_sectors(file, &files[file]))
-        .collect();
-    let total = torn.iter().try_fold(1usize, |total, sector| {
-        total.checked_mul(1 + sector.cached.len())
-    });
-    // For each torn sector 0: its durable bytes, n: the n-th version after them.
+pub(super) fn crash_states(stored: &Stored) -> CrashStates {
+    let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
+    let mut open: Vec<Open> = named.flat_map(|file| of_file(file, stored)).collect();
+    open.extend((0..stored.names.unsynced()).map(|change| Open::Name {
+        change,
+        renames: stored.names.renames(change),
+    }));
+    let total = open
+        .iter()
+        .try_fold(1usize, |total, open| total.checked_mul(open.ways()));
     let picks = match total {
-        Some(total) if total <= MOST => (0..total).map(|state| digits(state, &torn)).collect(),
-        _ => extremes(&torn),
+        Some(total) if total <= MOST => (0..total).map(|state| digits(state, &open)).collect(),
+        _ => extremes(&open),
     };
     CrashStates {
         states: picks
             .iter()
-            .map(|picks| state(files, &torn, picks))
+            .map(|picks| state(stored, &open, picks))
             .collect(),
         bounded: total.is_none_or(|total| total > MOST),
     }
 }
 
-/// The sectors of a file that may hold different bytes.
-fn torn_sectors(file: usize, state: &FileState) -> Vec<Torn> {
+/// The length of a file and those of its sectors that may hold different bytes.
+fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
+    let state = &stored.files[file];
     let mut offsets: Vec<usize> = Vec::new();
     for (offset, _) in &state.cached {
         if !offsets.contains(offset) {
@@ -52,38 +73,46 @@ fn torn_sectors(file: usize, state: &FileState) -> Vec<Torn> {
         }
     }
     let versions = |offset: usize| {
-        let durable = &state.durable[offset..offset + SECTOR];
+        let durable = state.durable.get(offset..offset + SECTOR);
         let mut cached: Vec<usize> = Vec::new();
         for (i, (at, bytes)) in state.cached.iter().enumerate() {
             let new = *at == offset
-                && bytes != durable
+                && durable != Some(bytes)
                 && cached.iter().all(|&other| state.cached[other].1 != *bytes);
             if new {
                 cached.push(i);
             }
         }
-        Torn { file, cached }
+        Open::Sector { file, cached }
     };
-    let torn = offsets.into_iter().map(versions);
-    torn.filter(|torn| !torn.cached.is_empty()).collect()
+    let length = Open::Length {
+        file,
+        new: state.lengths.len(),
+    };
+    let mark = Open::Mark {
+        file,
+        new: state.marks.len(),
+    };
+    let open = offsets.into_iter().map(versions).chain([length, mark]);
+    open.filter(|open| open.ways() > 1).collect()
 }
 
 /// The `number`-th combination.
-fn digits(mut number: usize, torn: &[Torn]) -> Vec<usize> {
-    let digit = |sector: &Torn| {
-        let digit = number % (1 + sector.cached.len());
-        number /= 1 + sector.cached.len();
+fn digits(mut number: usize, open: &[Open]) -> Vec<usize> {
+    let digit = |open: &Open| {
+        let digit = number % open.ways();
+        number /= open.ways();
         digit
     };
-    torn.iter().map(digit).collect()
+    open.iter().map(digit).collect()
 }
 
-fn extremes(torn: &[Torn]) -> Vec<Vec<usize>> {
+fn extremes(open: &[Open]) -> Vec<Vec<usize>> {
     let pick = |keep: &dyn Fn(usize) -> bool| {
-        let newest = |i: usize| if keep(i) { torn[i].cached.len() } else { 0 };
-        (0..torn.len()).map(newest).collect::<Vec<_>>()
+        let newest = |i: usize| if keep(i) { open[i].ways() - 1 } else { 0 };
+        (0..open.len()).map(newest).collect::<Vec<_>>()
     };
-    (0..=torn.len())
+    (0..=open.len())
         .flat_map(|n| {
             [
                 pick(&|i| i < n),
@@ -95,16 +124,36 @@ fn extremes(torn: &[Torn]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn state(files: &[FileState], torn: &[Torn], picks: &[usize]) -> Vec<FileState> {
-    let mut files = files.to_vec();
-    for (file, state) in files.iter_mut().enumerate() {
+fn state(stored: &Stored, open: &[Open], picks: &[usize]) -> Stored {
+    let mut stored = stored.clone();
+    let picked = || open.iter().zip(picks);
+    for (number, state) in stored.files.iter_mut().enumerate() {
         let cached = std::mem::take(&mut state.cached);
-        let kept = torn
-            .iter()
-            .zip(picks)
-            .filter(|(sector, _)| sector.file == file);
-        let kept = kept.filter_map(|(sector, pick)| sector.cached.get(pick.checked_sub(1)?));
-        state.settle(kept.map(|&version| &cached[version]));
+        let kept = picked().filter_map(|(open, pick)| match open {
+            Open::Sector { file, cached } if *file == number => cached.get(pick.checked_sub(1)?),
+            _ => None,
+        });
+        let length = picked().find_map(|(open, pick)| match open {
+            Open::Length { file, .. } if *file == number => Some(*pick),
+            _ => None,
+        });
+        let mark = picked().find_map(|(open, pick)| match open {
+            Open::Mark { file, .. } if *file == number => Some(*pick),
+            _ => None,
+        });
+        let kept = kept.map(|&version| &cached[version]);
+        state.settle(length.unwrap_or(0), mark.unwrap_or(0), kept);
     }
-    files
+    stored.names.settle(|n| {
+        let pick = picked().find_map(|(open, pick)| match open {
+            Open::Name { change, .. } if *change == n => Some((*pick, open.ways())),
+            _ => None,
+        });
+        match pick {
+            None | Some((0, _)) => Kept::Lost,
+            Some((pick, ways)) if pick + 1 == ways => Kept::Whole,
+            Some(_) => Kept::Added,
+        }
+    });
+    stored
 }

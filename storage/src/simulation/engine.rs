@@ -2,7 +2,8 @@
 
 use std::io;
 
-use super::medium::{Pace, Simulated};
+use super::files::Simulated;
+use super::medium::Pace;
 use crate::Buffer;
 use crate::engine::{self, Done, Engine, Io, Source, SyncScope};
 use crate::sync::{Event, thread};
@@ -37,6 +38,29 @@ impl Queued {
         }
         self.written = true;
         Ok(())
+    }
+
+    /// Leaves to the medium what it has not written: the process is killed.
+    fn leave(self, medium: &Simulated) {
+        let (file, offset, chunks) = match &self.io {
+            Io::Append {
+                segment,
+                offset,
+                chunks,
+                ..
+            } if !self.written => (segment.file.as_ref(), offset, chunks),
+            Io::Write {
+                base,
+                offset,
+                chunks,
+            } => (base.as_ref(), offset, chunks),
+            _ => return,
+        };
+        let chunks = chunks.iter();
+        let bytes: Vec<u8> = chunks
+            .flat_map(|chunk| chunk.buffer[..chunk.len].iter().copied())
+            .collect();
+        medium.leave_in_flight(file, *offset, bytes);
     }
 }
 
@@ -95,6 +119,15 @@ impl SimulatedEngine {
     }
 }
 
+impl Drop for SimulatedEngine {
+    fn drop(&mut self) {
+        if self.medium.lock().crashed {
+            let queued = self.queued.drain(..);
+            queued.for_each(|queued| queued.leave(&self.medium));
+        }
+    }
+}
+
 impl Engine for SimulatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
         self.event.signal();
@@ -103,6 +136,10 @@ impl Engine for SimulatedEngine {
             io,
             written: false,
         };
+        if self.medium.lock().crashed {
+            let result = Err(io::Error::other("power lost"));
+            return self.failed.push(Done { id, result });
+        }
         let at_once = {
             let mut world = self.medium.lock();
             match world.pace {
@@ -125,6 +162,14 @@ impl Engine for SimulatedEngine {
     fn poll(&mut self, done: &mut Vec<Done>) {
         done.append(&mut self.failed);
         if self.queued.is_empty() {
+            return;
+        }
+        if self.medium.lock().crashed {
+            for queued in self.queued.drain(..) {
+                let (id, result) = (queued.id, Err(io::Error::other("power lost")));
+                done.push(Done { id, result });
+                queued.leave(&self.medium);
+            }
             return;
         }
         let end = {

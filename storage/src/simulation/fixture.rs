@@ -1,23 +1,27 @@
 //! A log and its disks on a simulated medium: made, opened, read.
 
-use std::path::Path;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 
-use zerocopy::FromZeros;
-use zerocopy::little_endian::{U32, U64};
+use zerocopy::little_endian::U64;
 
-use super::medium::{Simulated, World};
-use super::oracle::{Contents, value_of};
+use super::files::Simulated;
+use super::medium::{LOG, Stored, World};
+use super::names::DIRECTORY;
+use super::oracle::{Contents, Readable, value_of};
 use crate::catalog::read_control;
-use crate::disk::{Disk, DiskState};
-use crate::format::{CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, VERSION};
+use crate::disk::{CacheMode, Disk};
+use crate::format::ControlHeader;
 use crate::keeper::{ControlFile, Keeper};
-use crate::store::assemble;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, RwLock};
-use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions};
+use crate::mutant::PLANTED;
+use crate::store::{DiskOptions, open_log};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Mutex};
+use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk};
 
 /// How large everything is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub disks: usize,
     /// Sectors of each disk.
@@ -33,6 +37,8 @@ pub(super) struct Fixture {
     pub shape: Shape,
     /// See [`StoreOptions::write_per_waiter`].
     pub write_per_waiter: bool,
+    /// Base images are found elsewhere now and then, so that the next control writes change many sectors.
+    pub moves: bool,
 }
 
 /// An open store without threads.
@@ -44,57 +50,26 @@ pub(super) struct Running {
 impl Fixture {
     /// Makes a new log with empty disks.
     pub(super) fn new(mut world: World, shape: Shape) -> Self {
-        let Shape { disks, sectors, .. } = shape;
-        world.create("control", 2 * CONTROL_SLOT);
-        for disk in 0..disks {
-            world.create(&format!("base-{disk}"), sectors as usize * 512);
-        }
-        let medium = Simulated {
-            world: Arc::new(Mutex::new(world)),
-        };
-        let mut header = ControlHeader::new_zeroed();
-        header.magic = CONTROL_MAGIC;
-        header.version = U32::new(VERSION);
-        header.log = [7; 16];
-        header.segment_size = U64::new(shape.segment_size);
-        header.max_segments = U32::new(shape.max_segments);
-        header.first_sequence = U64::new(1);
-        header.next_lsn = U64::new(1);
-        header.next_cid = U64::new(1);
-        let entries = (0..disks).map(|disk| {
-            let mut entry = DiskEntry::new_zeroed();
-            entry.disk = [disk as u8 + 1; 16];
-            entry.id = U32::new(disk as u32 + 1);
-            entry.size = U64::new(sectors * 512);
-            entry
-        });
-        let control = Control {
-            header,
-            disks: entries.collect(),
-        };
-        let file = medium.file("control");
-        ControlFile {
-            path: "control".into(),
-            file,
-            control,
-            moved: false,
-        }
-        .write()
-        .expect("a new medium works");
+        let made = made(shape, world.without_attributes);
+        (world.files, world.names) = (made.files, made.names);
+        let world = Arc::new(Mutex::new(world));
         Self {
-            medium,
+            medium: Simulated { world },
             shape,
             write_per_waiter: false,
+            moves: false,
         }
     }
 
     /// The same log on a medium of its own.
-    pub(super) fn with(&self, world: World) -> Self {
+    pub(super) fn with(&self, mut world: World) -> Self {
+        world.locked.clear();
         let world = Arc::new(Mutex::new(world));
         Self {
             medium: Simulated { world },
             shape: self.shape,
             write_per_waiter: self.write_per_waiter,
+            moves: self.moves,
         }
     }
 
@@ -106,51 +81,51 @@ impl Fixture {
             write_per_waiter: self.write_per_waiter,
             ..StoreOptions::default()
         };
-        let control = read_control(self.medium.file("control"), "control".into())?;
-        let mut states: Vec<_> = (0..self.shape.disks)
-            .map(|disk| {
-                Arc::new(DiskState {
-                    id: disk as u32 + 1,
-                    uuid: [disk as u8 + 1; 16],
-                    path: format!("base-{disk}").into(),
-                    sectors: AtomicU64::new(self.shape.sectors),
-                    base: self.medium.file(&format!("base-{disk}")).into(),
-                    read_only: false,
-                    no_flush: false,
-                    write_cache: AtomicBool::new(!through),
-                    last_lsn: AtomicU64::new(0),
-                    index: RwLock::default(),
-                })
-            })
-            .collect();
+        if self.moves && self.medium.lock().random.one_in(3) {
+            self.move_images();
+        }
+        let cache = match through {
+            true => CacheMode::Writethrough,
+            false => CacheMode::Writeback,
+        };
+        let disk = |disk| DiskOptions {
+            cache,
+            ..DiskOptions::new(self.image(disk))
+        };
+        let disks: Vec<_> = (0..self.shape.disks).map(disk).collect();
         let medium = Box::new(self.medium.clone());
-        let (log, keeper) = assemble(
-            medium,
-            Path::new("log"),
-            control,
-            &mut states,
-            &options,
-            &mut |_, _| {},
-        )?;
-        let disks = states
-            .into_iter()
-            .map(|state| Disk {
-                log: log.clone(),
-                state,
-            })
-            .collect();
+        let _files = self.medium.enter();
+        let (_, disks, keeper) =
+            open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {})?;
         Ok(Running { disks, keeper })
+    }
+
+    /// Where the image of a disk is.
+    pub(super) fn image(&self, disk: usize) -> PathBuf {
+        let world = self.medium.lock();
+        let mut paths = image_paths(disk).into_iter();
+        let path = paths.find(|path| world.names.get(path).is_some());
+        path.expect("an image")
+    }
+
+    /// Moves the images to another directory.
+    fn move_images(&self) {
+        for disk in 0..self.shape.disks {
+            let from = self.image(disk);
+            let to = image_paths(disk).into_iter().find(|path| *path != from);
+            self.medium
+                .lock()
+                .names
+                .move_file(&from, &to.expect("two paths"));
+        }
     }
 
     /// What the base images hold, without the log.
     pub(super) fn bases(&self) -> Contents {
-        let world = self.medium.lock();
         let values = |disk: usize| {
-            world
-                .contents(&format!("base-{disk}"))
-                .chunks(512)
-                .map(value_of)
-                .collect()
+            let path = self.image(disk);
+            let world = self.medium.lock();
+            world.contents(&path).chunks(512).map(value_of).collect()
         };
         (0..self.shape.disks).map(values).collect()
     }
@@ -186,6 +161,70 @@ impl Running {
         };
         self.disks.iter().map(read_disk).collect()
     }
+
+    /// Reads all disks sector by sector: what can be read.
+    pub(super) fn read_sectors(&self) -> Readable {
+        let read_disk = |disk: &Disk| {
+            let mut port = disk.open_port().expect("a port");
+            let mut sector = |sector| {
+                let sectors = 1;
+                let data = end(&mut port, Operation::Read { sector, sectors }).ok()?;
+                Some(value_of(&data.expect("data of a read")))
+            };
+            (0..disk.sectors()).map(&mut sector).collect()
+        };
+        self.disks.iter().map(read_disk).collect()
+    }
+}
+
+fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
+    read_control(medium.file("control"), "control".into(), "/".into())
+}
+
+/// The paths that the image of a disk may have. They differ in so much that another in the control file changes many
+/// sectors of it.
+fn image_paths(disk: usize) -> [PathBuf; 2] {
+    let name = format!("base-{disk}");
+    [Path::new("/").join(&name), elsewhere().join(name)]
+}
+
+fn elsewhere() -> PathBuf {
+    Path::new("/").join("elsewhere-".repeat(20))
+}
+
+/// A new log with empty disks, as it is on the medium. It is made once for each shape and thread.
+fn made(shape: Shape, without_attributes: bool) -> Stored {
+    thread_local! {
+        static MADE: RefCell<HashMap<(Shape, bool), Stored>> = RefCell::default();
+    }
+    let key = (shape, without_attributes);
+    if let Some(made) = MADE.with_borrow(|made| made.get(&key).cloned()) {
+        return made;
+    }
+    // By a store that works.
+    let planted = PLANTED.take();
+    let mut world = World::new(1);
+    world.without_attributes = without_attributes;
+    world.names.set(&elsewhere(), DIRECTORY);
+    world.names.sync(Path::new("/"));
+    let medium = Simulated {
+        world: Arc::new(Mutex::new(world)),
+    };
+    let options = StoreOptions {
+        segment_size: shape.segment_size,
+        max_segments: shape.max_segments,
+        ..StoreOptions::default()
+    };
+    let files = medium.enter();
+    for disk in 0..shape.disks {
+        let [path, _] = image_paths(disk);
+        create_disk(&path, shape.sectors * 512, Path::new(LOG), &options).expect("a new disk");
+    }
+    drop(files);
+    PLANTED.set(planted);
+    let made = medium.lock().stored();
+    MADE.with_borrow_mut(|all| all.insert(key, made.clone()));
+    made
 }
 
 /// Runs one request alone to its end.
@@ -200,6 +239,29 @@ fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure>
         }
     }
     panic!("a request alone never ends");
+}
+
+/// Carries out a request, with a keeper that is as busy as the port.
+#[cfg(not(feature = "shuttle"))]
+pub(super) fn carry_out(
+    running: &mut Running,
+    port: &mut Port,
+    operation: Operation,
+) -> Result<Option<Buffer>, Failure> {
+    port.submit(1, operation);
+    let mut done = Vec::new();
+    for _ in 0..1000 {
+        port.kick();
+        port.completions(&mut done);
+        if let Some(end) = done.pop() {
+            return end.result;
+        }
+        if running.disks[0].log.lock().is_idle() {
+            // What it can't do, the request is told.
+            let _ = running.keeper.step(false);
+        }
+    }
+    panic!("a request is never answered");
 }
 
 /// So many sectors filled with a value.
@@ -218,7 +280,7 @@ fn a_control_write_that_fails_changes_nothing() {
         max_segments: 4,
     };
     let fixture = Fixture::new(World::new(1), shape);
-    let mut control = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    let mut control = control_of(&fixture.medium).unwrap();
     let before = control.control.header;
     {
         let mut world = fixture.medium.lock();
@@ -229,7 +291,7 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(control.control.header.copying_lsn, before.copying_lsn);
     assert_eq!(control.control.header.generation, before.generation);
     control.update(copying).unwrap();
-    let read = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    let read = control_of(&fixture.medium).unwrap();
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
@@ -265,11 +327,11 @@ fn times_in_a_log_never_go_back() {
         drop(running);
         fixture.medium.lock().restart();
     }
-    let control = read_control(fixture.medium.file("control"), "control".into()).unwrap();
+    let control = control_of(&fixture.medium).unwrap();
     let mut times = Vec::new();
     crate::recovery::scan(
         &fixture.medium,
-        Path::new("log"),
+        Path::new(LOG),
         &control.control,
         &mut |found| times.push(found.batch.unix_us.get()),
         &mut |_, _| {},

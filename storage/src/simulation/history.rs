@@ -1,15 +1,16 @@
 //! One random history: what is done, and when power is lost.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Random, World};
 use super::oracle::{Broken, Oracle};
+use crate::catalog::read_control;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
-use crate::segment::Medium;
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
@@ -29,6 +30,16 @@ pub(super) struct Totals {
     pub faults: u64,
     /// Requests that failed because there was no space.
     pub refused: u64,
+    /// Processes that were killed, the cache being left to the next.
+    pub kills: u64,
+    /// Stores that worked on, without another power cut, with what they had recovered.
+    pub worked_on: u64,
+    /// Writes that were in flight in a process when it was killed, and ended later.
+    pub late_writes: u64,
+    /// Control slots that a power cut left with some of the sectors last written to it.
+    pub torn_slots: u64,
+    /// Kills after which all that was answered as written had to be there.
+    pub kept: u64,
 }
 
 impl Totals {
@@ -43,6 +54,11 @@ impl Totals {
         self.closes += other.closes;
         self.faults += other.faults;
         self.refused += other.refused;
+        self.kills += other.kills;
+        self.worked_on += other.worked_on;
+        self.late_writes += other.late_writes;
+        self.torn_slots += other.torn_slots;
+        self.kept += other.kept;
     }
 }
 
@@ -69,6 +85,7 @@ impl History {
         };
         let mut fixture = Fixture::new(world, shape);
         fixture.write_per_waiter = seed.is_multiple_of(4);
+        fixture.moves = true;
         Self {
             random,
             oracle: Oracle::new(fixture.bases()),
@@ -82,15 +99,27 @@ impl History {
     /// Runs it to the end.
     pub(super) fn run(mut self) -> Result<Totals, Broken> {
         let incarnations = 1 + self.random.below(3);
+        let mut running = None;
         for _ in 0..incarnations {
-            self.incarnation()?;
+            let opened = match running.take() {
+                Some(running) => running,
+                None => self
+                    .open()
+                    .map_err(|error| format!("opening a good log failed: {error}"))?,
+            };
+            running = self.incarnation(opened)?;
         }
+        let world = self.fixture.medium.lock();
+        self.totals.late_writes = world.late_writes;
+        self.totals.torn_slots = world.torn_slots;
+        drop(world);
         Ok(self.totals)
     }
 
-    /// Opens, works, and loses power or closes; then opens again and judges.
-    fn incarnation(&mut self) -> Result<(), Broken> {
+    /// Opens the log in any way.
+    fn open(&mut self) -> crate::Result<Running> {
         let through = self.random.one_in(4);
+        self.oracle.written = self.random.one_in(2);
         let wait = match self.random.one_in(3) {
             true => CommitWait {
                 longest: Some(Duration::from_micros(1)),
@@ -98,14 +127,38 @@ impl History {
             },
             false => CommitWait::NONE,
         };
-        let mut running = self
-            .fixture
-            .open(through, wait)
-            .map_err(|error| format!("opening a good log failed: {error}"))?;
+        self.fixture.open(through, wait)
+    }
+
+    /// The process is killed, or power is lost; `true`: only killed.
+    fn end_process(&mut self) -> bool {
+        let killed = self.random.one_in(3);
+        if killed {
+            // The cache is still there, and unsynced.
+            self.totals.kills += 1;
+            self.fixture.medium.lock().restart();
+        } else {
+            self.fixture.lose_power();
+        }
+        killed
+    }
+
+    /// Only a process has ended, with nothing lost: what was answered as written is there, and durable once recovered.
+    fn expect_written(&mut self) {
+        self.oracle.killed();
+        self.totals.kept += 1;
+    }
+
+    /// Works, and loses power or closes; then opens again and judges. Returns the log if it is still open then.
+    fn incarnation(&mut self, mut running: Running) -> Result<Option<Running>, Broken> {
         let crash = !self.random.one_in(5);
         if crash {
-            let ticks = self.random.below(60);
-            self.fixture.medium.lock().ticks = Some(ticks);
+            let (ticks, control) = (self.random.below(80), self.random.one_in(6));
+            let mut world = self.fixture.medium.lock();
+            match control {
+                true => world.cut_control = Some(ticks / 13),
+                false => world.ticks = Some(ticks),
+            }
         }
         if self.random.one_in(if crash { 8 } else { 3 }) {
             let (count, control) = (self.random.below(8), self.random.one_in(2));
@@ -123,17 +176,20 @@ impl History {
         } else {
             self.totals.crashes += 1;
         }
-        self.totals.faults += u64::from(self.fixture.medium.lock().failed);
-        if self.random.one_in(3) {
-            // The process was killed: the cache is still there, and unsynced.
-            self.fixture.medium.lock().restart();
-        } else {
-            self.fixture.lose_power();
-        }
+        let failed = self.fixture.medium.lock().failed;
+        self.totals.faults += u64::from(failed);
+        // A sync that fails may take from the cache what it was for.
+        let mut kept = self.end_process() && !failed;
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
-            let ticks = self.random.below(6);
-            self.fixture.medium.lock().ticks = Some(ticks);
+            let (ticks, control) = (self.random.below(20), self.random.one_in(6));
+            {
+                let mut world = self.fixture.medium.lock();
+                match control {
+                    true => world.cut_control = Some(ticks / 5),
+                    false => world.ticks = Some(ticks),
+                }
+            }
             self.plan_faults();
             let opened = self.fixture.open(false, CommitWait::NONE);
             if let Err(error) = &opened {
@@ -145,11 +201,18 @@ impl History {
                 }
             }
             if let Ok(mut running) = opened {
+                if kept {
+                    self.expect_written();
+                }
                 let _ = running.keeper.step(true);
             }
-            self.totals.faults += u64::from(self.fixture.medium.lock().failed);
+            let failed = self.fixture.medium.lock().failed;
+            self.totals.faults += u64::from(failed);
             self.totals.recovery_crashes += u64::from(self.fixture.medium.lock().crashed);
-            self.fixture.lose_power();
+            kept &= self.end_process() && !failed;
+        }
+        if kept {
+            self.expect_written();
         }
         self.judge()
     }
@@ -162,12 +225,15 @@ impl History {
             0 => world.fail_read = Some(after),
             1 => world.fail_write = Some(after),
             2 | 3 => world.short_writes = true,
+            4 if world.fail_sync.is_none() => world.fail_sync = Some(after / 2),
             _ => {}
         }
     }
 
-    /// Works, is killed, and finds some bytes of its log changed: that is reported, or it was beyond what had been
-    /// acknowledged or reused, but it never shows as data that is no prefix of what was written.
+    /// Works, is killed, and finds some bytes of its log changed. That is reported, by an error at opening or by errors
+    /// of reads. Or it was beyond what can be known to have been acknowledged, or in what is not used. It never shows as
+    /// data that is no prefix of what was written, neither in reads nor after a checkpoint. Returns whether it was
+    /// reported.
     pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
         let mut running = self
             .fixture
@@ -175,16 +241,37 @@ impl History {
             .map_err(|error| error.to_string())?;
         self.work(&mut running)?;
         drop(running);
-        for _ in 0..1 + self.random.below(3) {
-            self.fixture.medium.lock().damage();
+        {
+            let mut world = self.fixture.medium.lock();
+            world.restart();
+            let damages = 1 + self.random.below(3);
+            (0..damages).for_each(|_| world.damage());
         }
         match self.fixture.open(false, CommitWait::NONE) {
-            Ok(running) => {
-                self.oracle.forgive();
-                let found = running
-                    .read()
-                    .map_err(|failure| format!("reading after damage: {failure}"))?;
-                self.oracle.judge(&found).map(|_| false)
+            Ok(mut running) => {
+                let durable = self.known_durable()?;
+                self.oracle.damaged(durable);
+                let found = running.read_sectors();
+                self.oracle.judge_readable(&found)?;
+                // What is damaged stays in the log, all else goes to the base images.
+                let damaged = found.iter().flatten().any(Option::is_none);
+                let copied = running.keeper.step(true);
+                let told = copied.as_ref().err().map(|error| error.kind());
+                if told != damaged.then_some(ErrorKind::Damaged) {
+                    return Err(format!(
+                        "damaged: {damaged}, and the checkpoint: {copied:?}"
+                    ));
+                }
+                for _ in 0..2 {
+                    if running.read_sectors() != found {
+                        return Err("a checkpoint changes what is read".into());
+                    }
+                    drop(running);
+                    self.fixture.lose_power();
+                    let opened = self.fixture.open(false, CommitWait::NONE);
+                    running = opened.map_err(|error| format!("a second opening: {error}"))?;
+                }
+                Ok(damaged)
             }
             Err(error)
                 if matches!(
@@ -198,42 +285,64 @@ impl History {
         }
     }
 
-    /// Opens what is left and finds the prefix that it is.
-    fn judge(&mut self) -> Result<(), Broken> {
+    /// Opens what is left and finds the prefix that it is. That must be durable from now on, and is where the next
+    /// incarnation begins: after a power cut, after a kill, or at once in the log that was opened, which is returned then.
+    fn judge(&mut self) -> Result<Option<Running>, Broken> {
         let running = self
-            .fixture
-            .open(false, CommitWait::NONE)
+            .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
         self.check_numbers(running.disks[0].log.lock().next_lsn)?;
         let found = running
             .read()
             .map_err(|failure| format!("reading after recovery: {failure}"))?;
         self.totals.lost_records += self.oracle.judge(&found)? as u64;
-        drop(running);
-        // What was recovered must be durable from now on, and is where the next incarnation begins.
-        self.fixture.lose_power();
+        let written = self.oracle.written;
         self.oracle = Oracle::new(found);
-        Ok(())
+        self.oracle.written = written;
+        if self.random.one_in(3) {
+            self.totals.worked_on += 1;
+            return Ok(Some(running));
+        }
+        drop(running);
+        self.end_process();
+        Ok(None)
+    }
+
+    /// The last LSN that anything on the medium tells was durable.
+    fn known_durable(&self) -> Result<u64, Broken> {
+        let control = self.fixture.medium.file("control");
+        let control = read_control(control, "control".into(), PathBuf::new())
+            .map_err(|error| error.to_string())?;
+        let root = control.control.header;
+        let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());
+        let segments = self.fixture.medium.lock().segments();
+        for (_, bytes) in segments {
+            for at in (BLOCK..bytes.len()).step_by(BLOCK) {
+                let Some((header, len)) = BatchHeader::peek(&bytes[at..]) else {
+                    continue;
+                };
+                let whole = bytes.get(at..at + len);
+                if header.sequence >= root.first_sequence
+                    && whole.is_some_and(|whole| header.records(whole).is_some())
+                {
+                    durable = durable.max(header.durable_lsn.get());
+                }
+            }
+        }
+        Ok(durable)
     }
 
     /// Numbers seen on the medium are never given out again: no LSN, no salt.
     fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
-        let segments = self.fixture.medium.segments();
-        for (slot, segment) in segments.map_err(|error| error.to_string())? {
-            let mut bytes = vec![0; self.fixture.shape.segment_size as usize];
-            segment
-                .file
-                .read_exact_at(&mut bytes, 0)
-                .map_err(|error| error.to_string())?;
+        let segments = self.fixture.medium.lock().segments();
+        for (name, bytes) in segments {
             // Without its header a segment's batches can't be taken for anything.
             let Decoded::Valid(life) = SegmentHeader::decode(&bytes) else {
                 continue;
             };
             let (salt, sequence) = (life.salt.get(), life.sequence.get());
             if *self.salts.entry(salt).or_insert(sequence) != sequence {
-                return Err(format!(
-                    "segment {slot} has the salt {salt} of another sequence"
-                ));
+                return Err(format!("{name} has the salt {salt} of another sequence"));
             }
             for block in bytes.chunks(BLOCK) {
                 let Some((header, len)) = BatchHeader::peek(block) else {
@@ -241,11 +350,11 @@ impl History {
                 };
                 let ours = header.salt == life.salt
                     && len <= BLOCK
-                    && header.descriptors(&block[..len]).is_some();
+                    && header.records(&block[..len]).is_some();
                 let first = header.first_lsn.get();
                 if ours && first >= next_lsn {
                     return Err(format!(
-                        "LSN {first} stands in segment {slot} and would be given out again"
+                        "LSN {first} stands in {name} and would be given out again"
                     ));
                 }
             }

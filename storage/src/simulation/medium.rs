@@ -2,23 +2,33 @@
 //!
 //! What was synced is durable. Of what was written since, a power cut keeps any subset of sectors: a write can
 //! tear at every sector boundary and writes can be reordered, as on a disk with a cache.
+//!
+//! A sync that fails leaves any subset durable. The rest is gone, or stays readable although no later sync writes it:
+//! the kernel marks pages clean when their write-back fails, and drops them when it likes.
+//!
+//! A process that is killed leaves the cache as it is. What its engines had in flight reaches the cache at any time
+//! later, unless somebody waits for it by locking the file.
 
+use std::ffi::OsString;
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::Path;
 
-use super::engine::SimulatedEngine;
-use crate::Buffer;
-use crate::engine::{self, Engine, EngineKind};
-use crate::error::{Error, Result};
-use crate::file::DataFile;
-use crate::format::Uuid;
-use crate::segment::{Medium, Segment};
-use crate::sync::{Arc, Event, Mutex, MutexGuard};
+use super::names::{DIRECTORY, Names};
+use crate::filesystem::Open;
+use crate::identity::Mark;
+use crate::sync::{Arc, Event};
 
 pub(super) const SECTOR: usize = 512;
+
+/// Where everything is.
+pub(super) const LOG: &str = "/log";
+
+/// The last part of a path.
+fn last(path: &Path) -> String {
+    let name = path.file_name().expect("a path of a file");
+    name.to_string_lossy().into_owned()
+}
 
 /// SplitMix64: small, and the same everywhere.
 #[derive(Clone, Debug)]
@@ -47,22 +57,104 @@ impl Random {
 /// One file: what is durable, and the sectors written since the last sync, in order. Copies share what is equal.
 #[derive(Clone, Debug)]
 pub(super) struct FileState {
-    name: String,
+    pub name: String,
     pub durable: Arc<Vec<u8>>,
     /// What a reader sees: the durable bytes with the cached ones over them.
-    current: Arc<Vec<u8>>,
+    pub current: Arc<Vec<u8>>,
     pub cached: Vec<(usize, [u8; SECTOR])>,
+    /// The lengths that it got since they were last synced, in order.
+    pub lengths: Vec<usize>,
+    /// What its attribute holds durably, and what it got since, in order.
+    mark: Option<Mark>,
+    pub marks: Vec<Option<Mark>>,
+    /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
+    unwritten: bool,
+}
+
+/// What the medium keeps of files and names.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Stored {
+    pub files: Vec<FileState>,
+    pub names: Names,
 }
 
 impl FileState {
-    /// Loses its cache, except for these sectors.
-    pub(super) fn settle<'a>(&mut self, kept: impl Iterator<Item = &'a (usize, [u8; SECTOR])>) {
-        for (offset, sector) in kept {
+    fn new(name: &str, bytes: Arc<Vec<u8>>) -> Self {
+        Self {
+            name: name.into(),
+            durable: bytes.clone(),
+            current: bytes,
+            cached: Vec::new(),
+            lengths: Vec::new(),
+            mark: None,
+            marks: Vec::new(),
+            unwritten: false,
+        }
+    }
+
+    /// What a reader sees of its attribute.
+    pub(super) fn mark(&self) -> Option<Mark> {
+        *self.marks.last().unwrap_or(&self.mark)
+    }
+
+    /// Makes the oldest `count` of what its attribute got durable.
+    fn sync_marks(&mut self, count: usize) {
+        if let Some(mark) = self.marks.drain(..count).next_back() {
+            self.mark = mark;
+        }
+    }
+
+    /// Loses its cache, except for the oldest of its new lengths and marks and for these sectors.
+    pub(super) fn settle<'a>(
+        &mut self,
+        lengths: usize,
+        marks: usize,
+        kept: impl Iterator<Item = &'a (usize, [u8; SECTOR])>,
+    ) {
+        self.sync_lengths(lengths);
+        self.lengths.clear();
+        self.sync_marks(marks);
+        self.marks.clear();
+        let len = self.durable.len();
+        for (offset, sector) in kept.filter(|(offset, _)| *offset < len) {
             Arc::make_mut(&mut self.durable)[*offset..][..SECTOR].copy_from_slice(sector);
         }
         self.cached.clear();
-        self.current = self.durable.clone();
+        self.forget_unwritten();
     }
+
+    fn set_len(&mut self, len: usize) {
+        Arc::make_mut(&mut self.current).resize(len, 0);
+        self.cached.retain(|(offset, _)| *offset < len);
+        self.lengths.push(len);
+    }
+
+    /// Makes the oldest `count` of its new lengths durable.
+    fn sync_lengths(&mut self, count: usize) {
+        for len in self.lengths.drain(..count) {
+            Arc::make_mut(&mut self.durable).resize(len, 0);
+        }
+    }
+
+    /// Readers see the medium where nothing waits to be written.
+    fn forget_unwritten(&mut self) {
+        self.current = self.durable.clone();
+        self.unwritten = false;
+        if let Some(len) = self.lengths.last() {
+            Arc::make_mut(&mut self.current).resize(*len, 0);
+        }
+        for (offset, sector) in &self.cached {
+            Arc::make_mut(&mut self.current)[*offset..][..SECTOR].copy_from_slice(sector);
+        }
+    }
+}
+
+/// A write that a process had in flight when it was killed.
+#[derive(Clone, Debug)]
+pub(super) struct LateWrite {
+    pub file: usize,
+    pub offset: u64,
+    pub bytes: Vec<u8>,
 }
 
 /// When the engine does what it was asked for.
@@ -80,11 +172,15 @@ pub(super) enum Pace {
 #[derive(Clone, Debug)]
 pub(super) struct World {
     pub files: Vec<FileState>,
+    pub names: Names,
+    /// Files that an opener has locked.
+    pub locked: Vec<usize>,
     pub random: Random,
     /// Operations until power is lost.
     pub ticks: Option<u64>,
     pub crashed: bool,
-    /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable.
+    /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable, and may or may not
+    /// stay readable.
     pub fail_sync: Option<u64>,
     /// Fail the read after so many reads with EIO, once.
     pub fail_read: Option<u64>,
@@ -95,6 +191,10 @@ pub(super) struct World {
     pub failed_read: bool,
     /// Writes may end short.
     pub short_writes: bool,
+    /// Files have no attributes.
+    pub without_attributes: bool,
+    /// Power is lost at the sync of the control file after so many.
+    pub cut_control: Option<u64>,
     /// Only syncs of the control file count for that.
     pub fail_control: bool,
     /// A power cut leaves nothing of what was not synced.
@@ -103,22 +203,32 @@ pub(super) struct World {
     pub base_full: bool,
     /// There is no space for another segment file.
     pub log_full: bool,
+    /// Who makes a segment file panics.
+    pub create_panics: bool,
     /// Writes to base images do not end.
     pub base_blocked: bool,
     /// Appends are written and synced by a thread for each engine, as where there is no io_uring.
     pub blocking: bool,
     pub pace: Pace,
-    /// The files before each sync and each new file, if they are asked for. Whatever a power cut may leave at any
-    /// time it may leave at the next of these, or at the end.
-    pub moments: Option<Vec<Vec<FileState>>>,
+    /// What there is before each sync, if that is asked for. Whatever a power cut may leave at any time it may leave at the
+    /// next of these, or at the end.
+    pub moments: Option<Vec<Stored>>,
+    /// What a killed process left in flight.
+    pub late: Vec<LateWrite>,
+    /// How much of it there was that no power cut took.
+    pub late_writes: u64,
+    /// Power cuts that left a control slot with some of the sectors last written to it.
+    pub torn_slots: u64,
     /// Signalled when power is lost: whoever sleeps then would sleep for ever.
-    events: Vec<Arc<Event>>,
+    pub events: Vec<Arc<Event>>,
 }
 
 impl World {
     pub(super) fn new(seed: u64) -> Self {
         Self {
             files: Vec::new(),
+            names: Names::default(),
+            locked: Vec::new(),
             random: Random(seed),
             ticks: None,
             crashed: false,
@@ -128,47 +238,159 @@ impl World {
             failed: false,
             failed_read: false,
             short_writes: false,
+            without_attributes: false,
+            cut_control: None,
             fail_control: false,
             forgetful: false,
             base_full: false,
             log_full: false,
+            create_panics: false,
             base_blocked: false,
             blocking: false,
             pace: Pace::Random,
             moments: None,
+            late: Vec::new(),
+            late_writes: 0,
+            torn_slots: 0,
             events: Vec::new(),
         }
     }
 
-    pub(super) fn create(&mut self, name: &str, len: usize) -> usize {
-        self.note();
-        let zeroes = Arc::new(vec![0; len]);
-        self.files.push(FileState {
-            name: name.into(),
-            durable: zeroes.clone(),
-            current: zeroes,
-            cached: Vec::new(),
-        });
-        self.files.len() - 1
+    /// Puts a file there that is durable, and its name too.
+    #[cfg(not(feature = "shuttle"))]
+    pub(super) fn put_file(&mut self, path: &Path, bytes: Vec<u8>) {
+        self.names.set(path, self.files.len());
+        self.names.sync(path.parent().expect("a directory"));
+        self.files
+            .push(FileState::new(&last(path), Arc::new(bytes)));
     }
 
-    pub(super) fn contents(&self, name: &str) -> &[u8] {
-        &self
-            .files
-            .iter()
-            .find(|file| file.name == name)
-            .expect("a file of that name")
-            .current
+    /// Opens a file. Returns its number.
+    pub(super) fn open(&mut self, path: &Path, how: Open) -> io::Result<usize> {
+        if self.crashed {
+            return Err(io::Error::other("power lost"));
+        }
+        let found = self.names.get(path).filter(|file| *file != DIRECTORY);
+        let made = matches!(how, Open::Kept { .. } | Open::Emptied);
+        let parent = path.parent().unwrap_or(Path::new("/"));
+        match found {
+            Some(file) if how != Open::Emptied => return Ok(file),
+            None if !made || !self.names.has_directory(parent) => {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            _ => self.tick()?,
+        }
+        if let Some(file) = found {
+            self.files[file].set_len(0);
+            return Ok(file);
+        }
+        self.names.set(path, self.files.len());
+        self.files.push(FileState::new(&last(path), Arc::default()));
+        Ok(self.files.len() - 1)
     }
 
-    /// Notes the files as they are.
-    fn note(&mut self) {
-        if let Some(moments) = &mut self.moments {
-            moments.push(self.files.clone());
+    pub(super) fn create_dir(&mut self, path: &Path) -> io::Result<()> {
+        self.tick()?;
+        match self.names.get(path) {
+            Some(_) => Err(io::ErrorKind::AlreadyExists.into()),
+            None => {
+                self.names.set(path, DIRECTORY);
+                Ok(())
+            }
         }
     }
 
-    fn fail(&mut self, what: &str) -> io::Result<()> {
+    pub(super) fn rename(&mut self, from: &Path, to: &Path, replace: bool) -> io::Result<()> {
+        self.tick()?;
+        if !replace && self.names.get(to).is_some() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let file = self.names.get(from).ok_or(io::ErrorKind::NotFound)?;
+        self.names.rename(from, to, file);
+        self.files[file].name = last(to);
+        Ok(())
+    }
+
+    pub(super) fn remove(&mut self, path: &Path) -> io::Result<()> {
+        self.tick()?;
+        self.names.get(path).ok_or(io::ErrorKind::NotFound)?;
+        self.names.unset(path);
+        Ok(())
+    }
+
+    pub(super) fn sync_dir(&mut self, dir: &Path) -> io::Result<()> {
+        self.tick()?;
+        self.note();
+        self.names.sync(dir);
+        Ok(())
+    }
+
+    pub(super) fn set_mark(&mut self, file: usize, mark: Option<Mark>) -> io::Result<()> {
+        self.tick()?;
+        self.files[file].marks.push(mark);
+        Ok(())
+    }
+
+    /// Gives a file another length.
+    pub(super) fn set_len(&mut self, file: usize, len: u64) -> io::Result<()> {
+        self.tick()?;
+        self.files[file].set_len(len as usize);
+        Ok(())
+    }
+
+    /// Makes room for the first bytes of a file, which gets longer if it is shorter.
+    pub(super) fn allocate(&mut self, file: usize, len: u64) -> io::Result<()> {
+        if self.log_full && self.files[file].name.starts_with("segment") {
+            return Err(no_space());
+        }
+        match self.files[file].current.len() < len as usize {
+            true => self.set_len(file, len),
+            false => Ok(()),
+        }
+    }
+
+    /// The number of a file.
+    pub(super) fn find(&self, name: &str) -> usize {
+        self.names.find(name).expect("a file of that name")
+    }
+
+    pub(super) fn contents(&self, path: &Path) -> &[u8] {
+        &self.files[self.names.get(path).expect("a file at the path")].current
+    }
+
+    /// What readers see of the segment files.
+    pub(super) fn segments(&self) -> Vec<(String, Arc<Vec<u8>>)> {
+        let mut names = self.names.in_directory(Path::new(LOG));
+        names.retain(|name| name.to_string_lossy().starts_with("segment-"));
+        let segment = |name: OsString| {
+            let name = name.to_string_lossy().into_owned();
+            let bytes = self.files[self.find(&name)].current.clone();
+            (name, bytes)
+        };
+        names.into_iter().map(segment).collect()
+    }
+
+    pub(super) fn stored(&self) -> Stored {
+        Stored {
+            files: self.files.clone(),
+            names: self.names.clone(),
+        }
+    }
+
+    /// Notes what there is, if a power cut may leave more than one thing of it: where all is durable, that may also be what
+    /// is left at the moment before.
+    fn note(&mut self) {
+        let settled = |file: &FileState| {
+            file.cached.is_empty() && file.lengths.is_empty() && file.marks.is_empty()
+        };
+        let durable = self.names.unsynced() == 0 && self.files.iter().all(settled);
+        if self.moments.is_some() && !durable {
+            let stored = self.stored();
+            self.moments.get_or_insert_default().push(stored);
+        }
+    }
+
+    pub(super) fn fail(&mut self, what: &str) -> io::Result<()> {
         self.failed = true;
         Err(io::Error::other(format!("planted {what} failure")))
     }
@@ -180,7 +402,8 @@ impl World {
     }
 
     /// One operation: an error once power is gone.
-    fn tick(&mut self) -> io::Result<()> {
+    pub(super) fn tick(&mut self) -> io::Result<()> {
+        self.land_some();
         match &mut self.ticks {
             Some(0) => self.cut_power(),
             Some(ticks) => *ticks -= 1,
@@ -193,7 +416,7 @@ impl World {
         }
     }
 
-    fn write(&mut self, file: usize, bytes: &[u8], offset: u64) -> io::Result<()> {
+    pub(super) fn write(&mut self, file: usize, bytes: &[u8], offset: u64) -> io::Result<()> {
         if self.crashed {
             return Err(io::Error::other("power lost"));
         }
@@ -214,20 +437,7 @@ impl World {
             true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
             false => bytes,
         };
-        let state = &mut self.files[file];
-        for (i, sector) in bytes.chunks(SECTOR).enumerate() {
-            let at = offset + i * SECTOR;
-            // The bytes that are there and always were: there is nothing to tear or to lose.
-            if state.current[at..at + SECTOR] == *sector
-                && state.cached.iter().all(|(offset, _)| *offset != at)
-            {
-                continue;
-            }
-            Arc::make_mut(&mut state.current)[at..at + SECTOR].copy_from_slice(sector);
-            state
-                .cached
-                .push((at, sector.try_into().expect("a sector")));
-        }
+        self.put(file, bytes, offset);
         // The write at which power is lost is in the cache too: any part of it may have reached the medium.
         self.tick()?;
         match (fails, full) {
@@ -237,29 +447,100 @@ impl World {
         }
     }
 
-    /// Makes what stands in this range durable, or all of the file.
-    fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
+    /// Puts bytes into the cache.
+    fn put(&mut self, file: usize, bytes: &[u8], offset: usize) {
+        let state = &mut self.files[file];
+        for (i, sector) in bytes.chunks(SECTOR).enumerate() {
+            let range = offset + i * SECTOR..offset + (i + 1) * SECTOR;
+            // The bytes that are there and always were: there is nothing to tear or to lose.
+            if state.current[range.clone()] == *sector
+                && (!state.unwritten || state.durable.get(range.clone()) == Some(sector))
+                && state.cached.iter().all(|(at, _)| *at != range.start)
+            {
+                continue;
+            }
+            Arc::make_mut(&mut state.current)[range.clone()].copy_from_slice(sector);
+            let sector = sector.try_into().expect("a sector");
+            state.cached.push((range.start, sector));
+        }
+    }
+
+    /// Of what a killed process left in flight something may land at any time.
+    pub(super) fn land_some(&mut self) {
+        if !self.crashed && !self.late.is_empty() && self.random.one_in(16) {
+            let which = self.random.below(self.late.len() as u64) as usize;
+            self.land(which);
+        }
+    }
+
+    fn land(&mut self, which: usize) {
+        let late = self.late.swap_remove(which);
+        self.late_writes += 1;
+        self.put(late.file, &late.bytes, late.offset as usize);
+    }
+
+    /// Waits for what a killed process has in flight to a file.
+    pub(super) fn await_late(&mut self, file: usize) {
+        while let Some(which) = self.late.iter().position(|late| late.file == file) {
+            self.land(which);
+        }
+    }
+
+    /// Makes all of a file durable, its attribute too.
+    pub(super) fn sync_all(&mut self, file: usize) -> io::Result<()> {
+        self.sync(file, None)?;
+        let state = &mut self.files[file];
+        state.sync_marks(state.marks.len());
+        Ok(())
+    }
+
+    /// Makes what stands in this range durable, or all of the file's bytes.
+    pub(super) fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
+        if self.files[file].name == "control" && due(&mut self.cut_control) {
+            self.cut_power();
+        }
         self.tick()?;
         self.note();
         let counts = !self.fail_control || self.files[file].name == "control";
         if counts && due(&mut self.fail_sync) {
-            self.settle(file);
+            let readable = self
+                .random
+                .one_in(2)
+                .then(|| self.files[file].current.clone());
+            // Length and attribute stay in memory, and a later sync writes them.
+            let unsynced = self.settle(file);
+            let state = &mut self.files[file];
+            (state.lengths, state.marks) = unsynced;
+            state.forget_unwritten();
+            if let Some(current) = readable {
+                (state.current, state.unwritten) = (current, true);
+            }
             return self.fail("sync");
         }
         let state = &mut self.files[file];
+        // A write that is to be durable takes the length with it that it needs.
+        state.sync_lengths(state.lengths.len());
         let range = range.unwrap_or(0..state.current.len());
         let reached = |(offset, _): &mut (usize, _)| range.contains(offset);
         for (offset, sector) in state.cached.extract_if(.., reached) {
             Arc::make_mut(&mut state.durable)[offset..offset + SECTOR].copy_from_slice(&sector);
         }
-        if state.cached.is_empty() {
+        if state.cached.is_empty() && !state.unwritten {
             state.current = state.durable.clone();
         }
         Ok(())
     }
 
-    /// Keeps any subset of a file's cached sectors; the rest is gone, from the cache too.
-    fn settle(&mut self, file: usize) {
+    /// Drops what is in the cache of a file and need not be written.
+    pub(super) fn drop_clean(&mut self, file: usize) {
+        if self.files[file].unwritten {
+            self.files[file].forget_unwritten();
+        }
+    }
+
+    /// Keeps any subset of a file's cached sectors; the rest is gone, from the cache too. Returns the lengths and marks that
+    /// are gone.
+    fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<Mark>>) {
         // All, none, about half, or all but a few: the extremes are where mistakes hide.
         let mode = match self.forgetful {
             true => 1,
@@ -273,13 +554,36 @@ impl World {
             _ => !random.one_in(8),
         };
         let cached = std::mem::take(&mut self.files[file].cached);
-        self.files[file].settle(cached.iter().filter(keep));
+        let kept: Vec<_> = cached.iter().filter(keep).collect();
+        let torn = !kept.is_empty() && kept.len() < cached.len();
+        self.torn_slots += u64::from(torn && self.files[file].name == "control");
+        let mut some = |most: usize| match most {
+            0 => 0,
+            _ => self.random.below(most as u64 + 1) as usize,
+        };
+        let lengths = some(self.files[file].lengths.len());
+        let marks = some(self.files[file].marks.len());
+        let state = &mut self.files[file];
+        let gone = (
+            state.lengths[lengths..].to_vec(),
+            state.marks[marks..].to_vec(),
+        );
+        state.settle(lengths, marks, kept.into_iter());
+        gone
     }
 
     /// The medium after a power cut.
     pub(super) fn after_crash(&self) -> Self {
         let mut world = self.clone();
-        (0..world.files.len()).for_each(|file| world.settle(file));
+        while !world.late.is_empty() {
+            let which = world.random.below(world.late.len() as u64) as usize;
+            match world.random.one_in(2) {
+                true => world.land(which),
+                false => drop(world.late.swap_remove(which)),
+            }
+        }
+        (0..world.files.len()).for_each(|file| drop(world.settle(file)));
+        world.names.lose_power(&mut world.random);
         world.restart();
         world
     }
@@ -288,6 +592,7 @@ impl World {
     /// write that went to the wrong place.
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
+            .filter(|&i| self.names.leads_to(i) && !self.files[i].current.is_empty())
             .filter(|&i| !self.files[i].name.starts_with("base"))
             .collect();
         let file = logs[self.random.below(logs.len() as u64) as usize];
@@ -321,10 +626,17 @@ impl World {
         state.cached.clear();
     }
 
-    /// Works again, with what is in the cache.
+    /// Works again, with what is in the cache, or most of it: the kernel drops clean pages when it likes.
     pub(super) fn restart(&mut self) {
+        for file in 0..self.files.len() {
+            if self.files[file].unwritten && self.random.one_in(2) {
+                self.drop_clean(file);
+            }
+        }
         self.crashed = false;
+        self.locked.clear();
         self.ticks = None;
+        self.cut_control = None;
         self.fail_sync = None;
         self.fail_read = None;
         self.fail_write = None;
@@ -337,7 +649,7 @@ impl World {
 }
 
 /// Counts down to a fault.
-fn due(fault: &mut Option<u64>) -> bool {
+pub(super) fn due(fault: &mut Option<u64>) -> bool {
     match fault {
         Some(0) => {
             *fault = None;
@@ -351,201 +663,6 @@ fn due(fault: &mut Option<u64>) -> bool {
     }
 }
 
-fn no_space() -> io::Error {
+pub(super) fn no_space() -> io::Error {
     io::Error::from_raw_os_error(libc::ENOSPC)
-}
-
-/// The medium as the store sees it; all clones are one.
-#[derive(Clone, Debug)]
-pub(super) struct Simulated {
-    pub world: Arc<Mutex<World>>,
-}
-
-impl Simulated {
-    pub(super) fn lock(&self) -> MutexGuard<'_, World> {
-        self.world.lock().expect("world lock")
-    }
-
-    fn index(&self, name: &str) -> usize {
-        let world = self.lock();
-        let index = world.files.iter().position(|file| file.name == name);
-        index.expect("a file of that name")
-    }
-
-    pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
-        Box::new(SimulatedFile {
-            medium: self.clone(),
-            index: self.index(name),
-        })
-    }
-
-    /// Whether engines are the real ones, on files of this medium. `event` is signalled when power is lost.
-    fn blocking(&self, event: &Event) -> io::Result<bool> {
-        let woken = Arc::new(event.try_clone()?);
-        let mut world = self.lock();
-        world.events.push(woken);
-        Ok(world.blocking)
-    }
-
-    fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
-        Ok(Box::new(engine))
-    }
-
-    /// As a write with `RWF_DSYNC` ends on a medium with FUA.
-    pub(super) fn sync_range(
-        &self,
-        segment: &Segment,
-        offset: u64,
-        len: usize,
-    ) -> io::Result<Option<Buffer>> {
-        let file = self.index(segment.path.to_str().expect("a simulated name"));
-        let range = offset as usize..offset as usize + len;
-        self.lock().sync(file, Some(range)).map(|()| None)
-    }
-}
-
-#[derive(Debug)]
-struct SimulatedFile {
-    medium: Simulated,
-    index: usize,
-}
-
-impl DataFile for SimulatedFile {
-    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let mut world = self.medium.lock();
-        if world.crashed {
-            return Err(io::Error::other("power lost"));
-        }
-        if due(&mut world.fail_read) {
-            world.failed_read = true;
-            world.fail("read")?;
-        }
-        let offset = offset as usize;
-        let bytes = world.files[self.index]
-            .current
-            .get(offset..offset + buffer.len());
-        buffer.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-
-    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        self.medium.lock().write(self.index, bytes, offset)
-    }
-
-    fn write_slices_at(
-        &self,
-        slices: &[io::IoSlice<'_>],
-        offset: u64,
-        durably: bool,
-    ) -> io::Result<usize> {
-        let bytes: Vec<u8> = slices
-            .iter()
-            .flat_map(|slice| slice.iter().copied())
-            .collect();
-        let mut world = self.medium.lock();
-        let sectors = bytes.len() / SECTOR;
-        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
-            true => 1 + world.random.below(sectors as u64 - 1) as usize,
-            false => sectors,
-        };
-        world.write(self.index, &bytes[..part * SECTOR], offset)?;
-        if durably {
-            let range = offset as usize..offset as usize + part * SECTOR;
-            world.sync(self.index, Some(range))?;
-        }
-        Ok(part * SECTOR)
-    }
-
-    fn sync_data(&self) -> io::Result<()> {
-        self.medium.lock().sync(self.index, None)
-    }
-
-    fn len(&self) -> io::Result<u64> {
-        Ok(self.medium.lock().files[self.index].current.len() as u64)
-    }
-
-    fn set_len(&self, len: u64) -> io::Result<()> {
-        let mut world = self.medium.lock();
-        if world.crashed {
-            return Err(io::Error::other("power lost"));
-        }
-        let file = &mut world.files[self.index];
-        for bytes in [&mut file.durable, &mut file.current] {
-            Arc::make_mut(bytes).resize(len as usize, 0);
-        }
-        Ok(())
-    }
-
-    fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
-        self.write_all_at(&vec![0; len as usize], offset)
-    }
-
-    fn write_mark(&self, _uuid: Option<&Uuid>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn raw_fd(&self) -> RawFd {
-        -1
-    }
-}
-
-fn segment_name(slot: u32) -> String {
-    format!("segment-{slot}")
-}
-
-impl Medium for Simulated {
-    fn create_segment(
-        &self,
-        slot: u32,
-        size: u64,
-        _between: &mut dyn FnMut(Duration),
-    ) -> Result<Segment> {
-        let path = PathBuf::from(segment_name(slot));
-        let created = {
-            let mut world = self.lock();
-            world.tick().and_then(|()| match world.log_full {
-                true => Err(no_space()),
-                false => Ok(()),
-            })
-        };
-        created.map_err(|error| Error::io("create a log segment", &path, error))?;
-        self.lock().create(&segment_name(slot), size as usize);
-        Ok(Segment::new(path, self.file(&segment_name(slot))))
-    }
-
-    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        let count = self
-            .lock()
-            .files
-            .iter()
-            .filter(|file| file.name.starts_with("segment-"))
-            .count() as u32;
-        let open = |slot| {
-            let name = segment_name(slot);
-            Segment::new(PathBuf::from(&name), self.file(&name))
-        };
-        Ok((0..count).map(|slot| (slot, open(slot))).collect())
-    }
-
-    fn salt(&self) -> u64 {
-        self.lock().random.next()
-    }
-
-    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.blocking(event)? {
-            true => engine::create(EngineKind::Blocking, event),
-            false => self.simulated(event),
-        }
-    }
-
-    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.blocking(event)? {
-            true => Ok(engine::create_writer(Duration::ZERO, Arc::default())),
-            false => self.simulated(event),
-        }
-    }
 }

@@ -5,65 +5,119 @@
 //! middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed decides,
 //! so one seed reproduces one run.
 //!
-//! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. After a
+//! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
+//! the runs changes are answered once they are written, and another floor is how much of them must survive a kill. After a
 //! crash the disks together have to be exactly the state after some prefix of the order that is not below the floor.
 
 mod clients;
 mod crash_states;
 mod engine;
 mod exhaustive;
+mod files;
 mod fixture;
 mod history;
 #[cfg(feature = "shuttle")]
 mod interleavings;
+#[cfg(not(feature = "shuttle"))]
+mod life;
 mod medium;
+mod names;
 mod oracle;
 #[cfg(not(feature = "shuttle"))]
 mod space;
+#[cfg(not(feature = "shuttle"))]
+mod written;
 
+use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use history::History;
+#[cfg(not(feature = "shuttle"))]
+use life::Life;
+use oracle::Broken;
 
-/// Runs the histories of `seeds` on all cores; panics with the seed of the first that broke a promise.
-fn run(first: u64, count: u64) {
-    let next = AtomicU64::new(first);
+use crate::mutant::{Mutant, PLANTED};
+
+/// The seeds that the environment asks for: `WALVISOR_SEED` is the first (otherwise 1), the variable `count` says how many there
+/// are. The first alone is one to replay; without either there are `usual`.
+fn seeds(count: &str, usual: u64) -> Range<u64> {
+    let number = |name: &str| {
+        let text = std::env::var(name).ok()?;
+        let number = text.parse().ok();
+        Some(number.unwrap_or_else(|| panic!("{name}={text}: give a whole number below 2^64")))
+    };
+    seeds_from(number("WALVISOR_SEED"), number(count), usual)
+}
+
+fn seeds_from(first: Option<u64>, count: Option<u64>, usual: u64) -> Range<u64> {
+    let count = count.unwrap_or(if first.is_some() { 1 } else { usual });
+    let first = first.unwrap_or(1);
+    let end = first.checked_add(count);
+    first..end.unwrap_or_else(|| panic!("{count} seeds from {first}: the last is above 2^64"))
+}
+
+/// What happened in runs.
+trait Total: Default + Send {
+    fn add(&mut self, other: &Self);
+}
+
+impl Total for history::Totals {
+    fn add(&mut self, other: &Self) {
+        self.add(other);
+    }
+}
+
+#[cfg(not(feature = "shuttle"))]
+impl Total for life::Totals {
+    fn add(&mut self, other: &Self) {
+        self.add(other);
+    }
+}
+
+/// Runs all of `seeds` on all cores; panics with the seed of the first that broke a promise. `name`: of the test that
+/// replays it.
+fn run_all<T: Total>(
+    seeds: &Range<u64>,
+    name: &str,
+    run: impl Fn(u64) -> Result<T, Broken> + Sync,
+) -> T {
+    let next = AtomicU64::new(seeds.start);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let totals: Vec<history::Totals> = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|_| {
-                scope.spawn(|| {
-                    let mut totals = history::Totals::default();
-                    loop {
-                        let seed = next.fetch_add(1, Ordering::Relaxed);
-                        if seed >= first + count {
-                            return totals;
-                        }
-                        let ran = std::panic::catch_unwind(|| History::new(seed).run());
-                        match ran {
-                            Ok(Ok(run)) => totals.add(&run),
-                            Ok(Err(broken)) => {
-                                panic!("{broken}\nreplay: WALVISOR_SEED={seed} cargo test -p walvisor-storage histories")
-                            }
-                            Err(_) => panic!(
-                                "the store panicked\nreplay: WALVISOR_SEED={seed} cargo test -p walvisor-storage histories"
-                            ),
-                        }
-                    }
-                })
-            })
-            .collect();
-        workers
-            .into_iter()
-            .map(|worker| {
-                worker
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            })
-            .collect()
+    let replay = |seed| {
+        format!(
+            "replay: WALVISOR_SEED={seed} WALVISOR_HISTORIES=1 cargo test -p walvisor-storage {name}"
+        )
+    };
+    let some = || {
+        let mut totals = T::default();
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end {
+                return totals;
+            }
+            match std::panic::catch_unwind(AssertUnwindSafe(|| run(seed))) {
+                Ok(Ok(run)) => totals.add(&run),
+                Ok(Err(broken)) => panic!("{broken}\n{}", replay(seed)),
+                Err(_) => panic!("the store panicked\n{}", replay(seed)),
+            }
+        }
+    };
+    let mut total = T::default();
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
+        for worker in workers {
+            let part = worker.join();
+            total.add(&part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
     });
-    let mut total = history::Totals::default();
-    totals.iter().for_each(|part| total.add(part));
+    total
+}
+
+/// Runs the histories of `seeds`.
+fn run(seeds: Range<u64>) {
+    let (first, count) = (seeds.start, seeds.end - seeds.start);
+    let total = run_all(&seeds, "random_histories", |seed| History::new(seed).run());
     println!("{count} histories from seed {first}: {total:?}");
     // A run that crashes nowhere, or never checkpoints, would prove little.
     if count >= 1000 {
@@ -79,21 +133,31 @@ fn run(first: u64, count: u64) {
             total.lost_records > 0 && total.poisoned > 0 && total.refused > 0,
             "nothing was ever lost"
         );
+        assert!(
+            total.kills > count / 2 && total.worked_on > count / 4 && total.kept > count / 8,
+            "too few processes work on with what others left"
+        );
+        assert!(
+            total.late_writes > count / 20 && total.torn_slots > count / 100,
+            "too little is late or torn"
+        );
     }
 }
 
-/// `WALVISOR_SEED=N` replays one; `WALVISOR_HISTORIES=N` runs more or fewer.
+/// `WALVISOR_SEED=N` replays one; `WALVISOR_HISTORIES=N` runs more or fewer; with both, so many from that seed on.
 #[test]
 fn random_histories_keep_the_promises() {
-    let number = |name| {
-        std::env::var(name)
-            .ok()
-            .map(|text| text.parse::<u64>().expect("a number"))
-    };
-    match number("WALVISOR_SEED") {
-        Some(seed) => run(seed, 1),
-        None => run(1, number("WALVISOR_HISTORIES").unwrap_or(100_000)),
-    }
+    run(seeds("WALVISOR_HISTORIES", 100_000));
+}
+
+#[test]
+fn a_range_of_seeds_starts_anywhere() {
+    assert_eq!(seeds_from(None, None, 500), 1..501);
+    assert_eq!(seeds_from(Some(7), None, 500), 7..8);
+    assert_eq!(seeds_from(None, Some(20), 500), 1..21);
+    assert_eq!(seeds_from(Some(400_001), Some(20), 500), 400_001..400_021);
+    let last = u64::MAX - 1;
+    assert_eq!(seeds_from(Some(last), None, 500), last..u64::MAX);
 }
 
 /// Promise 4 on bytes that rot, vanish or land in the wrong place; nothing panics, nothing is read past its end.
@@ -112,13 +176,86 @@ fn damage_is_reported_or_harmless() {
     );
 }
 
+/// What a run with a planted fault broke. A panic is no broken promise: where it is the reaction that is promised, a part of
+/// its message is `promised`.
+fn broken<T>(
+    ran: std::thread::Result<Result<T, Broken>>,
+    promised: Option<&str>,
+) -> Option<Broken> {
+    let panic = match ran {
+        Ok(ended) => return ended.err(),
+        Err(panic) => panic,
+    };
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied())?;
+    promised
+        .is_some_and(|promised| text.contains(promised))
+        .then(|| text.to_owned())
+}
+
+/// Disks that are made, imported, resized and closed; `WALVISOR_LIVES=N` runs more or fewer.
+#[test]
+#[cfg(not(feature = "shuttle"))]
+fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
+    let seeds = seeds("WALVISOR_LIVES", 10_000);
+    let total = run_all(&seeds, "disks_are_made", |seed| Life::new(seed).run());
+    let count = seeds.end - seeds.start;
+    println!("{count} lives from seed {}: {total:?}", seeds.start);
+    if count >= 1000 {
+        let tried = [
+            total.made,
+            total.imported,
+            total.adopted,
+            total.resized,
+            total.grown,
+            total.closed,
+        ];
+        let cut = [
+            total.cuts,
+            total.kills,
+            total.cut_openings,
+            total.absent,
+            total.oldest,
+        ];
+        assert!(
+            tried.iter().chain(&cut).all(|&times| times > count / 20),
+            "too little tried"
+        );
+    }
+}
+
+/// The faults that none of `seeds` notices.
+fn survivors<T>(
+    all: &[Mutant],
+    seeds: Range<u64>,
+    run: impl Fn(u64) -> Result<T, Broken>,
+) -> Vec<Mutant> {
+    let mut survivors = Vec::new();
+    for &mutant in all {
+        PLANTED.set(Some(mutant));
+        let killer = seeds.clone().find_map(|seed| {
+            let ran = std::panic::catch_unwind(AssertUnwindSafe(|| run(seed)));
+            Some((seed, broken(ran, None)?))
+        });
+        PLANTED.set(None);
+        match killer {
+            Some((seed, broken)) => {
+                let short: String = broken.chars().take(100).collect();
+                println!("{mutant:?}: killed by seed {seed}: {short}");
+            }
+            None => survivors.push(mutant),
+        }
+    }
+    survivors
+}
+
 /// Each planted fault breaks a promise that the oracle sees, within a bounded number of histories.
 #[test]
 fn every_planted_fault_is_noticed() {
-    use crate::mutant::{Mutant, PLANTED};
     let all = [
         Mutant::AckBeforeSync,
         Mutant::AckOwnWrite,
+        Mutant::AnsweredUnwritten,
         Mutant::SkipBaseSync,
         Mutant::BaseSyncTooEarly,
         Mutant::CopyBeforeDurable,
@@ -135,30 +272,39 @@ fn every_planted_fault_is_noticed() {
         Mutant::RecoveryAcceptsStale,
         Mutant::RecoverySkipsChecksum,
         Mutant::RecoverySkipsSync,
+        Mutant::RecoveryTrustsCache,
+        Mutant::RecoveryTrustsControl,
+        Mutant::SegmentsNotLocked,
+        Mutant::SegmentNamedUnsynced,
+        Mutant::SegmentNameUnsynced,
+        Mutant::ControlInPlace,
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,
         Mutant::StuckWaitersForgotten,
-        Mutant::StaleReadAfterError,
+        Mutant::ReadSkipsChecksum,
     ];
-    let mut survivors = Vec::new();
-    for mutant in all {
-        PLANTED.set(Some(mutant));
-        let killer = (1..20_000).find_map(|seed| {
-            let ran = std::panic::catch_unwind(|| History::new(seed).run());
-            match ran {
-                Ok(Ok(_)) => None,
-                Ok(Err(broken)) => Some((seed, broken)),
-                Err(_) => Some((seed, "panic".into())),
-            }
-        });
-        PLANTED.set(None);
-        match killer {
-            Some((seed, broken)) => {
-                let short: String = broken.chars().take(100).collect();
-                println!("{mutant:?}: killed by seed {seed}: {short}");
-            }
-            None => survivors.push(mutant),
-        }
-    }
+    let survivors = survivors(&all, 1..20_000, |seed| History::new(seed).run());
+    assert!(survivors.is_empty(), "survived: {survivors:?}");
+}
+
+/// The same for those that are planted where disks are made, opened, resized and closed.
+#[test]
+#[cfg(not(feature = "shuttle"))]
+fn every_planted_fault_in_the_life_of_a_disk_is_noticed() {
+    let all = [
+        Mutant::OpenTrustsNames,
+        Mutant::ControlNamedUnwritten,
+        Mutant::LogNamesUnsynced,
+        Mutant::ImageNamedUnsynced,
+        Mutant::ImageNameUnsynced,
+        Mutant::SegmentNamedUnsynced,
+        Mutant::MarkUnsynced,
+        Mutant::ClosedEarly,
+        Mutant::ResizeUnannounced,
+        Mutant::LengthUnsynced,
+        Mutant::SkipBaseSync,
+        Mutant::AttachTrustsCache,
+    ];
+    let survivors = survivors(&all, 1..20_000, |seed| Life::new(seed).run());
     assert!(survivors.is_empty(), "survived: {survivors:?}");
 }

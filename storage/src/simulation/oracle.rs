@@ -12,6 +12,9 @@ pub(super) type Broken = String;
 /// The value of each sector of each disk.
 pub(super) type Contents = Vec<Vec<u32>>;
 
+/// The same, without those that can't be read.
+pub(super) type Readable = Vec<Vec<Option<u32>>>;
+
 /// One modification: every sector of a range becomes `value` (0: zeroes).
 #[derive(Clone, Copy, Debug)]
 struct Change {
@@ -54,6 +57,10 @@ pub(super) struct Oracle {
     order: Vec<Change>,
     /// How much of the order must survive.
     floor: usize,
+    /// How much of it must survive if only the process ends.
+    kill_floor: usize,
+    /// A change that succeeds survives the end of the process.
+    pub written: bool,
     open: HashMap<u64, Open>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
     unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
@@ -70,6 +77,8 @@ impl Oracle {
             start,
             order: Vec::new(),
             floor: 0,
+            kill_floor: 0,
+            written: false,
             open: HashMap::new(),
             unplaced: HashMap::new(),
             excused: 0,
@@ -176,6 +185,9 @@ impl Oracle {
                         if through {
                             self.floor = self.floor.max(index + 1);
                         }
+                        if self.written {
+                            self.kill_floor = self.kill_floor.max(index + 1);
+                        }
                     }
                     None if !failed => {
                         return Err("a change was acknowledged without an LSN".into());
@@ -226,29 +238,49 @@ impl Oracle {
         if *bases != all {
             return Err(format!(
                 "after a clean close the base images differ: {}",
-                difference(bases, &all)
+                difference(&readable(bases), &all)
             ));
         }
         self.floor = self.order.len();
         Ok(())
     }
 
-    /// Damage that was not reported may have taken acknowledged records with it, if only from the end.
-    pub(super) fn forgive(&mut self) {
-        self.floor = 0;
+    /// Only the process has ended: what it wrote is still there, and is durable once it was recovered.
+    pub(super) fn killed(&mut self) {
+        self.floor = self.floor.max(self.kill_floor);
+    }
+
+    /// Damage may have taken the last of the acknowledged records with it, if nothing that is left tells that they were
+    /// durable: all up to `durable`, an LSN of a log that began with 1, must survive.
+    pub(super) fn damaged(&mut self, durable: u64) {
+        self.floor = self.floor.min(durable as usize);
     }
 
     /// After a crash: the disks are exactly what some prefix of the order made, and not one below the floor. Returns
     /// how many changes were lost.
     pub(super) fn judge(&self, found: &Contents) -> Result<usize, Broken> {
+        self.judge_readable(&readable(found))
+    }
+
+    /// The same after a kill, when what was answered as written has to be there too.
+    pub(super) fn judge_killed(&self, found: &Contents) -> Result<usize, Broken> {
+        self.judge_from(self.floor.max(self.kill_floor), &readable(found))
+    }
+
+    /// As [`judge`](Self::judge), of what can be read of them.
+    pub(super) fn judge_readable(&self, found: &Readable) -> Result<usize, Broken> {
+        self.judge_from(self.floor, found)
+    }
+
+    fn judge_from(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
         let mut contents = self.start.clone();
-        let (must, may) = self.order.split_at(self.floor);
+        let (must, may) = self.order.split_at(floor);
         must.iter().for_each(|change| change.apply(&mut contents));
         let at_floor = contents.clone();
-        let mut lost = (contents == *found).then_some(may.len());
+        let mut lost = agrees(&contents, found).then_some(may.len());
         for (i, change) in may.iter().enumerate() {
             change.apply(&mut contents);
-            if contents == *found {
+            if agrees(&contents, found) {
                 // The longest: all that are equal are one state.
                 lost = Some(may.len() - i - 1);
             }
@@ -257,11 +289,18 @@ impl Oracle {
             format!(
                 "what is left is no prefix of {} changes from {} on; against the shortest legal one: {}",
                 self.order.len(),
-                self.floor,
+                floor,
                 difference(found, &at_floor)
             )
         })
     }
+}
+
+/// Whether all that can be read is so.
+fn agrees(contents: &Contents, found: &Readable) -> bool {
+    let disks = contents.iter().zip(found);
+    let mut sectors = disks.flat_map(|(contents, found)| contents.iter().zip(found));
+    sectors.all(|(value, found)| found.is_none_or(|found| found == *value))
 }
 
 /// The value that fills a sector; a number no value reaches if the sector is mixed.
@@ -271,11 +310,18 @@ pub(super) fn value_of(sector: &[u8]) -> u32 {
     if pure { value } else { u32::MAX }
 }
 
-fn difference(found: &Contents, wanted: &Contents) -> String {
+fn readable(contents: &Contents) -> Readable {
+    let all = |disk: &Vec<u32>| disk.iter().map(|&value| Some(value)).collect();
+    contents.iter().map(all).collect()
+}
+
+fn difference(found: &Readable, wanted: &Contents) -> String {
     let mut text = String::new();
     for (disk, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         for (sector, (found, wanted)) in found.iter().zip(wanted).enumerate() {
-            if found != wanted {
+            if let Some(found) = found
+                && found != wanted
+            {
                 text += &format!("disk {disk} sector {sector}: {found} for {wanted}; ");
             }
         }

@@ -1,10 +1,12 @@
 //! Where room is short: a base image or a log without space, and a base image that takes its time.
 
+use std::path::Path;
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, Shape, filled};
-use super::medium::World;
-use crate::{Buffer, CommitWait, Completion, Failure, Operation, Port, Store};
+use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
+use super::medium::{LOG, World};
+use crate::mutant::{Mutant, PLANTED};
+use crate::{CommitWait, Completion, Failure, Operation, Port, Store};
 
 const SECTORS: u64 = 512;
 const SEGMENTS: u32 = 4;
@@ -24,6 +26,9 @@ fn open_ring(max_segments: u32) -> (Fixture, Running) {
         max_segments,
     };
     let fixture = Fixture::new(World::new(1), shape);
+    // A log that was made for an image that was there has no segment yet.
+    let first = Path::new(LOG).join("segment-00000");
+    fixture.medium.lock().names.unset(&first);
     let running = fixture.open(false, CommitWait::NONE);
     (fixture, running.expect("a new log"))
 }
@@ -37,28 +42,6 @@ fn write(number: u32) -> Operation {
 fn shortage(fixture: &Fixture, base: bool, log: bool) {
     let mut world = fixture.medium.lock();
     (world.base_full, world.log_full) = (base, log);
-}
-
-/// Carries out a request, with a keeper that is as busy as the port.
-fn end(
-    running: &mut Running,
-    port: &mut Port,
-    operation: Operation,
-) -> Result<Option<Buffer>, Failure> {
-    port.submit(1, operation);
-    let mut done: Vec<Completion> = Vec::new();
-    for _ in 0..1000 {
-        port.kick();
-        port.completions(&mut done);
-        if let Some(end) = done.pop() {
-            return end.result;
-        }
-        if running.disks[0].log.lock().is_idle() {
-            // What it can't do, the request is told.
-            let _ = running.keeper.step(false);
-        }
-    }
-    panic!("a request is never answered");
 }
 
 /// Writes and flushes, from `first` on, until something fails: the number of the first write that was not flushed.
@@ -186,6 +169,41 @@ fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
     assert_eq!(running.disks[0].log.lock().keeper.files, SEGMENTS);
 }
 
+/// However small the segments and however long the writes, a checkpoint makes what is pending durable when all but the
+/// ring's last segment are full: with nothing else it could free none.
+#[test]
+fn what_may_be_pending_fits_the_last_segment() {
+    for sectors in 1..=32 {
+        let (_fixture, mut running) = open();
+        let log = running.disks[0].log.clone();
+        let mut port = running.disks[0].open_port().unwrap();
+        let mut written = 0;
+        // Whether the write is taken, by a store whose keeper makes no checkpoint.
+        let mut is_taken = |sectors, port: &mut Port| {
+            written += 1;
+            let sector = u64::from(written) * WRITE % SECTORS;
+            let data = filled(written, sectors);
+            port.submit(1, Operation::Write { sector, data });
+            let mut done: Vec<Completion> = Vec::new();
+            for _ in 0..100 {
+                port.kick();
+                port.completions(&mut done);
+            }
+            !done.is_empty()
+        };
+        while log.lock().keeper.files < SEGMENTS || log.lock().free.len() > 1 {
+            log.lock().keeper.checkpoint = false;
+            running.keeper.step(false).unwrap();
+            assert!(is_taken(WRITE, &mut port));
+        }
+        while is_taken(sectors, &mut port) {}
+        let pending = log.lock().queued_bytes;
+        assert!(pending >= 32 << 10, "{sectors}: {pending}");
+        let done = running.keeper.step(true);
+        done.unwrap_or_else(|error| panic!("{sectors} sectors a write: {error}"));
+    }
+}
+
 /// Without space for the first segment file nothing can be made durable, and FLUSH says so.
 #[test]
 fn a_log_without_any_segment_refuses_until_it_has_one() {
@@ -201,6 +219,48 @@ fn a_log_without_any_segment_refuses_until_it_has_one() {
     let _ = running.keeper.step(false);
     end(&mut running, &mut port, Operation::Flush).unwrap();
     read(&mut running, &mut port, 1);
+}
+
+/// A thread that panics in the middle of a group leaves a log that has failed, not one that waits for ever.
+#[test]
+fn a_panic_in_a_group_fails_the_log() {
+    let (_fixture, mut running) = open();
+    running.keeper.step(false).unwrap();
+    let mut ports = [(); 2].map(|()| running.disks[0].open_port().unwrap());
+    let [first, second] = &mut ports;
+    end(&mut running, first, write(1)).unwrap();
+    PLANTED.set(Some(Mutant::PanicEndingGroup));
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        end(&mut running, first, Operation::Flush)
+    }));
+    PLANTED.set(None);
+    assert!(ended.is_err());
+    assert!(running.poisoned());
+    for operation in [Operation::Flush, write(2)] {
+        let refused = end(&mut running, second, operation);
+        assert_eq!(refused.unwrap_err(), Failure::Io);
+    }
+}
+
+/// So does the keeper, without which nobody makes room.
+#[test]
+fn a_panic_of_the_keeper_fails_the_log() {
+    let (fixture, running) = open();
+    let log = running.disks[0].log.clone();
+    let store = Store::start(log, running.disks, running.keeper).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    fixture.medium.lock().create_panics = true;
+    let mut failed = false;
+    for number in 1..WRITES_OF_A_SEGMENT * SEGMENTS {
+        for operation in [write(number), Operation::Flush] {
+            // It waits without limit: a log that hangs is a test that does.
+            failed |= port.end_for_test(operation).is_err();
+        }
+    }
+    assert!(failed, "the ring has no room for all");
+    drop(port);
+    let error = store.close().unwrap_err();
+    assert!(error.to_string().contains("panicked"), "{error}");
 }
 
 /// A checkpoint that takes its time holds nobody up until the ring is full, and then only until it is done. A ring that

@@ -43,24 +43,38 @@ impl Place {
         Self { _dir: dir, disk }
     }
 
-    /// The files as a process killed now would leave them. A checkpoint may run meanwhile, so the control file
-    /// comes first and the base image last: what an older control file needs is still in the log.
+    /// The files as a process killed now would leave them. If a checkpoint writes the control file or the image's mark
+    /// meanwhile, the copy is made anew: it would be of two moments.
     pub fn crash(&self) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let disk = dir.path().join("disk.img");
         let (from, to) = (self.log(), default_log_dir(&disk));
         std::fs::create_dir(&to).unwrap();
-        std::fs::copy(from.join("control"), to.join("control")).unwrap();
-        for entry in std::fs::read_dir(&from).unwrap() {
-            let name = entry.unwrap().file_name();
-            if name.to_str().unwrap().starts_with("segment")
-                && !name.to_str().unwrap().ends_with(".new")
-            {
-                std::fs::copy(from.join(&name), to.join(&name)).unwrap();
+        let state = || {
+            (
+                std::fs::read(from.join("control")).unwrap(),
+                mark(&self.disk),
+            )
+        };
+        loop {
+            let before = state();
+            for entry in std::fs::read_dir(&to).unwrap() {
+                std::fs::remove_file(entry.unwrap().path()).unwrap();
+            }
+            std::fs::copy(from.join("control"), to.join("control")).unwrap();
+            for entry in std::fs::read_dir(&from).unwrap() {
+                let name = entry.unwrap().file_name();
+                if name.to_str().unwrap().starts_with("segment")
+                    && !name.to_str().unwrap().ends_with(".new")
+                {
+                    std::fs::copy(from.join(&name), to.join(&name)).unwrap();
+                }
+            }
+            copy_image(&self.disk, &disk);
+            if state() == before {
+                return Self { _dir: dir, disk };
             }
         }
-        std::fs::copy(&self.disk, &disk).unwrap();
-        Self { _dir: dir, disk }
     }
 
     pub fn log(&self) -> PathBuf {
@@ -81,6 +95,23 @@ impl Place {
 
     pub fn open(&self) -> Store {
         self.open_with(EngineKind::Auto, CacheMode::Writeback)
+    }
+}
+
+/// The text of the mark of an image, if it has one.
+pub fn mark(image: &Path) -> Option<String> {
+    let mut text = [0; 256];
+    let len = rustix::fs::getxattr(image, "user.walvisor.disk", &mut text[..]).ok()?;
+    Some(String::from_utf8(text[..len].to_vec()).unwrap())
+}
+
+/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: a child between fork and exec would hold on to the locks
+/// of every test in this process.)
+pub fn copy_image(from: &Path, to: &Path) {
+    std::fs::copy(from, to).unwrap();
+    if let Some(mark) = mark(from) {
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(to, "user.walvisor.disk", mark.as_bytes(), flags).unwrap();
     }
 }
 
@@ -154,11 +185,15 @@ pub struct Small {
 
 impl Small {
     pub fn mount(mebibytes: u32) -> Option<Self> {
+        Self::mount_as("tmpfs", &format!("size={mebibytes}m"))
+    }
+
+    /// One of a kind that takes no device.
+    pub fn mount_as(kind: &str, options: &str) -> Option<Self> {
         let small = Self {
             dir: tempfile::tempdir().unwrap(),
         };
-        let size = format!("size={mebibytes}m");
-        match small.call("mount", &["-t", "tmpfs", "-o", &size, "tmpfs"]) {
+        match small.call("mount", &["-t", kind, "-o", options, kind]) {
             Ok(()) => Some(small),
             Err(why) => {
                 println!("skipped: can't mount a small file system: {why}");

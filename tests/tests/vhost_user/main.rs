@@ -14,6 +14,6 @@ use walvisor_tests::{Daemon, succeed};
 fn user_mode(socket: &Path) -> UserMode {
     UserMode {
         disks: vec![socket.to_owned()],
-        modules: Vec::new(),
+        ..UserMode::default()
     }
 }

@@ -45,6 +45,10 @@ enum Action {
     Check {
         #[command(flatten)]
         disk: DiskPath,
+        /// Give up what the log holds of this disk and take the image as it is, where the image that the log belongs to
+        /// is gone. Other disks of the log keep theirs.
+        #[arg(long)]
+        discard_log: bool,
         #[command(flatten)]
         threads: Threads,
         /// Print JSON.
@@ -95,8 +99,15 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         Action::Info { disk, json } => info(disk, *json),
         Action::Check {
             disk,
+            discard_log: true,
+            json,
+            ..
+        } => discard(disk, *json),
+        Action::Check {
+            disk,
             threads,
             json,
+            ..
         } => check(disk, *threads, *json),
         Action::Checkpoint { disk } => checkpoint(disk),
         Action::Import(arguments) => transfer::import(arguments),
@@ -148,6 +159,31 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
     let report = storage::inspect_telling(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
         .map_err(CommandError::failed)?;
     let name = disk.path.display();
+    let damaged = report.log.iter().flat_map(|log| &log.damaged);
+    let damaged: Vec<_> = damaged.collect();
+    if let Some(first) = damaged.first() {
+        if json {
+            println!("{}", to_json(&disk.path, &disk.log(), &report));
+        }
+        for block in damaged.iter().filter(|_| !json) {
+            println!(
+                "{}: damaged: sectors {} to {}, written by LSN {} ({}, byte {})",
+                block.disk.display(),
+                block.sector,
+                block.sector + block.sectors - 1,
+                block.lsn,
+                block.segment.display(),
+                block.offset,
+            );
+        }
+        return Err(CommandError::Failed(format!(
+            "{}: damaged: {} blocks in {} are not what was written; reads of them fail until the guest overwrites them, \
+             or restore the disk from a copy",
+            first.disk.display(),
+            damaged.len(),
+            disk.log().display(),
+        )));
+    }
     match (&report.log, json) {
         (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
         (None, _) => println!("{name}: clean: a plain raw image without a log"),
@@ -163,6 +199,40 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             },
         ),
     }
+    Ok(())
+}
+
+fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
+    let done = storage::discard_log(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+    let (name, log) = (disk.path.display(), disk.log());
+    if json {
+        print(format_args!(
+            "{}\n",
+            json!({
+                "disk": disk.path,
+                "uuid": done.disk,
+                "discarded_records": done.records,
+                "discarded_bytes": done.payload_bytes,
+                "image_fits": done.image_fits,
+            })
+        ));
+        return Ok(());
+    }
+    let what = match (done.records, done.payload_bytes) {
+        (Some(records), Some(bytes)) => format!(
+            "gave up {records} records ({bytes} bytes) in the log {}",
+            log.display()
+        ),
+        _ => format!(
+            "gave up whatever its log held: there is none at {}",
+            log.display()
+        ),
+    };
+    let then = match done.image_fits {
+        true => "the image is the disk as it is now",
+        false => "no image there fits the disk: put one there",
+    };
+    print(format_args!("{name}: disk {}: {what}; {then}\n", done.disk));
     Ok(())
 }
 
@@ -195,7 +265,16 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
             "last_lsn": log.last_lsn,
             "torn_tail": log.torn_tail,
             "disks": log.disks,
+            "damaged": log.damaged.iter().map(|block| json!({
+                "disk": block.disk,
+                "sector": block.sector,
+                "sectors": block.sectors,
+                "lsn": block.lsn,
+                "segment": block.segment,
+                "offset": block.offset,
+            })).collect::<Vec<_>>(),
         })
     });
-    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "clean": true, "log": log })
+    let clean = report.log.as_ref().is_none_or(|log| log.damaged.is_empty());
+    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "clean": clean, "log": log })
 }

@@ -160,10 +160,11 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
                 "sector": record.sector,
                 "sectors": record.sectors,
                 "payload_bytes": record.payload_bytes,
-                "payload_crc32c": record.payload_crc,
+                "payload_crc32c": (!record.damaged).then_some(record.payload_crc),
                 "segment": segment,
                 "payload_offset": record.offset,
                 "in_base": record.in_base,
+                "damaged": record.damaged,
             })
         ));
     }
@@ -178,10 +179,10 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
         record.sector,
         record.sectors,
         record.disk.display(),
-        if record.in_base {
-            " (in the base image)"
-        } else {
-            ""
+        match (record.damaged, record.in_base) {
+            (true, _) => " (damaged: not what was written)",
+            (false, true) => " (in the base image)",
+            (false, false) => "",
         },
     ));
 }

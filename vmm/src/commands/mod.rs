@@ -11,6 +11,7 @@ mod metrics_file;
 pub mod run;
 pub mod serve;
 mod socket;
+mod socket_names;
 mod threads;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.

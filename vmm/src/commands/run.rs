@@ -9,7 +9,8 @@ use clap::Args;
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
-use super::socket::{self, SocketFile};
+use super::socket;
+use super::socket_names::SocketNames;
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
 use crate::control_socket::{CONTROL_MODE, Controlled, Server};
@@ -112,17 +113,22 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         .map(MetricsFile::open)
         .transpose()?;
     // While there is one thread, and before disks are opened, which may take long after a crash.
-    let control = arguments
-        .control
-        .as_deref()
-        .map(|path| socket::bind(path, CONTROL_MODE))
-        .transpose()?;
+    let mut names = SocketNames::default();
+    let control = arguments.control.as_deref();
+    let control = control.map(|path| socket::bind(path, CONTROL_MODE));
+    let control = control.transpose()?.map(|(listener, file)| {
+        names.add(file);
+        listener
+    });
+    names.entrust().map_err(CommandError::failed)?;
+    disks::make_logs(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.landlock);
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
     let ran = run_on(arguments, started, &image, disks, console, metrics, control);
+    drop(names);
     // The logs are closed however the run ended; what went wrong first is what is told.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
@@ -135,10 +141,6 @@ fn places(arguments: &RunArguments) -> Places {
     places.read(&arguments.kernel);
     places.read(Path::new("/proc/cpuinfo"));
     arguments.initrd.iter().for_each(|file| places.read(file));
-    arguments
-        .control
-        .iter()
-        .for_each(|path| places.socket(path));
     places
 }
 
@@ -168,7 +170,7 @@ fn run_on(
     disks: Vec<DiskConfig>,
     console: Console,
     metrics: Option<MetricsFile>,
-    control: Option<(UnixListener, SocketFile)>,
+    control: Option<UnixListener>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
@@ -191,9 +193,9 @@ fn run_on(
              Linux kernel will hardly boot here; 'cargo run -p walvisor-guest-images -- run --help' runs it nested"
         );
     }
-    if let Some((listener, file)) = control {
+    if let Some(listener) = control {
         let server = Server::start(listener, Arc::new(Controlled::vm(&vm, started)));
-        vm.accompany((server.map_err(CommandError::failed)?, file));
+        vm.accompany(server.map_err(CommandError::failed)?);
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let outcome = vm.run().map_err(CommandError::failed)?;

@@ -1,29 +1,156 @@
 //! Sockets of servers: handed over by a service manager, or bound here; the permissions of Unix sockets, and those that a
 //! killed server has left.
+//!
+//! Whoever changes what stands at a socket's name has its directory locked (flock), so that of two servers that start at once
+//! one finds the other's socket, and none takes away a socket that somebody listens at.
 
-use std::fs;
+use std::ffi::OsString;
+use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use rustix::fs::Mode;
+use rustix::fs::{AtFlags, FlockOperation, Mode, Stat, flock, statat, unlinkat};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use super::activation::Inherited;
+use super::socket_names::SocketNames;
 use crate::commands::CommandError;
+
+/// How long another server's change of a directory is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a server that ends may take to close its sockets.
+const CLOSING: Duration = Duration::from_secs(1);
+/// How long to rest before looking again.
+const REST: Duration = Duration::from_millis(5);
+
+/// A name that a socket can have.
+#[derive(Debug)]
+struct Place {
+    directory: File,
+    name: OsString,
+    address: SocketAddrUnix,
+}
+
+impl Place {
+    fn new(path: &Path) -> io::Result<Self> {
+        let no_name = || io::Error::from(io::ErrorKind::InvalidInput);
+        let name = path.file_name().ok_or_else(no_name)?.to_owned();
+        let parent = path.parent().filter(|parent| *parent != Path::new(""));
+        Ok(Self {
+            directory: File::open(parent.unwrap_or(Path::new(".")))?,
+            name,
+            address: SocketAddrUnix::new(path)?,
+        })
+    }
+
+    /// Keeps others who lock from changing the directory, until the guard is dropped.
+    fn lock(&self) -> Result<Locked<'_>, Errno> {
+        let began = Instant::now();
+        loop {
+            match flock(&self.directory, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Locked(&self.directory)),
+                Err(Errno::AGAIN | Errno::INTR) if began.elapsed() < PATIENCE => {
+                    thread::sleep(REST)
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// What stands there.
+    fn stat(&self) -> Result<Stat, Errno> {
+        statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)
+    }
+
+    /// Whether somebody listens at the socket that stands there.
+    fn is_alive(&self) -> Result<bool, Errno> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match connect(&socket, &self.address) {
+            // One who does not come to accept is there all the same.
+            Ok(()) | Err(Errno::AGAIN) => Ok(true),
+            Err(Errno::CONNREFUSED) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn remove(&self) -> Result<(), Errno> {
+        unlinkat(&self.directory, &self.name, AtFlags::empty())
+    }
+}
+
+/// A directory that is locked.
+struct Locked<'a>(&'a File);
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        // It goes with the descriptor at the latest.
+        let _ = flock(self.0, FlockOperation::Unlock);
+    }
+}
+
+/// The name of a socket in the file system.
+#[derive(Debug)]
+pub(super) struct Name {
+    place: Place,
+    /// Device and inode of the socket: another one may stand there later.
+    id: (u64, u64),
+}
+
+impl Name {
+    /// The directory, which [`remove`](Self::remove) needs open.
+    pub(super) fn directory(&self) -> &File {
+        &self.place.directory
+    }
+
+    /// Removes the name, if it is still this socket's, and once nobody listens there.
+    pub(super) fn remove(&self) -> Result<(), Errno> {
+        let began = Instant::now();
+        loop {
+            let locked = self.place.lock()?;
+            let found = self.place.stat()?;
+            if (found.st_dev, found.st_ino) != self.id {
+                return Ok(());
+            }
+            if !self.place.is_alive()? {
+                return self.place.remove();
+            }
+            if began.elapsed() >= CLOSING {
+                return Ok(());
+            }
+            drop(locked);
+            thread::sleep(REST);
+        }
+    }
+}
 
 /// The name of a socket in the file system; dropping it removes the name.
 #[derive(Debug)]
 pub struct SocketFile {
-    path: PathBuf,
+    /// There until somebody else sees to it.
+    name: Option<Name>,
+}
+
+impl SocketFile {
+    /// The name, which is not removed then.
+    pub(super) fn into_name(mut self) -> Option<Name> {
+        self.name.take()
+    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Gone already is as good.
-        let _ = fs::remove_file(&self.path);
+        if let Some(name) = &self.name {
+            // Gone already is as good.
+            let _ = name.remove();
+        }
     }
 }
 
@@ -44,19 +171,21 @@ impl Sockets {
         Ok(Self { inherited, mode })
     }
 
-    /// A socket that listens at `path`, and its name in the file system if it is ours to remove.
+    /// A socket that listens at `path`. Its name in the file system, if it is ours to remove, is added to `names`.
     ///
     /// # Errors
     /// As [`bind`].
     pub fn unix(
         &mut self,
         path: &Path,
-    ) -> Result<(UnixListener, Option<SocketFile>), CommandError> {
+        names: &mut SocketNames,
+    ) -> Result<UnixListener, CommandError> {
         if let Some(listener) = self.inherited.unix(path) {
-            return Ok((listener, None));
+            return Ok(listener);
         }
         let (listener, file) = bind(path, self.mode)?;
-        Ok((listener, Some(file)))
+        names.add(file);
+        Ok(listener)
     }
 
     /// A socket that listens at `address`.
@@ -89,6 +218,17 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     let failed = |what: &dyn std::fmt::Display| {
         CommandError::Failed(format!("socket '{}': {what}", path.display()))
     };
+    let unusable = |error: io::Error| match Errno::from_io_error(&error) {
+        Some(Errno::NAMETOOLONG) => {
+            failed(&"the path is too long for a socket: give one of at most 107 bytes")
+        }
+        _ => failed(&format_args!("{error}: give a path that can be written")),
+    };
+    let place = Place::new(path).map_err(unusable)?;
+    let locked = place.lock().map_err(|error| match error {
+        Errno::AGAIN => failed(&"its directory is locked by somebody: name another path"),
+        error => failed(&format_args!("its directory cannot be locked: {error}")),
+    })?;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(&error)),
@@ -97,15 +237,13 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
                 &"something that is no socket is there: remove it, or name another path",
             ));
         }
-        Ok(_) => match UnixStream::connect(path) {
-            Ok(_) => {
+        Ok(_) => match place.is_alive() {
+            Ok(true) => {
                 return Err(failed(
                     &"a server listens there: stop it, or name another path",
                 ));
             }
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                fs::remove_file(path).map_err(|error| failed(&error))?;
-            }
+            Ok(false) => place.remove().map_err(|error| failed(&error))?,
             Err(error) => return Err(failed(&error)),
         },
     }
@@ -116,20 +254,19 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     let listener = UnixListener::bind(path);
     rustix::process::umask(before);
     drop(alone);
-    let listener = listener.map_err(|error| match error.kind() {
-        io::ErrorKind::InvalidInput => {
-            failed(&"the path is too long for a socket: give one of at most 107 bytes")
-        }
-        _ => failed(&format_args!("{error}: give a path that can be written")),
-    })?;
-    let path = path.to_owned();
-    Ok((listener, SocketFile { path }))
+    let listener = listener.map_err(unusable)?;
+    let bound = fs::symlink_metadata(path).map_err(unusable)?;
+    let id = (bound.dev(), bound.ino());
+    drop(locked);
+    let name = Some(Name { place, id });
+    Ok((listener, SocketFile { name }))
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::time::{Duration, Instant};
+    use std::os::unix::net::UnixStream;
+    use std::sync::Barrier;
 
     use super::*;
 
@@ -143,7 +280,7 @@ mod tests {
         let began = Instant::now();
         while UnixStream::connect(&path).is_ok() {
             assert!(began.elapsed() < Duration::from_secs(60), "not closed");
-            std::thread::sleep(Duration::from_millis(5));
+            thread::sleep(Duration::from_millis(5));
         }
         let (listener, file) = bind(&path, 0o600).unwrap();
         let mode = fs::metadata(&path).unwrap().permissions().mode();
@@ -153,10 +290,51 @@ mod tests {
         drop((listener, file));
         assert!(!path.exists());
 
+        // Somebody has taken the name away and given it to another.
+        let (listener, file) = bind(&path, 0o600).unwrap();
+        fs::remove_file(&path).unwrap();
+        let (other, others) = bind(&path, 0o600).unwrap();
+        drop((listener, file));
+        assert!(UnixStream::connect(&path).is_ok());
+        drop((other, others));
+        assert!(!path.exists());
+
         fs::write(&path, "data").unwrap();
         let error = bind(&path, 0o600).unwrap_err().to_string();
         assert!(error.contains("no socket"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"data");
+    }
+
+    #[test]
+    fn of_servers_that_start_at_once_one_gets_the_name() {
+        const STARTERS: usize = 4;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        for round in 0..100 {
+            // A dead socket, and every other time none.
+            if round % 2 == 0 {
+                drop(UnixListener::bind(&path).unwrap());
+            }
+            let begin = Barrier::new(STARTERS);
+            let bound: Vec<_> = thread::scope(|scope| {
+                let start = || {
+                    begin.wait();
+                    bind(&path, 0o600)
+                };
+                let starters: Vec<_> = (0..STARTERS).map(|_| scope.spawn(start)).collect();
+                let ended = starters.into_iter().map(|starter| starter.join().unwrap());
+                ended.collect()
+            });
+            let (won, lost): (Vec<_>, Vec<_>) = bound.into_iter().partition(Result::is_ok);
+            assert_eq!(won.len(), 1, "round {round}: {won:?}");
+            for error in lost {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains("a server listens there"), "{error}");
+            }
+            assert!(UnixStream::connect(&path).is_ok(), "round {round}");
+            drop(won);
+            assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+        }
     }
 
     #[test]

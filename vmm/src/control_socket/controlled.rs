@@ -1,5 +1,6 @@
 //! What a control socket controls: disks in use, and the vCPUs of a VM.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -91,8 +92,12 @@ pub struct Controlled {
     pub(super) started: Instant,
     pub(super) disks: Vec<ControlledDisk>,
     pub(super) power: Power,
-    /// Whether it is paused. Locked by whoever changes anything.
-    paused: Mutex<bool>,
+    /// Locked by whoever changes anything, which may take long.
+    changing: Mutex<()>,
+    /// Everything rests. Changed under the lock, read without it.
+    paused: AtomicBool,
+    /// The end has come.
+    ending: AtomicBool,
 }
 
 impl Controlled {
@@ -103,7 +108,9 @@ impl Controlled {
             started,
             disks,
             power,
-            paused: Mutex::new(false),
+            changing: Mutex::default(),
+            paused: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
         }
     }
 
@@ -118,16 +125,25 @@ impl Controlled {
         Self::new(Kind::Run, started, disks, power)
     }
 
-    /// The end has come, which no limit is to hold up.
+    /// The end has come, which no limit is to hold up, whoever sets one now.
     pub(crate) fn lift_limits(&self) {
+        self.ending.store(true, Ordering::SeqCst);
         for disk in &self.disks {
             disk.throttle.set(throttle::Limits::default());
         }
     }
 
-    fn change(&self) -> MutexGuard<'_, bool> {
-        // A flag is right between any two steps.
-        self.paused.lock().unwrap_or_else(PoisonError::into_inner)
+    fn limit(&self, disk: &ControlledDisk, limits: throttle::Limits) {
+        disk.throttle.set(limits);
+        // Looked at last: either this sees the end, or the end sees the limits.
+        if self.ending.load(Ordering::SeqCst) {
+            disk.throttle.set(throttle::Limits::default());
+        }
+    }
+
+    fn change(&self) -> MutexGuard<'_, ()> {
+        // There is nothing in it that could be wrong.
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Carries out a request.
@@ -137,7 +153,7 @@ impl Controlled {
             Command::Stats(Format::Prometheus) => Ok(json!({ "text": stats::prometheus(self) })),
             Command::Pause => self.pause(),
             Command::Resume => {
-                self.resume(&mut self.change());
+                self.resume();
                 Ok(json!({ "state": "running" }))
             }
             Command::Resize { disk, size_bytes } => self.resize(disk.as_deref(), *size_bytes),
@@ -146,7 +162,7 @@ impl Controlled {
             Command::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
             Command::Shutdown { now: false } => {
                 // Who rests cannot end in order.
-                self.resume(&mut self.change());
+                self.resume();
                 Ok(json!({}))
             }
             Command::Shutdown { now: true } => Ok(json!({})),
@@ -165,12 +181,9 @@ impl Controlled {
         }
     }
 
+    /// Whether everything rests: from the end of a pause to the beginning of the next resume.
     pub(super) fn is_paused(&self) -> bool {
-        // Not the lock: whoever changes something may take his time.
-        match &self.power {
-            Power::Guest { control, .. } => control.paused(),
-            Power::Daemon(_) => self.paused.try_lock().is_ok_and(|paused| *paused),
-        }
+        self.paused.load(Ordering::SeqCst)
     }
 
     /// The disk of that name, or the only one.
@@ -201,32 +214,36 @@ impl Controlled {
     }
 
     fn pause(&self) -> Result<Value, ControlError> {
-        let mut paused = self.change();
-        if !*paused {
+        let _change = self.change();
+        if !self.is_paused() {
             if let Power::Guest { control, .. } = &self.power {
                 control.pause();
             }
-            *paused = true;
             for disk in &self.disks {
                 // What is held back would hold up the pause, for as long as nobody may lift the limits.
                 let limits = disk.throttle.limits();
                 disk.throttle.set(throttle::Limits::default());
                 let rests = disk.device.pause();
-                disk.throttle.set(limits);
+                self.limit(disk, limits);
                 if let Err(error) = rests {
-                    self.resume(&mut paused);
+                    self.let_go_on();
                     let name = &disk.name;
                     return Err(ControlError::new(format_args!("disk '{name}': {error}")));
                 }
             }
+            self.paused.store(true, Ordering::SeqCst);
         }
         Ok(json!({ "state": "paused" }))
     }
 
-    fn resume(&self, paused: &mut bool) {
-        if !std::mem::take(paused) {
-            return;
+    fn resume(&self) {
+        let _change = self.change();
+        if self.paused.swap(false, Ordering::SeqCst) {
+            self.let_go_on();
         }
+    }
+
+    fn let_go_on(&self) {
         self.disks.iter().for_each(|disk| disk.device.resume());
         if let Power::Guest { control, .. } = &self.power {
             control.resume();
@@ -291,7 +308,7 @@ impl Controlled {
                 ));
             }
         }
-        disk.throttle.set(limits);
+        self.limit(disk, limits);
         let mut answer = stats::limits(&disk.throttle);
         answer["disk"] = disk.name.clone().into();
         Ok(answer)
@@ -309,5 +326,121 @@ impl Controlled {
             done.push(&disk.name);
         }
         Ok(json!({ "disks": done }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread;
+
+    use walvisor_devices::backend::ram::RamDisk;
+
+    use super::*;
+
+    /// A device that takes as long as the test wants to change its cache mode, or to pause.
+    struct Slow {
+        came: Mutex<Sender<()>>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl Slow {
+        fn wait(&self) {
+            self.came.lock().unwrap().send(()).unwrap();
+            self.go.lock().unwrap().recv().unwrap();
+        }
+    }
+
+    impl DeviceControl for Slow {
+        fn capacity_changed(&self) {}
+
+        fn set_write_cache(&self, on: bool) -> bool {
+            self.wait();
+            on
+        }
+
+        fn pause(&self) -> io::Result<()> {
+            self.wait();
+            Ok(())
+        }
+
+        fn resume(&self) {}
+    }
+
+    /// A daemon with one slow disk; who comes to its device, and who lets it go on.
+    fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
+        let ((came, comes), (go, goes)) = (channel(), channel());
+        let disk = ControlledDisk {
+            name: "disk".into(),
+            transport: "nbd",
+            backend: Arc::new(RamDisk::new(8)),
+            metrics: Arc::default(),
+            throttle: Arc::default(),
+            device: Arc::new(Slow {
+                came: Mutex::new(came),
+                go: Mutex::new(goes),
+            }),
+        };
+        let power = Power::Daemon(Box::new(|| ()));
+        let controlled = Controlled::new(Kind::Nbd, Instant::now(), vec![disk], power);
+        (controlled, comes, go)
+    }
+
+    fn state(controlled: &Controlled) -> Value {
+        let stats = controlled.execute(&Command::Stats(Format::Json)).unwrap();
+        stats["state"].clone()
+    }
+
+    #[test]
+    fn the_state_is_told_while_another_client_changes_something() {
+        let (controlled, comes, go) = daemon();
+        let during = |command: &Command, expected: &str| {
+            thread::scope(|scope| {
+                let other = scope.spawn(|| controlled.execute(command));
+                comes.recv().unwrap();
+                assert_eq!(state(&controlled), expected, "during {command:?}");
+                go.send(()).unwrap();
+                other.join().unwrap().unwrap();
+            });
+        };
+        let set_cache = Command::SetCache {
+            disk: None,
+            cache: CacheChoice::Writeback,
+        };
+        during(&set_cache, "running");
+        // Not everything rests yet.
+        during(&Command::Pause, "running");
+        assert_eq!(state(&controlled), "paused");
+        during(&set_cache, "paused");
+        assert_eq!(state(&controlled), "paused");
+        controlled.execute(&Command::Resume).unwrap();
+        assert_eq!(state(&controlled), "running");
+    }
+
+    #[test]
+    fn no_limit_is_left_once_the_end_has_come() {
+        let (controlled, comes, go) = daemon();
+        let limits = |controlled: &Controlled| controlled.disks[0].throttle.limits();
+        let one = Command::SetLimit {
+            disk: None,
+            limits: Limits {
+                ops_per_second: Some(1),
+                ..Limits::default()
+            },
+        };
+        controlled.execute(&one).unwrap();
+        assert_eq!(limits(&controlled).ops_per_second, 1);
+        thread::scope(|scope| {
+            let pause = scope.spawn(|| controlled.execute(&Command::Pause));
+            comes.recv().unwrap();
+            controlled.lift_limits();
+            // The pause would set the limit again.
+            go.send(()).unwrap();
+            pause.join().unwrap().unwrap();
+        });
+        assert_eq!(limits(&controlled).ops_per_second, 0);
+        controlled.execute(&one).unwrap();
+        assert_eq!(limits(&controlled).ops_per_second, 0);
     }
 }

@@ -50,6 +50,13 @@ fn every_key_is_carried_out() {
         count: Some(8),
     };
     assert_eq!(waiting.commit_wait, wait);
+    for (text, answer) in [
+        ("path=a", None),
+        ("path=a,answer=written", Some(Answer::Written)),
+        ("path=a,answer=memory", Some(Answer::Memory)),
+    ] {
+        assert_eq!(parse(text).unwrap().answer, answer, "{text}");
+    }
     let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
     assert_eq!(
         (ram.backend, ram.size, ram.cache),
@@ -71,7 +78,7 @@ fn help_names_the_keys() {
 fn a_wrong_key_is_named_with_the_valid_ones() {
     let error = parse("path=a,cashe=unsafe").unwrap_err();
     assert!(
-        error.contains("'cashe'") && error.contains("cache, readonly"),
+        error.contains("'cashe'") && error.contains("cache, answer, readonly"),
         "{error}"
     );
     assert!(!error.contains('\n'));
@@ -100,6 +107,7 @@ fn what_is_for_servers_is_refused_elsewhere() {
         ("path=a,socket=s", "socket="),
         ("path=a,port=10809", "port="),
         ("path=a,port=0,address=::1", "port="),
+        ("path=a,answer=memory", "answer="),
         ("path=a,name=a", "name="),
         ("path=a,fabric=loop", "fabric="),
         ("path=a,wwn=naa.0123456789abcdef", "wwn="),
@@ -143,6 +151,9 @@ fn wrong_values_are_refused() {
         "path=a,serial=",
         "path=a,serial=123456789012345678901",
         "path=a,cache=none",
+        "path=a,answer=never",
+        "path=a,answer=memory,cache=writethrough",
+        "path=a,answer=memory,backend=raw",
         "path=a,transport=ccw",
         "log=l",
         "backend=ram",

@@ -42,6 +42,7 @@ pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_eventfd2,
     libc::SYS_fdatasync,
     libc::SYS_fstat,
+    libc::SYS_fstatfs,
     libc::SYS_fsync,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -86,9 +87,14 @@ pub(super) const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, l
 /// What NBD clients take.
 pub(super) const NBD: &[c_long] = &[libc::SYS_shutdown];
 
-/// What vhost-user front-ends take: descriptors that come with messages, and memory that is shared with them.
+/// What vhost-user front-ends take: descriptors that come with messages, memory that is shared with them, and signals that
+/// wait for nobody.
 pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_dup,
+    libc::SYS_io_destroy,
+    libc::SYS_io_getevents,
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
     libc::SYS_memfd_create,
     libc::SYS_recvmsg,
     libc::SYS_sendmsg,

@@ -106,6 +106,7 @@ impl Backstore {
         if let Some(store) = standing {
             let known = store.config();
             if store.enabled() && known == config {
+                store.check_blocks(wanted)?;
                 return Ok((store, true));
             }
             let half_built = known.is_empty() || known.starts_with(SUBTYPE);
@@ -126,6 +127,21 @@ impl Backstore {
             tracing::warn!("{error}");
         }
         built.map(|()| (store, false))
+    }
+
+    /// Refuses to serve a disk that stands with blocks of another size: its initiators go on to count in those.
+    fn check_blocks(&self, wanted: &Wanted) -> Result<()> {
+        let known: Option<u32> = get(&self.directory.join("attrib/hw_block_size"))
+            .parse()
+            .ok();
+        match known.filter(|known| *known != wanted.block_size) {
+            None => Ok(()),
+            Some(known) => Err(TargetError::Taken(format!(
+                "disk '{0}' stands in the target with blocks of {known} bytes, in which its initiators count: give \
+                 block-size={known}, or remove it first ('walvisor serve tcmu --remove {0}')",
+                self.name
+            ))),
+        }
     }
 
     /// Makes the first directory `user_N` that is free.

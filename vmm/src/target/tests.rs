@@ -88,3 +88,32 @@ fn back_stores_and_who_exports_them_are_found() {
         "{error}"
     );
 }
+
+#[test]
+fn a_disk_that_stands_keeps_the_size_of_its_blocks() {
+    let directory = tempfile::tempdir().unwrap();
+    let target = target(directory.path());
+    let store = target.root().join("core/user_0/a");
+    fs::create_dir_all(store.join("attrib")).unwrap();
+    for (file, text) in [
+        ("attrib/dev_config", "walvisor/a.img\n"),
+        ("attrib/hw_block_size", "512\n"),
+        ("enable", "1\n"),
+    ] {
+        fs::write(store.join(file), text).unwrap();
+    }
+    let raise = |block_size| {
+        let wanted = Wanted {
+            name: "a".to_owned(),
+            image: "/a.img".to_owned(),
+            serial: String::new(),
+            block_size,
+            max_blocks: 8,
+            timeout: None,
+        };
+        Backstore::raise(&target, &wanted)
+    };
+    assert!(raise(512).unwrap().1, "it stands");
+    let error = raise(4096).unwrap_err().to_string();
+    assert!(error.contains("give block-size=512"), "{error}");
+}

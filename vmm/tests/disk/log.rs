@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Port, Store, create_disk};
+use walvisor_tests::have_python;
 
 use crate::{
     MIB, SMALL, WALVISOR, crash, done, end, names, objects, refused, unclosed, walvisor, write,
@@ -54,15 +55,6 @@ fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
     second
 }
 
-fn has_python() -> bool {
-    let found = Command::new("python3").arg("--version").output();
-    let found = found.is_ok_and(|output| output.status.success());
-    if !found {
-        println!("skipped: no python3");
-    }
-    found
-}
-
 /// `count` random requests to the two disks of a log, from a seed, with a flush after every seventh.
 fn work(ports: &mut [Port], seed: u64, count: usize) {
     let mut random = seed;
@@ -96,7 +88,7 @@ fn work(ports: &mut [Port], seed: u64, count: usize) {
 /// A ring that went round, two disks, a crash, more, a second crash, a torn tail, and damage.
 #[test]
 fn a_reader_written_from_the_format_page_finds_the_same_records() {
-    if !has_python() {
+    if !have_python() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -149,7 +141,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     let has = |kind: &&str| records.iter().any(|record| record["kind"] == **kind);
     assert!(kinds.iter().all(has));
 
-    // A flipped byte in the last payload is a torn tail: its batch is dropped by both. In an earlier one it is damage.
+    // A flipped byte in the last payload is a torn tail: its batch is dropped by both.
     let flip = |record: &Value| {
         let name = record["segment"].as_str().unwrap();
         let file = File::options()
@@ -179,7 +171,13 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     assert_eq!(both_read(&second, "log").unwrap(), records);
     let written = records.iter().find(is_write).unwrap();
     flip(written);
-    assert_eq!(both_read(&second, "log"), None);
+    // In an earlier payload it is damage of that record alone.
+    let found = both_read(&second, "log").unwrap();
+    assert_eq!(found.len(), records.len());
+    for (found, record) in found.iter().zip(&records) {
+        assert_eq!(found["damaged"], record == written);
+        assert!(found == record || record == written);
+    }
     flip(written);
 
     // A flipped bit anywhere else: whatever that comes to, both agree.
@@ -262,6 +260,72 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
     let empty = done(&crashed, "log dump disk.img.wal");
     assert!(empty.contains("no records"), "{empty}");
     assert_eq!(done(&crashed, "log dump disk.img.wal --json"), "");
+}
+
+/// A payload that the medium changed: `disk check` names it, and what reads it fails.
+#[test]
+fn disk_check_names_disk_sectors_and_lsn_of_what_the_medium_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    let number = |key: &str| records[1][key].as_u64().unwrap();
+    let segment = crashed
+        .join("disk.img.wal")
+        .join(records[1]["segment"].as_str().unwrap());
+    let file = File::options().write(true).open(&segment).unwrap();
+    file.write_all_at(&[0xff], number("payload_offset") + 5)
+        .unwrap();
+
+    let (first, lsn) = (number("sector"), number("lsn"));
+    let output = walvisor(&crashed, "disk check disk.img");
+    assert_eq!(output.status.code(), Some(1));
+    let (text, error) = (
+        String::from_utf8(output.stdout).unwrap(),
+        String::from_utf8(output.stderr).unwrap(),
+    );
+    let wanted = format!(
+        "damaged: sectors {first} to {}, written by LSN {lsn}",
+        first + 7
+    );
+    assert!(
+        text.contains(&wanted) && text.lines().count() == 1,
+        "{text}"
+    );
+    assert!(
+        error.contains("1 blocks") && error.lines().count() == 1,
+        "{error}"
+    );
+
+    let output = walvisor(&crashed, "disk check disk.img --json");
+    assert_eq!(output.status.code(), Some(1));
+    let report = &objects(&String::from_utf8(output.stdout).unwrap())[0];
+    assert_eq!(report["clean"], false);
+    let damaged = report["log"]["damaged"].as_array().unwrap();
+    assert_eq!(damaged.len(), 1);
+    assert_eq!(damaged[0]["lsn"], lsn);
+    assert_eq!(damaged[0]["sector"], first);
+
+    let dumped = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
+    assert!(dumped[1]["damaged"] == true && dumped[1]["payload_crc32c"].is_null());
+    assert!(dumped[0] == records[0] && dumped[2..] == records[2..]);
+    refused(
+        &crashed,
+        "disk export disk.img out",
+        1,
+        &["damaged", "segment-0000"],
+    );
+    let output = walvisor(&crashed, "disk checkpoint disk.img");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(
+        error.contains("disk check") && error.contains("segment-0000"),
+        "{error}"
+    );
+    // All else is in the image, and the log keeps what is damaged.
+    assert_eq!(
+        walvisor(&crashed, "disk check disk.img").status.code(),
+        Some(1)
+    );
 }
 
 #[test]

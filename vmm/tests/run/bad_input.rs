@@ -209,7 +209,11 @@ fn bad_disks_are_told_and_stay_as_they_were() {
     );
     fs::write(at("a.img"), [7; 4096]).unwrap();
     let twice = format!("path={},log={}", at("a.img"), at("log"));
-    refused(&run(&[twice.clone(), twice]), 1, &["a.img", "already open"]);
+    refused(
+        &run(&[twice.clone(), twice]),
+        1,
+        &["a.img", "open already", "one disk"],
+    );
     assert_eq!(fs::read(at("a.img")).unwrap(), [7; 4096]);
 }
 

@@ -3,6 +3,8 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 
+use walvisor_tests::leash;
+
 use crate::kernel::{self, Then};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
 
@@ -182,7 +184,8 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         let console_target = format!("file:{}", console.display());
         let spec = format!("path={}", disk.display());
         let kernel = kernel.to_str().unwrap();
-        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_walvisor"))
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_walvisor"));
+        command
             .args([
                 "run",
                 "--memory",
@@ -193,9 +196,8 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
                 "up",
             ])
             .args(["--cpus", "2", "--disk", &spec, "--console", &console_target])
-            .stdin(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
+            .stdin(std::process::Stdio::null());
+        let mut child = leash(&mut command).spawn().unwrap();
         wait_for("the guest's print", || {
             std::fs::read_to_string(&console).unwrap_or_default() == "up"
         });

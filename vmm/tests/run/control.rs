@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use walvisor_tests::leash;
 
 use crate::kernel::{self, Then};
 use crate::{command, has_kvm, stderr, wait_for};
@@ -125,14 +126,14 @@ impl Drop for Guest {
 fn run(dir: &Path, arguments: &[&str]) -> Child {
     let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
                  --console file:console --control ctl";
-    Command::new(env!("CARGO_BIN_EXE_walvisor"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
+    command
         .args(words.split_whitespace())
         .args(arguments)
         .current_dir(dir)
         .stdin(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+        .stderr(Stdio::piped());
+    leash(&mut command).spawn().unwrap()
 }
 
 /// Exits of all vCPUs.

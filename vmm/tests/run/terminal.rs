@@ -2,34 +2,14 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::process::{Child, Command};
-use std::ptr;
 
 use rustix::termios::{LocalModes, Termios, tcgetattr};
+use walvisor_tests::{leash, terminal};
 
 use crate::kernel::{self, Then};
 use crate::{has_kvm, wait_for};
-
-/// A pseudo-terminal: the side of the person at it, and the side of the program.
-fn terminal() -> (File, File) {
-    let (mut person, mut program) = (-1, -1);
-    // SAFETY: both pointers are to integers that outlive the call; the others may be null (openpty(3)).
-    let result = unsafe {
-        libc::openpty(
-            &raw mut person,
-            &raw mut program,
-            ptr::null_mut(),
-            ptr::null(),
-            ptr::null(),
-        )
-    };
-    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: openpty has just returned these descriptors, and nothing else owns them.
-    let [person, program] =
-        [person, program].map(|fd| File::from(unsafe { OwnedFd::from_raw_fd(fd) }));
-    (person, program)
-}
 
 /// The modes of a terminal that a program may change.
 fn modes(terminal: &File) -> (u32, u32, u32, u32) {
@@ -67,13 +47,13 @@ impl EchoingGuest {
         );
         let (person, program) = terminal();
         let before = modes(&program);
-        let child = Command::new(env!("CARGO_BIN_EXE_walvisor"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
+        command
             .args(["run", "--memory", "4M", "--cmdline", "up!", "--kernel"])
             .arg(kernel)
             .stdin(program.try_clone().unwrap())
-            .stdout(program.try_clone().unwrap())
-            .spawn()
-            .unwrap();
+            .stdout(program.try_clone().unwrap());
+        let child = leash(&mut command).spawn().unwrap();
         let mut guest = Self {
             _directory: directory,
             person,

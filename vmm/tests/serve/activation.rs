@@ -7,8 +7,10 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use walvisor_tests::have;
+
 use super::raw_client::{READ, RawClient, WRITE};
-use super::{Daemon, WALVISOR, client, create, has, text};
+use super::{Daemon, WALVISOR, client, create, text};
 
 /// `walvisor serve nbd` with `socket` as descriptor 3, after the words `variables` of a shell, in which $$ is its own pid.
 fn activated(dir: &Path, socket: impl Into<OwnedFd>, variables: &str, arguments: &str) -> Command {
@@ -23,7 +25,7 @@ fn activated(dir: &Path, socket: impl Into<OwnedFd>, variables: &str, arguments:
 
 #[test]
 fn systemd_starts_the_daemon_when_a_client_comes() {
-    if !has("systemd-socket-activate", "systemd") || !has("nbdinfo", "libnbd-bin") {
+    if !have("systemd-socket-activate", "systemd") || !have("nbdinfo", "libnbd-bin") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -42,16 +44,9 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
         // One of them by a relative name.
         .args(["--disk", "path=a.img,socket=s", "--disk"])
         .arg(format!("path=b.img,port={}", address.port()))
-        .current_dir(dir)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let child = command.spawn().unwrap();
-    let daemon = Daemon {
-        child,
-        dir: dir.to_owned(),
-        uris: vec![],
-    };
+        .stdin(Stdio::null());
+    // It says nothing before a client comes.
+    let daemon = Daemon::start_as(dir, &mut command, 0);
     while !path.exists() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
@@ -75,8 +70,7 @@ fn a_restart_refuses_nobody() {
         let socket = listener.try_clone().unwrap();
         let variables = "LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=disk";
         let mut command = activated(dir, socket, variables, "--disk path=disk.img,socket=s");
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        Daemon::attach(dir, child.spawn().unwrap(), 1)
+        Daemon::start_as(dir, &mut command, 1)
     };
     for round in 0_u8..3 {
         // Comes when nobody serves.
@@ -142,8 +136,7 @@ fn what_is_handed_over_has_to_fit() {
     let unix = UnixListener::bind(dir.join("u")).unwrap();
     let variables = "LISTEN_PID=1 LISTEN_FDS=1";
     let mut command = activated(dir, unix, variables, "--disk path=disk.img,socket=s");
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let daemon = Daemon::attach(dir, child.spawn().unwrap(), 1);
+    let daemon = Daemon::start_as(dir, &mut command, 1);
     RawClient::extended(&dir.join("s"));
     assert_eq!(daemon.stop(), "");
     assert!(!dir.join("s").exists() && dir.join("u").exists());

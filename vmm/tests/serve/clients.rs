@@ -3,8 +3,9 @@
 use std::fs;
 
 use serde_json::Value;
+use walvisor_tests::have;
 
-use super::{Daemon, MIB, client, create, has, metric, noise, run_client};
+use super::{Daemon, MIB, client, create, metric, noise, run_client};
 
 fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
@@ -12,7 +13,7 @@ fn json(text: &str) -> Value {
 
 #[test]
 fn nbdinfo_sees_what_each_disk_can() {
-    if !has("nbdinfo", "libnbd-bin") {
+    if !have("nbdinfo", "libnbd-bin") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -69,7 +70,7 @@ fn nbdinfo_sees_what_each_disk_can() {
 
 #[test]
 fn nbdcopy_brings_data_and_holes_in_and_out() {
-    if !has("nbdcopy", "libnbd-bin") {
+    if !have("nbdcopy", "libnbd-bin") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -102,7 +103,7 @@ fn nbdcopy_brings_data_and_holes_in_and_out() {
 
 #[test]
 fn qemu_writes_and_finds_what_it_wrote() {
-    if !has("qemu-img", "qemu-utils") {
+    if !have("qemu-img", "qemu-utils") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -157,7 +158,7 @@ fn qemu_writes_and_finds_what_it_wrote() {
 
 #[test]
 fn a_flush_of_one_connection_covers_what_another_wrote() {
-    if !has("nbdsh", "python3-libnbd") {
+    if !have("nbdsh", "python3-libnbd") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -193,7 +194,7 @@ assert h.pread(65536, 65536) == bytes(65536)",
 
 #[test]
 fn what_cannot_be_done_is_an_error_and_no_more() {
-    if !has("nbdsh", "python3-libnbd") {
+    if !have("nbdsh", "python3-libnbd") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -238,7 +239,7 @@ assert h.pread(1 << 20, 0, nbd.CMD_FLAG_DF) == bytes(1 << 20)",
 
 #[test]
 fn the_longest_request_is_taken_from_any_client() {
-    if !has("nbdsh", "python3-libnbd") {
+    if !have("nbdsh", "python3-libnbd") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -266,7 +267,7 @@ old.shutdown()",
 
 #[test]
 fn sixteen_fio_jobs_share_syncs() {
-    if !has("fio", "fio") {
+    if !have("fio", "fio") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();

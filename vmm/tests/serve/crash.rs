@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
-use super::{Daemon, create, foreign, has};
+use walvisor_tests::have;
+
+use super::{Daemon, create, foreign};
 
 const WRITERS: u64 = 4;
 const SLOTS: u64 = 16;
@@ -42,7 +44,7 @@ for slot in range(64):
 
 #[test]
 fn kills_lose_nothing_that_a_flush_covered() {
-    if !has("nbdsh", "python3-libnbd") {
+    if !have("nbdsh", "python3-libnbd") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -51,6 +53,7 @@ fn kills_lose_nothing_that_a_flush_covered() {
     let mut first = 1;
     for kill_after in [40, 300, 150] {
         let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+        // Without its daemon it ends.
         let mut writers = foreign(dir, "nbdsh")
             .args(["-c", &WRITE.replace("FIRST", &first.to_string())])
             .stdout(Stdio::piped())

@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::path::Path;
 
+use walvisor_tests::have;
+
 use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
-use super::{Daemon, MIB, client, create, has, text, walvisor};
+use super::{Daemon, MIB, client, create, text, walvisor};
 
 /// The last sector that Linux and the NBD protocol can address ends here: offsets are signed.
 pub const LARGEST: u64 = (1 << 63) - 512;
@@ -26,7 +28,7 @@ pub fn roomy() -> Option<tempfile::TempDir> {
 
 #[test]
 fn the_last_sector_of_the_largest_disk() {
-    if !has("nbdsh", "python3-libnbd") || !has("qemu-io", "qemu-utils") {
+    if !have("nbdsh", "python3-libnbd") || !have("qemu-io", "qemu-utils") {
         return;
     }
     let Some(dir) = roomy() else {
@@ -99,9 +101,9 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
 /// A BLOCK_STATUS is told 8 GiB at most, and libnbd and QEMU ask for less than 4: thousands of questions.
 #[test]
 fn maps_of_16_tib_are_had() {
-    if !has("nbdinfo", "libnbd-bin")
-        || !has("nbdsh", "python3-libnbd")
-        || !has("qemu-img", "qemu-utils")
+    if !have("nbdinfo", "libnbd-bin")
+        || !have("nbdsh", "python3-libnbd")
+        || !have("qemu-img", "qemu-utils")
     {
         return;
     }

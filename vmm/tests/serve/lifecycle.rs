@@ -3,15 +3,17 @@
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use walvisor_tests::have_python;
 
 use super::raw_client::{READ, RawClient, WRITE};
-use super::{Daemon, WALVISOR, create, has, text, walvisor};
+use super::{Daemon, WALVISOR, create, text, walvisor};
 
 /// Asserts exit `status` and one line on stderr with each of `parts`.
 #[track_caller]
@@ -50,7 +52,14 @@ fn sockets_are_private_and_gone_at_the_end() {
     let daemon = Daemon::start(dir, "--mode 660 --disk path=disk.img,socket=s");
     assert_eq!(mode(), 0o660);
     daemon.kill();
-    // What the kill has left is replaced.
+    // The name goes after a kill too.
+    let began = Instant::now();
+    while dir.join("s").exists() {
+        assert!(began.elapsed() < Duration::from_secs(120), "it stays");
+        thread::sleep(Duration::from_millis(5));
+    }
+    // One that nobody has removed is replaced.
+    drop(UnixListener::bind(dir.join("s")).unwrap());
     assert!(dir.join("s").exists());
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
     assert_eq!(mode(), 0o600);
@@ -107,7 +116,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 #[test]
 fn a_restricted_daemon_does_without_io_uring_too() {
-    if !has("python3", "python3-minimal") {
+    if !have_python() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -116,9 +125,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     let mut python = Command::new("python3");
     python.args(["-c", WITHOUT_IO_URING, WALVISOR, "serve", "nbd"]);
     python.args(["--disk", "path=disk.img,socket=s"]);
-    let python = python.current_dir(dir).stdin(Stdio::null());
-    let python = python.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let daemon = Daemon::attach(dir, python.spawn().unwrap(), 1);
+    let daemon = Daemon::start_as(dir, python.stdin(Stdio::null()), 1);
     // One thread more than with io_uring: the one that writes.
     let tasks = format!("/proc/{}/task", daemon.child.id());
     let is_writer = |task: fs::DirEntry| {

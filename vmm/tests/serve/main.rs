@@ -6,10 +6,12 @@ mod control;
 mod crash;
 mod documents;
 mod hostile;
+mod kill;
 mod largest;
 mod lifecycle;
 mod raw_client;
 mod recovery;
+mod slow_holes;
 mod tls;
 mod vhost_user;
 mod without_log;
@@ -17,49 +19,12 @@ mod without_log;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::Mutex;
 
 use rustix::process::{Pid, Signal, kill_process};
+use walvisor_tests::leash;
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
-
-/// Whether `program` is there, after an attempt to install its Debian package. Prints why the test is skipped if not.
-fn has(program: &str, package: &str) -> bool {
-    // One apt at a time.
-    static INSTALLING: Mutex<()> = Mutex::new(());
-    let _guard = INSTALLING.lock().unwrap_or_else(|error| error.into_inner());
-    let found = || {
-        let paths = std::env::var_os("PATH").unwrap_or_default();
-        std::env::split_paths(&paths).any(|path| path.join(program).is_file())
-    };
-    if found() {
-        return true;
-    }
-    let install = format!(
-        "apt-get -q install -y --no-install-recommends {package} || \
-         {{ apt-get -q update && apt-get -q install -y --no-install-recommends {package}; }}"
-    );
-    println!("installing {package} with apt-get");
-    let output = Command::new("sh")
-        .args(["-c", &install])
-        .env("DEBIAN_FRONTEND", "noninteractive")
-        .stdin(Stdio::null())
-        .output();
-    if found() {
-        return true;
-    }
-    let why = output.map_or_else(
-        |error| error.to_string(),
-        |output| {
-            String::from_utf8_lossy(&output.stderr)
-                .trim()
-                .replace('\n', "; ")
-        },
-    );
-    println!("skipped: no {program}, and {package} cannot be installed: {why}");
-    false
-}
 
 /// A program of somebody else, to be run in `dir` and ended after two minutes.
 fn foreign(dir: &Path, program: &str) -> Command {
@@ -126,22 +91,29 @@ impl Daemon {
     /// The same for any door of `walvisor serve`.
     #[track_caller]
     fn start_door(dir: &Path, door: &str, arguments: &str) -> Self {
-        let child = Command::new(WALVISOR)
+        let mut command = Command::new(WALVISOR);
+        command
             .args(["serve", door])
             .args(arguments.split_whitespace())
-            .current_dir(dir)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("walvisor starts");
+            .stdin(Stdio::null());
         let count = arguments.matches("path=").count() + arguments.matches("backend=ram").count();
-        Self::attach(dir, child, count)
+        Self::start_as(dir, &mut command, count)
     }
 
-    /// Waits until a daemon that was started in `dir` serves `count` disks.
+    /// Starts a `command` that becomes a daemon, and waits until it serves `count` disks.
     #[track_caller]
-    fn attach(dir: &Path, mut child: Child, count: usize) -> Self {
+    fn start_as(dir: &Path, command: &mut Command, count: usize) -> Self {
+        Self::start_telling(dir, command, Stdio::piped(), count)
+    }
+
+    /// The same, for one that writes its errors to `errors`.
+    #[track_caller]
+    fn start_telling(dir: &Path, command: &mut Command, errors: Stdio, count: usize) -> Self {
+        let command = command
+            .current_dir(dir)
+            .stdout(Stdio::piped())
+            .stderr(errors);
+        let mut child = leash(command).spawn().expect("it starts");
         let stdout = BufReader::new(child.stdout.take().unwrap());
         let uris: Vec<_> = stdout
             .lines()

@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::Path;
 
+use walvisor_tests::have;
+
 use super::raw_client::RawClient;
-use super::{Daemon, create, foreign, has, run_client, text, walvisor};
+use super::{Daemon, create, foreign, run_client, text, walvisor};
 
 const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
@@ -20,7 +22,7 @@ fn certtool(dir: &Path, arguments: &str) {
 /// Makes a CA in `dir`/pki with a server's and a client's certificate, in the names that QEMU and libnbd look for, and a
 /// second CA with a client of its own in `dir`/other. `false`: this cannot be done here.
 fn certificates(dir: &Path) -> bool {
-    if !has("certtool", "gnutls-bin") {
+    if !have("certtool", "gnutls-bin") {
         return false;
     }
     for name in ["pki", "other"] {
@@ -82,7 +84,7 @@ const TO_SOCKET: &str = "h.connect_unix('s')";
 fn clients_of_others_encrypt() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !has("nbdsh", "python3-libnbd") || !has("qemu-img", "qemu-utils") {
+    if !certificates(dir) || !have("nbdsh", "python3-libnbd") || !have("qemu-img", "qemu-utils") {
         return;
     }
     create(dir, "disk.img", "64M");
@@ -159,7 +161,7 @@ h.shutdown()
 fn whoever_comes_without_tls_is_told_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !has("nbdsh", "python3-libnbd") {
+    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
         return;
     }
     create(dir, "disk.img", "1M");
@@ -221,7 +223,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
 fn a_certificate_that_was_revoked_opens_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    if !certificates(dir) || !has("nbdsh", "python3-libnbd") {
+    if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
         return;
     }
     create(dir, "disk.img", "1M");

@@ -4,9 +4,11 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use walvisor_tests::have_python;
+
 use super::lifecycle::WITHOUT_IO_URING;
 use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
-use super::{Daemon, MIB, WALVISOR, create, has, noise, text, walvisor};
+use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 
 const TRIM: u16 = 4;
 
@@ -69,7 +71,7 @@ fn an_image_is_served_without_a_log_in_every_cache_mode() {
 
 #[test]
 fn an_image_is_served_without_io_uring_too() {
-    if !has("python3", "python3-minimal") {
+    if !have_python() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -81,9 +83,7 @@ fn an_image_is_served_without_io_uring_too() {
         "--disk",
         "path=disk.img,backend=raw,socket=s,cache=writethrough",
     ]);
-    let python = python.current_dir(dir).stdin(Stdio::null());
-    let python = python.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let daemon = Daemon::attach(dir, python.spawn().unwrap(), 1);
+    let daemon = Daemon::start_as(dir, python.stdin(Stdio::null()), 1);
     use_disk(dir, &mut contents);
     assert_eq!(daemon.stop(), "");
 }

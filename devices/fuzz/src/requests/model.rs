@@ -1,6 +1,8 @@
 //! What a virtio-blk device does with one descriptor chain (virtio 1.2, 2.7.5 and 5.2.6; what the specification leaves
 //! open is chosen in `CONFORMANCE.md`). Shares no code with the device.
 
+use std::cmp::Ordering;
+
 /// Bytes in a sector.
 pub const SECTOR: usize = 512;
 /// Descriptors in the queue.
@@ -149,8 +151,10 @@ impl Model {
             4 => Ok(None),
             8 => Ok(Some(SERIAL[..room.min(20) as usize].to_vec())),
             11 | 13 | 14 if !self.read_only => {
-                if len != 16 {
-                    return Err(IOERR);
+                match len.cmp(&16) {
+                    Ordering::Less => return Err(IOERR),
+                    Ordering::Greater => return Err(UNSUPP),
+                    Ordering::Equal => {}
                 }
                 let segment = self.gather(readable, 16, 16).ok_or(IOERR)?;
                 let flags = number(&segment[12..]);

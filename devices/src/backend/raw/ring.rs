@@ -11,7 +11,7 @@ use slab::Slab;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::task::{Step, Task};
-use super::{Completion, Mover, Shared};
+use super::{Mover, Shared};
 
 /// Submission entries; the kernel gives twice as many completion entries.
 const ENTRIES: u32 = 256;
@@ -27,7 +27,6 @@ pub(super) fn probe() -> io::Result<()> {
         opcode::Read::CODE,
         opcode::Write::CODE,
         opcode::Fallocate::CODE,
-        opcode::Fsync::CODE,
     ];
     match needed.iter().all(|&code| probe.is_supported(code)) {
         true => Ok(()),
@@ -108,9 +107,6 @@ impl Ring {
                     .offset(*offset)
                     .build()
             }
-            Step::Sync => opcode::Fsync::new(fd)
-                .flags(types::FsyncFlags::DATASYNC)
-                .build(),
         };
         entry.user_data(key as u64)
     }
@@ -178,7 +174,7 @@ impl Mover for Ring {
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion>) {
+    fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>) {
         while self.take_ended() {
             let mut ended = std::mem::take(&mut self.ended);
             for (key, result) in ended.drain(..) {
@@ -186,13 +182,10 @@ impl Mover for Ring {
                 let Some(task) = self.tasks.get_mut(key) else {
                     continue;
                 };
-                let moved = usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result));
-                match task.advance(moved) {
+                let bytes = usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result));
+                match task.advance(bytes) {
                     None => self.start(key),
-                    Some(result) => {
-                        let task = self.tasks.remove(key);
-                        done.push(self.shared.end(task, result));
-                    }
+                    Some(result) => moved.push((self.tasks.remove(key), result)),
                 }
             }
             self.ended = ended;

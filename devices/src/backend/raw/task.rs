@@ -11,15 +11,12 @@ use crate::backend::Buffer;
 /// Most zeroes written at once where the file system cannot make a range read as zeroes by itself.
 const ZEROES: u64 = 1 << 20;
 
-/// The name of [`Step::Sync`].
-pub(super) const SYNC: &str = "fdatasync";
-
 /// A request on its way.
 #[derive(Debug)]
 pub(super) struct Task {
     pub token: u64,
     pub step: Step,
-    /// What it changes is to be durable before it completes.
+    /// A sync is to follow before the request completes.
     pub durably: bool,
 }
 
@@ -46,8 +43,6 @@ pub(super) enum Step {
         len: u64,
         zeroes: Buffer,
     },
-    /// Make durable what has been written.
-    Sync,
 }
 
 impl Step {
@@ -79,7 +74,6 @@ impl Step {
             Self::Read { .. } => "read",
             Self::Write { .. } => "write",
             Self::Zero { .. } | Self::Fill { .. } => "writing zeroes",
-            Self::Sync => SYNC,
         }
     }
 
@@ -118,7 +112,6 @@ impl Step {
                 len,
                 zeroes,
             } => rustix::io::pwrite(file, Self::filling(zeroes, *len), *offset),
-            Self::Sync => rustix::fs::fdatasync(file).map(|()| 0),
         }
     }
 }
@@ -142,36 +135,24 @@ impl Task {
         };
         match &mut self.step {
             // Somebody made the file shorter.
-            Step::Read { .. } if moved == 0 => {
-                return Some(Err(io::ErrorKind::UnexpectedEof.into()));
-            }
+            Step::Read { .. } if moved == 0 => Some(Err(io::ErrorKind::UnexpectedEof.into())),
             Step::Write { .. } | Step::Fill { .. } if moved == 0 => {
-                return Some(Err(io::ErrorKind::WriteZero.into()));
+                Some(Err(io::ErrorKind::WriteZero.into()))
             }
             Step::Read { buffer, done, .. } => {
                 *done += moved;
-                return (*done >= buffer.len()).then_some(Ok(()));
+                (*done >= buffer.len()).then_some(Ok(()))
             }
             Step::Write { buffer, done, .. } => {
                 *done += moved;
-                if *done < buffer.len() {
-                    return None;
-                }
+                (*done >= buffer.len()).then_some(Ok(()))
             }
             Step::Fill { offset, len, .. } => {
                 *offset += moved as u64;
                 *len = len.saturating_sub(moved as u64);
-                if *len > 0 {
-                    return None;
-                }
+                (*len == 0).then_some(Ok(()))
             }
-            Step::Zero { .. } => {}
-            Step::Sync => return Some(Ok(())),
+            Step::Zero { .. } => Some(Ok(())),
         }
-        if !self.durably {
-            return Some(Ok(()));
-        }
-        self.step = Step::Sync;
-        None
     }
 }

@@ -297,64 +297,131 @@ fn a_file_that_somebody_cut_off_is_an_error_and_no_more() {
 }
 
 #[test]
-fn in_writethrough_mode_a_sync_follows_each_change_and_ends_it() {
-    let ends = |durably, step: Step, moved| {
+fn a_step_that_is_done_in_part_goes_on() {
+    let ends = |step: Step, moved| {
         let mut task = Task {
             token: 0,
             step,
-            durably,
+            durably: false,
         };
-        let ended = task.advance(moved).map(|ended| ended.map_err(|e| e.kind()));
-        (ended, task.step.name())
+        task.advance(moved).map(|ended| ended.map_err(|e| e.kind()))
     };
     let done = Some(Ok(()));
     let data = || Buffer::zeroed(1024);
-    assert_eq!(
-        ends(true, Step::write(0, data()), Ok(1024)),
-        (None, task::SYNC)
-    );
-    assert_eq!(
-        ends(true, Step::zeroes(0, 512, true), Ok(0)),
-        (None, task::SYNC)
-    );
-    assert_eq!(ends(true, Step::Sync, Ok(0)), (done, task::SYNC));
-    assert_eq!(ends(true, Step::read(0, data()), Ok(1024)), (done, "read"));
-    assert_eq!(
-        ends(false, Step::write(0, data()), Ok(1024)),
-        (done, "write")
-    );
-    // In part, or not at all: once more.
-    assert_eq!(ends(true, Step::write(0, data()), Ok(512)), (None, "write"));
-    assert_eq!(ends(true, Step::read(0, data()), Ok(512)), (None, "read"));
-    let interrupted = ends(true, Step::Sync, Err(Errno::INTR));
-    assert_eq!(interrupted, (None, task::SYNC));
-    let broken = ends(true, Step::write(0, data()), Err(Errno::IO));
-    assert!(matches!(broken, (Some(Err(_)), "write")));
+    for step in [Step::write(0, data()), Step::read(0, data())] {
+        assert_eq!(ends(step, Ok(1024)), done);
+    }
+    assert_eq!(ends(Step::zeroes(0, 512, true), Ok(0)), done);
+    for moved in [Ok(512), Err(Errno::INTR)] {
+        for step in [Step::write(0, data()), Step::read(0, data())] {
+            assert_eq!(ends(step, moved), None);
+        }
+    }
+    let broken = ends(Step::write(0, data()), Err(Errno::IO));
+    assert!(matches!(broken, Some(Err(_))));
+}
+
+/// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache; once it is
+/// [broken](Self::break_it) no write reaches it.
+struct Loop {
+    device: PathBuf,
+    memory: File,
+}
+
+impl Loop {
+    /// `None`, with a line that says why, where there is no loop device to be had.
+    fn new() -> Option<Self> {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+        let memory: std::os::fd::OwnedFd = rustix::fs::memfd_create("disk", flags).expect("memory");
+        let memory = File::from(memory);
+        memory.set_len(SECTORS * SECTOR_SIZE).expect("memory");
+        let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+        let losetup = std::process::Command::new("losetup")
+            .args(["--find", "--show", "--sector-size", "4096", &path])
+            .output();
+        let output = match losetup {
+            Ok(output) if output.status.success() => output,
+            Ok(output) => {
+                let why = String::from_utf8_lossy(&output.stderr);
+                println!("skipped: no loop device: {}", why.trim());
+                return None;
+            }
+            Err(error) => {
+                println!("skipped: losetup: {error}");
+                return None;
+            }
+        };
+        let device = String::from_utf8(output.stdout).expect("a path");
+        let device = PathBuf::from(device.trim());
+        Some(Self { device, memory })
+    }
+
+    fn break_it(&self) {
+        let seal = rustix::fs::SealFlags::FUTURE_WRITE;
+        rustix::fs::fcntl_add_seals(&self.memory, seal).expect("sealed");
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let detach = std::process::Command::new("losetup")
+            .arg("--detach")
+            .arg(&self.device)
+            .status();
+        assert!(detach.is_ok_and(|status| status.success()));
+    }
 }
 
 #[test]
-fn after_a_failed_sync_nothing_is_written_and_reads_go_on() {
-    on_every_engine(RawCache::Writeback, |disk, _| {
-        let mut client = Client::new(disk);
-        assert_eq!(end(client.run(write(0, 1, 8))), Ok(()));
-        let task = Task {
-            token: 3,
-            step: Step::Sync,
-            durably: false,
-        };
-        let ended = disk.shared.end(task, Err(Errno::IO.into()));
-        assert_eq!((ended.token, end(ended.result)), (3, Err(Failure::Io)));
-        for operation in [
-            write(0, 2, 8),
-            Operation::Flush,
-            Operation::Discard {
-                sector: 0,
-                sectors: 1,
-            },
-        ] {
-            assert_eq!(end(client.run(operation)), Err(Failure::Io));
+fn a_lost_write_fails_every_flush_that_waits_and_all_that_comes_after() {
+    for cache in [RawCache::Writeback, RawCache::Writethrough] {
+        for engine in [EngineKind::IoUring, EngineKind::Blocking] {
+            let Some(device) = Loop::new() else {
+                return;
+            };
+            let image = Image::open(&device.device, false).expect("an image");
+            let disk = match RawDisk::with_engine(image, cache, engine) {
+                Ok(disk) => disk,
+                Err(error) => {
+                    println!("skipped: {engine:?}: {error}");
+                    continue;
+                }
+            };
+            let mut clients: Vec<_> = (0..4).map(|_| Client::new(&disk)).collect();
+            let all = |clients: &mut Vec<Client>, operation: &dyn Fn(u64) -> Operation| {
+                for (number, client) in clients.iter_mut().enumerate() {
+                    client.submit(operation(number as u64));
+                    client.queue.kick();
+                }
+                let ended = clients
+                    .iter_mut()
+                    .map(|client| end(client.finish().remove(0)));
+                ended.collect::<Vec<_>>()
+            };
+            let write_own = |number| write(number * 1024, 7, 64);
+            assert_eq!(all(&mut clients, &write_own), [Ok(()); 4]);
+            assert_eq!(all(&mut clients, &|_| Operation::Flush), [Ok(()); 4]);
+            device.break_it();
+            if cache == RawCache::Writeback {
+                assert_eq!(
+                    all(&mut clients, &write_own),
+                    [Ok(()); 4],
+                    "in the page cache"
+                );
+                let flushed = all(&mut clients, &|_| Operation::Flush);
+                assert_eq!(flushed, [Err(Failure::Io); 4], "{engine:?}");
+            } else {
+                let written = all(&mut clients, &write_own);
+                assert_eq!(written, [Err(Failure::Io); 4], "{engine:?}");
+            }
+            for operation in [&write_own, &|_| Operation::Flush] as [&dyn Fn(u64) -> Operation; 2] {
+                assert_eq!(all(&mut clients, operation), [Err(Failure::Io); 4]);
+            }
+            let data = clients[0]
+                .run(read(2048, 8))
+                .expect("a read")
+                .expect("data");
+            assert!(data.iter().all(|&byte| byte == 7));
         }
-        let data = client.run(read(0, 8)).expect("a read").expect("data");
-        assert!(data.iter().all(|&byte| byte == 1));
-    });
+    }
 }

@@ -5,7 +5,6 @@ use std::os::unix::net::UnixStream;
 
 use super::super::kernel::{Ended, Kernel, Request};
 use super::*;
-use crate::backend::Backend;
 use crate::backend::ram::RamDisk;
 
 const BLOCK: usize = 512;
@@ -19,10 +18,13 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        let disk: Arc<dyn Backend> = Arc::new(RamDisk::new(64));
+        Self::over(RamDisk::new(64))
+    }
+
+    fn over(disk: RamDisk) -> Self {
         Self {
             kernel: Kernel::new(16384, 64),
-            device: Device::new(disk, "disk", "serial", 512).unwrap(),
+            device: Device::new(Arc::new(disk), "disk", "serial", 512).unwrap(),
             bell: UnixStream::pair().unwrap().0,
             worker: None,
         }
@@ -139,6 +141,33 @@ fn what_a_kill_would_lose_is_told_before_a_write_is_answered() {
     // Who was told of writethrough would not flush.
     backend.set_write_cache(false);
     assert!(!control.set_write_cache(true));
+}
+
+#[test]
+fn the_end_of_the_write_cache_is_told_once_nothing_is_volatile() {
+    let disk = RamDisk::with_power_loss(64, true);
+    let mut machine = Machine::over(disk.clone());
+    let (tell, told) = std::sync::mpsc::channel();
+    let hook = std::sync::Mutex::new(tell);
+    machine.device.on_write_cache(Box::new(move |on| {
+        // From here on the next process would let initiators go on.
+        if !on {
+            disk.power_loss();
+        }
+        hook.lock().unwrap().send(on).unwrap();
+    }));
+    machine.start();
+    machine.queue(write(1, 9));
+    machine.ring();
+    machine.ended(1);
+    assert!(!machine.device.control().set_write_cache(false));
+    machine.queue(read(1, 1));
+    machine.ring();
+    machine.ended(1);
+    assert_eq!([told.recv(), told.recv()], [Ok(true), Ok(false)]);
+    machine.queue(read(1, 1));
+    machine.ring();
+    assert_eq!(machine.ended(1)[0].data, [9; BLOCK]);
 }
 
 #[test]

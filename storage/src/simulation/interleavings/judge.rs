@@ -1,6 +1,6 @@
 //! What a run is told of its requests and their ends, and whether that keeps the promises.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::super::fixture::filled;
 use super::super::oracle::{Broken, Contents, value_of};
@@ -37,11 +37,16 @@ pub(super) struct Judge {
     now: u64,
     /// The writes of each client, in order.
     writes: Vec<Vec<Write>>,
-    /// How many of them must survive.
+    /// How many of them must survive, and how many if only the process ends.
     floor: Vec<usize>,
+    kill_floor: Vec<usize>,
     open: HashMap<u64, (u64, Open)>,
+    asked: HashSet<u64>,
     pub next_token: u64,
     pub flushes: u64,
+    answers: u64,
+    /// The process was killed, and power was not lost before.
+    pub killed: bool,
     pub failures: u64,
     first_failure: Option<u64>,
     /// The store was told to close: what comes now may be refused.
@@ -57,9 +62,13 @@ impl Judge {
             now: 0,
             writes: (0..clients).map(|_| Vec::new()).collect(),
             floor: vec![0; clients],
+            kill_floor: vec![0; clients],
             open: HashMap::new(),
+            asked: HashSet::new(),
             next_token: 0,
             flushes: 0,
+            answers: 0,
+            killed: false,
             failures: 0,
             first_failure: None,
             closing: false,
@@ -74,6 +83,12 @@ impl Judge {
 
     fn breaks(&mut self, broken: Broken) {
         self.broken.get_or_insert(broken);
+    }
+
+    /// Whether a request that was carried out is answered only when it is written; the first time that this is asked.
+    pub(super) fn asks(&mut self, token: u64) -> bool {
+        let write = matches!(self.open.get(&token), Some((_, Open::Write { .. })));
+        write && self.plan.written && self.asked.insert(token)
     }
 
     /// The contents of a client's sectors after its first `count` writes.
@@ -137,7 +152,7 @@ impl Judge {
         Some((self.next_token, operation))
     }
 
-    /// A request has ended. Returns whether power is lost now.
+    /// A request has ended. Returns whether power is lost or the process killed now.
     pub(super) fn end(&mut self, completion: Completion, good: bool, log_failed: bool) -> bool {
         self.now += 1;
         let Completion { token, result } = completion;
@@ -176,6 +191,13 @@ impl Judge {
                         if self.plan.through {
                             self.floor[client] = self.floor[client].max(index + 1);
                         }
+                        if self.plan.written {
+                            self.kill_floor[client] = self.kill_floor[client].max(index + 1);
+                        }
+                        self.answers += 1;
+                        let now = self.plan.kill_after_writes == Some(self.answers);
+                        self.killed |= now && good;
+                        return now;
                     }
                     Open::Flush(floor) => {
                         for (mine, new) in self.floor.iter_mut().zip(floor) {
@@ -223,10 +245,10 @@ impl Judge {
             let answered = self.writes[client]
                 .iter()
                 .filter(|write| write.ended.is_some());
-            let floor = if whole {
-                answered.count()
-            } else {
-                self.floor[client]
+            let floor = match (whole, self.killed) {
+                (true, _) => answered.count(),
+                (false, true) => self.floor[client].max(self.kill_floor[client]),
+                (false, false) => self.floor[client],
             };
             if n < floor {
                 return Err(format!(

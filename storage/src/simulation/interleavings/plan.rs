@@ -37,11 +37,15 @@ pub(super) struct Plan {
     pub disks: usize,
     pub clients: Vec<Client>,
     pub through: bool,
+    /// Writes are answered once they are written.
+    pub written: bool,
     pub commit_wait: CommitWait,
     /// The store is told to close while ports are at work.
     pub closes_early: bool,
     /// Power is lost at the moment this many FLUSHes were answered.
     pub cut_after_flushes: Option<u64>,
+    /// The process is killed at the moment this many writes were answered.
+    pub kill_after_writes: Option<u64>,
     pub world: World,
 }
 
@@ -90,6 +94,7 @@ impl Plan {
                 count: Some(2 + random.below(2) as u32),
             },
         };
+        let written = random.one_in(2);
         Self {
             disks,
             clients,
@@ -97,6 +102,8 @@ impl Plan {
             commit_wait,
             closes_early: random.one_in(3),
             cut_after_flushes: random.one_in(3).then(|| 1 + random.below(3)),
+            kill_after_writes: (written && random.one_in(2)).then(|| 1 + random.below(4)),
+            written,
             world,
         }
     }

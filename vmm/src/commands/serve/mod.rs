@@ -15,12 +15,13 @@ use clap::{Args, Subcommand};
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
-use super::socket::{self, SocketFile};
+use super::socket;
+use super::socket_names::SocketNames;
 use crate::control_socket::{
     CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
 };
 use crate::disk_spec::DiskSpec;
-use crate::disks::OpenLogs;
+use crate::disks::{self, OpenLogs};
 use crate::landlock::{Landlock, Places};
 use crate::metrics::{DiskMetrics, render_served};
 use crate::seccomp::Seccomp;
@@ -84,20 +85,19 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 }
 
 impl DaemonArguments {
-    /// Gives up what a daemon does not need. To be called when its sockets are bound, before the disks are opened.
-    fn restrict_to_disks(&self) {
-        self.restrict(|_| ());
-    }
-
-    /// The same, with what `more` adds.
-    fn restrict(&self, more: impl FnOnce(&mut Places)) {
+    /// Gives up what a daemon does not need, but for what `more` adds. To be called while there is one thread, when its sockets
+    /// are bound, before the disks are opened.
+    fn restrict(
+        &self,
+        names: &mut SocketNames,
+        more: impl FnOnce(&mut Places),
+    ) -> Result<(), CommandError> {
+        names.entrust().map_err(CommandError::failed)?;
+        disks::make_logs(&self.disks).map_err(CommandError::failed)?;
         let mut places = Places::of(&self.disks);
         more(&mut places);
-        let sockets = self.disks.iter().filter_map(|spec| spec.socket.as_ref());
-        sockets
-            .chain(&self.control)
-            .for_each(|path| places.socket(path));
         places.restrict(self.landlock);
+        Ok(())
     }
 
     /// Where metrics go, if they are wanted.
@@ -148,7 +148,7 @@ fn announce(lines: &str) {
 struct Ending {
     signals: TerminationSignals,
     /// Where to listen for `walvisor ctl`.
-    socket: Option<(UnixListener, SocketFile)>,
+    socket: Option<UnixListener>,
     kind: Kind,
     started: Instant,
 }
@@ -158,15 +158,20 @@ impl Ending {
     /// that waits for it.
     fn prepare(
         arguments: &DaemonArguments,
+        names: &mut SocketNames,
         kind: Kind,
         started: Instant,
     ) -> Result<Self, CommandError> {
-        let path = arguments.control.as_deref();
+        let signals = TerminationSignals::block().map_err(CommandError::failed)?;
+        let bound = arguments.control.as_deref();
+        let bound = bound.map(|path| socket::bind(path, CONTROL_MODE));
+        let socket = bound.transpose()?.map(|(listener, file)| {
+            names.add(file);
+            listener
+        });
         Ok(Self {
-            signals: TerminationSignals::block().map_err(CommandError::failed)?,
-            socket: path
-                .map(|path| socket::bind(path, CONTROL_MODE))
-                .transpose()?,
+            signals,
+            socket,
             kind,
             started,
         })
@@ -179,13 +184,9 @@ impl Ending {
         // A full counter is readable all the same.
         let power = Power::Daemon(Box::new(move || drop(asks.write(1))));
         let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
-        let _server = match self.socket.take() {
-            Some((listener, file)) => {
-                let server = ControlServer::start(listener, Arc::clone(&controlled));
-                Some((server.map_err(CommandError::failed)?, file))
-            }
-            None => None,
-        };
+        let server = self.socket.take();
+        let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
+        let _server = server.transpose().map_err(CommandError::failed)?;
         let ended = readiness::wait([self.signals.as_fd(), readiness::descriptor(&asked)]);
         controlled.lift_limits();
         ended.map(drop).map_err(CommandError::failed)

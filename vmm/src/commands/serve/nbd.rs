@@ -11,7 +11,8 @@ use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
 use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
-use crate::commands::socket::{SocketFile, Sockets};
+use crate::commands::socket::Sockets;
+use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, Notifications, TransportKind};
 use crate::disks;
@@ -86,8 +87,6 @@ struct Group {
 /// A place that clients can connect to.
 struct Bound {
     listener: Listener,
-    /// Removed at the end.
-    _file: Option<SocketFile>,
     /// Its URI without an export.
     uri: Uri,
 }
@@ -106,18 +105,21 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.metrics()?;
-    let ending = Ending::prepare(arguments, Kind::Nbd, started)?;
+    // They go after all that listens there.
+    let mut names = SocketNames::default();
+    let ending = Ending::prepare(arguments, &mut names, Kind::Nbd, started)?;
     // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
     let bound = groups
         .iter()
-        .map(|group| bind(&group.place, &mut sockets))
+        .map(|group| bind(&group.place, &mut sockets, &mut names))
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
-    arguments.restrict_to_disks();
+    arguments.restrict(&mut names, |_| ())?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)
         .and_then(|()| serve(specs, &open, &groups, bound, &tls, ending));
+    drop(names);
     conclude(served, metrics, open, logs)
 }
 
@@ -130,14 +132,15 @@ fn serve(
     tls: &Tls,
     ending: Ending,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
-    let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
+    let (mut services, mut lines) = (Vec::new(), String::new());
     let mut controlled = Vec::new();
     for (group, bound) in groups.iter().zip(bound) {
         let mut exports = Vec::new();
         for &member in &group.members {
             let (name, disk) = (export_name(&specs[member]), &disks[member]);
             let described = format!("{}, write-ahead logged by walvisor", disk.name);
-            let export = Export::new(&name, &described, Arc::clone(&disk.backend));
+            let export = Export::new(&name, &described, Arc::clone(&disk.backend))
+                .answering(disk.device.answer);
             export.throttle().set(disk.limits);
             let bytes = disk.backend.sectors() * SECTOR_SIZE;
             let uri = bound.uri.of(&name, tls);
@@ -161,7 +164,6 @@ fn serve(
             exports,
             tls: tls.clone(),
         });
-        files.extend(bound._file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
     announce(&lines);
@@ -169,7 +171,6 @@ fn serve(
     let controlled: Vec<_> = controlled.into_iter().map(|(_, disk)| disk).collect();
     let ended = ending.wait(controlled.clone());
     server.stop();
-    drop(files);
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
@@ -242,14 +243,17 @@ fn export_name(spec: &DiskSpec) -> String {
     }
 }
 
-fn bind(place: &Place, sockets: &mut Sockets) -> Result<Bound, CommandError> {
+fn bind(
+    place: &Place,
+    sockets: &mut Sockets,
+    names: &mut SocketNames,
+) -> Result<Bound, CommandError> {
     match place {
         Place::Unix(path) => {
-            let (listener, file) = sockets.unix(path)?;
+            let listener = sockets.unix(path, names)?;
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
             Ok(Bound {
                 listener: Listener::Unix(listener),
-                _file: file,
                 uri: Uri::Unix(absolute),
             })
         }
@@ -259,7 +263,6 @@ fn bind(place: &Place, sockets: &mut Sockets) -> Result<Bound, CommandError> {
             let address = listener.local_addr().map_err(CommandError::failed)?;
             Ok(Bound {
                 listener: Listener::Tcp(listener),
-                _file: None,
                 uri: Uri::Tcp(address),
             })
         }

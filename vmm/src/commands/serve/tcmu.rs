@@ -14,6 +14,7 @@ use walvisor_devices::tcmu::Device;
 
 use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
+use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{
     BackendKind, CacheMode, DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, Notifications, TransportKind,
@@ -58,7 +59,9 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     let wanted = wanted(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.metrics()?;
-    let ending = Ending::prepare(arguments, Kind::Tcmu, started)?;
+    // They go after all that listens there.
+    let mut names = SocketNames::default();
+    let ending = Ending::prepare(arguments, &mut names, Kind::Tcmu, started)?;
     let target = Target::open().map_err(CommandError::failed)?;
     // Before the disks are opened, which may take long after a crash: initiators of before wait, and get no errors.
     let raised = specs.iter().zip(&wanted).map(|(spec, wanted)| {
@@ -71,11 +74,11 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     // Behind the members, so that what is changed already is heard of by nobody.
     let events = Events::listen()
         .inspect_err(|error| tracing::warn!("changes in configfs are not heard of: {error}"));
-    arguments.restrict(|places| {
+    arguments.restrict(&mut names, |places| {
         standing
             .iter()
             .for_each(|disk| reach(places, &target, disk));
-    });
+    })?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::Tcmu)
         .map_err(CommandError::failed)
@@ -304,6 +307,11 @@ fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
             return Err(format!(
                 "disk '{disk}': transport=, queues=, queue-size=, in-order=, worker-cpus=, poll-usec= and ioeventfd= are for virtio: \
                  leave them out"
+            ));
+        }
+        if spec.answer.is_some() {
+            return Err(format!(
+                "disk '{disk}': answer= is for serve nbd and serve vhost-user: leave it out"
             ));
         }
         if spec.socket.is_some() || spec.port.is_some() {

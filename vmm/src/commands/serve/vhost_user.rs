@@ -1,6 +1,7 @@
 //! `walvisor serve vhost-user`: disks as virtio-blk devices of other VMMs.
 
 use std::num::NonZero;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -13,16 +14,14 @@ use walvisor_devices::vhost_user::{Server, Service};
 
 use super::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
-use crate::commands::socket::{SocketFile, Sockets};
+use crate::commands::socket::Sockets;
+use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledDisk, Kind};
 use crate::disk_spec::{DiskSpec, MAX_QUEUES, Notifications, TransportKind};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
 use crate::vm::DiskConfig;
-
-/// A socket that listens, and its name in the file system.
-type Bound = (std::os::unix::net::UnixListener, Option<SocketFile>);
 
 /// Serves until a signal asks to stop.
 pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), CommandError> {
@@ -31,19 +30,22 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     let places = places(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.metrics()?;
-    let ending = Ending::prepare(arguments, Kind::VhostUser, started)?;
+    // They go after all that listens there.
+    let mut names = SocketNames::default();
+    let ending = Ending::prepare(arguments, &mut names, Kind::VhostUser, started)?;
     raise_descriptor_limit();
     // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
     let bound = places
         .iter()
-        .map(|place| sockets.unix(place))
+        .map(|place| sockets.unix(place, &mut names))
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
-    arguments.restrict_to_disks();
+    arguments.restrict(&mut names, |_| ())?;
     let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
     let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
         .map_err(CommandError::failed)
         .and_then(|()| serve(&open, &places, bound, ending));
+    drop(names);
     conclude(served, metrics, open, logs)
 }
 
@@ -72,13 +74,13 @@ fn default_queues() -> u8 {
 fn serve(
     disks: &[DiskConfig],
     places: &[PathBuf],
-    bound: Vec<Bound>,
+    bound: Vec<UnixListener>,
     ending: Ending,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
-    let (mut services, mut files, mut lines) = (Vec::new(), Vec::new(), String::new());
+    let (mut services, mut lines) = (Vec::new(), String::new());
     let mut controlled = Vec::new();
     let workers = Arc::new(WorkerPool::default());
-    for ((disk, place), (listener, file)) in disks.iter().zip(places).zip(bound) {
+    for ((disk, place), listener) in disks.iter().zip(places).zip(bound) {
         let mut device = VirtioBlock::new(Arc::clone(&disk.backend), disk.device.clone())
             .map_err(CommandError::failed)?;
         device.serve_with(Arc::clone(&workers));
@@ -101,13 +103,11 @@ fn serve(
             device: service.control(),
         });
         services.push(service);
-        files.extend(file);
     }
     let server = Server::start(services).map_err(CommandError::failed)?;
     announce(&lines);
     let ended = ending.wait(controlled.clone());
     server.stop();
-    drop(files);
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 

@@ -2,12 +2,14 @@
 
 use std::process::{Command, Stdio};
 
+use walvisor_tests::have;
+
 use super::client::Client;
-use crate::{Daemon, WALVISOR, create, has, noise};
+use crate::{Daemon, WALVISOR, create, noise};
 
 #[test]
 fn systemd_starts_the_daemon_when_a_front_end_comes() {
-    if !has("systemd-socket-activate", "systemd") {
+    if !have("systemd-socket-activate", "systemd") {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -19,21 +21,13 @@ fn systemd_starts_the_daemon_when_a_front_end_comes() {
     for place in &places {
         command.arg("-l").arg(place);
     }
-    let child = command
+    command
         .args([WALVISOR, "serve", "vhost-user"])
         .args(["--disk", "path=a.img,socket=a.sock"])
         .args(["--disk", "path=b.img,socket=b.sock"])
-        .current_dir(dir)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let daemon = Daemon {
-        child,
-        dir: dir.to_owned(),
-        uris: vec![],
-    };
+        .stdin(Stdio::null());
+    // It says nothing before a front-end comes.
+    let daemon = Daemon::start_as(dir, &mut command, 0);
     while !places[1].exists() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }

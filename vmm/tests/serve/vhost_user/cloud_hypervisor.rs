@@ -364,3 +364,49 @@ fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() 
     drop(vmm);
     assert_eq!(daemon.stop(), "");
 }
+
+/// Such a guest does not repeat what was answered, so that is written to the log first, though not synced.
+#[test]
+fn what_a_guest_was_answered_is_there_after_a_kill_and_a_flush_and_cost_no_sync() {
+    let data = noise(32 * PAGE);
+    let write = |vmm: &mut Vmm| {
+        for index in 0..32_u16 {
+            let (queue, slot) = (usize::from(index % 2), 3 + index / 2);
+            let from = Vmm::data(queue, slot);
+            let page = &data[usize::from(index) * PAGE..][..PAGE];
+            vmm.memory.write_slice(page, GuestAddress(from)).unwrap();
+            vmm.submit(queue, slot, WRITE, index.into(), from);
+        }
+        vmm.finish(0);
+        vmm.finish(1);
+    };
+    for (answer, expected) in [("", 32), (",answer=memory", 0)] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        create(dir, "disk.img", "16M");
+        let arguments =
+            format!("--disk path=disk.img,socket=s,queues=2{answer} --metrics metrics.txt");
+        let serve = || daemon(dir, &arguments);
+        let mut daemon = serve();
+        let socket = dir.join("s");
+        let mut vmm = Vmm::connect(&socket, 2);
+        vmm.activate();
+        write(&mut vmm);
+        daemon.kill();
+        daemon = serve();
+        vmm.front_end = Frontend::connect(&socket, 2).unwrap();
+        vmm.negotiate();
+        vmm.activate();
+        vmm.submit(0, 0, FLUSH, 0, 0);
+        vmm.finish(0);
+        let is_kept = |index: &usize| vmm.read(1, *index as u64) == data[index * PAGE..][..PAGE];
+        assert_eq!((0..32).filter(is_kept).count(), expected, "{answer}");
+        write(&mut vmm);
+        drop(vmm);
+        assert_eq!(daemon.stop(), "");
+        let metrics = std::fs::read_to_string(dir.join("metrics.txt")).unwrap();
+        assert_eq!(metric(&metrics, "walvisor_block_writes_total"), 32);
+        // The one that the guest asked for.
+        assert_eq!(metric(&metrics, "walvisor_log_flushes_total"), 1);
+    }
+}

@@ -1,12 +1,16 @@
 //! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms nobody.
 
 use std::fs::File;
-use std::io::Write;
-use std::os::fd::AsFd;
+use std::io::{IoSliceMut, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::OFlags;
+use rustix::io::ReadWriteFlags;
 
 use super::client::Client;
 use super::daemon;
@@ -46,7 +50,7 @@ fn works(client: &mut Client, data: &[u8]) {
 type Attack = fn(&mut FrontEnd);
 
 /// What front-ends do, and what is said about it.
-const ATTACKS: [(&str, Attack); 41] = [
+const ATTACKS: [(&str, Attack); 43] = [
     ("no message", |it| it.send(&[0xff; 64])),
     ("left in the middle", |it| {
         it.send(&header(GET_FEATURES, 0)[..7]);
@@ -110,9 +114,25 @@ const ATTACKS: [(&str, Attack); 41] = [
         let (end, _other) = std::io::pipe().unwrap();
         it.message(SET_VRING_KICK, &payload(&[0]), &[end.as_fd()]);
     }),
-    ("a call descriptor is a file", |it| {
-        let file = File::open("/dev/zero").unwrap();
-        it.message(SET_VRING_CALL, &payload(&[0]), &[file.as_fd()]);
+    (
+        "neither an event descriptor, a pipe nor a socket: /dev/zero",
+        |it| {
+            let file = File::open("/dev/zero").unwrap();
+            it.message(SET_VRING_CALL, &payload(&[0]), &[file.as_fd()]);
+        },
+    ),
+    (
+        "neither an event descriptor, a pipe nor a socket: /dev/null",
+        |it| {
+            let file = File::open("/dev/null").unwrap();
+            it.message(SET_VRING_ERR, &payload(&[0]), &[file.as_fd()]);
+        },
+    ),
+    ("its file is neither in memory", |it| {
+        // A file system that answers reads as it likes, as one in user space does.
+        let file = File::open("/sys/kernel/mm/transparent_hugepage/enabled");
+        let file = file.or_else(|_| File::open("/sys/kernel/uevent_seqnum"));
+        it.share_page(&file.unwrap());
     }),
     ("to be polled", |it| it.fields(SET_VRING_KICK, &[1 << 8])),
     ("ring 0 lies outside the memory", |it| {
@@ -327,5 +347,172 @@ fn a_front_end_that_never_reads_keeps_no_daemon_from_ending() {
             }
         }
     }
+    assert_eq!(daemon.stop(), "");
+}
+
+/// A ring whose one request is there over and over: for the disk's identity.
+struct Identities {
+    /// The ring lives as long.
+    _front_end: FrontEnd,
+    page: File,
+    kick: OwnedFd,
+    available: u16,
+}
+
+impl Identities {
+    fn start(socket: &Path, call: impl AsFd) -> Self {
+        const WRITE: u16 = 2;
+        let (page, [_, error]) = (memory(0x1000), events());
+        // Its file description is shared with the daemon, and blocks.
+        let kick = eventfd(0, EventfdFlags::empty()).unwrap();
+        let put = |at: u64, bytes: &[u8]| page.write_all_at(bytes, at).unwrap();
+        let descriptors = [
+            (0x400_u64, 16_u32, 1_u16, 1_u16),
+            (0x500, 20, 1 | WRITE, 2),
+            (0x600, 1, WRITE, 0),
+        ];
+        for (index, (address, length, flags, next)) in (0..).zip(descriptors) {
+            put(index * 16, &address.to_le_bytes());
+            put(index * 16 + 8, &length.to_le_bytes());
+            put(index * 16 + 12, &flags.to_le_bytes());
+            put(index * 16 + 14, &next.to_le_bytes());
+        }
+        put(0x400, &8_u32.to_le_bytes());
+        let mut front_end = FrontEnd::connect(socket);
+        front_end.message(SET_VRING_CALL, &payload(&[0]), &[call.as_fd()]);
+        front_end.share_page(&page);
+        front_end.start_ring(&kick, &error);
+        // All is said when this is answered.
+        front_end.fields(GET_FEATURES, &[]);
+        front_end.reply(GET_FEATURES);
+        Self {
+            _front_end: front_end,
+            page,
+            kick,
+            available: 0,
+        }
+    }
+
+    /// Makes the request once more, and rings.
+    fn ask(&mut self) {
+        self.available = self.available.wrapping_add(1);
+        let index = self.available.to_le_bytes();
+        self.page.write_all_at(&index, 0x102).unwrap();
+        rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
+    }
+
+    fn is_answered(&self) -> bool {
+        let mut used = [0; 2];
+        self.page.read_exact_at(&mut used, 0x202).unwrap();
+        u16::from_le_bytes(used) == self.available
+    }
+
+    fn wait(&self) {
+        let began = Instant::now();
+        while !self.is_answered() {
+            assert!(began.elapsed() < Duration::from_secs(120), "no answer");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Takes all that was rung, and waits for nothing.
+fn drain(event: &OwnedFd) {
+    let mut count = [0; 8];
+    let mut buffer = [IoSliceMut::new(&mut count)];
+    // Nothing there is fine.
+    let _ = rustix::io::preadv2(event, &mut buffer, u64::MAX, ReadWriteFlags::NOWAIT);
+}
+
+#[test]
+fn a_front_end_that_takes_its_kicks_back_holds_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let call = eventfd(0, EventfdFlags::empty()).unwrap();
+    let bad = Identities::start(&dir.join("bad"), &call);
+    for _ in 0..200 {
+        for _ in 0..50 {
+            rustix::fs::fcntl_setfl(&bad.kick, OFlags::empty()).unwrap();
+            rustix::io::write(&bad.kick, &1_u64.to_ne_bytes()).unwrap();
+            drain(&bad.kick);
+        }
+        // The last of them may be waited for in vain.
+        works(&mut good, &[7; 512]);
+    }
+    drop((bad, good));
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let call = eventfd(0, EventfdFlags::empty()).unwrap();
+    let mut bad = Identities::start(&dir.join("bad"), &call);
+    for _ in 0..100 {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    drain(&call);
+                    rustix::fs::fcntl_setfl(&call, OFlags::NONBLOCK).unwrap();
+                    // It may be full already.
+                    let _ = rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes());
+                    rustix::fs::fcntl_setfl(&call, OFlags::empty()).unwrap();
+                }
+            });
+            for _ in 0..50 {
+                bad.ask();
+                // One that is never answered is for the other disk to show.
+                let began = Instant::now();
+                while !bad.is_answered() && began.elapsed() < Duration::from_millis(20) {
+                    std::thread::yield_now();
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        // It is full, and nobody takes anything from it.
+        works(&mut good, &[7; 512]);
+    }
+    bad.wait();
+    drop((bad, good));
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn a_pipe_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
+    let (end, call) = std::io::pipe().unwrap();
+    // SAFETY: the descriptor is open, and the argument a number.
+    let room = unsafe { libc::fcntl(call.as_raw_fd(), libc::F_SETPIPE_SZ, 4096) };
+    assert_eq!(room, 4096);
+    holds_up_nobody(end, call);
+}
+
+/// User-mode Linux gives such.
+#[test]
+fn a_socket_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
+    let (end, call) = std::os::unix::net::UnixStream::pair().unwrap();
+    holds_up_nobody(end, call);
+}
+
+/// What is written to `call` comes out of `end`, where it is read later.
+fn holds_up_nobody(mut end: impl Read, call: impl AsFd) {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, mut good) = two_disks(dir);
+    let mut bad = Identities::start(&dir.join("bad"), &call);
+    // It blocks, and a pipe of one page has room for 512 signals.
+    for _ in 0..600 {
+        bad.ask();
+        bad.wait();
+    }
+    works(&mut good, &[7; 512]);
+    let mut signal = [0; 8];
+    end.read_exact(&mut signal).unwrap();
+    assert_eq!(u64::from_ne_bytes(signal), 1);
+    // Nobody waits for whoever still writes to it.
+    drop((bad, good));
     assert_eq!(daemon.stop(), "");
 }

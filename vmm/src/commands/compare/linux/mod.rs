@@ -11,6 +11,7 @@
 mod outside;
 mod reader;
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -277,7 +278,7 @@ fn follow(
         forward(errors, sender, Err);
     }
     let (mut reader, mut outcome) = (Reader::default(), Outcome::default());
-    let (mut last, mut complaint) = (String::new(), String::new());
+    let (mut last, mut complaint) = (VecDeque::new(), String::new());
     loop {
         let line = match lines.recv_timeout(Duration::from_millis(200)) {
             Ok(Ok(line)) => line,
@@ -294,7 +295,13 @@ fn follow(
             Err(RecvTimeoutError::Disconnected) => break,
         };
         let Some((_, said)) = line.split_once("measure: ") else {
-            last = line;
+            // A kernel that fell over says why some lines before its last.
+            if last.len() == LAST_LINES {
+                last.pop_front();
+            }
+            if !line.trim().is_empty() {
+                last.push_back(beginning(line.trim()).to_owned());
+            }
             continue;
         };
         match reader.take(said)? {
@@ -321,7 +328,7 @@ fn follow(
             "{PROGRAM} ended with {status} after {} measurements: {}; the guest said last: {}",
             outcome.measured.len(),
             beginning(&complaint),
-            beginning(&last)
+            Vec::from(last).join(" | ")
         ))),
     }
 }
@@ -341,6 +348,9 @@ fn forward(
         }
     });
 }
+
+/// Lines of a guest's console that are told when it fails.
+const LAST_LINES: usize = 30;
 
 /// As much of a line as an error has.
 fn beginning(line: &str) -> &str {

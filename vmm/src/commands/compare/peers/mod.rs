@@ -127,20 +127,32 @@ impl Place {
             let written =
                 std::fs::write(&raw, &bytes).and_then(|()| std::fs::File::open(&raw)?.sync_all());
             written.map_err(super::failed("write the image", &raw))?;
-            let mut import = Command::new(&self.walvisor);
-            import
-                .args(["disk", "import"])
-                .arg(self.path().join(format!("ours-{disk}.img")))
-                .arg(&raw)
-                .arg("--log")
-                .arg(self.path().join("log"));
-            let output = import.output().map_err(CommandError::failed)?;
-            if !output.status.success() {
-                let error = String::from_utf8_lossy(&output.stderr);
-                return Err(CommandError::Failed(error.trim().to_owned()));
-            }
+            self.import(disk, &format!("ours-{disk}.img"), "log")?;
         }
         Ok(())
+    }
+
+    /// Makes a disk with the bytes of the peers' image of that number.
+    fn import(&self, raw: usize, disk: &str, log: &str) -> Result<(), CommandError> {
+        let mut import = Command::new(&self.walvisor);
+        import
+            .args([
+                "disk",
+                "import",
+                disk,
+                &format!("peer-{raw}.img"),
+                "--log",
+                log,
+            ])
+            .current_dir(self.path());
+        let output = import.output().map_err(CommandError::failed)?;
+        match output.status.success() {
+            true => Ok(()),
+            false => {
+                let error = String::from_utf8_lossy(&output.stderr);
+                Err(CommandError::Failed(error.trim().to_owned()))
+            }
+        }
     }
 }
 
@@ -208,8 +220,8 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
             .collect()
     };
     let time = doors.iter().map(|door| match door {
-        Door::VhostUser => expected(&wanted(&vhost_user::JOBS), pace, vhost_user::BEFORE),
-        Door::Nbd => expected(&wanted(&nbd::JOBS), pace, nbd::BEFORE),
+        Door::VhostUser => expected(&wanted(&vhost_user::JOBS), 2, pace, vhost_user::BEFORE),
+        Door::Nbd => expected(&wanted(&nbd::JOBS), nbd::SIDES, pace, nbd::BEFORE),
         Door::Qemu => emulated::expected(pace),
         Door::Tcmu => target::expected(pace),
     });
@@ -260,29 +272,55 @@ impl From<CommandError> for Failure {
 /// been made, as the blocks of the peers' images have been.
 const WARM_UP: (Work, Duration) = (Work::Write, Duration::from_secs(5));
 
-/// How long the turns of `jobs` take, each `before` longer than the pace says.
-fn expected(jobs: &[&Job], pace: Pace, before: Duration) -> Duration {
-    let warm_up = if pace.quick { 0 } else { 2 };
-    WARM_UP.1 * warm_up + (pace.turn + before) * (2 * pace.rounds * jobs.len()) as u32
+/// How long the turns of `jobs` of so many sides take, each `before` longer than the pace says.
+fn expected(jobs: &[&Job], sides: usize, pace: Pace, before: Duration) -> Duration {
+    let warm_up = if pace.quick { 0 } else { sides as u32 };
+    WARM_UP.1 * warm_up + (pace.turn + before) * (sides * pace.rounds * jobs.len()) as u32
 }
 
-/// `walvisor` and its peer take turns at each of `jobs`, each halted while the other is measured. `rate` measures the first of
-/// them, 0, or the second, for a time. A turn takes `before` longer than the pace says.
+/// What takes turns with `walvisor`: a peer, or `walvisor` with another setting.
+trait Side {
+    /// Halts it until what is returned is dropped.
+    fn halt(&self) -> Halted;
+
+    /// Nothing is left to be copied when a job begins.
+    fn settle(&self) -> Result<(), CommandError> {
+        Ok(())
+    }
+}
+
+impl Side for Peer {
+    fn halt(&self) -> Halted {
+        Self::halt(self)
+    }
+}
+
+impl Side for Daemon {
+    fn halt(&self) -> Halted {
+        Self::halt(self)
+    }
+
+    fn settle(&self) -> Result<(), CommandError> {
+        self.checkpoint()
+    }
+}
+
+/// `walvisor`, which is first, and others take turns at each of `jobs`, all others halted while one is measured. `rate` measures
+/// the one of that number for a time. A turn takes `before` longer than the pace says.
 fn take_turns(
     (door, jobs): (Door, &[&'static Job]),
     pace: Pace,
     before: Duration,
     session: &Session,
-    (ours, (name, theirs)): (&Daemon, (&str, &Peer)),
+    sides: &[(&str, &dyn Side)],
     rate: impl Fn(usize, &Job, Duration) -> Result<f64, CommandError>,
 ) -> Result<Vec<Row>, CommandError> {
     let value = door.to_possible_value();
     let title = value.as_ref().map_or("", |door| door.get_name());
     let measured = |what: String, side: usize, job: &Job, turn: Duration| {
-        let _other = match side {
-            0 => theirs.halt(),
-            _ => ours.halt(),
-        };
+        let others = sides.iter().enumerate();
+        let others = others.filter(|(other, _)| *other != side);
+        let _halted: Vec<Halted> = others.map(|(_, (_, other))| other.halt()).collect();
         session.step(&what, turn + before, || rate(side, job, turn))
     };
     if let (Some(job), false) = (jobs.first(), pace.quick) {
@@ -295,21 +333,22 @@ fn take_turns(
             depth,
             ..**job
         };
-        for side in [0, 1] {
+        for side in 0..sides.len() {
             measured(format!("{title}: warming up"), side, &job, turn)?;
         }
     }
     let mut rows = Vec::new();
     for job in jobs {
         let mut row = Row::new(door, job.name, Some(job.goal));
-        ours.checkpoint()?;
+        sides.iter().try_for_each(|(_, side)| side.settle())?;
         for round in 0..pace.rounds {
-            // Neither is always the first.
-            for side in [round % 2, 1 - round % 2] {
+            for turn in 0..sides.len() {
+                // None is always the first.
+                let side = (round + turn) % sides.len();
                 let (round, rounds) = (round + 1, pace.rounds);
                 let what = format!("{title}: {}, round {round} of {rounds}", job.name);
                 if let Some(rate) = measured(what, side, job, pace.turn)? {
-                    row.add((side == 1).then_some(name), rate);
+                    row.add((side > 0).then_some(sides[side].0), rate);
                 }
             }
         }
@@ -340,6 +379,15 @@ fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
         "A commit is a write and, once that has ended, a FLUSH. Peers open their image with cache.direct and io_uring, and FLUSH is \
          an fdatasync; cache=writeback goes through the host's page cache, FLUSH likewise.",
     ];
+    if rows
+        .iter()
+        .any(|row| row.peers.contains_key(nbd::FROM_MEMORY))
+    {
+        notes.push(
+            "Over NBD a write is answered once a kill of the daemon cannot lose it, as qemu-nbd's are in the host's cache; \
+             with answer=memory it may be lost up to the next FLUSH.",
+        );
+    }
     if rows.iter().any(|row| row.emulated) {
         notes.push(
             "The guest of door qemu runs in full emulation: it is the guest's processor that is slow, and its figures are in brackets.",
@@ -376,7 +424,10 @@ fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
                 Cell::text(peer),
                 grey(Cell::of(rates, 0)),
                 ratio.map_or(Cell::None, |ratio| grey(Cell::Number(ratio, 2))),
-                row.goal.map_or(Cell::None, |goal| Cell::Number(goal, 1)),
+                // Beside itself it has none.
+                row.goal
+                    .filter(|_| peer != nbd::FROM_MEMORY)
+                    .map_or(Cell::None, |goal| Cell::Number(goal, 1)),
             ]);
             let label = format!("{door}: {} ({peer})", row.job);
             bars.push((label, vec![ratio.and_then(|ratio| Spread::of(&[ratio]))]));

@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::super::failed;
 use super::super::notify::daemon::Daemon;
 use super::peer::Peer;
 use super::{
-    CommandError, DISK_BYTES, Door, Failure, Job, Pace, Place, Row, Session, Work, need, take_turns,
+    CommandError, DISK_BYTES, Door, Failure, Job, Pace, Place, Row, Session, Side, Work, need,
+    take_turns,
 };
 
 const fn job(name: &'static str, work: Work, queues: usize, depth: usize, goal: f64) -> Job {
@@ -35,7 +37,13 @@ pub const JOBS: [Job; 4] = [
     job("read, 32 in flight", Work::Read, 1, 32, 1.0),
 ];
 
-const SOCKETS: [&str; 2] = ["ours.nbd", "peer.nbd"];
+const SOCKETS: [&str; SIDES] = ["ours.nbd", "peer.nbd", "memory.nbd"];
+
+/// Sides that take turns.
+pub const SIDES: usize = 3;
+
+/// `walvisor` with `answer=memory`: what it costs that a write's answer outlives the daemon.
+pub const FROM_MEMORY: &str = "walvisor, answer=memory";
 
 /// What a turn takes beside its own time.
 pub const BEFORE: Duration = Duration::from_millis(400);
@@ -50,8 +58,16 @@ pub fn measure(
     need("qemu-nbd", "qemu-utils")?;
     need("fio", "fio")?;
     place.make_images(1)?;
-    let spec = format!("path=ours-0.img,log=log,socket={},serial=disk", SOCKETS[0]);
-    let ours = Daemon::start("nbd", &[spec], place.path(), place.path())?;
+    place.import(0, "memory.img", "memory-log")?;
+    let start = |spec: &str, socket: &str| {
+        let spec = format!("{spec},socket={socket},serial=disk");
+        // Each with a directory for its control socket.
+        let control = place.path().join(format!("{socket}.d"));
+        std::fs::create_dir(&control).map_err(failed("make", &control))?;
+        Daemon::start("nbd", &[spec], place.path(), &control)
+    };
+    let ours = start("path=ours-0.img,log=log", SOCKETS[0])?;
+    let from_memory = start("path=memory.img,log=memory-log,answer=memory", SOCKETS[2])?;
     let mut theirs = Command::new("qemu-nbd");
     theirs.args(["--format=raw", "--cache=none", "--aio=io_uring"]);
     theirs.args(["--discard=unmap", "--shared=64", "--persistent"]);
@@ -62,14 +78,18 @@ pub fn measure(
     ));
     theirs.arg("peer-0.img");
     let theirs = Peer::start(&mut theirs, &[SOCKETS[1].to_owned()], place.path())?;
-    let daemons = (&ours, ("qemu-nbd", &theirs));
+    let sides: [(&str, &dyn Side); SIDES] = [
+        ("walvisor", &ours),
+        ("qemu-nbd", &theirs),
+        (FROM_MEMORY, &from_memory),
+    ];
     let measured = |side: usize, job: &Job, turn| fio(place, SOCKETS[side], job, turn);
     Ok(take_turns(
         (Door::Nbd, jobs),
         pace,
         BEFORE,
         session,
-        daemons,
+        &sides,
         measured,
     )?)
 }

@@ -7,8 +7,8 @@ use super::super::notify::daemon::Daemon;
 use super::super::notify::vhost_user::drive;
 use super::peer::Peer;
 use super::{
-    CommandError, DISK_BYTES, DISKS, Door, Failure, Job, Pace, Place, Row, Session, Work, need,
-    take_turns,
+    CommandError, DISK_BYTES, DISKS, Door, Failure, Job, Pace, Place, Row, Session, Side, Work,
+    need, take_turns,
 };
 use crate::vhost_user_client::VhostUserClient;
 
@@ -103,13 +103,13 @@ pub fn measure(
         let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, turn);
         Ok(tally.map_err(failed)?.rate())
     };
-    let daemons = (&ours, ("qemu-storage-daemon", &theirs));
+    let sides: [(&str, &dyn Side); 2] = [("walvisor", &ours), ("qemu-storage-daemon", &theirs)];
     Ok(take_turns(
         (Door::VhostUser, jobs),
         pace,
         BEFORE,
         session,
-        daemons,
+        &sides,
         rate,
     )?)
 }

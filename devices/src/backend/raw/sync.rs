@@ -1,0 +1,119 @@
+//! Syncs of a raw image: one thread, and one sync at a time, which serves all who wait for one.
+//!
+//! ```text
+//!   queue ─┐                                       ┌─▶ mailbox of the queue
+//!   queue ─┼─▶ all who wait ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
+//!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
+//! ```
+//! The kernel tells each write-back error once to each open file, and all queues share one: of two syncs side by side one
+//! would take the error, and the other would say that all is well. Here everybody who waits hears of it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+
+use rustix::io::Errno;
+
+use super::{Completion, Failure, Mailbox, Shared};
+
+/// Somebody who waits for a sync.
+#[derive(Debug)]
+enum Waiter {
+    /// A request of a queue.
+    Request { token: u64, mailbox: Arc<Mailbox> },
+    /// A thread.
+    Caller(Sender<Result<(), Failure>>),
+}
+
+impl Waiter {
+    fn tell(self, result: Result<(), Failure>) {
+        match self {
+            Self::Request { token, mailbox } => mailbox.put(Completion {
+                token,
+                result: result.map(|()| None),
+            }),
+            // Whoever asked may have gone.
+            Self::Caller(answer) => drop(answer.send(result)),
+        }
+    }
+}
+
+/// The thread. Dropping it lets it serve those who wait, and waits for it.
+#[derive(Debug)]
+pub(super) struct Syncer {
+    /// `None` only while dropping.
+    waiters: Option<Sender<Waiter>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Syncer {
+    pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
+        let (waiters, come) = channel();
+        let shared = Arc::clone(shared);
+        let thread = thread::Builder::new()
+            .name("raw-sync".into())
+            .spawn(move || run(&shared, &come))?;
+        Ok(Self {
+            waiters: Some(waiters),
+            thread: Some(thread),
+        })
+    }
+
+    /// Makes durable what was written before the call, and then tells the mailbox that request `token` has ended.
+    pub(super) fn submit(&self, token: u64, mailbox: &Arc<Mailbox>) {
+        let mailbox = Arc::clone(mailbox);
+        self.send(Waiter::Request { token, mailbox });
+    }
+
+    /// Makes durable what was written before the call, and waits for it.
+    pub(super) fn wait(&self) -> Result<(), Failure> {
+        let (answer, answered) = channel();
+        self.send(Waiter::Caller(answer));
+        answered.recv().unwrap_or(Err(Failure::Io))
+    }
+
+    fn send(&self, waiter: Waiter) {
+        let Some(waiters) = &self.waiters else {
+            return;
+        };
+        // The thread died of a panic, which has been printed.
+        if let Err(refused) = waiters.send(waiter) {
+            refused.0.tell(Err(Failure::Io));
+        }
+    }
+}
+
+impl Drop for Syncer {
+    fn drop(&mut self) {
+        self.waiters = None;
+        if let Some(thread) = self.thread.take() {
+            // A panic in it has been printed already.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(shared: &Shared, waiters: &Receiver<Waiter>) {
+    let mut served = Vec::new();
+    while let Ok(first) = waiters.recv() {
+        // All of them came before the sync begins.
+        served.push(first);
+        served.extend(waiters.try_iter());
+        let result = sync(shared);
+        served.drain(..).for_each(|waiter| waiter.tell(result));
+    }
+}
+
+/// Makes durable what has been written. An error is final: the next sync would not tell of it.
+fn sync(shared: &Shared) -> Result<(), Failure> {
+    while !shared.has_failed() {
+        match rustix::fs::fdatasync(shared.fd()) {
+            Ok(()) => return Ok(()),
+            // A signal came before it began.
+            Err(Errno::INTR) => {}
+            Err(error) => shared.sync_failed(error),
+        }
+    }
+    Err(Failure::Io)
+}

@@ -1,0 +1,336 @@
+//! The simulated medium as the store sees it: files, and the segments of a log.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::engine::SimulatedEngine;
+use super::medium::{LOG, LateWrite, SECTOR, World, due};
+use super::names::DIRECTORY;
+use crate::Buffer;
+use crate::engine::{self, Engine, EngineKind};
+use crate::error::Result;
+use crate::file::DataFile;
+use crate::filesystem::{FileSystem, Open, PathKind, SIMULATED};
+use crate::identity::{Inode, Mark};
+use crate::segment::{Medium, Segment};
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Arc, Event, Mutex, MutexGuard};
+
+/// The medium as the store sees it; all clones are one.
+#[derive(Clone, Debug)]
+pub(super) struct Simulated {
+    pub world: Arc<Mutex<World>>,
+}
+
+impl Simulated {
+    pub(super) fn lock(&self) -> MutexGuard<'_, World> {
+        self.world.lock().expect("world lock")
+    }
+
+    /// Makes this the file system of the thread until what is returned is dropped.
+    pub(super) fn enter(&self) -> Entered {
+        let files: Arc<dyn FileSystem> = Arc::new(self.clone());
+        Entered(SIMULATED.replace(Some(files)))
+    }
+
+    pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
+        let index = self.lock().find(name);
+        self.numbered(index)
+    }
+
+    fn numbered(&self, index: usize) -> Box<dyn DataFile> {
+        Box::new(SimulatedFile {
+            medium: self.clone(),
+            index,
+            locked: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether engines are the real ones, on files of this medium. `event` is signalled when power is lost.
+    fn blocking(&self, event: &Event) -> io::Result<bool> {
+        let woken = Arc::new(event.try_clone()?);
+        let mut world = self.lock();
+        world.events.push(woken);
+        Ok(world.blocking)
+    }
+
+    fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
+        Ok(Box::new(engine))
+    }
+
+    /// As a write with `RWF_DSYNC` ends on a medium with FUA.
+    pub(super) fn sync_range(
+        &self,
+        segment: &Segment,
+        offset: u64,
+        len: usize,
+    ) -> io::Result<Option<Buffer>> {
+        let range = offset as usize..offset as usize + len;
+        let mut world = self.lock();
+        world.sync(number(segment.file.as_ref()), Some(range))?;
+        Ok(None)
+    }
+
+    /// A write that is in flight when the process is killed.
+    pub(super) fn leave_in_flight(&self, file: &dyn DataFile, offset: u64, bytes: Vec<u8>) {
+        self.lock().late.push(LateWrite {
+            file: number(file),
+            offset,
+            bytes,
+        });
+    }
+}
+
+/// See [`Simulated::enter`]. Holds the file system that the thread had before.
+pub(super) struct Entered(Option<Arc<dyn FileSystem>>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        SIMULATED.set(self.0.take());
+    }
+}
+
+/// The number of a simulated file.
+fn number(file: &dyn DataFile) -> usize {
+    (file.raw_fd() - FIRST_DESCRIPTOR) as usize
+}
+
+/// Descriptors of simulated files: numbers that no process has open.
+const FIRST_DESCRIPTOR: RawFd = 1 << 30;
+
+#[derive(Debug)]
+struct SimulatedFile {
+    medium: Simulated,
+    index: usize,
+    locked: AtomicBool,
+}
+
+impl Drop for SimulatedFile {
+    fn drop(&mut self) {
+        if *self.locked.get_mut() {
+            let mut world = self.medium.lock();
+            world.locked.retain(|&locked| locked != self.index);
+        }
+    }
+}
+
+impl DataFile for SimulatedFile {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut world = self.medium.lock();
+        if world.crashed {
+            return Err(io::Error::other("power lost"));
+        }
+        world.land_some();
+        if due(&mut world.fail_read) {
+            world.failed_read = true;
+            world.fail("read")?;
+        }
+        let offset = offset as usize;
+        let bytes = world.files[self.index]
+            .current
+            .get(offset..offset + buffer.len());
+        buffer.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+
+    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.medium.lock().write(self.index, bytes, offset)
+    }
+
+    fn write_slices_at(
+        &self,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        durably: bool,
+    ) -> io::Result<usize> {
+        let bytes: Vec<u8> = slices
+            .iter()
+            .flat_map(|slice| slice.iter().copied())
+            .collect();
+        let mut world = self.medium.lock();
+        let sectors = bytes.len() / SECTOR;
+        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
+            true => 1 + world.random.below(sectors as u64 - 1) as usize,
+            false => sectors,
+        };
+        world.write(self.index, &bytes[..part * SECTOR], offset)?;
+        if durably {
+            let range = offset as usize..offset as usize + part * SECTOR;
+            world.sync(self.index, Some(range))?;
+        }
+        Ok(part * SECTOR)
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.medium.lock().sync(self.index, None)
+    }
+
+    fn drop_cache(&self) -> io::Result<()> {
+        let mut world = self.medium.lock();
+        world.sync(self.index, None)?;
+        world.drop_clean(self.index);
+        Ok(())
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.medium.lock().files[self.index].current.len() as u64)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.medium.lock().set_len(self.index, len)
+    }
+
+    fn allocate(&self, len: u64) -> io::Result<()> {
+        self.medium.lock().allocate(self.index, len)
+    }
+
+    fn sync_all(&self) -> io::Result<()> {
+        self.medium.lock().sync_all(self.index)
+    }
+
+    fn try_lock(&self) -> io::Result<bool> {
+        let mut world = self.medium.lock();
+        if world.locked.contains(&self.index) {
+            return Ok(false);
+        }
+        // A file is locked until what a killed process had in flight is done.
+        world.await_late(self.index);
+        world.locked.push(self.index);
+        self.locked.store(true, Ordering::Relaxed);
+        Ok(true)
+    }
+
+    fn zero_range(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.write_all_at(&vec![0; len as usize], offset)
+    }
+
+    fn inode(&self) -> io::Result<Inode> {
+        let number = 1 + self.index as u64;
+        Ok(Inode {
+            device: 1,
+            number,
+            born: number,
+        })
+    }
+
+    fn read_mark(&self) -> io::Result<Option<Mark>> {
+        let world = self.medium.lock();
+        let mark = world.files[self.index].mark();
+        Ok(mark.filter(|_| !world.without_attributes))
+    }
+
+    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
+        let mut world = self.medium.lock();
+        if world.without_attributes {
+            return Ok(false);
+        }
+        world.set_mark(self.index, mark.copied())?;
+        Ok(true)
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        FIRST_DESCRIPTOR + self.index as RawFd
+    }
+
+    fn host(&self) -> Option<&File> {
+        None
+    }
+}
+
+impl FileSystem for Simulated {
+    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+        let index = self.lock().open(path, how)?;
+        Ok(self.numbered(index))
+    }
+
+    fn create_dir(&self, path: &Path) -> io::Result<()> {
+        self.lock().create_dir(path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.lock().rename(from, to, true)
+    }
+
+    fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.lock().rename(from, to, false)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.lock().remove(path)
+    }
+
+    fn names(&self, dir: &Path) -> io::Result<Vec<OsString>> {
+        let world = self.lock();
+        match world.names.has_directory(dir) {
+            true => Ok(world.names.in_directory(dir)),
+            false => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    fn kind(&self, path: &Path) -> io::Result<PathKind> {
+        match self.lock().names.get(path) {
+            None => Err(io::ErrorKind::NotFound.into()),
+            Some(DIRECTORY) => Ok(PathKind::Other),
+            Some(_) => Ok(PathKind::File),
+        }
+    }
+
+    fn exists(&self, path: &Path) -> io::Result<bool> {
+        Ok(self.lock().names.get(path).is_some())
+    }
+
+    fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
+        let there = path.parent().is_none() || self.exists(path)?;
+        match there {
+            true => Ok(path.to_owned()),
+            false => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    fn sync_dir(&self, dir: &Path) -> io::Result<()> {
+        self.lock().sync_dir(dir)
+    }
+}
+
+impl Medium for Simulated {
+    fn create_segment(
+        &self,
+        slot: u32,
+        size: u64,
+        between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment> {
+        let panics = self.lock().create_panics;
+        assert!(!panics, "planted");
+        Segment::create(self, Path::new(LOG), slot, size, between)
+    }
+
+    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
+        Segment::open_all(self, Path::new(LOG))
+    }
+
+    fn salt(&self) -> u64 {
+        self.lock().random.next()
+    }
+
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        match self.blocking(event)? {
+            true => engine::create(EngineKind::Blocking, event),
+            false => self.simulated(event),
+        }
+    }
+
+    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        match self.blocking(event)? {
+            true => Ok(engine::create_writer(Duration::ZERO, Arc::default())),
+            false => self.simulated(event),
+        }
+    }
+}

@@ -1,0 +1,439 @@
+//! Disks that are made, imported, adopted, resized, used and closed, with power lost anywhere in that.
+//!
+//! Whatever is cut is finished or has not begun: a disk that is made or imported is absent or whole, one that is resized has
+//! its old or its new size and no byte is lost, and after a close all is in the base image. What returned before the cut is
+//! there to stay. The next opening is cut too, up to twice.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use super::files::Simulated;
+use super::fixture::{Running, carry_out, filled};
+use super::medium::{LOG, Random, World};
+use super::oracle::{Broken, value_of};
+use crate::store::{DiskOptions, open_log};
+use crate::sync::{Arc, Mutex};
+use crate::{
+    CommitWait, Error, ErrorKind, Operation, Port, StoreOptions, create_disk, import_disk,
+    resize_disk,
+};
+
+/// The value of each sector of a disk.
+type Sectors = Vec<u32>;
+
+/// What happened, to see that it tried what it should.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Totals {
+    pub made: u64,
+    pub imported: u64,
+    /// Images that were there and got a log when they were opened.
+    pub adopted: u64,
+    pub resized: u64,
+    /// Disks that got longer while they were open.
+    pub grown: u64,
+    pub closed: u64,
+    pub cuts: u64,
+    pub kills: u64,
+    /// Openings that were cut.
+    pub cut_openings: u64,
+    /// Disks that were not there after a cut in their making.
+    pub absent: u64,
+    /// Disks that a cut left with the oldest of what they might hold.
+    pub oldest: u64,
+}
+
+impl Totals {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.made += other.made;
+        self.imported += other.imported;
+        self.adopted += other.adopted;
+        self.resized += other.resized;
+        self.grown += other.grown;
+        self.closed += other.closed;
+        self.cuts += other.cuts;
+        self.kills += other.kills;
+        self.cut_openings += other.cut_openings;
+        self.absent += other.absent;
+        self.oldest += other.oldest;
+    }
+}
+
+/// A disk, and what it may hold: one of these, the last of which holds all that was done.
+#[derive(Clone, Debug)]
+pub(super) struct Known {
+    path: PathBuf,
+    may_hold: Vec<Sectors>,
+}
+
+impl Known {
+    /// All that was done is there to stay.
+    fn settle(&mut self) {
+        self.may_hold.drain(..self.may_hold.len() - 1);
+    }
+}
+
+/// See the module's documentation.
+pub(super) struct Life {
+    random: Random,
+    pub medium: Simulated,
+    pub disks: Vec<Known>,
+    next_value: u32,
+    totals: Totals,
+}
+
+impl Life {
+    pub(super) fn new(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let mut world = World::new(random.next());
+        world.without_attributes = random.one_in(4);
+        Self::on(world, random, Vec::new())
+    }
+
+    /// The disks on a medium.
+    pub(super) fn on(world: World, random: Random, disks: Vec<Known>) -> Self {
+        let world = Arc::new(Mutex::new(world));
+        Self {
+            random,
+            medium: Simulated { world },
+            disks,
+            next_value: 0,
+            totals: Totals::default(),
+        }
+    }
+
+    /// Runs it to the end.
+    pub(super) fn run(mut self) -> Result<Totals, Broken> {
+        let _files = self.medium.enter();
+        for _ in 0..2 + self.random.below(5) {
+            if self.random.one_in(2) {
+                let most = if self.random.one_in(2) { 12 } else { 80 };
+                let ticks = self.random.below(most);
+                self.medium.lock().ticks = Some(ticks);
+            }
+            if self.random.one_in(8) {
+                let count = self.random.below(8);
+                self.medium.lock().fail_sync = Some(count);
+            }
+            match self.random.below(6) {
+                _ if self.disks.is_empty() && self.random.one_in(3) => self.adopt()?,
+                _ if self.disks.is_empty() => self.make()?,
+                0 if self.disks.len() < 3 => self.make()?,
+                1 | 2 => self.resize()?,
+                _ => self.work()?,
+            }
+            self.end_process();
+            self.cut_openings(None)?;
+            self.verify()?;
+            self.end_process();
+        }
+        Ok(self.totals)
+    }
+
+    /// Power is lost, or the process is killed.
+    fn end_process(&mut self) {
+        let mut world = self.medium.lock();
+        self.totals.cuts += u64::from(world.crashed);
+        if self.random.one_in(3) {
+            self.totals.kills += 1;
+            world.restart();
+        } else {
+            let after = world.after_crash();
+            *world = after;
+        }
+    }
+
+    /// An error is excused by a cut or by a sync that failed.
+    fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Broken> {
+        let world = self.medium.lock();
+        match done {
+            Ok(done) => Ok(Some(done)),
+            Err(_) if world.crashed || world.failed => Ok(None),
+            Err(error) => Err(format!("{what} failed for no reason: {error}")),
+        }
+    }
+
+    fn sectors(&mut self) -> u64 {
+        1 + self.random.below(40)
+    }
+
+    fn value(&mut self) -> u32 {
+        self.next_value += 1;
+        self.next_value
+    }
+
+    fn values(&mut self, count: u64) -> Sectors {
+        (0..count).map(|_| self.value()).collect()
+    }
+
+    /// A file, durable, that holds this.
+    fn put(&self, path: &Path, contents: &Sectors) {
+        let bytes = contents.iter().flat_map(|&value| filled(value, 1).to_vec());
+        self.medium.lock().put_file(path, bytes.collect());
+    }
+
+    fn there(&self, path: &Path) -> bool {
+        self.medium.lock().names.get(path).is_some()
+    }
+
+    /// Makes a disk, or imports one.
+    fn make(&mut self) -> Result<(), Broken> {
+        let path = PathBuf::from(format!("/disk-{}", self.disks.len()));
+        let sectors = self.sectors();
+        let import = self.random.one_in(2);
+        let contents = match import {
+            true => self.values(sectors),
+            false => vec![0; sectors as usize],
+        };
+        self.put(Path::new(RAW), &contents);
+        let done = make_one(&path, sectors, import);
+        let done = self.excuse("making a disk", done)?.is_some();
+        self.totals.made += u64::from(done && !import);
+        self.totals.imported += u64::from(done && import);
+        self.end_process();
+        self.cut_openings(Some(&path))?;
+        if !done && !self.there(&path) {
+            // What is left of the attempt is in nobody's way, and is used up by another.
+            self.totals.absent += 1;
+            self.verify()?;
+            make_one(&path, sectors, import)
+                .map_err(|error| format!("a disk whose making was cut can't be made: {error}"))?;
+        }
+        // Whoever opens it may count on it from then on.
+        self.know(path, contents);
+        self.verify()
+    }
+
+    pub(super) fn know(&mut self, path: PathBuf, contents: Sectors) {
+        let may_hold = vec![contents];
+        self.disks.push(Known { path, may_hold });
+    }
+
+    /// Uses an image that is there and has no log.
+    fn adopt(&mut self) -> Result<(), Broken> {
+        let path = PathBuf::from("/disk-0");
+        let sectors = self.sectors();
+        let contents = self.values(sectors);
+        self.put(&path, &contents);
+        self.know(path, contents);
+        self.totals.adopted += 1;
+        self.work()
+    }
+
+    /// Gives a disk that nobody uses another size.
+    fn resize(&mut self) -> Result<(), Broken> {
+        let sectors = self.sectors() as usize;
+        let which = self.random.below(self.disks.len() as u64) as usize;
+        let lose_data = self.random.one_in(2);
+        let disk = &self.disks[which];
+        let old = disk.may_hold[0].clone();
+        let size = sectors as u64 * 512;
+        let done = resize_disk(&disk.path, size, Path::new(LOG), lose_data);
+        let loses = old.iter().skip(sectors).any(|&value| value != 0);
+        let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput;
+        if done.as_ref().is_err_and(refused) && loses && !lose_data {
+            return Ok(());
+        }
+        let done = self.excuse("a resize", done)?.is_some();
+        if done && loses && !lose_data {
+            return Err("a resize lost data unasked".into());
+        }
+        self.totals.resized += u64::from(done);
+        self.disks[which].resize(sectors, done);
+        Ok(())
+    }
+
+    /// Opens disks.
+    fn open_all<'a>(&self, paths: impl Iterator<Item = &'a PathBuf>) -> Result<Running, Error> {
+        let disks: Vec<_> = paths.map(DiskOptions::new).collect();
+        let medium = Box::new(self.medium.clone());
+        let opened = open_log(medium, Path::new(LOG), &disks, &options(), &mut |_, _| {});
+        opened.map(|(_, disks, keeper)| Running { disks, keeper })
+    }
+
+    fn open(&self) -> Result<Running, Error> {
+        self.open_all(self.disks.iter().map(|disk| &disk.path))
+    }
+
+    /// Opens all disks, writes to one and makes it longer, flushes, makes checkpoints, and closes.
+    fn work(&mut self) -> Result<(), Broken> {
+        let opened = self.open();
+        let Some(mut running) = self.excuse("opening", opened)? else {
+            return Ok(());
+        };
+        let which = self.random.below(running.disks.len() as u64) as usize;
+        let mut port = running.disks[which].open_port().expect("a port");
+        let mut done = true;
+        for _ in 0..self.random.below(12) {
+            done = done && self.step(which, &mut running, &mut port)?;
+        }
+        drop(port);
+        match done && self.random.one_in(2) {
+            true => self.close(which, running),
+            false => Ok(()),
+        }
+    }
+
+    /// One thing that is done with an open disk. Returns whether it was done, or was none that the disk depends on.
+    fn step(
+        &mut self,
+        which: usize,
+        running: &mut Running,
+        port: &mut Port,
+    ) -> Result<bool, Broken> {
+        let newest = self.disks[which].may_hold.last().expect("some");
+        let len = newest.len() as u64;
+        match self.random.below(12) {
+            0 => {
+                let more = self.random.below(8);
+                let state = running.disks[which].state.clone();
+                let grown = running.keeper.grow(&state, (len + more) * 512);
+                let grown = self.excuse("growing", grown)?.is_some();
+                self.totals.grown += u64::from(grown && more > 0);
+                self.disks[which].resize((len + more) as usize, grown);
+                return Ok(grown);
+            }
+            // It waits for what others have begun: with one thread nobody may.
+            1 if running.disks[which].log.lock().is_idle() => {
+                let copied = running.keeper.step(true);
+                self.excuse("a checkpoint", copied)?;
+                return Ok(true);
+            }
+            2..5 => {
+                if carry_out(running, port, Operation::Flush).is_ok() {
+                    self.disks[which].settle();
+                    return Ok(true);
+                }
+            }
+            _ => {
+                let mut contents = newest.clone();
+                let sectors = 1 + self.random.below(len.min(8));
+                let sector = self.random.below(len - sectors + 1);
+                let value = self.value();
+                contents[sector as usize..(sector + sectors) as usize].fill(value);
+                self.disks[which].may_hold.push(contents);
+                let data = filled(value, sectors);
+                if carry_out(running, port, Operation::Write { sector, data }).is_ok() {
+                    return Ok(true);
+                }
+            }
+        }
+        let world = self.medium.lock();
+        match world.crashed || world.failed {
+            true => Ok(false),
+            false => Err("a request failed for no reason".into()),
+        }
+    }
+
+    /// After a close the base images are all there is, also once power was lost.
+    fn close(&mut self, which: usize, mut running: Running) -> Result<(), Broken> {
+        let closed = running.keeper.close();
+        if self.excuse("closing", closed)?.is_none() {
+            return Ok(());
+        }
+        self.totals.closed += 1;
+        self.disks[which].settle();
+        drop(running);
+        self.end_process();
+        self.check_bases()
+    }
+
+    pub(super) fn check_bases(&self) -> Result<(), Broken> {
+        for disk in &self.disks {
+            let world = self.medium.lock();
+            let file = world.names.get(&disk.path);
+            let file = &world.files[file.ok_or("a closed disk is gone")?];
+            let found: Sectors = file.current.chunks(512).map(value_of).collect();
+            if found != disk.may_hold[0] {
+                return Err(format!("{}: closed, and not whole", disk.path.display()));
+            }
+            if file.mark().is_some_and(|mark| mark.open) {
+                return Err(format!(
+                    "{}: closed, and marked as open",
+                    disk.path.display()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may be there too.
+    fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Broken> {
+        for _ in 0..self.random.below(3) {
+            let new = new.filter(|path| self.there(path)).map(Path::to_owned);
+            let known = self.disks.iter().map(|disk| &disk.path);
+            let paths: Vec<_> = known.chain(&new).cloned().collect();
+            if paths.is_empty() {
+                return Ok(());
+            }
+            let ticks = self.random.below(24);
+            self.medium.lock().ticks = Some(ticks);
+            let opened = self.open_all(paths.iter());
+            if let Some(mut running) = self.excuse("opening", opened)?
+                && self.random.one_in(2)
+            {
+                let copied = running.keeper.step(true);
+                self.excuse("a checkpoint", copied)?;
+            }
+            self.totals.cut_openings += u64::from(self.medium.lock().crashed);
+            self.end_process();
+        }
+        Ok(())
+    }
+
+    /// All disks can be opened and hold what they may.
+    pub(super) fn verify(&mut self) -> Result<(), Broken> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        let opened = self.open();
+        let running = opened.map_err(|error| format!("opening refused: {error}"))?;
+        let found = running.read();
+        let found = found.map_err(|failure| format!("reading: {failure}"))?;
+        for (found, known) in found.into_iter().zip(&mut self.disks) {
+            let Some(place) = known.may_hold.iter().rposition(|held| *held == found) else {
+                return Err(format!(
+                    "{}: {} sectors, and not what it may hold: {found:?} is none of {:?}",
+                    known.path.display(),
+                    found.len(),
+                    known.may_hold
+                ));
+            };
+            self.totals.oldest += u64::from(place == 0 && known.may_hold.len() > 1);
+            known.may_hold = vec![found];
+        }
+        Ok(())
+    }
+}
+
+impl Known {
+    /// It has another size, or may have it.
+    fn resize(&mut self, sectors: usize, done: bool) {
+        let mut resized = self.may_hold.clone();
+        resized.iter_mut().for_each(|held| held.resize(sectors, 0));
+        match done {
+            true => self.may_hold = resized,
+            false => self.may_hold.extend(resized),
+        }
+    }
+}
+
+/// What is imported.
+const RAW: &str = "/raw";
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 64 << 10,
+        max_segments: 4,
+        commit_wait: CommitWait::NONE,
+        threads: NonZeroUsize::new(1),
+        ..StoreOptions::default()
+    }
+}
+
+fn make_one(path: &Path, sectors: u64, import: bool) -> Result<(), Error> {
+    let (log, options) = (Path::new(LOG), options());
+    match import {
+        true => import_disk(path, Path::new(RAW), log, &options, &mut |_, _| {}).map(drop),
+        false => create_disk(path, sectors * 512, log, &options),
+    }
+}

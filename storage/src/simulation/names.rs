@@ -1,0 +1,182 @@
+//! Names of the simulated medium: which path leads to which file, now and after a power cut.
+//!
+//! Directories are names too: whoever loses one loses what is in it. A name that was made, changed or removed is durable once its directory was synced. Of what was not, a power cut keeps
+//! any subset: directories promise no order. Of a rename it may keep both names; never neither.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use super::medium::Random;
+
+/// What a name of a directory leads to.
+pub(super) const DIRECTORY: usize = usize::MAX;
+
+/// One change of names.
+#[derive(Clone, Debug)]
+enum Change {
+    Set(PathBuf, usize),
+    Rename(PathBuf, PathBuf, usize),
+    Unset(PathBuf),
+}
+
+impl Change {
+    /// The name that is changed, or comes of it.
+    fn path(&self) -> &Path {
+        match self {
+            Self::Set(path, _) | Self::Rename(_, path, _) | Self::Unset(path) => path,
+        }
+    }
+
+    /// `whole`: a rename also takes the old name away.
+    fn apply(&self, names: &mut BTreeMap<PathBuf, usize>, whole: bool) {
+        match self {
+            Self::Set(path, file) => drop(names.insert(path.clone(), *file)),
+            Self::Unset(path) => drop(names.remove(path)),
+            Self::Rename(from, to, file) => {
+                names.insert(to.clone(), *file);
+                // Another file may have got the old name meanwhile.
+                if whole && names.get(from) == Some(file) {
+                    names.remove(from);
+                }
+            }
+        }
+    }
+}
+
+/// See the module's documentation. Files go by their numbers.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Names {
+    durable: BTreeMap<PathBuf, usize>,
+    current: BTreeMap<PathBuf, usize>,
+    /// What was changed since the last sync of its directory, in order.
+    changes: Vec<Change>,
+}
+
+impl Names {
+    pub(super) fn get(&self, path: &Path) -> Option<usize> {
+        self.current.get(path).copied()
+    }
+
+    /// The file with this name in any directory.
+    pub(super) fn find(&self, name: &str) -> Option<usize> {
+        let mut names = self.current.iter();
+        let found = names.find(|(path, _)| path.file_name().is_some_and(|last| last == name));
+        found.map(|(_, file)| *file)
+    }
+
+    /// Whether there is such a directory. The root is always there.
+    pub(super) fn has_directory(&self, path: &Path) -> bool {
+        path.parent().is_none() || self.get(path) == Some(DIRECTORY)
+    }
+
+    pub(super) fn in_directory(&self, dir: &Path) -> Vec<OsString> {
+        let names = self
+            .current
+            .keys()
+            .filter(|path| path.parent() == Some(dir));
+        names
+            .filter_map(|path| Some(path.file_name()?.to_owned()))
+            .collect()
+    }
+
+    /// Whether a file has a name, now or perhaps after a power cut.
+    pub(super) fn leads_to(&self, file: usize) -> bool {
+        let changed = |change: &Change| matches!(change, Change::Set(_, other) | Change::Rename(_, _, other) if *other == file);
+        let mut names = self.current.values().chain(self.durable.values());
+        names.any(|other| *other == file) || self.changes.iter().any(changed)
+    }
+
+    pub(super) fn set(&mut self, path: &Path, file: usize) {
+        self.change(Change::Set(path.to_owned(), file));
+    }
+
+    pub(super) fn unset(&mut self, path: &Path) {
+        self.change(Change::Unset(path.to_owned()));
+    }
+
+    pub(super) fn rename(&mut self, from: &Path, to: &Path, file: usize) {
+        self.change(Change::Rename(from.to_owned(), to.to_owned(), file));
+    }
+
+    /// Moves a file, durably.
+    pub(super) fn move_file(&mut self, from: &Path, to: &Path) {
+        if let Some(file) = self.get(from) {
+            self.set(to, file);
+            self.unset(from);
+            for path in [from, to] {
+                self.sync(path.parent().expect("a directory"));
+            }
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        change.apply(&mut self.current, true);
+        self.changes.push(change);
+    }
+
+    /// Makes the names in a directory durable.
+    pub(super) fn sync(&mut self, dir: &Path) {
+        let here = |change: &mut Change| change.path().parent() == Some(dir);
+        for change in self.changes.extract_if(.., here) {
+            change.apply(&mut self.durable, true);
+        }
+    }
+
+    /// How many changes a power cut may keep or lose.
+    pub(super) fn unsynced(&self) -> usize {
+        self.changes.len()
+    }
+
+    /// Whether the n-th of them is a rename.
+    pub(super) fn renames(&self, n: usize) -> bool {
+        matches!(self.changes[n], Change::Rename(..))
+    }
+
+    /// The names after a power cut that does this with the n-th change: loses it, keeps it without taking the old name
+    /// away, or keeps it.
+    pub(super) fn settle(&mut self, mut kept: impl FnMut(usize) -> Kept) {
+        for (n, change) in std::mem::take(&mut self.changes).into_iter().enumerate() {
+            match kept(n) {
+                Kept::Lost => {}
+                kept => change.apply(&mut self.durable, kept == Kept::Whole),
+            }
+        }
+        let lost = |names: &BTreeMap<PathBuf, usize>| {
+            let parent_is_there = |path: &PathBuf| {
+                let parent = path.parent().expect("no name of the root");
+                parent.parent().is_none() || names.get(parent) == Some(&DIRECTORY)
+            };
+            names.keys().find(|path| !parent_is_there(path)).cloned()
+        };
+        while let Some(path) = lost(&self.durable) {
+            self.durable.remove(&path);
+        }
+        self.current = self.durable.clone();
+    }
+
+    /// Loses power: nothing, everything, the beginning or any part of what was changed is kept.
+    pub(super) fn lose_power(&mut self, random: &mut Random) {
+        let changes = self.unsynced() as u64;
+        if changes == 0 {
+            return;
+        }
+        let (mode, end) = (random.below(4), random.below(changes + 1) as usize);
+        self.settle(|n| match mode {
+            0 => Kept::Lost,
+            1 => Kept::Whole,
+            2 if n < end => Kept::Whole,
+            2 => Kept::Lost,
+            _ => [Kept::Lost, Kept::Added, Kept::Whole][random.below(3) as usize],
+        });
+    }
+}
+
+/// What a power cut does with a change of names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kept {
+    Lost,
+    /// Of a rename the new name is there and the old one too.
+    Added,
+    Whole,
+}

@@ -1,0 +1,66 @@
+//! Who waits until records are written is not forgotten when the writer was in the way.
+
+use super::fixture::{Fixture, Shape, filled};
+use super::medium::{Pace, World};
+use crate::committer::Committer;
+use crate::mutant::{Mutant, PLANTED};
+use crate::sync::atomic::Ordering;
+use crate::{CommitWait, Completion, Operation, Port};
+
+fn write(port: &mut Port, value: u32) {
+    let (sector, data) = (0, filled(value, 1));
+    port.submit(u64::from(value), Operation::Write { sector, data });
+}
+
+/// Whether somebody learns that a record is written who came while the writer wrote a batch without a sync, for somebody
+/// who has gone.
+fn is_told() -> bool {
+    let shape = Shape {
+        disks: 1,
+        sectors: 8,
+        segment_size: 64 << 10,
+        max_segments: 4,
+    };
+    let fixture = Fixture::new(World::new(1), shape);
+    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+    // Until the ring has all its segments.
+    (0..4).for_each(|_| running.keeper.step(false).unwrap());
+    fixture.medium.lock().pace = Pace::Late;
+    let log = running.disks[0].log.clone();
+    let mut writer = Committer::writer(log.clone()).unwrap();
+    let [mut first, mut flushing, mut last] =
+        [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
+    let mut turn = || writer.poll(&mut Vec::new(), &mut Vec::new());
+    // While the first batch is under way, the writer takes what somebody waits for who flushes.
+    write(&mut first, 1);
+    assert!(!first.when_written(11));
+    first.kick();
+    write(&mut flushing, 2);
+    flushing.submit(12, Operation::Flush);
+    turn();
+    assert_eq!(log.lock().batched, 2);
+    drop(flushing);
+    write(&mut last, 3);
+    assert!(!last.when_written(13));
+    last.kick();
+    let mut done = Vec::new();
+    while !done.iter().any(|end: &Completion| end.token == 11) {
+        first.completions(&mut done);
+    }
+    assert_eq!(log.lock().batched, 2, "both wait behind the writer's batch");
+    (0..20).for_each(|_| turn());
+    let told = log.written.load(Ordering::Acquire) == 3;
+    done.clear();
+    last.completions(&mut done);
+    assert_eq!(told, done.iter().any(|end| end.token == 13));
+    told
+}
+
+#[test]
+fn who_waits_behind_the_writers_batch_is_told() {
+    assert!(is_told());
+    PLANTED.set(Some(Mutant::WrittenForgotten));
+    let told = is_told();
+    PLANTED.set(None);
+    assert!(!told, "the planted fault was not noticed");
+}

@@ -1,0 +1,78 @@
+//! What is told of an image that is not the one that a log's records belong on, and the way out by command.
+
+use walvisor_storage::default_log_dir;
+
+use crate::{copy_image, crash, done, json, refused, unclosed};
+
+#[test]
+fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let (disk, newest) = (crashed.join("disk.img"), crashed.join("newest.img"));
+    std::fs::rename(&disk, &newest).unwrap();
+    // As `cp` copies: whatever the bytes are, nothing tells that they are the disk's.
+    std::fs::copy(&newest, &disk).unwrap();
+    let parts = &[
+        "disk.img: ",
+        "5 records",
+        "bring",
+        "walvisor disk check --discard-log disk.img",
+    ];
+    for command in ["check", "info", "checkpoint"] {
+        refused(&crashed, &format!("disk {command} disk.img"), 1, parts);
+    }
+    refused(&crashed, "disk export disk.img out", 1, parts);
+    refused(&crashed, "disk resize disk.img --size 16M", 1, parts);
+    // One way out, on a copy of it all.
+    let kept = crashed.join("kept");
+    crash(&default_log_dir(&disk), &[&disk], &kept);
+    std::fs::remove_file(kept.join("disk.img")).unwrap();
+    copy_image(&newest, &kept.join("disk.img"));
+    assert!(done(&kept, "disk check disk.img").contains("5 records"));
+    // The other.
+    let text = done(&crashed, "disk check --discard-log disk.img");
+    assert!(text.starts_with("disk.img: disk "), "{text}");
+    assert!(text.contains("gave up 5 records (12288 bytes)"), "{text}");
+    assert!(done(&crashed, "disk check disk.img").contains("0 records"));
+    let report = json(&done(&crashed, "disk check --discard-log disk.img --json"));
+    assert_eq!(report["discarded_records"], 0);
+    assert_eq!(report["image_fits"], true);
+    let parts = &["unknown.img", "knows no disk there"];
+    let command = "disk check --discard-log unknown.img --log disk.img.wal";
+    refused(&crashed, command, 1, parts);
+}
+
+#[test]
+fn a_disk_that_is_there_already_is_told_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    done(dir, "disk create disk.img --size 1M");
+    let parts = &[
+        "disk.img",
+        "exists already",
+        "a disk of the log in disk.img.wal",
+    ];
+    refused(dir, "disk create disk.img --size 1M", 1, parts);
+    std::fs::write(dir.join("plain.img"), [0; 512]).unwrap();
+    let parts = &["plain.img", "exists already", "without a log"];
+    refused(dir, "disk create plain.img --size 1M", 1, parts);
+}
+
+/// The limit of a shell is an error that says so, and kills nobody.
+#[test]
+fn a_disk_longer_than_the_limit_of_the_shell_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = std::process::Command::new("sh")
+        .args([
+            "-c",
+            "ulimit -f 1000; exec \"$0\" disk create disk.img --size 64M",
+            crate::WALVISOR,
+        ])
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("ulimit -f"), "{error}");
+    assert!(!dir.path().join("disk.img").exists());
+}

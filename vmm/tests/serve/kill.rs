@@ -1,0 +1,180 @@
+//! What a kill of the daemon leaves of writes that were answered and not flushed, for clients that connect again by
+//! themselves: they do not repeat such a write, and take a later FLUSH for word that it is safe.
+//!
+//! All writes here are too few to be written while nobody waits for them: where an answer does not wait, they are in the
+//! daemon's memory alone.
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use walvisor_tests::have;
+
+use super::{Daemon, create, foreign, text};
+
+/// A program of somebody else that does a step for each line it reads, and says when it is done.
+struct Stepping {
+    child: Child,
+    commands: ChildStdin,
+    said: ChildStdout,
+}
+
+impl Stepping {
+    fn start(command: &mut Command) -> Self {
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("timeout(1) starts");
+        Self {
+            commands: child.stdin.take().unwrap(),
+            said: child.stdout.take().unwrap(),
+            child,
+        }
+    }
+
+    fn say(&mut self, line: &str) {
+        writeln!(self.commands, "{line}").expect("it reads");
+    }
+
+    /// Waits until it has said `end`; all that it has said up to there.
+    #[track_caller]
+    fn wait_for(&mut self, end: &str) -> String {
+        let mut all = Vec::new();
+        while !all.ends_with(end.as_bytes()) {
+            let mut byte = [0];
+            let read = self.said.read_exact(&mut byte);
+            read.unwrap_or_else(|_| panic!("it ended before '{end}': {}", text(&all)));
+            all.extend(byte);
+        }
+        text(&all)
+    }
+}
+
+impl Drop for Stepping {
+    fn drop(&mut self) {
+        // timeout(1) passes it on.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
+/// Lets the daemon be killed and come back.
+fn restart(daemon: Daemon, dir: &Path, arguments: &str) -> Daemon {
+    daemon.kill();
+    Daemon::start(dir, arguments)
+}
+
+/// Page 0 is written and flushed. Then pages 1 to 40 are written, page 0 is trimmed and page 41 made zero, without a
+/// FLUSH; once the daemon is back, the next connection flushes, and tells which pages are as they were left.
+const CLIENT: &str = r"
+import nbd, sys
+def connect():
+    c = nbd.NBD()
+    c.connect_unix('s')
+    return c
+c = connect()
+page = lambda n: bytes([n]) * 4096
+c.pwrite(page(99), 0)
+c.pwrite(page(98), 41 * 4096)
+c.flush()
+for n in range(1, 41):
+    c.pwrite(page(n), n * 4096)
+c.trim(4096, 0)
+c.zero(4096, 41 * 4096)
+print('answered', flush=True)
+sys.stdin.readline()
+c = connect()
+c.flush()
+kept = [n for n in range(42) if c.pread(4096, n * 4096) == page(n % 41)]
+print('kept', len(kept), flush=True)
+";
+
+#[test]
+fn what_was_answered_is_there_after_a_kill_and_a_flush_unless_memory_was_to_do() {
+    if !have("nbdsh", "python3-libnbd") {
+        return;
+    }
+    for (answer, kept) in [
+        ("", "kept 42\n"),
+        (",answer=written", "kept 42\n"),
+        (",cache=writethrough", "kept 42\n"),
+        (",answer=memory", "kept 0\n"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        create(dir, "disk.img", "4M");
+        let arguments = format!("--disk path=disk.img,socket=s{answer}");
+        let daemon = Daemon::start(dir, &arguments);
+        let mut client = Stepping::start(foreign(dir, "nbdsh").args(["-c", CLIENT]));
+        client.wait_for("answered\n");
+        let daemon = restart(daemon, dir, &arguments);
+        client.say("");
+        assert_eq!(client.wait_for("\n"), kept, "{answer}");
+        assert_eq!(daemon.stop(), "");
+    }
+}
+
+/// QEMU connects again by itself, and says nothing of it to its guest.
+#[test]
+fn qemu_finds_what_it_was_answered_after_a_kill() {
+    if !have("qemu-io", "qemu-utils") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "4M");
+    let arguments = "--disk path=disk.img,socket=s";
+    let daemon = Daemon::start(dir, arguments);
+    let image = "driver=nbd,server.type=unix,server.path=s,export=disk.img,reconnect-delay=100";
+    let mut qemu = Stepping::start(foreign(dir, "qemu-io").args(["--image-opts", image]));
+    // It reads no line before its prompt.
+    let mut step = |line: &str| {
+        qemu.wait_for("qemu-io> ");
+        qemu.say(line);
+    };
+    step("write -P 7 0 64k");
+    step("write -z 64k 4k");
+    // Both are answered.
+    step("help");
+    let daemon = restart(daemon, dir, arguments);
+    step("flush");
+    step("read -P 7 0 64k");
+    let said = qemu.wait_for("bytes at offset 0\n");
+    assert!(
+        said.contains("read 65536/65536") && !said.contains("failed"),
+        "{said}"
+    );
+    drop(qemu);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// nbdkit's retry filter connects again for the client behind it.
+#[test]
+fn a_client_of_nbdkits_retry_filter_finds_what_it_was_answered_after_a_kill() {
+    if !(have("nbdsh", "python3-libnbd") && have("nbdkit", "nbdkit")) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "4M");
+    let arguments = "--disk path=disk.img,socket=s";
+    let daemon = Daemon::start(dir, arguments);
+    let script = r"
+import nbd, sys
+c = nbd.NBD()
+c.connect_systemd_socket_activation(['nbdkit', '-f', '--exit-with-parent', '--filter=retry', 'nbd', 'socket=s', 'retry-delay=1'])
+for n in range(1, 33):
+    c.pwrite(bytes([n]) * 4096, n * 4096)
+print('answered', flush=True)
+sys.stdin.readline()
+c.flush()
+kept = [n for n in range(1, 33) if c.pread(4096, n * 4096) == bytes([n]) * 4096]
+print('kept', len(kept), flush=True)
+";
+    let mut client = Stepping::start(foreign(dir, "nbdsh").args(["-c", script]));
+    client.wait_for("answered\n");
+    let daemon = restart(daemon, dir, arguments);
+    client.say("");
+    assert_eq!(client.wait_for("\n"), "kept 32\n");
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}

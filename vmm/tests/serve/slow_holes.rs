@@ -1,0 +1,114 @@
+//! A base image whose file system does not answer when it is asked for holes: nobody waits but who asked.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use walvisor_tests::{have, leash};
+
+use super::raw_client::{BLOCK_STATUS, RawClient};
+use super::{Daemon, client, create};
+
+/// An image in a file system whose program can be halted.
+struct Slow {
+    fuse: Child,
+    mountpoint: std::path::PathBuf,
+}
+
+impl Slow {
+    /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was printed.
+    fn mount(mountpoint: &Path) -> Option<Self> {
+        if !Path::new("/dev/fuse").exists() {
+            println!("skipped: no /dev/fuse");
+            return None;
+        }
+        std::fs::create_dir(mountpoint).unwrap();
+        let image = mountpoint.join("disk.img");
+        let mut command = Command::new("nbdfuse");
+        command
+            // The kernel asks it each time; it would believe for a second what it was told.
+            .args(["-o", "attr_timeout=0"])
+            .arg(&image)
+            .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
+            .args(["memory", "16M"])
+            .stdin(Stdio::null());
+        let fuse = leash(&mut command).spawn().expect("nbdfuse starts");
+        let slow = Self {
+            fuse,
+            mountpoint: mountpoint.to_owned(),
+        };
+        let end = Instant::now() + Duration::from_secs(60);
+        while !image.exists() {
+            assert!(Instant::now() < end, "nbdfuse mounts nothing");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Some(slow)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.fuse), signal).unwrap();
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        // Whoever waits for it could not be ended.
+        self.signal(Signal::CONT);
+        let unmount = Command::new("fusermount3")
+            .arg("-u")
+            .arg(&self.mountpoint)
+            .status();
+        if !unmount.is_ok_and(|status| status.success()) {
+            self.signal(Signal::KILL);
+        }
+        let _ = self.fuse.wait();
+    }
+}
+
+#[test]
+fn a_file_system_that_does_not_tell_its_holes_holds_up_nobody_else() {
+    let here = have("nbdsh", "python3-libnbd")
+        && have("nbdfuse", "libnbd-bin")
+        && have("nbdkit", "nbdkit")
+        && have("fusermount3", "fuse3");
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let Some(slow) = here.then(|| Slow::mount(&dir.join("slow"))).flatten() else {
+        return;
+    };
+    create(dir, "other.img", "16M");
+    let daemon = Daemon::start(
+        dir,
+        "--disk path=slow/disk.img,log=slow-log,socket=s --disk path=other.img,socket=t",
+    );
+    let mut asking = RawClient::extended(&dir.join("s"));
+    slow.signal(Signal::STOP);
+    asking.request(0, BLOCK_STATUS, 1, 0, 16 << 20);
+    // Clients of the other disk, more than there are threads; each does all that a client may.
+    let script = "
+clients = [nbd.NBD() for _ in range(CLIENTS)]
+for c in clients:
+    c.add_meta_context('base:allocation')
+    c.connect_unix('t')
+for n, c in enumerate(clients):
+    c.pwrite(bytes([n + 1]) * 4096, n * 4096)
+    c.flush()
+    assert c.pread(4096, n * 4096) == bytes([n + 1]) * 4096
+    found = []
+    c.block_status(4096, n * 4096, lambda *told: found.append(told))
+    assert found[0][2] == [4096, 0], found
+print('all')
+";
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let script = script.replace("CLIENTS", &(threads + 1).min(100).to_string());
+    assert_eq!(client(dir, "nbdsh", &["-c", &script]), "all\n");
+    // The one who asks goes on too, with what needs no file system.
+    asking.write(2, 4096, &[7; 4096]);
+    asking.flush(3);
+    slow.signal(Signal::CONT);
+    let told = asking.reply();
+    assert_eq!((told.kind, told.cookie), (6, 1));
+    drop(asking);
+    assert_eq!(daemon.stop(), "");
+}
