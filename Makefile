@@ -7,7 +7,7 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: demo test setup format lint doc check fuzz
+.PHONY: demo test soak setup format lint doc check fuzz
 
 ## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup
@@ -15,7 +15,25 @@ demo: setup
 	WALVISOR=target/release/walvisor target/release/walvisor-guest-images demo
 
 ## test: formatting, lints, documentation, and every test; prints how many were skipped, and why
-test: setup format lint doc check fuzz
+test: setup format lint doc
+	@failed=; for part in check fuzz; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	[ -z "$$failed" ] || { echo "make test failed in:$$failed (each said why at its end)" >&2; exit 1; }
+
+# Recordings of each kind, and which power cuts of each: after each FLUSH, FUA and mark, a window before each FLUSH, and some more.
+# Many times the histories, schedules and fuzzing of a test.
+SOAK_ROUNDS ?= 1
+SOAK_POWER_CUTS ?= each
+SOAK_HISTORIES ?= 1000000
+SOAK_INTERLEAVINGS ?= 50000
+
+## soak: thousands of power cuts, a million random histories, long fuzzing; WALVISOR_SEED=N repeats the power cuts
+soak: setup
+	WALVISOR_POWER_CUT_ROUNDS=$(SOAK_ROUNDS) WALVISOR_POWER_CUTS=$(SOAK_POWER_CUTS) \
+	  $(CARGO) test --package walvisor-tests --test power_cut --locked -- --nocapture
+	WALVISOR_HISTORIES=$(SOAK_HISTORIES) $(CARGO) test --package walvisor-storage --lib --locked histories -- --nocapture
+	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
+	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture
+	$(MAKE) fuzz FUZZ_TIME=250 FUZZ_SHORT_TIME=90
 
 setup:
 	@command -v $(CARGO) >/dev/null || { echo 'cargo is missing: install Rust 1.95 or newer' >&2; exit 1; }
@@ -51,17 +69,30 @@ doc:
 check:
 	@mkdir -p target
 	@set -o pipefail; status=0; \
-	{ $(CARGO) test --workspace --locked --no-fail-fast -- --show-output && \
-	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output && \
-	  ! $(CARGO) tree $(EMBEDDED) --edges normal --locked | grep -E 'io-uring|kvm' && \
-	  $(CARGO) test $(EMBEDDED) --example embed --locked -- --show-output && \
-	  cd $(GUEST) && $(CARGO) test --locked -- --show-output; } 2>&1 | tee target/test.log || status=1; \
+	tests/left-over $(MAKE) --no-print-directory --keep-going $(TESTS) 2>&1 | tee target/test.log || status=1; \
 	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \
 	  "$$(grep -c 'skipped: ' target/test.log) could not run here (skipped)"; \
 	grep '^test .* FAILED$$' target/test.log | while read -r _ name _; do \
 	  echo "failed: $$name"; grep -F -A 20 -e "---- $$name stdout ----" target/test.log; done; \
+	grep '^left over: ' target/test.log; \
 	exit $$status
+
+TESTS = test-workspace test-interleavings test-embedded test-guest
+.PHONY: $(TESTS)
+
+test-workspace:
+	$(CARGO) test --workspace --locked --no-fail-fast -- --show-output
+
+test-interleavings:
+	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
+
+test-embedded:
+	! $(CARGO) tree $(EMBEDDED) --edges normal --locked | grep -E 'io-uring|kvm'
+	$(CARGO) test $(EMBEDDED) --example embed --locked -- --show-output
+
+test-guest:
+	cd $(GUEST) && $(CARGO) test --locked -- --show-output
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -76,16 +107,32 @@ FUZZ_DIR = $(CURDIR)/target/fuzz
 
 ## fuzz: mutated logs, hostile drivers, SCSI commands, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
 fuzz: setup
-	$(call build_fuzz,storage/fuzz)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(FUZZ)
+
+# Two at a time, for each has one thread: what is built meanwhile has the other processor. A failure stops none of the others.
+FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring
+.PHONY: $(FUZZ) fuzz-build-storage fuzz-build-devices fuzz-build-vmm
+
+fuzz-recover: fuzz-build-storage
 	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME),8192)
-	$(call build_fuzz,devices/fuzz)
-	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
-	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
-	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
-	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
-	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
-	$(call build_fuzz,vmm/fuzz)
+fuzz-control: fuzz-build-vmm
 	$(call run_fuzz,vmm/fuzz,control,$(FUZZ_SHORT_TIME),320)
+fuzz-requests: fuzz-build-devices
+	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
+fuzz-mmio: fuzz-build-devices
+	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
+fuzz-pci: fuzz-build-devices
+	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
+fuzz-cdb: fuzz-build-devices
+	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
+fuzz-tcmu_ring: fuzz-build-devices
+	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
+fuzz-build-storage:
+	$(call build_fuzz,storage/fuzz)
+fuzz-build-devices:
+	$(call build_fuzz,devices/fuzz)
+fuzz-build-vmm:
+	$(call build_fuzz,vmm/fuzz)
 
 # Every target of the workspace $(1).
 define build_fuzz
