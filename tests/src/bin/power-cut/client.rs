@@ -1,0 +1,161 @@
+//! A client of a disk: operations that a seed decides, in its own region, each state of which it notes.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::device_mapper::LogWrites;
+use crate::history::{Chain, Mark, State, hash};
+use crate::nbd::{Nbd, Request};
+use crate::random::Random;
+
+/// Longest request: a quarter of the log's segments.
+const LONGEST: usize = 64 << 10;
+const SECTOR: usize = 512;
+
+/// The clock of all clients.
+static CLOCK: AtomicU64 = AtomicU64::new(1);
+
+fn tick() -> u64 {
+    CLOCK.fetch_add(1, Ordering::AcqRel)
+}
+
+/// How a client works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Habit {
+    /// A FLUSH after every write.
+    Commits,
+    /// All kinds of requests, now and then a FLUSH.
+    Mixes,
+    /// Much, and seldom a FLUSH.
+    Loads,
+    /// Much, and often a FLUSH.
+    Streams,
+    /// Writes with FUA between others.
+    Forces,
+    /// No FLUSH: its disk makes every write durable.
+    Trusts,
+}
+
+/// See the module's documentation.
+pub struct Client {
+    /// The number that its marks have.
+    number: usize,
+    habit: Habit,
+    random: Random,
+    region: Vec<u8>,
+    /// What it has done.
+    pub chain: Chain,
+}
+
+impl Client {
+    /// A client whose region holds `region`.
+    pub fn new(
+        number: usize,
+        habit: Habit,
+        seed: u64,
+        disk: &str,
+        offset: usize,
+        region: Vec<u8>,
+    ) -> Self {
+        Self {
+            number,
+            habit,
+            random: Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ number as u64),
+            chain: Chain {
+                disk: disk.to_owned(),
+                offset,
+                len: region.len(),
+                states: vec![State {
+                    hash: hash(&region),
+                    asked: 0,
+                    ended: 0,
+                }],
+            },
+            region,
+        }
+    }
+
+    /// Connects, sees what is there, and makes that durable. After a kill it goes on from whichever of its states was left.
+    pub fn connect(&mut self, socket: &Path, marks: &LogWrites) -> io::Result<Nbd> {
+        let mut nbd = Nbd::connect(socket, &self.chain.disk)?;
+        let (at, len) = (self.chain.offset as u64, self.chain.len);
+        nbd.end(Request::Read, at, len, &mut self.region, false)?;
+        let now = hash(&self.region);
+        // A kill takes nothing that was answered.
+        let answered = |state: &State| state.ended != u64::MAX;
+        let last = self.chain.states.iter().rposition(answered).unwrap_or(0);
+        let Some((found, _)) = self.chain.find(last, now) else {
+            return Err(io::Error::other(format!(
+                "client {} of {}: after a kill its region is no state since the answered {last}",
+                self.number, self.chain.disk
+            )));
+        };
+        self.chain.states.push(State {
+            hash: now,
+            asked: self.chain.states[found].asked,
+            ended: tick(),
+        });
+        nbd.end(Request::Flush, 0, 0, &mut [], false)?;
+        self.acknowledge(marks)?;
+        Ok(nbd)
+    }
+
+    /// Notes that all so far is durable.
+    pub fn acknowledge(&self, marks: &LogWrites) -> io::Result<()> {
+        let mark = Mark::Acknowledged {
+            client: self.number,
+            state: self.chain.states.len() - 1,
+        };
+        marks.mark(&mark.to_text())
+    }
+
+    /// Does one operation, and after some a FLUSH.
+    pub fn step(&mut self, nbd: &mut Nbd, marks: &LogWrites) -> io::Result<()> {
+        let random = &mut self.random;
+        let (longest, zeroes, forced, flushed) = match self.habit {
+            Habit::Commits => (8 << 10, false, false, true),
+            Habit::Mixes => (
+                16 << 10,
+                random.once_in(4),
+                random.once_in(8),
+                random.once_in(4),
+            ),
+            Habit::Loads => (LONGEST, random.once_in(16), false, random.once_in(12)),
+            Habit::Streams => (LONGEST, false, false, random.once_in(2)),
+            Habit::Forces => (16 << 10, random.once_in(8), random.once_in(3), false),
+            Habit::Trusts => (16 << 10, random.once_in(8), false, false),
+        };
+        let sectors = 1 + random.below((longest / SECTOR) as u64) as usize;
+        let first = random.below((self.region.len() / SECTOR - sectors + 1) as u64) as usize;
+        let (at, len) = (first * SECTOR, sectors * SECTOR);
+        let mut data = vec![0; len];
+        let request = match (zeroes, random.once_in(2)) {
+            (true, true) => Request::Trim,
+            (true, false) => Request::WriteZeroes,
+            (false, _) => Request::Write,
+        };
+        if request == Request::Write {
+            random.fill(&mut data);
+        }
+        self.region[at..at + len].copy_from_slice(&data);
+        // Noted before it is asked for: it may be there without an answer.
+        let (hash, last) = (hash(&self.region), self.chain.states.last());
+        let unchanged = last.filter(|state| state.hash == hash);
+        self.chain.states.push(State {
+            hash,
+            asked: unchanged.map_or_else(tick, |state| state.asked),
+            ended: u64::MAX,
+        });
+        let offset = (self.chain.offset + at) as u64;
+        nbd.end(request, offset, len, &mut data, forced)?;
+        self.chain.states.last_mut().expect("a state").ended = tick();
+        if flushed {
+            nbd.end(Request::Flush, 0, 0, &mut [], false)?;
+        }
+        if forced || flushed || self.habit == Habit::Trusts {
+            self.acknowledge(marks)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,71 @@
+//! A client of `walvisor serve nbd` with one request in flight.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+/// A connection to one disk.
+pub struct Nbd {
+    stream: UnixStream,
+}
+
+/// What is asked of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Request {
+    Read = 0,
+    Write = 1,
+    Flush = 3,
+    Trim = 4,
+    WriteZeroes = 6,
+}
+
+impl Nbd {
+    /// Connects to the disk `name` (`NBD_OPT_EXPORT_NAME`).
+    pub fn connect(socket: &Path, name: &str) -> io::Result<Self> {
+        let mut stream = UnixStream::connect(socket)?;
+        let mut greeting = [0; 18];
+        stream.read_exact(&mut greeting)?;
+        if !greeting.starts_with(b"NBDMAGICIHAVEOPT") {
+            return Err(io::Error::other("this is no NBD server"));
+        }
+        // Fixed newstyle, no zeroes behind the answer.
+        let mut hello = 3u32.to_be_bytes().to_vec();
+        hello.extend(b"IHAVEOPT\0\0\0\x01");
+        hello.extend((name.len() as u32).to_be_bytes());
+        hello.extend(name.bytes());
+        stream.write_all(&hello)?;
+        // Size and flags.
+        stream.read_exact(&mut [0; 10])?;
+        Ok(Self { stream })
+    }
+
+    /// Sends a request and waits for its end. `data` is what a WRITE writes and what a READ fills; its length is the
+    /// request's unless that has no data: then it is `len`. `fua`: durable when it ends.
+    pub fn end(
+        &mut self,
+        request: Request,
+        offset: u64,
+        len: usize,
+        data: &mut [u8],
+        fua: bool,
+    ) -> io::Result<()> {
+        let mut message = 0x2560_9513u32.to_be_bytes().to_vec();
+        message.extend(u16::from(fua).to_be_bytes());
+        message.extend((request as u16).to_be_bytes());
+        message.extend(0u64.to_be_bytes());
+        message.extend(offset.to_be_bytes());
+        message.extend((len as u32).to_be_bytes());
+        if request == Request::Write {
+            message.extend(&*data);
+        }
+        self.stream.write_all(&message)?;
+        let mut answer = [0; 16];
+        self.stream.read_exact(&mut answer)?;
+        match u32::from_be_bytes(answer[4..8].try_into().expect("four bytes")) {
+            0 if request == Request::Read => self.stream.read_exact(data),
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(error as i32)),
+        }
+    }
+}

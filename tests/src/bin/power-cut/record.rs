@@ -1,0 +1,364 @@
+//! A machine's life up to its last moment, written through dm-log-writes: disks on logs of small segments are made, imported,
+//! served, killed, served again, closed, resized, and served once more.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use nix::mount::{MsFlags, mount, umount};
+use nix::sys::signal::Signal;
+use walvisor_storage::{StoreOptions, create_disk, import_disk};
+
+use crate::client::{Client, Habit};
+use crate::device_mapper::LogWrites;
+use crate::faults::{Conditions, Fault, Program};
+use crate::history::{History, Mark};
+use crate::random::Random;
+
+/// Where the file system that loses power is mounted.
+pub const MOUNT: &str = "/mnt/cut";
+const SOCKET: &str = "/run/nbd";
+const CONTROL: &str = "/run/control";
+/// How many operations the only client does.
+const ALONE: usize = 40;
+/// What disks are imported from.
+const RAW: &str = "/run/raw";
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+/// Bytes of each client's region; clients of a disk stand side by side from its start.
+const REGION: usize = 128 * KIB;
+/// Bytes of the image that `b.img` is made of, and of it after it was shrunk.
+const IMPORTED: usize = 3 * MIB;
+const SHRUNK: usize = 2 * MIB;
+
+/// What is recorded.
+pub struct Plan {
+    /// `ext4` or `xfs`.
+    pub file_system: String,
+    pub conditions: Conditions,
+    pub seed: u64,
+    /// How many operations each client does in each of the three times that disks are served.
+    pub operations: usize,
+    /// The program.
+    pub walvisor: PathBuf,
+    /// Block devices: of the file system, and of dm-log-writes.
+    pub data: PathBuf,
+    pub log: PathBuf,
+}
+
+/// What `b.img` is made of.
+pub fn imported(seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; IMPORTED];
+    Random(seed).fill(&mut bytes);
+    bytes
+}
+
+/// A disk's file.
+pub fn image(name: &str) -> PathBuf {
+    Path::new(MOUNT).join(name)
+}
+
+/// The log of a disk: `d.img` has one of its own, all others share one.
+pub fn log_of(name: &str) -> PathBuf {
+    image(if name == "d.img" { "d.log" } else { "log" })
+}
+
+/// Makes `a.img` or `d.img`, and a log of small segments; `power-cut make` does it in a process of its own.
+pub fn make(name: &str) -> io::Result<()> {
+    let (path, log) = (image(name), log_of(name));
+    let options = |max_segments| StoreOptions {
+        segment_size: 256 << 10,
+        max_segments,
+        ..StoreOptions::default()
+    };
+    let made = match name {
+        "a.img" => create_disk(&path, 4 * MIB as u64, &log, &options(8)),
+        // All of its image has space: no checkpoint makes the file system commit what it knows of other files. The fewest
+        // segments: soon the last is in use, after which no other is made.
+        _ => import_disk(&path, Path::new(RAW), &log, &options(4), &mut |_, _| {}).map(drop),
+    };
+    made.map_err(io::Error::other)
+}
+
+struct Recorder<'a> {
+    plan: &'a Plan,
+    marks: LogWrites,
+    clients: Vec<Client>,
+}
+
+/// Lives that life; what was done. The log of dm-log-writes is complete then.
+pub fn record(plan: &Plan) -> io::Result<History> {
+    let sectors = std::fs::read_to_string(
+        Path::new("/sys/block")
+            .join(plan.data.file_name().expect("a device"))
+            .join("size"),
+    )?;
+    let sectors = sectors.trim().parse().map_err(io::Error::other)?;
+    let marks = LogWrites::create(&plan.data, sectors, &plan.log)?;
+    let device = marks.path();
+    let make: &[&str] = match plan.file_system.as_str() {
+        "xfs" => &["mkfs.xfs", "--unsupported", "-q", "-f", "-K"],
+        _ => &[
+            "mkfs.ext4",
+            "-q",
+            "-F",
+            "-Enodiscard,lazy_itable_init=0,lazy_journal_init=0",
+            "-Jsize=4",
+        ],
+    };
+    ended(
+        Command::new(make[0])
+            .args(&make[1..])
+            .arg(&device)
+            .status()?
+            .code(),
+        make[0],
+    )?;
+    std::fs::create_dir_all(MOUNT)?;
+    // What nobody asks for is not done before it is too late.
+    let options = (plan.file_system == "ext4").then_some("commit=300");
+    mount(
+        Some(&device),
+        MOUNT,
+        Some(plan.file_system.as_str()),
+        MsFlags::empty(),
+        options,
+    )?;
+    // SAFETY: sync takes and gives nothing.
+    unsafe { libc::sync() };
+    let mut recorder = Recorder {
+        plan,
+        marks,
+        clients: Vec::new(),
+    };
+    recorder.live()?;
+    umount(MOUNT)?;
+    recorder.marks.remove()?;
+    let chains = recorder.clients.into_iter().map(|client| client.chain);
+    Ok(History {
+        file_system: plan.file_system.clone(),
+        seed: plan.seed,
+        chains: chains.collect(),
+    })
+}
+
+fn ended(status: Option<i32>, what: &str) -> io::Result<()> {
+    match status {
+        Some(0) => Ok(()),
+        status => Err(io::Error::other(format!("{what}: status {status:?}"))),
+    }
+}
+
+impl Recorder<'_> {
+    fn mark(&self, mark: &Mark) -> io::Result<()> {
+        self.marks.mark(&mark.to_text())
+    }
+
+    /// Runs a program that gives the disk `name` this size.
+    fn size(&self, name: &str, size: usize, mut command: Command) -> io::Result<()> {
+        let (disk, size) = (name.to_owned(), size as u64);
+        self.mark(&Mark::Wanted {
+            disk: disk.clone(),
+            size,
+        })?;
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let what = format!("{command:?}");
+        let mut conditions = self.plan.conditions;
+        // A log or an image that was never durable would be noticed whatever checkpoints do.
+        if matches!(conditions.fault, Some(Fault::Control | Fault::Base)) {
+            conditions.fault = None;
+        }
+        ended(Some(Program::start(command, conditions)?.wait()?), &what)?;
+        self.mark(&Mark::Made { disk, size })
+    }
+
+    fn walvisor(&self, arguments: &str) -> Command {
+        let mut command = Command::new(&self.plan.walvisor);
+        command.args(arguments.split(' ')).current_dir(MOUNT);
+        command
+    }
+
+    fn add_clients(&mut self, disk: &str, contents: &[u8], habits: &[Habit]) {
+        for &habit in habits {
+            let beside = self
+                .clients
+                .iter()
+                .filter(|client| client.chain.disk == disk);
+            let (number, at) = (self.clients.len(), beside.count() * REGION);
+            let region = contents[at..at + REGION].to_vec();
+            let client = Client::new(number, habit, self.plan.seed, disk, at, region);
+            self.clients.push(client);
+        }
+    }
+
+    /// Makes a disk by a call of the store, for the sake of small segments.
+    fn make(&self, name: &str, size: usize) -> io::Result<()> {
+        let mut myself = Command::new(std::env::current_exe()?);
+        myself.args(["make", name]);
+        self.size(name, size, myself)
+    }
+
+    fn live(&mut self) -> io::Result<()> {
+        use Habit::{Commits, Forces, Loads, Mixes, Streams, Trusts};
+        self.mark(&Mark::Begin)?;
+        let contents = imported(self.plan.seed);
+        std::fs::write(RAW, &contents)?;
+        self.make("d.img", IMPORTED)?;
+        // One client alone: no sync of others makes its writes durable. All of it fits into the first segment. What is
+        // answered from memory is written when a FLUSH asks for it, by one write that is durable.
+        self.add_clients("d.img", &contents, &[Commits]);
+        self.serve(&["d.img,answer=memory"], ALONE, false)?;
+        // The last segment is made, and used, without anything else that makes the file system commit.
+        self.add_clients("d.img", &contents, &[Streams, Streams]);
+        self.serve(&["d.img"], self.plan.operations, false)?;
+
+        self.make("a.img", 4 * MIB)?;
+        self.add_clients("a.img", &vec![0; 4 * MIB], &[Commits, Mixes, Loads]);
+
+        let import = self.walvisor(&format!("disk import b.img {RAW} --log log"));
+        self.size("b.img", IMPORTED, import)?;
+        self.add_clients("b.img", &contents, &[Forces, Loads, Commits]);
+
+        self.serve(&["a.img", "b.img"], self.plan.operations, true)?;
+        self.serve(&["a.img", "b.img"], self.plan.operations, false)?;
+
+        self.size(
+            "a.img",
+            5 * MIB,
+            self.walvisor("disk resize a.img --size 5M --log log"),
+        )?;
+        let shrink = self.walvisor("disk resize b.img --size 2M --shrink --log log");
+        self.size("b.img", SHRUNK, shrink)?;
+        self.size(
+            "c.img",
+            MIB,
+            self.walvisor("disk create c.img --size 1M --log log"),
+        )?;
+        self.add_clients("c.img", &vec![0; MIB], &[Trusts, Trusts]);
+
+        let import = self.walvisor(&format!("disk import e.img {RAW} --log log"));
+        self.size("e.img", IMPORTED, import)?;
+
+        let disks = [
+            "a.img,answer=memory",
+            "b.img,answer=memory",
+            "c.img,cache=writethrough",
+        ];
+        self.serve(&disks, self.plan.operations, false)?;
+        self.size(
+            "b.img",
+            IMPORTED,
+            self.walvisor("disk resize b.img --size 3M --log log"),
+        )
+    }
+
+    /// Serves these disks, each with what else its line says, to their clients, who do so many `operations` each, with
+    /// checkpoints between. It ends when all are done, or is killed when two thirds are.
+    fn serve(&mut self, disks: &[&str], operations: usize, killed: bool) -> io::Result<()> {
+        let mut command = self.walvisor("serve nbd --control");
+        command
+            .arg(CONTROL)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        let names = disks.iter().filter_map(|disk| disk.split(',').next());
+        let names: Vec<&str> = names.collect();
+        for (disk, name) in disks.iter().zip(&names) {
+            let log = log_of(name);
+            let log = log.display();
+            command
+                .arg("--disk")
+                .arg(format!("path={disk},log={log},socket={SOCKET}"));
+        }
+        let mut clients: Vec<&mut Client> = self
+            .clients
+            .iter_mut()
+            .filter(|client| names.contains(&client.chain.disk.as_str()))
+            .collect();
+        let daemon = Program::start(command, self.plan.conditions)?;
+        let marks = &self.marks;
+        let (done, cut) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let wanted = operations * clients.len();
+        let worked: Vec<io::Result<()>> = thread::scope(|scope| {
+            let (daemon, done, cut) = (&daemon, &done, &cut);
+            let work = |client: &mut Client| {
+                let mut nbd = connect(client, daemon, marks)?;
+                for _ in 0..operations {
+                    match client.step(&mut nbd, marks) {
+                        Err(_) if cut.load(Ordering::Acquire) => return Ok(()),
+                        done => done?,
+                    }
+                    let number = done.fetch_add(1, Ordering::AcqRel) + 1;
+                    if killed && number == wanted * 2 / 3 {
+                        cut.store(true, Ordering::Release);
+                        daemon.signal(Signal::SIGKILL)?;
+                    }
+                }
+                Ok(())
+            };
+            let working: Vec<_> = clients
+                .iter_mut()
+                .map(|client| scope.spawn(move || work(client)))
+                .collect();
+            let under_way = || working.iter().any(|client| !client.is_finished());
+            while under_way() {
+                // Alone, a disk fills its log before that is emptied.
+                if done.load(Ordering::Acquire) > 0 && disks.len() > 1 {
+                    // It fails when all is over meanwhile.
+                    let _ = checkpoint();
+                }
+                thread::sleep(Duration::from_millis(50));
+            }
+            let ended = working
+                .into_iter()
+                .map(|client| client.join().expect("no client panics"));
+            ended.collect()
+        });
+        if !killed {
+            daemon.signal(Signal::SIGTERM)?;
+        }
+        let status = daemon.wait()?;
+        worked.into_iter().collect::<io::Result<()>>()?;
+        if killed {
+            return Ok(());
+        }
+        ended(Some(status), "walvisor serve nbd")?;
+        // What is closed is durable.
+        clients
+            .iter_mut()
+            .try_for_each(|client| client.acknowledge(marks))
+    }
+}
+
+/// Connects as soon as the daemon serves.
+fn connect(
+    client: &mut Client,
+    daemon: &Program,
+    marks: &LogWrites,
+) -> io::Result<crate::nbd::Nbd> {
+    loop {
+        match client.connect(Path::new(SOCKET), marks) {
+            Err(error)
+                if daemon.runs()
+                    && matches!(
+                        error.kind(),
+                        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                    ) =>
+            {
+                thread::sleep(Duration::from_millis(20));
+            }
+            connected => return connected,
+        }
+    }
+}
+
+/// Has the log copied to the images.
+fn checkpoint() -> io::Result<()> {
+    use std::io::{Read, Write};
+    let mut control = std::os::unix::net::UnixStream::connect(CONTROL)?;
+    control.write_all(b"{\"execute\": \"checkpoint\"}\n")?;
+    control.read_exact(&mut [0])
+}

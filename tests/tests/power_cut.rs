@@ -1,0 +1,292 @@
+//! Real power cuts. In user-mode Linux, image and log are on ext4 or xfs over dm-log-writes, which notes each write, FLUSH
+//! and FUA; `power-cut` (`src/bin`) makes disks, serves, kills, closes and resizes them there, with a mark in dm-log-writes for
+//! each answer that promised something. Then the medium is made as power cuts leave it: right after a FLUSH, a FUA or a mark;
+//! within a write; or right before a FLUSH, with what had FUA and some of the rest. The file system's journal recovers, the disks
+//! are checked, exported and checkpointed, and every promise is judged.
+//!
+//! The same judge has to find what is missing where a kind of sync is left out: a tracer makes it a system call that does
+//! nothing, so the program itself is the one that ships.
+//!
+//! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing; `WALVISOR_POWER_CUTS=N` is how many points
+//! are judged of each recording (`each`: all FLUSHes, FUAs and marks), `WALVISOR_POWER_CUT_ROUNDS=N` how many recordings are made of each kind. The recording of a
+//! violation is kept, and the line that replays its point is printed.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rustix::process::{Pid, Signal, kill_process};
+use walvisor_guest_images::UserMode;
+use walvisor_tests::{binary, have};
+
+/// The machine's disk in MiB.
+const DISK: u64 = 48;
+/// Bytes that dm-log-writes may write: a sparse file.
+const LOG_BYTES: u64 = 4 << 30;
+/// Operations of each client in each of the three times that disks are served.
+const OPERATIONS: u64 = 40;
+
+/// Installs what a machine needs, if it has to be. `false`: that cannot be, and `skipped: why` was printed.
+fn installed() -> bool {
+    let needs = [
+        ("linux.uml", "user-mode-linux"),
+        ("modprobe", "kmod"),
+        ("mkfs.ext4", "e2fsprogs"),
+        ("mkfs.xfs", "xfsprogs"),
+    ];
+    needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+}
+
+/// What is recorded and judged.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    file_system: &'static str,
+    engine: &'static str,
+    /// What is left out.
+    fault: Option<&'static str>,
+}
+
+const fn kind(
+    file_system: &'static str,
+    engine: &'static str,
+    fault: Option<&'static str>,
+) -> Kind {
+    Kind {
+        file_system,
+        engine,
+        fault,
+    }
+}
+
+/// The product as it is, then with one kind of sync left out.
+const KINDS: [Kind; 9] = [
+    kind("ext4", "io_uring", None),
+    kind("xfs", "io_uring", None),
+    kind("ext4", "threads", None),
+    kind("xfs", "threads", None),
+    kind("ext4", "io_uring", Some("dsync")),
+    kind("ext4", "io_uring", Some("segments")),
+    kind("ext4", "io_uring", Some("control")),
+    kind("ext4", "io_uring", Some("base")),
+    kind("ext4", "io_uring", Some("directories")),
+];
+
+/// What came of one recording.
+#[derive(Debug, Default)]
+struct Outcome {
+    operations: u64,
+    acknowledged: u64,
+    durable: u64,
+    judged: u64,
+    violated: u64,
+    /// Point, then what is broken there.
+    broken: Vec<String>,
+}
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} is a number")),
+    )
+}
+
+/// Boots a machine that runs these commands of `power-cut`, with the file `log` in `dir` for dm-log-writes.
+fn run(dir: &Path, commands: &[String]) -> Outcome {
+    let guest = UserMode {
+        files: vec![dir.join("log")],
+        ..UserMode::default()
+    };
+    let mut script = format!(
+        "modprobe -d {0} sd_mod && modprobe -d {0} scsi_debug dev_size_mb={DISK} delay=0 && modprobe -d {0} dm-log-writes
+         until [ -b /dev/sda ]; do sleep 0.1; done
+         mkdir /mnt/out && mount -t hostfs none /mnt/out -o {0}\n",
+        dir.display()
+    );
+    let _ = writeln!(script, "{}", commands.join(" && "));
+    let mut guest = guest
+        .boot_here(dir, &script)
+        .expect("user-mode Linux boots");
+    let mut outcome = Outcome::default();
+    let mut ended = false;
+    while let Some(line) = guest.line().expect("a machine that goes on") {
+        let words: Vec<&str> = line.split(' ').collect();
+        let count = |word: &str| word.parse().expect("a number");
+        match words[..] {
+            ["guest:", "operations", number] => outcome.operations = count(number),
+            ["guest:", "acknowledged", number] => outcome.acknowledged = count(number),
+            ["guest:", "durable", number] => outcome.durable = count(number),
+            ["guest:", "judged", judged, "violated", violated] => {
+                (outcome.judged, outcome.violated) = (count(judged), count(violated));
+            }
+            ["guest:", "broken", ref what @ ..] => outcome.broken.push(what.join(" ")),
+            ["guest:", "end"] => ended = true,
+            ["guest:", "failed:", ..] => panic!("{line}\n{}", guest.console()),
+            _ => {}
+        }
+    }
+    assert!(ended, "{}", guest.console());
+    outcome
+}
+
+/// Records a life and judges `points` power cuts of it, a number or `each`; of a `fault` until one shows it.
+fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
+    let area = tempfile::tempdir().unwrap();
+    let dir = area.path();
+    let log = File::create(dir.join("log")).unwrap();
+    log.set_len(LOG_BYTES).unwrap();
+    let program = env!("CARGO_BIN_EXE_power-cut");
+    let walvisor = fs::canonicalize(binary()).unwrap();
+    let walvisor = walvisor.display();
+    let Kind {
+        file_system,
+        engine,
+        fault,
+    } = kind;
+    let first = if fault.is_some() { " first" } else { "" };
+    let fault_name = fault.unwrap_or("none");
+    let commands = [
+        format!(
+            "{program} record /mnt/out {file_system} {engine} {fault_name} {seed} {OPERATIONS} {walvisor}"
+        ),
+        format!("{program} judge /mnt/out {points} {walvisor}{first}"),
+    ];
+    let outcome = run(dir, &commands);
+    if fault.is_none() && outcome.violated > 0 {
+        let kept = area.keep();
+        for broken in &outcome.broken {
+            let point = broken.split(' ').next().unwrap_or_default();
+            println!(
+                "{broken}\nreplay: WALVISOR_RECORDING={} WALVISOR_POINT={point} cargo test -p walvisor-tests --test power_cut -- --nocapture",
+                kept.display()
+            );
+        }
+    }
+    outcome
+}
+
+/// Judges one point of a recording that was kept.
+fn replay(recording: &Path) {
+    let command = format!(
+        "{} judge /mnt/out {} {}",
+        env!("CARGO_BIN_EXE_power-cut"),
+        std::env::var("WALVISOR_POINT").expect("WALVISOR_POINT is given"),
+        fs::canonicalize(binary()).unwrap().display()
+    );
+    let outcome = run(recording, &[command]);
+    assert_eq!(outcome.violated, 0, "{:#?}", outcome.broken);
+}
+
+/// The line of a recording in the table.
+fn row(kind: Kind, seed: u64, outcome: &Outcome) -> String {
+    format!(
+        "| {} | {} | {} | {seed} | {} | {} | {} | {} | {} |\n",
+        kind.file_system,
+        kind.engine,
+        kind.fault.unwrap_or("nothing"),
+        outcome.operations,
+        outcome.acknowledged,
+        outcome.durable,
+        outcome.judged,
+        outcome.violated,
+    )
+}
+
+#[test]
+fn no_power_cut_breaks_a_promise() {
+    if !installed() {
+        return;
+    }
+    if let Some(recording) = std::env::var_os("WALVISOR_RECORDING") {
+        return replay(&PathBuf::from(recording));
+    }
+    let seed = number("WALVISOR_SEED").unwrap_or_else(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        now.expect("a clock after 1970").as_secs()
+    });
+    println!("WALVISOR_SEED={seed}");
+    println!(
+        "| file system | engine | left out | seed | operations | acknowledged | FLUSH, FUA | power cuts | violated |\n\
+         |---|---|---|---|---|---|---|---|---|"
+    );
+    let points = std::env::var("WALVISOR_POWER_CUTS").unwrap_or("120".to_owned());
+    let rounds = number("WALVISOR_POWER_CUT_ROUNDS").unwrap_or(1);
+    let all = (0..rounds).flat_map(|round| KINDS.map(|kind| (kind, seed + round)));
+    let (waiting, done) = (Mutex::new(all), Mutex::new(Vec::new()));
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let next = waiting.lock().unwrap().next();
+                    let Some((kind, seed)) = next else { break };
+                    let outcome = judged(kind, seed, &points);
+                    // In one piece, and as soon as it is known: other tests print too, and a soak takes long.
+                    print!("{}", row(kind, seed, &outcome));
+                    done.lock().unwrap().push((kind, seed, outcome));
+                }
+            });
+        }
+    });
+    let done = done.into_inner().unwrap();
+    for (kind, seed, outcome) in &done {
+        assert!(
+            outcome.judged > 0 && outcome.acknowledged > 0,
+            "{kind:?} of seed {seed}: {outcome:?}"
+        );
+        match kind.fault {
+            None => assert_eq!(
+                outcome.violated, 0,
+                "{kind:?} of seed {seed}: {:#?}",
+                outcome.broken
+            ),
+            Some(fault) => assert!(
+                outcome.violated > 0,
+                "{fault}: nobody noticed in {} power cuts of seed {seed}",
+                outcome.judged
+            ),
+        }
+    }
+}
+
+/// The processes of a machine that boots from `dir`, without those that have ended, each behind its parent's number.
+fn processes(dir: &Path) -> Vec<(u32, Pid)> {
+    let dir = dir.display().to_string();
+    let of_the_machine = |entry: fs::DirEntry| {
+        let line = fs::read_to_string(entry.path().join("cmdline")).ok()?;
+        let status = fs::read_to_string(entry.path().join("status")).ok()?;
+        let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+        let pid = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
+        line.contains(&dir)
+            .then_some((parent.trim().parse().ok()?, pid))
+    };
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    all.filter_map(of_the_machine).collect()
+}
+
+#[test]
+fn a_machine_whose_first_process_is_killed_leaves_no_other() {
+    if !installed() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let script = "echo guest: here; sleep 1000";
+    let machine = UserMode::default().boot_here(dir.path(), script);
+    let mut guest = machine.expect("user-mode Linux boots");
+    guest.wait_for("guest: here").unwrap();
+    let all = processes(dir.path());
+    assert!(all.len() > 2, "{all:?}");
+    let first = all.iter().find(|(parent, _)| *parent == std::process::id());
+    // As the kernel does when the test is killed.
+    kill_process(first.expect("one of ours").1, Signal::KILL).unwrap();
+    let start = Instant::now();
+    while !processes(dir.path()).is_empty() {
+        assert!(start.elapsed() < Duration::from_secs(120));
+        thread::sleep(Duration::from_millis(10));
+    }
+}
