@@ -1,0 +1,44 @@
+//! The store on media that are not what it would like: slow ones, ones with sectors of 4 KiB, and file systems that pass less
+//! on than they are asked for.
+
+mod fuse;
+mod sectors;
+mod slow;
+mod volume;
+
+use std::path::Path;
+use std::time::Duration;
+
+use walvisor_storage::{Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions};
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 256 << 10,
+        max_segments: 4,
+        ..StoreOptions::default()
+    }
+}
+
+fn open(disk: &Path, log: &Path) -> Store {
+    Store::open(log, &[DiskOptions::new(disk)], &options()).unwrap()
+}
+
+fn write(sector: u64, data: &[u8]) -> Operation {
+    let data = Buffer::from(data);
+    Operation::Write { sector, data }
+}
+
+/// Carries operations out, one after the other.
+fn carry_out(port: &mut Port, operations: Vec<Operation>) -> Vec<Completion> {
+    let mut done = Vec::new();
+    for (number, operation) in operations.into_iter().enumerate() {
+        port.submit(number as u64, operation);
+        port.kick();
+        while done.len() <= number {
+            port.completions(&mut done);
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        assert!(done[number].result.is_ok(), "{:?}", done[number]);
+    }
+    done
+}

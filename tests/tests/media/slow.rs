@@ -1,0 +1,112 @@
+//! A device that takes long over each write, and a process that is killed with writes in flight: io_uring carries them out
+//! after it is gone. Whoever opens the log next waits for them, and what it has read then stays as it was.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use walvisor_storage::{
+    Buffer, DiskOptions, ErrorKind, LogReport, Operation, Store, create_disk, default_log_dir,
+    inspect,
+};
+
+use crate::options;
+use crate::volume::{Server, Volume};
+
+/// How long the device takes over a write, once it is slow.
+const WRITE: Duration = Duration::from_millis(200);
+const CHILD: &str = "WALVISOR_TEST_DISK";
+
+/// A volume whose writes take long, once `fill` has put something there.
+fn slow_volume(fill: impl FnOnce(&Path)) -> Result<Volume, String> {
+    let mut volume = Volume::new(512)?;
+    fill(&volume.top());
+    volume.unmount();
+    let server = Server::start(
+        &volume,
+        &["--filter=delay"],
+        &format!("wdelay={}ms", WRITE.as_millis()),
+    )?;
+    volume.mount_from(server)?;
+    Ok(volume)
+}
+
+/// Writes and flushes until it is killed: what it has in flight takes [`WRITE`]. Says so before each.
+fn write_until_killed(disk: &Path) {
+    let log = default_log_dir(disk);
+    let store = Store::open(&log, &[DiskOptions::new(disk)], &options()).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in 0u64.. {
+        let data = Buffer::from(&number.to_le_bytes().repeat(4096)[..]);
+        port.submit(1, Operation::Write { sector: 0, data });
+        port.submit(2, Operation::Flush);
+        port.kick();
+        println!("flushing {number}");
+        let mut done = Vec::new();
+        while done.len() < 2 {
+            port.completions(&mut done);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// What the log holds. A process that waits for the device is gone only when that has answered: it is tried again.
+fn look(disk: &Path, log: &Path) -> LogReport {
+    for _ in 0..40 {
+        match inspect(disk, log) {
+            Err(error) if error.kind() == ErrorKind::Locked => {}
+            found => return found.unwrap().log.unwrap(),
+        }
+    }
+    panic!("locked for two minutes");
+}
+
+#[test]
+fn writes_in_flight_of_a_killed_process_are_waited_for() {
+    if let Some(disk) = std::env::var_os(CHILD) {
+        return write_until_killed(Path::new(&disk));
+    }
+    let created = |top: &Path| {
+        let disk = top.join("disk.img");
+        create_disk(&disk, 8 << 20, &default_log_dir(&disk), &options()).unwrap();
+    };
+    let volume = match slow_volume(created) {
+        Ok(volume) => volume,
+        Err(why) => return println!("skipped: no slow volume: {why}"),
+    };
+    let disk = volume.top().join("disk.img");
+    let log = default_log_dir(&disk);
+    for round in 0..3 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "slow::writes_in_flight_of_a_killed_process_are_waited_for",
+                "--nocapture",
+            ])
+            .env(CHILD, &disk)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut flushing = lines
+            .map_while(Result::ok)
+            .filter(|line| line.starts_with("flushing"));
+        // The first of a log may have to wait for a segment.
+        for _ in 0..=round {
+            flushing.next().expect("the child writes");
+        }
+        std::thread::sleep(WRITE / 4);
+        child.kill().unwrap();
+        // At once: the child need not even be gone.
+        let began = Instant::now();
+        let found = look(&disk, &log);
+        println!("found {found:?} after {:?}", began.elapsed());
+        child.wait().unwrap();
+        std::thread::sleep(2 * WRITE);
+        let later = look(&disk, &log);
+        assert_eq!(found, later, "something landed after the log was read");
+    }
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options()).unwrap();
+    store.close().unwrap();
+}
