@@ -18,13 +18,12 @@
 //! served between, and only what two losses of power leave, not three; `WALVISOR_EXHAUSTIVE=1` drops these limits and
 //! takes some ten minutes.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use super::clients::Clients;
 use super::crash_states::crash_states;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Pace, Stored, World};
 use super::oracle::{Broken, Contents, Oracle};
+use super::{Total, on_all_cores};
 use crate::mutant::{Mutant, PLANTED};
 use crate::{CommitWait, Operation};
 
@@ -109,7 +108,7 @@ struct Totals {
     bounded: u64,
 }
 
-impl Totals {
+impl Total for Totals {
     fn add(&mut self, other: &Self) {
         self.histories += other.histories;
         self.crash_points += other.crash_points;
@@ -409,23 +408,9 @@ fn all_small_histories_keep_the_promises() {
             full: true,
         }));
     }
-    let next = AtomicUsize::new(0);
-    let some = || {
-        let mut totals = Totals::default();
-        while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let explored = part.explore();
-            totals.add(&explored.unwrap_or_else(|broken| panic!("{broken}")));
-        }
-        totals
-    };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut totals = Totals::default();
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
-        for worker in workers {
-            let part = worker.join();
-            totals.add(&part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
+    let totals: Totals = on_all_cores(&(0..parts.len() as u64), |number| {
+        let explored = parts[number as usize].explore();
+        explored.unwrap_or_else(|broken| panic!("{broken}"))
     });
     println!("histories of up to three requests, full: {full}: {totals:?}");
     assert_eq!(

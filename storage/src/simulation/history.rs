@@ -42,8 +42,8 @@ pub(super) struct Totals {
     pub kept: u64,
 }
 
-impl Totals {
-    pub(super) fn add(&mut self, other: &Self) {
+impl super::Total for Totals {
+    fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.flushes += other.flushes;
         self.crashes += other.crashes;

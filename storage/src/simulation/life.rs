@@ -42,8 +42,8 @@ pub(super) struct Totals {
     pub oldest: u64,
 }
 
-impl Totals {
-    pub(super) fn add(&mut self, other: &Self) {
+impl super::Total for Totals {
+    fn add(&mut self, other: &Self) {
         self.made += other.made;
         self.imported += other.imported;
         self.adopted += other.adopted;

@@ -62,47 +62,20 @@ trait Total: Default + Send {
     fn add(&mut self, other: &Self);
 }
 
-impl Total for history::Totals {
-    fn add(&mut self, other: &Self) {
-        self.add(other);
-    }
-}
-
-#[cfg(not(feature = "shuttle"))]
-impl Total for life::Totals {
-    fn add(&mut self, other: &Self) {
-        self.add(other);
-    }
-}
-
-/// Runs all of `seeds` on all cores; panics with the seed of the first that broke a promise. `name`: of the test that
-/// replays it.
-fn run_all<T: Total>(
-    seeds: &Range<u64>,
-    name: &str,
-    run: impl Fn(u64) -> Result<T, Broken> + Sync,
-) -> T {
-    let next = AtomicU64::new(seeds.start);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let replay = |seed| {
-        format!(
-            "replay: WALVISOR_SEED={seed} WALVISOR_HISTORIES=1 cargo test -p walvisor-storage {name}"
-        )
-    };
+/// Does `one` for each of `numbers`, on all cores. A panic of one ends it all.
+fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -> T {
+    let next = AtomicU64::new(numbers.start);
     let some = || {
-        let mut totals = T::default();
+        let mut total = T::default();
         loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= seeds.end {
-                return totals;
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= numbers.end {
+                return total;
             }
-            match std::panic::catch_unwind(AssertUnwindSafe(|| run(seed))) {
-                Ok(Ok(run)) => totals.add(&run),
-                Ok(Err(broken)) => panic!("{broken}\n{}", replay(seed)),
-                Err(_) => panic!("the store panicked\n{}", replay(seed)),
-            }
+            total.add(&one(number));
         }
     };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let mut total = T::default();
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
@@ -112,6 +85,27 @@ fn run_all<T: Total>(
         }
     });
     total
+}
+
+/// Runs all of `seeds` on all cores; panics with the seed of the first that broke a promise. `name`: of the test that
+/// replays it.
+fn run_all<T: Total>(
+    seeds: &Range<u64>,
+    name: &str,
+    run: impl Fn(u64) -> Result<T, Broken> + Sync,
+) -> T {
+    let replay = |seed| {
+        format!(
+            "replay: WALVISOR_SEED={seed} WALVISOR_HISTORIES=1 cargo test -p walvisor-storage {name}"
+        )
+    };
+    on_all_cores(seeds, |seed| {
+        match std::panic::catch_unwind(AssertUnwindSafe(|| run(seed))) {
+            Ok(Ok(run)) => run,
+            Ok(Err(broken)) => panic!("{broken}\n{}", replay(seed)),
+            Err(_) => panic!("the store panicked\n{}", replay(seed)),
+        }
+    })
 }
 
 /// Runs the histories of `seeds`.

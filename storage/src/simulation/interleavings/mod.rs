@@ -25,6 +25,7 @@ use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
 use super::oracle::Broken;
+use super::{Total, on_all_cores};
 use crate::log::Log;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
@@ -45,7 +46,7 @@ struct Totals {
     groups_shared: u64,
 }
 
-impl Totals {
+impl Total for Totals {
     fn add(&mut self, other: &Self) {
         self.runs += other.runs;
         self.requests += other.requests;
@@ -276,32 +277,14 @@ fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
 
 fn explore_all(choice: Choice) {
     let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 5_000);
-    let next = std::sync::atomic::AtomicU64::new(seeds.start);
-    let some = || {
-        let mut totals = Totals::default();
-        loop {
-            let seed = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            if seed >= seeds.end {
-                return totals;
-            }
-            match explore(choice, seed) {
-                Ok(run) => totals.add(&run),
-                Err(broken) => panic!(
-                    "{broken}\n{:?}\nreplay: WALVISOR_SEED={seed} WALVISOR_INTERLEAVINGS=1 cargo test -p walvisor-storage \
-                     --lib --features shuttle interleavings",
-                    Plan::new(seed)
-                ),
-            }
-        }
-    };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut all = Totals::default();
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(some)).collect();
-        for worker in workers {
-            let totals = worker.join();
-            all.add(&totals.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
+    let all: Totals = on_all_cores(&seeds, |seed| {
+        explore(choice, seed).unwrap_or_else(|broken| {
+            panic!(
+                "{broken}\n{:?}\nreplay: WALVISOR_SEED={seed} WALVISOR_INTERLEAVINGS=1 cargo test -p walvisor-storage \
+                 --lib --features shuttle interleavings",
+                Plan::new(seed)
+            )
+        })
     });
     println!("{choice:?}, from seed {}: {all:?}", seeds.start);
     if all.runs >= 1000 {
