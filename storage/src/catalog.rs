@@ -82,6 +82,14 @@ pub(crate) fn has_control(log_dir: &Path) -> bool {
     files().kind(&log_dir.join("control")).is_ok()
 }
 
+/// Opens, locks and reads the control file, if there is one.
+pub(crate) fn find_control(log_dir: &Path) -> Result<Option<ControlFile>> {
+    match has_control(log_dir) {
+        true => open_control(log_dir).map(Some),
+        false => Ok(None),
+    }
+}
+
 /// Refuses a directory that is there, holds something, and is no log.
 pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     let names = match files().names(log_dir) {
@@ -158,8 +166,6 @@ pub(crate) fn create_log(
     // Both copies: the space of either is taken now, not when the file system is full.
     if !planted(Mutant::ControlNamedUnwritten) {
         control.write()?;
-    }
-    if !planted(Mutant::ControlNamedUnwritten) {
         control.write()?;
     }
     files()

@@ -12,8 +12,7 @@ use std::path::Path;
 
 use crate::attach::discard_command;
 use crate::catalog::{
-    check_options, has_control, open_control, open_or_create_log, real_path, refuse_occupied,
-    register,
+    check_options, find_control, open_or_create_log, real_path, refuse_occupied, register,
 };
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
@@ -72,10 +71,7 @@ impl<'a> NewDisk<'a> {
     /// Looks whether a disk can be made there.
     pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
         check_options(options)?;
-        let log = match has_control(log_dir) {
-            true => Some(open_control(log_dir)?),
-            false => None,
-        };
+        let log = find_control(log_dir)?;
         let new = Self { path, log_dir, log };
         new.refuse(new.log.as_ref())?;
         Ok(new)

@@ -1,7 +1,7 @@
 //! Files as the store needs them: locked, O_DIRECT where the file system allows it, holes, attributes.
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Seek};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -25,7 +25,7 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Writes some of `slices`, which follow each other at `offset`; returns how many bytes. `durably`: they are
-    /// durable then, and nothing else need be.
+    /// durable then, and nothing else need be, but where the file system has to be told of a sync ([`is_served`]).
     fn write_slices_at(
         &self,
         slices: &[io::IoSlice<'_>],
@@ -76,16 +76,11 @@ impl DataFile for File {
         offset: u64,
         durably: bool,
     ) -> io::Result<usize> {
-        let one_call = durably && !is_served(self)?;
-        let flags = match one_call {
+        let flags = match durably {
             true => ReadWriteFlags::DSYNC,
             false => ReadWriteFlags::empty(),
         };
-        let written = rustix::io::pwritev2(self, slices, offset, flags)?;
-        if durably && !one_call {
-            self.sync_data()?;
-        }
-        Ok(written)
+        Ok(rustix::io::pwritev2(self, slices, offset, flags)?)
     }
 
     fn sync_data(&self) -> io::Result<()> {
@@ -98,7 +93,8 @@ impl DataFile for File {
     }
 
     fn len(&self) -> io::Result<u64> {
-        Ok(self.metadata()?.len())
+        // fstat(2) tells no length of a block device; where it ends is one.
+        (&mut &*self).seek(io::SeekFrom::End(0))
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
@@ -162,7 +158,7 @@ impl DataFile for File {
 
 /// Whether a server does the work of a file system: of FUSE, or over a network. Past the page cache some of these hand
 /// `RWF_DSYNC` to the server at most, and few servers look at it; all of them are told of a sync.
-fn is_served(file: &File) -> rustix::io::Result<bool> {
+pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
     const FUSE: u64 = 0x6573_5546;
     const NFS: u64 = 0x6969;
     const NINE_P: u64 = 0x0102_1997;

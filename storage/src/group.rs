@@ -613,9 +613,10 @@ fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
 }
 
 /// What the sync behind a batch in `segment` has to cover, and how many device syncs that takes: the batch alone if
-/// everything before it is durable.
+/// everything before it is durable and its file system takes such writes.
 fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
-    if state.unsynced.is_empty() || planted(Mutant::SyncOwnWrite) {
+    let alone = state.unsynced.is_empty() && !segment.needs_sync;
+    if alone || planted(Mutant::SyncOwnWrite) {
         let scope = match planted(Mutant::AckBeforeSync) {
             true => SyncScope::None,
             false => SyncScope::Write,

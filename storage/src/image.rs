@@ -1,7 +1,7 @@
 //! An image that is used as it is, without a log: what a server of raw disks needs of it.
 
 use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -111,7 +111,7 @@ fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
     let open = || file::open_direct_with(path, write, flags);
     let file = file::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
     // Locked, nobody makes it longer any more.
-    let size = (&file).seek(SeekFrom::End(0));
+    let size = DataFile::len(&file);
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;
     check_size(path, size)?;
     Ok((file, size))

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::attach::OpenBase;
-use crate::catalog::{has_control, open_control};
+use crate::catalog::find_control;
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
 use crate::parallel::thread_count;
@@ -92,10 +92,7 @@ pub fn inspect_telling(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let control = match has_control(log_dir) {
-        true => Some(open_control(log_dir)?),
-        false => None,
-    };
+    let control = find_control(log_dir)?;
     let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;

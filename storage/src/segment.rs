@@ -76,13 +76,18 @@ pub(crate) struct Directory {
 pub(crate) struct Segment {
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
+    /// Whether its file system has to be told of a sync: a write that is durable by itself is not enough there.
+    pub needs_sync: bool,
     /// The checksums of what it holds.
     checksums: RwLock<Table>,
 }
 
 impl Segment {
     pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
+        // A sync is right everywhere.
+        let needs_sync = |file| file::is_served(file).unwrap_or(true);
         Self {
+            needs_sync: file.host().is_some_and(needs_sync),
             path,
             file,
             checksums: RwLock::default(),

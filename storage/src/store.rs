@@ -9,7 +9,7 @@ use std::time::Duration;
 use zerocopy::little_endian::U64;
 
 use crate::attach::{Indexes, OpenBase, Waiting, attach};
-use crate::catalog::{check_options, has_control, open_control, open_or_create_log, register};
+use crate::catalog::{check_options, find_control, has_control, open_or_create_log, register};
 use crate::counters::Counters;
 use crate::disk::{CacheMode, Disk, DiskState};
 use crate::engine::{self, EngineKind};
@@ -273,10 +273,7 @@ pub(crate) fn open_log(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
-    let control = match has_control(log_dir) {
-        true => Some(open_control(log_dir)?),
-        false => None,
-    };
+    let control = find_control(log_dir)?;
     let bases = OpenBase::open_all(disks, control.is_some())?;
     let mut control = match control {
         Some(control) => control,

@@ -4,7 +4,6 @@
 //! target (`TARGET.walvisor-part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
 //! half image under a name that anyone uses.
 
-use std::io::{Seek, SeekFrom};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -138,11 +137,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
             ),
         ));
     }
-    let size = match (kind, source.host()) {
-        (PathKind::BlockDevice, Some(mut device)) => device.seek(SeekFrom::End(0)),
-        _ => source.len(),
-    };
-    let size = size.map_err(open)?;
+    let size = source.len().map_err(open)?;
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
         return Err(invalid(format!(
             "{}: {size} bytes; a disk's size is a positive multiple of 512 ('truncate -s %512' rounds it up)",

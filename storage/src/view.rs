@@ -10,7 +10,7 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::attach::OpenBase;
-use crate::catalog::{has_control, open_control};
+use crate::catalog::find_control;
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
@@ -49,10 +49,7 @@ pub(crate) enum Data {
 impl View {
     /// Reads the log on so many threads.
     pub(crate) fn open(path: &Path, log_dir: &Path, threads: Option<NonZeroUsize>) -> Result<Self> {
-        let control = match has_control(log_dir) {
-            true => Some(open_control(log_dir)?),
-            false => None,
-        };
+        let control = find_control(log_dir)?;
         let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
         let reader = files().open(path, Open::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
