@@ -1,21 +1,19 @@
 //! How an open disk is kept: which parts are data, zeroes, holes; the log over the base image.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
 
-use crate::disk::Disk;
 use crate::error::Result;
-use crate::index::Place;
-use crate::view::DataRanges;
+use crate::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
 /// Sectors looked up at once: the pieces of so many are kept in memory.
-const STEP: u64 = 1 << 18;
+pub(crate) const STEP: u64 = 1 << 18;
 /// Most sectors told about at once: 8 GiB.
 pub(crate) const LIMIT: u64 = 1 << 24;
 
 /// Appends to extents, joining neighbours of one kind.
-fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocation) {
+pub(crate) fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocation) {
     match extents.last_mut() {
         _ if sectors == 0 => {}
         Some(last) if last.allocation == allocation => last.sectors += sectors,
@@ -23,50 +21,6 @@ fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocation) {
             sectors,
             allocation,
         }),
-    }
-}
-
-impl Disk {
-    /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
-    /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
-    ///
-    /// # Errors
-    /// If the base image cannot be asked for its holes.
-    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
-        let end = sector
-            .saturating_add(sectors.min(LIMIT))
-            .min(self.sectors());
-        let (mut extents, mut pieces) = (Vec::new(), Vec::new());
-        let mut at = sector;
-        // One more than asked for: then the last one is told in full.
-        while at < end && extents.len() <= most {
-            let step = STEP.min(end - at);
-            self.state.index().pieces(at, step, &mut pieces);
-            for piece in pieces.drain(..) {
-                match piece.place {
-                    Some(Place::Memory { .. } | Place::Log { .. }) => {
-                        push(&mut extents, piece.sectors, Allocation::Data);
-                    }
-                    Some(Place::Zero { unmap: false }) => {
-                        push(&mut extents, piece.sectors, Allocation::Zero);
-                    }
-                    Some(Place::Zero { unmap: true }) => {
-                        push(&mut extents, piece.sectors, Allocation::Hole);
-                    }
-                    None => self.base_extents(piece.sector, piece.sectors, &mut extents)?,
-                }
-            }
-            at += step;
-        }
-        extents.truncate(most.max(1));
-        Ok(extents)
-    }
-
-    /// The same for what only the base image has.
-    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
-        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
-        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
-        file_extents(base, &self.state.path, sector, sectors, extents)
     }
 }
 
@@ -103,7 +57,7 @@ pub(crate) fn file_extents(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+    use crate::{Buffer, Disk, DiskOptions, Operation, Store, StoreOptions, create_disk};
 
     #[test]
     fn the_log_and_the_base_image_are_told_as_one() {

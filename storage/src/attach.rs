@@ -6,37 +6,23 @@
 //! | another, at the disk's path | refused | attached, unless it is marked as open |
 //! | another, elsewhere | refused | refused |
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::{U16, U64};
 
-use crate::catalog::{real_path, set_size};
-use crate::disk::DiskState;
+use crate::control::{ControlFile, real_path};
+use crate::disk_state::DiskState;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile};
-use crate::filesystem::{Open, PathKind, files};
+use crate::file::{DataFile, set_size};
+use crate::filesystem::{self, Open, PathKind, files};
 use crate::format::DiskEntry;
-use crate::identity::{Identity, Mark, hex};
+use crate::identity::Identity;
 use crate::image::open_base;
-use crate::index::Index;
-use crate::keeper::ControlFile;
+use crate::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::store::{DiskOptions, default_log_dir};
+use crate::options::{DiskOptions, default_log_dir};
+use crate::replay::{Indexes, Waiting};
 use crate::sync::Arc;
-
-/// What a log holds of one disk that is not in its base image.
-#[derive(Default)]
-pub(crate) struct Waiting {
-    pub index: Index,
-    /// The LSN of its newest record.
-    pub last_lsn: u64,
-    pub records: u64,
-    pub payload_bytes: u64,
-}
-
-/// The same of all disks that have any, by their id.
-pub(crate) type Indexes = HashMap<u32, Waiting>;
 
 /// A base image that is open and locked, not yet known to the log.
 pub(crate) struct OpenBase {
@@ -320,7 +306,7 @@ pub(crate) fn attach(
             }
             let inode = &base.identity.inode;
             if (entry.device.get(), entry.inode.get()) == (inode.device, inode.number) {
-                entry.set_inode(&crate::identity::Inode::default());
+                entry.set_inode(&crate::mark::Inode::default());
             }
         }
     }
@@ -338,7 +324,7 @@ pub(crate) fn attach(
             set_size(base.file.as_ref(), &base.options.path, entry.size.get())?;
             entry.resizing = 0;
         }
-        file::settle_name(&base.path)?;
+        filesystem::settle_name(&base.path)?;
         if !planted(Mutant::AttachTrustsCache) {
             // What is noted of the image, its mark and samples, is on the medium: whatever a killed process left in the page
             // cache a power cut may take, and then the image would be refused.

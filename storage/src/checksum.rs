@@ -8,10 +8,9 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use crate::SECTOR_SIZE;
-use crate::SharedBuffer;
 use crate::format::BLOCK;
 use crate::mutant::{Mutant, planted};
+use crate::{SECTOR_SIZE, SharedBuffer};
 
 /// The checksums of a payload, in order. The last block may be shorter than [`BLOCK`].
 pub(crate) type Checksums = SmallVec<[u32; 4]>;

@@ -4,10 +4,11 @@ use std::io;
 
 use crate::engine::{Done, Engine, Io};
 use crate::group::{Role, Spare, Task};
-use crate::log::{FailOnPanic, Log, Mailbox, Waiter, deliver};
+use crate::log::{FailOnPanic, Log};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event};
+use crate::waiters::{Mailbox, Waiter, deliver};
 use crate::{Completion, Failure};
 
 /// Engine ids from here on belong to tasks; those below to reads.
@@ -233,6 +234,33 @@ impl Drop for Committer {
         state.set_clients(&self.mailbox, 0);
         drop(state);
         self.resign();
+    }
+}
+
+impl Committer {
+    /// Completes `token` once `lsn` is written. `Ok(true)`: it is already, nothing waits.
+    pub(crate) fn wait_written(&self, lsn: u64, token: u64) -> Result<bool, Failure> {
+        let covered = || match self.log.poisoned.load(Ordering::Acquire) {
+            true => Err(Failure::Io),
+            false => Ok(self.log.written.load(Ordering::Acquire) >= lsn),
+        };
+        if covered()? || planted(Mutant::AnsweredUnwritten) {
+            return Ok(true);
+        }
+        let mut state = self.log.lock();
+        // Again, under the lock: a batch that ends now either covers this waiter or sees it.
+        if covered()? {
+            return Ok(true);
+        }
+        if lsn > state.batched && state.is_stuck() {
+            return Err(Failure::Io);
+        }
+        state.awaiting.join(Waiter {
+            lsn,
+            token,
+            mailbox: self.mailbox.clone(),
+        });
+        Ok(false)
     }
 }
 

@@ -20,7 +20,7 @@ use std::iter::Peekable;
 use std::time::{Duration, Instant};
 
 use crate::ahead::Ahead;
-use crate::disk::DiskState;
+use crate::disk_state::DiskState;
 use crate::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};

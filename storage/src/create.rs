@@ -11,17 +11,17 @@
 use std::path::Path;
 
 use crate::attach::discard_command;
-use crate::catalog::{
-    check_options, find_control, open_or_create_log, real_path, refuse_occupied, register,
+use crate::control::{
+    ControlFile, find_control, open_or_create_log, real_path, refuse_occupied, register,
 };
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
-use crate::identity::{Identity, Mark};
-use crate::keeper::ControlFile;
+use crate::identity::Identity;
+use crate::mark::Mark;
+use crate::medium::{Medium, directory};
+use crate::options::{StoreOptions, check_options, check_size};
 use crate::part::{Part, exists};
-use crate::resize::check_size;
-use crate::segment::Medium;
-use crate::store::{StoreOptions, directory, read_log};
+use crate::replay::read_log;
 
 /// Where the making of a disk can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

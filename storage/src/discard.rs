@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use crate::attach::{OpenBase, Waiting};
-use crate::catalog::{has_control, open_control, real_path};
+use crate::attach::OpenBase;
+use crate::control::{ControlFile, has_control, open_control, real_path};
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
-use crate::identity::{Mark, hex};
-use crate::keeper::ControlFile;
-use crate::store::{DiskOptions, directory, read_log};
+use crate::mark::{Mark, hex};
+use crate::medium::directory;
+use crate::options::DiskOptions;
+use crate::replay::{Waiting, read_log};
 
 /// What was given up.
 #[derive(Clone, Debug, PartialEq, Eq)]

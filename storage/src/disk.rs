@@ -1,102 +1,18 @@
 //! An open disk: what its ports share.
 
-use std::path::PathBuf;
+use std::os::fd::BorrowedFd;
 
-use crate::catalog::invalid;
-use crate::error::{Error, Result};
-use crate::file::DataFile;
-use crate::format::{DiskEntry, Uuid};
-use crate::identity::Mark;
-use crate::index::Index;
+use crate::allocation::{LIMIT, STEP, file_extents, push};
+use crate::disk_state::DiskState;
+use crate::error::{Error, Result, invalid};
+use crate::index::Place;
 use crate::log::Log;
-use crate::mutant::{Mutant, planted};
+use crate::options::{Resize, check_size};
 use crate::orders::Task;
 use crate::port::Port;
-use crate::resize::{Resize, check_size};
-use crate::store::DiskOptions;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use crate::{LogCounters, SECTOR_SIZE};
-
-/// What FLUSH and a completed WRITE mean.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CacheMode {
-    /// A completed WRITE may be in memory; FLUSH makes it durable.
-    #[default]
-    Writeback,
-    /// A WRITE completes when it is durable.
-    Writethrough,
-    /// FLUSH completes at once and promises nothing. For throw-away guests.
-    Unsafe,
-}
-
-/// The disk as all threads see it.
-#[derive(Debug)]
-pub(crate) struct DiskState {
-    pub id: u32,
-    pub uuid: Uuid,
-    pub path: PathBuf,
-    /// Capacity. It grows while the disk is open.
-    pub sectors: AtomicU64,
-    pub base: Arc<dyn DataFile>,
-    /// What the base image's mark says, or will say when it is written next.
-    pub generation: AtomicU64,
-    pub read_only: bool,
-    pub no_flush: bool,
-    pub write_cache: AtomicBool,
-    /// The newest record of this disk: what a FLUSH of it has to wait for.
-    pub last_lsn: AtomicU64,
-    pub index: RwLock<Index>,
-}
-
-impl DiskState {
-    /// Of an image that belongs to the entry.
-    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Arc<dyn DataFile>) -> Self {
-        Self {
-            id: entry.id.get(),
-            uuid: entry.disk,
-            path: options.path.clone(),
-            sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
-            base,
-            generation: AtomicU64::new(entry.next_generation.get()),
-            read_only: options.read_only,
-            no_flush: options.cache == CacheMode::Unsafe,
-            write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
-            last_lsn: AtomicU64::new(0),
-            index: RwLock::default(),
-        }
-    }
-
-    /// Gives the base image its mark, and makes that and all that was written to the image durable. Returns whether its
-    /// file system has attributes.
-    pub(crate) fn mark(&self, open: bool) -> Result<bool> {
-        let mark = Mark {
-            disk: self.uuid,
-            generation: self.generation.load(Ordering::Relaxed),
-            open,
-        };
-        let marked = self.base.write_mark(Some(&mark));
-        let marked = marked.map_err(|error| Error::io("mark", &self.path, error))?;
-        let synced = match planted(Mutant::MarkUnsynced) {
-            true => Ok(()),
-            false => self.base.sync_all(),
-        };
-        synced.map_err(|error| Error::io("sync the base image", &self.path, error))?;
-        Ok(marked)
-    }
-
-    pub(crate) fn sectors(&self) -> u64 {
-        self.sectors.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn index(&self) -> RwLockReadGuard<'_, Index> {
-        self.index.read().expect("index lock")
-    }
-
-    pub(crate) fn index_mut(&self) -> RwLockWriteGuard<'_, Index> {
-        self.index.write().expect("index lock")
-    }
-}
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+use crate::{Allocation, Extent, LogCounters, SECTOR_SIZE};
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
 #[derive(Clone)]
@@ -142,7 +58,7 @@ impl Disk {
     /// # Errors
     /// If the system refuses a ring, a thread or a descriptor.
     pub fn open_port(&self) -> Result<Port> {
-        Port::new(self)
+        Port::new(&self.log, &self.state)
             .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
     }
 
@@ -180,5 +96,49 @@ impl Disk {
     /// What the disk's log has done since it was opened.
     pub fn log_counters(&self) -> LogCounters {
         self.log.counters.snapshot()
+    }
+}
+
+impl Disk {
+    /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
+    /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
+    ///
+    /// # Errors
+    /// If the base image cannot be asked for its holes.
+    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+        let end = sector
+            .saturating_add(sectors.min(LIMIT))
+            .min(self.sectors());
+        let (mut extents, mut pieces) = (Vec::new(), Vec::new());
+        let mut at = sector;
+        // One more than asked for: then the last one is told in full.
+        while at < end && extents.len() <= most {
+            let step = STEP.min(end - at);
+            self.state.index().pieces(at, step, &mut pieces);
+            for piece in pieces.drain(..) {
+                match piece.place {
+                    Some(Place::Memory { .. } | Place::Log { .. }) => {
+                        push(&mut extents, piece.sectors, Allocation::Data);
+                    }
+                    Some(Place::Zero { unmap: false }) => {
+                        push(&mut extents, piece.sectors, Allocation::Zero);
+                    }
+                    Some(Place::Zero { unmap: true }) => {
+                        push(&mut extents, piece.sectors, Allocation::Hole);
+                    }
+                    None => self.base_extents(piece.sector, piece.sectors, &mut extents)?,
+                }
+            }
+            at += step;
+        }
+        extents.truncate(most.max(1));
+        Ok(extents)
+    }
+
+    /// The same for what only the base image has.
+    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
+        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
+        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
+        file_extents(base, &self.state.path, sector, sectors, extents)
     }
 }

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::{has_control, open_control};
 use crate::checksum;
+use crate::control::{has_control, open_control};
 use crate::engine::EngineKind;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Kind;
+use crate::medium::directory;
 use crate::recovery::{self, Found};
-use crate::store::directory;
 
 /// What a record does to its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -77,3 +77,7 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+pub(crate) fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::InvalidInput, message)
+}

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
+use crate::error::{Error, Result};
 use crate::file::{DataFile, open_direct};
+use crate::mutant::{Mutant, planted};
 
 /// How a file is opened, for reading and writing unless it says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,4 +182,32 @@ thread_local! {
     /// The simulated file system of this thread.
     pub(crate) static SIMULATED: std::cell::RefCell<Option<crate::sync::Arc<dyn FileSystem>>> =
         const { std::cell::RefCell::new(None) };
+}
+
+/// Makes a directory's entries durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    let synced = files().sync_dir(path);
+    synced.map_err(|error| Error::io("sync the directory", path, error))
+}
+
+/// Makes a name durable that is there: who made it may have been killed before it was, and what is acknowledged from now on
+/// is lost with it.
+pub(crate) fn settle_name(path: &Path) -> Result<()> {
+    if planted(Mutant::OpenTrustsNames) {
+        return Ok(());
+    }
+    let dir = parent(path);
+    match files().sync_dir(dir) {
+        // A process that may not open the directory leaves that to others, or did it before it gave up the right:
+        // see `Store::make_log`.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        synced => synced.map_err(|error| Error::io("sync the directory", dir, error)),
+    }
+}
+
+/// The directory that `path` is in.
+pub(crate) fn parent(path: &Path) -> &Path {
+    let parent = path.parent();
+    let named = parent.filter(|parent| !parent.as_os_str().is_empty());
+    named.unwrap_or(Path::new("."))
 }

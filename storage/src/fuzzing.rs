@@ -12,11 +12,8 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::Failure;
-use crate::SECTOR_SIZE;
-use crate::catalog::read_control;
-use crate::checksum;
-use crate::disk::DiskState;
+use crate::control::read_control;
+use crate::disk_state::DiskState;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::file::DataFile;
@@ -24,12 +21,15 @@ use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Descriptor, Kind, SEGMENT_MAGIC,
     SegmentHeader,
 };
-use crate::identity::{Inode, Mark};
 use crate::index::Place;
-use crate::segment::{Medium, Segment};
-use crate::store::{DiskOptions, read_for_recovery, read_log, recover};
+use crate::mark::{Inode, Mark};
+use crate::medium::Medium;
+use crate::options::DiskOptions;
+use crate::replay::{read_for_recovery, read_log, recover};
+use crate::segment::Segment;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
+use crate::{Failure, SECTOR_SIZE, checksum};
 
 /// Bytes of each segment file.
 const SEGMENT: usize = 64 << 10;

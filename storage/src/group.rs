@@ -16,14 +16,12 @@ use crate::checksum::Table;
 use crate::engine::{Chunk, Io, SyncScope};
 use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
 use crate::gather::Verdict;
-use crate::log::{
-    FailOnPanic, Live, Log, Mailbox, PENDING_LIMIT, Record, State, Tail, Waiter, Writing, deliver,
-    live_ports,
-};
+use crate::log::{FailOnPanic, Live, Log, PENDING_LIMIT, Record, State, Tail, Writing, live_ports};
 use crate::mutant::{Mutant, planted};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
+use crate::waiters::{Mailbox, Waiter, deliver};
 use crate::{Buffer, SharedBuffer};
 
 /// Bytes of pending payload that are written without anyone waiting for them.
@@ -642,4 +640,12 @@ fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
 fn chunk(buffer: SharedBuffer) -> Chunk {
     let len = buffer.len();
     Chunk { buffer, len }
+}
+
+impl Log {
+    /// Somebody waits for pending records to be written, and no batch is under way that they could be behind.
+    pub(crate) fn is_awaited(&self, state: &State) -> bool {
+        let under_way = |state: &State| state.writing.iter().any(|one| !one.synced && !one.ended);
+        state.awaiting.newest > state.batched && !under_way(state)
+    }
 }

@@ -20,59 +20,11 @@ use std::path::{Path, PathBuf};
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::Buffer;
 use crate::file::DataFile;
-use crate::format::{BLOCK, DiskEntry, SAMPLES, Sample, Uuid};
+use crate::format::{BLOCK, DiskEntry, SAMPLES, Sample};
 use crate::index::{ExtentMap, Piece, Place};
-use crate::{Error, Result, SECTOR_SIZE};
-
-/// What the attribute of a base image says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Mark {
-    pub disk: Uuid,
-    pub generation: u64,
-    /// The newest bytes may be in the disk's log.
-    pub open: bool,
-}
-
-impl Mark {
-    /// As text, always of the same length: what fits once can always be replaced.
-    pub(crate) fn encode(&self) -> String {
-        let state = if self.open { "open" } else { "closed" };
-        format!("{} {:016x} {state:<6}", hex(&self.disk), self.generation)
-    }
-
-    /// Reads the text. The UUID alone is what version 1 of the format put on the images of open disks.
-    pub(crate) fn decode(text: &str) -> Option<Self> {
-        let mut words = text.split_whitespace();
-        let disk = u128::from_str_radix(words.next()?, 16).ok()?;
-        let generation = words.next().map(|word| u64::from_str_radix(word, 16));
-        let open = match words.next() {
-            None | Some("open") => true,
-            Some("closed") => false,
-            Some(_) => return None,
-        };
-        Some(Self {
-            disk: disk.to_be_bytes(),
-            generation: generation.unwrap_or(Ok(0)).ok()?,
-            open,
-        })
-    }
-}
-
-/// A UUID as 32 hex digits.
-pub(crate) fn hex(uuid: &Uuid) -> String {
-    format!("{:032x}", u128::from_be_bytes(*uuid))
-}
-
-/// A file by its file system's numbers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Inode {
-    pub device: u64,
-    pub number: u64,
-    /// When it was made, in nanoseconds since 1970; 0: the file system does not tell.
-    pub born: u64,
-}
+use crate::mark::{Inode, Mark};
+use crate::{Buffer, Error, Result, SECTOR_SIZE};
 
 /// An image that is, or is not, the one that an entry names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -224,7 +176,7 @@ impl DiskEntry {
         let kept = path.strip_prefix(home).unwrap_or(path);
         let bytes = kept.as_os_str().as_bytes();
         let Some(into) = self.path.get_mut(..bytes.len()) else {
-            return Err(crate::catalog::invalid(format!(
+            return Err(crate::error::invalid(format!(
                 "{}: a path of more than 480 bytes; use a shorter one",
                 path.display()
             )));

@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 
 use crate::allocation::{LIMIT, file_extents};
-use crate::catalog::invalid;
-use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile, Holder};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::file::{self, DataFile};
 use crate::filesystem::{Open, PathKind, files};
-use crate::identity::{Identity, Mark, hex};
-use crate::{Extent, SECTOR_SIZE};
+use crate::identity::Identity;
+use crate::lock::Holder;
+use crate::mark::{Mark, hex};
+use crate::{Extent, SECTOR_SIZE, lock};
 
 /// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
 /// opens it meanwhile.
@@ -109,7 +110,7 @@ fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
         _ => OFlags::empty(),
     };
     let open = || file::open_direct_with(path, write, flags);
-    let file = file::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
+    let file = lock::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
     // Locked, nobody makes it longer any more.
     let size = DataFile::len(&file);
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;
@@ -133,7 +134,7 @@ pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>,
             false => Holder::User,
         }
     };
-    let file = file::open_store_file(path, OPEN, Open::Direct, holder)?;
+    let file = lock::open_store_file(path, OPEN, Open::Direct, holder)?;
     // Locked, nobody makes it longer any more.
     let size = file.len();
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;

@@ -6,14 +6,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::attach::OpenBase;
-use crate::catalog::find_control;
+use crate::control::find_control;
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
-use crate::parallel::thread_count;
+use crate::medium::{Directory, directory};
+use crate::options::DiskOptions;
+use crate::parallel::{Progress, thread_count};
 use crate::recovery::DamagedBlock;
-use crate::segment::Directory;
-use crate::store::{DiskOptions, directory, read_log};
-use crate::transfer::Progress;
+use crate::replay::read_log;
 
 /// What a log holds, as [`inspect`] found it.
 #[derive(Clone, Debug, PartialEq, Eq)]

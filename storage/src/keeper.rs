@@ -9,21 +9,22 @@
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use zerocopy::little_endian::U64;
 
+use crate::SECTOR_SIZE;
 use crate::committer::Committer;
+use crate::control::ControlFile;
 use crate::copy::{Growth, Rest, copy};
-use crate::disk::DiskState;
+use crate::disk_state::DiskState;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::DataFile;
-use crate::format::{CONTROL_SLOT, Control, ControlHeader};
+use crate::file::set_size;
 use crate::identity::written_parts;
 use crate::index::ExtentMap;
 use crate::log::{Log, State};
 use crate::mutant::{Mutant, planted};
+use crate::orders::{Order, Task};
 use crate::segment::Segment;
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
@@ -36,81 +37,6 @@ const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-
-/// The open, locked control file and what it says.
-pub(crate) struct ControlFile {
-    /// The directory that the log directory is in, see [`DiskEntry::path`](crate::format::DiskEntry::path).
-    pub home: PathBuf,
-    pub path: PathBuf,
-    pub file: Box<dyn DataFile>,
-    pub control: Control,
-    /// What was read: it may be in the page cache only.
-    pub unconfirmed: Option<Control>,
-}
-
-impl ControlFile {
-    /// Where the base images of the disks are, as far as that is known.
-    pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
-        let disks = self.control.disks.iter();
-        let known = disks.filter(|disk| disk.path_len.get() > 0);
-        known.map(|disk| disk.path(&self.home)).collect()
-    }
-
-    /// Writes the other slot and syncs it.
-    pub(crate) fn write(&mut self) -> Result<()> {
-        self.update(|_| {})
-    }
-
-    /// Writes what was read once more, to the slot that it came from, and syncs it: it must be on the medium before what it
-    /// frees is reused, and before the other slot, the good one till then, is overwritten. A sync alone would not do:
-    /// after one that failed the cache may hold what no later sync writes.
-    pub(crate) fn confirm(&mut self) -> Result<()> {
-        if let Some(read) = &self.unconfirmed
-            && !planted(Mutant::RecoveryTrustsControl)
-        {
-            self.put(read)?;
-        }
-        self.unconfirmed = None;
-        Ok(())
-    }
-
-    fn put(&self, control: &Control) -> Result<()> {
-        let slot = match planted(Mutant::ControlInPlace) {
-            true => 0,
-            false => control.header.generation.get() % 2,
-        };
-        let offset = slot * CONTROL_SLOT as u64;
-        let written = self.file.write_all_at(&control.encode(), offset);
-        written
-            .and_then(|()| self.file.sync_data())
-            .map_err(|e| Error::io("write the log's control file", &self.path, e))
-    }
-
-    /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
-    /// asks later whether it still has to be written gets the medium's answer.
-    pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
-        self.change(|control| change(&mut control.header))
-    }
-
-    /// Changes anything and writes it, as [`update`](Self::update) does.
-    pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
-        self.confirm()?;
-        // A failed attempt is repeated on the same slot: the other one is the good one.
-        let generation = self.control.header.generation.get() + 1;
-        let mut next = self.control.clone();
-        change(&mut next);
-        next.header.generation = U64::new(generation);
-        if !next.counted() {
-            return Err(Error::new(
-                ErrorKind::Damaged,
-                format!("{}: its numbers are at their end", self.path.display()),
-            ));
-        }
-        self.put(&next)?;
-        self.control = next;
-        Ok(())
-    }
-}
 
 /// What has been said about attempts that failed: each trouble is told once.
 #[derive(Default)]
@@ -556,5 +482,62 @@ impl Keeper {
             .checkpoints
             .fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+impl Keeper {
+    /// Carries out what was ordered, first come first served.
+    pub(crate) fn serve_orders(&mut self) {
+        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
+        for Order { task, answer } in orders {
+            let done = match task {
+                Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
+                Task::Grow(disk, size) => self.grow(&disk, size),
+            };
+            // Who has gone does not want to know.
+            let _ = answer.send(done);
+        }
+    }
+
+    fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
+        loop {
+            let done = self.step(true);
+            if self.log.lock().applied >= lsn {
+                return Ok(());
+            }
+            done?;
+            // What an earlier attempt had begun came first, or a reader holds the room that this takes.
+            self.rest();
+        }
+    }
+
+    /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
+    /// that they may write behind the old one is certain to be found again.
+    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u8| {
+            self.control.change(|control| {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    (entry.size, entry.resizing) = (U64::new(size), resizing);
+                }
+            })
+        };
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size == old_size {
+            return Ok(());
+        }
+        set(old_size, 1)?;
+        set_size(disk.base.as_ref(), &disk.path, size)?;
+        set(size, 0)?;
+        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let mut state = self.log.lock();
+        state.keeper.gone = true;
+        // Who waits is told by the end of the channel.
+        state.keeper.orders.clear();
     }
 }

@@ -32,11 +32,11 @@ mod allocation;
 #[cfg(feature = "engine")]
 mod attach;
 #[cfg(feature = "engine")]
-mod catalog;
-#[cfg(feature = "engine")]
 mod checksum;
 #[cfg(feature = "engine")]
 mod committer;
+#[cfg(feature = "engine")]
+mod control;
 #[cfg(feature = "engine")]
 mod copy;
 #[cfg(feature = "engine")]
@@ -47,6 +47,8 @@ mod create;
 mod discard;
 #[cfg(feature = "engine")]
 mod disk;
+#[cfg(feature = "engine")]
+mod disk_state;
 #[cfg(feature = "engine")]
 mod dump;
 #[cfg(feature = "engine")]
@@ -70,6 +72,8 @@ mod group;
 #[path = "../tests/support/heap.rs"]
 mod heap;
 #[cfg(feature = "engine")]
+mod holes;
+#[cfg(feature = "engine")]
 mod identity;
 #[cfg(feature = "engine")]
 mod image;
@@ -80,9 +84,17 @@ mod inspect;
 #[cfg(feature = "engine")]
 mod keeper;
 #[cfg(feature = "engine")]
+mod lock;
+#[cfg(feature = "engine")]
 mod log;
 #[cfg(feature = "engine")]
+mod mark;
+#[cfg(feature = "engine")]
+mod medium;
+#[cfg(feature = "engine")]
 mod mutant;
+#[cfg(feature = "engine")]
+mod options;
 #[cfg(feature = "engine")]
 mod orders;
 #[cfg(feature = "engine")]
@@ -95,6 +107,8 @@ mod part;
 mod port;
 #[cfg(feature = "engine")]
 mod recovery;
+#[cfg(feature = "engine")]
+mod replay;
 #[cfg(feature = "engine")]
 mod resize;
 #[cfg(feature = "engine")]
@@ -112,11 +126,11 @@ mod transfer;
 #[cfg(feature = "engine")]
 mod view;
 #[cfg(feature = "engine")]
+mod waiters;
+#[cfg(feature = "engine")]
 mod window;
 #[cfg(feature = "engine")]
 mod writer;
-#[cfg(feature = "engine")]
-mod written;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use request::{
@@ -126,21 +140,23 @@ pub use request::{
 pub use schedule::short_slice;
 #[cfg(feature = "engine")]
 pub use {
-    catalog::log_images,
+    control::log_images,
     create::create_disk,
     discard::{Discarded, discard_log},
-    disk::{CacheMode, Disk},
+    disk::Disk,
     dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
     engine::EngineKind,
     error::{Error, ErrorKind, Result},
     gather::CommitWait,
     image::Image,
     inspect::{DamagedSectors, DiskReport, LogReport, inspect, inspect_telling},
+    options::{CacheMode, DiskOptions, Resize, StoreOptions, default_log_dir},
     pace::Pace,
+    parallel::Progress,
     port::Port,
-    resize::{Resize, resize_disk},
-    store::{DiskOptions, Store, StoreOptions, default_log_dir},
-    transfer::{Progress, Transfer, export_disk, import_disk},
+    resize::resize_disk,
+    store::Store,
+    transfer::{Transfer, export_disk, import_disk},
 };
 
 #[cfg(feature = "engine")]

@@ -11,22 +11,22 @@ use std::path::PathBuf;
 // Not `crate::sync`: set once, before there are threads.
 use std::sync::OnceLock;
 
-use smallvec::SmallVec;
-
 use crate::checksum::Payload;
 use crate::counters::Counters;
-use crate::disk::DiskState;
+use crate::disk_state::DiskState;
+use crate::error::{self, Error, ErrorKind};
 use crate::format::{Kind, Uuid};
 use crate::gather::Gather;
 use crate::index::Place;
+use crate::medium::Medium;
 use crate::mutant::{Mutant, planted};
-use crate::orders::Order;
-use crate::segment::{Medium, Segment};
+use crate::orders::{Order, Task};
+use crate::segment::Segment;
 use crate::stamp::Stamps;
-use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Condvar, Event, Mutex, MutexGuard, Weak};
-use crate::written::WrittenWaiters;
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc};
+use crate::waiters::{Mailbox, Waiter, WrittenWaiters, deliver};
+use crate::{Buffer, Failure, MAX_REQUEST_BYTES};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure). As much as a fast
 /// device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since what is copied in
@@ -35,38 +35,6 @@ pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 /// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 40 bytes: this
 /// bounds memory where payloads do not, against a guest that only discards.
 pub(crate) const UNAPPLIED_LIMIT: u64 = 1 << 20;
-
-/// Where completions of other threads' groups reach a port.
-pub(crate) struct Mailbox {
-    pub completions: Mutex<Vec<Completion>>,
-    pub event: Event,
-    /// Its waiters in the log, and how many may wait at a time by what its owner says. Changed under the log's lock only.
-    waiting: AtomicUsize,
-    clients: AtomicUsize,
-}
-
-impl Mailbox {
-    pub(crate) fn new(event: Event) -> Self {
-        Self {
-            completions: Mutex::default(),
-            event,
-            waiting: AtomicUsize::new(0),
-            clients: AtomicUsize::new(0),
-        }
-    }
-
-    /// Makes the port look at the log again.
-    pub(crate) fn wake(&self) {
-        self.event.signal();
-    }
-}
-
-/// Someone who waits for `durable`, or for `written`, to reach an LSN.
-pub(crate) struct Waiter {
-    pub lsn: u64,
-    pub token: u64,
-    pub mailbox: Arc<Mailbox>,
-}
 
 /// A record that has an LSN and waits to be written.
 pub(crate) struct Record {
@@ -459,27 +427,27 @@ pub(crate) fn live_ports(state: &mut State) -> Vec<Arc<Mailbox>> {
     state.ports.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// Gives waiters their completion, and wakes each of their ports once: not `own`, whose thread is here and looks next.
-/// All have theirs before the first is woken, so that none is woken for a part.
-pub(crate) fn deliver(
-    waiters: impl Iterator<Item = Waiter>,
-    result: Result<(), Failure>,
-    own: Option<&Arc<Mailbox>>,
-) {
-    // Few have more ports: no memory is allocated then.
-    let mut woken: SmallVec<[Arc<Mailbox>; 32]> = SmallVec::new();
-    for waiter in waiters {
-        let mailbox = &waiter.mailbox;
-        let mut completions = mailbox.completions.lock().expect("mailbox lock");
-        let first = completions.is_empty();
-        completions.push(Completion {
-            token: waiter.token,
-            result: result.map(|()| None),
-        });
-        drop(completions);
-        if first && own.is_none_or(|own| !Arc::ptr_eq(own, mailbox)) {
-            woken.push(waiter.mailbox);
+impl Log {
+    /// Has the keeper carry out `task`, and waits for that.
+    ///
+    /// # Errors
+    /// As the task; or the log is being closed.
+    pub(crate) fn order(&self, task: Task) -> error::Result<()> {
+        let (answer, answered) = mpsc::channel();
+        let mut state = self.lock();
+        // Before this is looked at again, the keeper takes its leave under the same lock.
+        if !state.keeper.gone && !state.keeper.stop {
+            state.keeper.orders.push(Order { task, answer });
+            self.keeper_wanted.notify_all();
+        } else {
+            drop(answer);
         }
+        drop(state);
+        answered.recv().unwrap_or_else(|_| {
+            Err(Error::new(
+                ErrorKind::Io,
+                format!("{}: the log is being closed", self.dir.display()),
+            ))
+        })
     }
-    woken.iter().for_each(|mailbox| mailbox.wake());
 }

@@ -8,15 +8,8 @@
 //! ```
 //! The keeper does both because it alone writes the control file and the base images.
 
-use zerocopy::little_endian::U64;
-
-use crate::SECTOR_SIZE;
-use crate::catalog::set_size;
-use crate::disk::DiskState;
-use crate::error::{Error, ErrorKind, Result};
-use crate::keeper::Keeper;
-use crate::log::Log;
-use crate::sync::atomic::Ordering;
+use crate::disk_state::DiskState;
+use crate::error::Result;
 use crate::sync::{Arc, mpsc};
 
 /// Something to be done once.
@@ -29,99 +22,19 @@ pub(crate) enum Task {
 
 /// A task, and who waits for it.
 pub(crate) struct Order {
-    task: Task,
-    answer: mpsc::Sender<Result<()>>,
-}
-
-impl Log {
-    /// Has the keeper carry out `task`, and waits for that.
-    ///
-    /// # Errors
-    /// As the task; or the log is being closed.
-    pub(crate) fn order(&self, task: Task) -> Result<()> {
-        let (answer, answered) = mpsc::channel();
-        let mut state = self.lock();
-        // Before this is looked at again, the keeper takes its leave under the same lock.
-        if !state.keeper.gone && !state.keeper.stop {
-            state.keeper.orders.push(Order { task, answer });
-            self.keeper_wanted.notify_all();
-        } else {
-            drop(answer);
-        }
-        drop(state);
-        answered.recv().unwrap_or_else(|_| {
-            Err(Error::new(
-                ErrorKind::Io,
-                format!("{}: the log is being closed", self.dir.display()),
-            ))
-        })
-    }
-}
-
-impl Keeper {
-    /// Carries out what was ordered, first come first served.
-    pub(crate) fn serve_orders(&mut self) {
-        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
-        for Order { task, answer } in orders {
-            let done = match task {
-                Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
-                Task::Grow(disk, size) => self.grow(&disk, size),
-            };
-            // Who has gone does not want to know.
-            let _ = answer.send(done);
-        }
-    }
-
-    fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
-        loop {
-            let done = self.step(true);
-            if self.log.lock().applied >= lsn {
-                return Ok(());
-            }
-            done?;
-            // What an earlier attempt had begun came first, or a reader holds the room that this takes.
-            self.rest();
-        }
-    }
-
-    /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
-    /// that they may write behind the old one is certain to be found again.
-    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
-        let mut set = |size: u64, resizing: u8| {
-            self.control.change(|control| {
-                if let Some(entry) = control.disk_mut(disk.id) {
-                    (entry.size, entry.resizing) = (U64::new(size), resizing);
-                }
-            })
-        };
-        let old_size = disk.sectors() * SECTOR_SIZE;
-        if size == old_size {
-            return Ok(());
-        }
-        set(old_size, 1)?;
-        set_size(disk.base.as_ref(), &disk.path, size)?;
-        set(size, 0)?;
-        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
-        Ok(())
-    }
-}
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        let mut state = self.log.lock();
-        state.keeper.gone = true;
-        // Who waits is told by the end of the channel.
-        state.keeper.orders.clear();
-    }
+    pub task: Task,
+    pub answer: mpsc::Sender<Result<()>>,
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
-    use super::*;
+    use crate::error::ErrorKind;
     use crate::resize::tests::{MIB, copy_image, end, fill, open};
-    use crate::{Operation, Port, StoreOptions, create_disk, default_log_dir, inspect};
+    use crate::{
+        Operation, Port, SECTOR_SIZE, StoreOptions, create_disk, default_log_dir, inspect,
+    };
 
     fn page(port: &mut Port, sector: u64) -> Vec<u8> {
         end(port, Operation::Read { sector, sectors: 8 })

@@ -173,6 +173,10 @@ impl<T, R> Drop for Ending<'_, '_, T, R> {
     }
 }
 
+/// Is told, as long work goes on, how many bytes are behind it, and how many there are: of the disk in a transfer (holes
+/// included), of the log's segments in a recovery.
+pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};

@@ -4,11 +4,12 @@ use std::fs::{File, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-use crate::catalog::size_error;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile, Holder};
+use crate::file::{DataFile, size_error};
 use crate::filesystem::{Open, files};
+use crate::lock::Holder;
 use crate::mutant::{Mutant, planted};
+use crate::{filesystem, lock};
 
 /// Whether anything is at the path, a link to nothing included.
 pub(crate) fn exists(path: &Path) -> Result<bool> {
@@ -49,7 +50,7 @@ impl Part {
         let path = PathBuf::from(path);
         // Whatever an interrupted run left is used up; whatever a running one writes is locked.
         let how = Open::Kept { mode };
-        let file = file::open_store_file(&path, "write", how, |_| Holder::User)?;
+        let file = lock::open_store_file(&path, "write", how, |_| Holder::User)?;
         file.set_len(0)
             .and_then(|()| file.set_len(size))
             .map_err(|error| size_error(&target, size, error))?;
@@ -120,7 +121,7 @@ impl Part {
         match planted(Mutant::ImageNameUnsynced) {
             true => Ok(()),
             // A new file is still locked: nobody has it open yet.
-            false => file::sync_dir(file::parent(&self.target)).inspect_err(|_| {
+            false => filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
                 if !replace {
                     let _ = files().remove(&self.target);
                 }

@@ -9,11 +9,11 @@ use smallvec::SmallVec;
 
 use crate::checksum::{self, Payload};
 use crate::committer::Committer;
-use crate::disk::{Disk, DiskState};
+use crate::disk_state::DiskState;
 use crate::engine::{Done, Io, Source};
 use crate::format::Kind;
 use crate::index::{Piece, Place};
-use crate::log::Refused;
+use crate::log::{Log, Refused};
 use crate::segment::LogRead;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -59,10 +59,11 @@ struct Modification {
 }
 
 impl Port {
-    pub(crate) fn new(disk: &Disk) -> io::Result<Self> {
+    /// A way to the disk with this state, on this log.
+    pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
         Ok(Self {
-            disk: disk.state.clone(),
-            committer: Committer::new(disk.log.clone(), 1)?,
+            disk: disk.clone(),
+            committer: Committer::new(log.clone(), 1)?,
             done: Vec::new(),
             newest_lsn: 0,
             parked: VecDeque::new(),
@@ -406,3 +407,22 @@ impl Port {
 
 /// `Ok(Some(data))`: ended. `Ok(None)`: its completion comes later. `Err`: failed at once.
 type Ended = Result<Option<Option<Buffer>>, Failure>;
+
+impl Port {
+    /// Asks for word once the modifications that this port has completed so far outlive this process, though not yet a
+    /// power cut: a completion that carries `token` comes then, or with it why not. `true`: they do already, and none
+    /// comes. Nothing starts before [`kick`](Self::kick). On a disk without FLUSH there is nothing to wait for.
+    pub fn when_written(&mut self, token: u64) -> bool {
+        if self.disk.no_flush {
+            return true;
+        }
+        match self.committer.wait_written(self.newest_lsn, token) {
+            Ok(written) => written,
+            Err(failure) => {
+                let result = Err(failure);
+                self.done.push(Completion { token, result });
+                false
+            }
+        }
+    }
+}

@@ -16,17 +16,18 @@ use std::sync::Arc;
 
 use zerocopy::little_endian::U64;
 
+use crate::control::unknown_version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{
     self, BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
 };
 use crate::index::{ExtentMap, Place};
+use crate::medium::Medium;
 use crate::mutant::{Mutant, planted};
-use crate::parallel;
-use crate::segment::{Medium, Segment};
-use crate::transfer::Progress;
+use crate::parallel::Progress;
+use crate::segment::Segment;
 use crate::window::Window;
-use crate::{Buffer, SECTOR_SIZE};
+use crate::{Buffer, SECTOR_SIZE, parallel};
 
 /// A segment that holds part of the log.
 pub(crate) struct LiveSegment {
@@ -169,23 +170,6 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
         header_len: len.next_multiple_of(BLOCK) as u64,
         wrong: Vec::new(),
     }))
-}
-
-pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
-    let remedy = match version {
-        1 => {
-            "copy what it holds to its disks with the program that wrote it ('walvisor disk checkpoint' for each), then \
-             remove the log's directory: opening a disk makes a new log"
-        }
-        _ => "use the program that wrote it",
-    };
-    Error::new(
-        ErrorKind::UnsupportedVersion,
-        format!(
-            "{}: log format version {version}; this program knows version {VERSION}: {remedy}",
-            path.display()
-        ),
-    )
 }
 
 /// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order.

@@ -13,22 +13,14 @@ use std::path::Path;
 
 use zerocopy::little_endian::U64;
 
-use crate::SECTOR_SIZE;
-use crate::catalog::{invalid, set_size};
 use crate::engine::EngineKind;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::file::set_size;
+use crate::medium::directory;
 use crate::mutant::{Mutant, planted};
-use crate::store::{DiskOptions, StoreOptions, directory, open_log};
+use crate::options::{DiskOptions, Resize, StoreOptions, check_size};
+use crate::store::open_log;
 use crate::view::View;
-
-/// What a resize did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resize {
-    /// Bytes of the disk before.
-    pub old_size: u64,
-    /// Bytes of the disk now.
-    pub size: u64,
-}
 
 /// Where a resize can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,17 +101,6 @@ fn resize(
     Ok(done)
 }
 
-/// Refuses what is no size of a disk.
-pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
-    match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
-        false => Ok(()),
-        true => Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
-            path.display()
-        ))),
-    }
-}
-
 fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
     if lose_data || size >= view.size || !view.holds_data_from(size)? {
         return Ok(());
@@ -137,6 +118,7 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     use super::*;
+    use crate::SECTOR_SIZE;
     use crate::{
         Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk, inspect,
     };

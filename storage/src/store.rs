@@ -1,117 +1,30 @@
 //! Creating, opening, checking and closing: a log directory and the disks on it.
 
-use std::collections::HashMap;
-use std::num::{NonZeroU32, NonZeroUsize};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
-use std::time::Duration;
 
-use zerocopy::little_endian::U64;
-
-use crate::attach::{Indexes, OpenBase, Waiting, attach};
-use crate::catalog::{check_options, find_control, has_control, open_or_create_log, register};
+use crate::attach::{OpenBase, attach};
+use crate::control::{ControlFile, find_control, has_control, open_or_create_log, register};
 use crate::counters::Counters;
-use crate::disk::{CacheMode, Disk, DiskState};
-use crate::engine::{self, EngineKind};
+use crate::disk::Disk;
+use crate::disk_state::DiskState;
+use crate::engine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::file;
-use crate::format::{Control, Kind};
-use crate::gather::{CommitWait, Gather};
-use crate::index::Place;
-use crate::keeper::{ControlFile, Keeper};
+use crate::gather::Gather;
+use crate::keeper::Keeper;
 use crate::log::{FailOnPanic, KeeperState, Live, Log, State};
-use crate::mutant::{Mutant, planted};
+use crate::medium::{Directory, Medium, directory};
+use crate::options::{DiskOptions, StoreOptions, check_options};
 use crate::pace::Pace;
-use crate::parallel;
-use crate::recovery::{self, Found, Scan};
-use crate::segment::{Directory, Medium};
+use crate::parallel::Progress;
+use crate::recovery::Scan;
+use crate::replay::{Indexes, read_for_recovery, recover};
 use crate::stamp::Stamps;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex};
-use crate::transfer::Progress;
 use crate::writer::Writer;
-use crate::{LogCounters, MAX_REQUEST_BYTES, SECTOR_SIZE};
-
-/// How a log is made and run.
-#[derive(Clone, Copy, Debug)]
-pub struct StoreOptions {
-    /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
-    /// than a quarter of it are refused.
-    pub segment_size: u64,
-    /// Most segment files of a new log: 4 to 65536. Default 32.
-    pub max_segments: u32,
-    /// Which engine moves the bytes.
-    pub engine: EngineKind,
-    /// Whether one sync serves every FLUSH that waits for it. Off, each FLUSH costs a sync of its own, as
-    /// without group commit: for comparison only. Default on.
-    pub group_commit: bool,
-    /// How long a commit group may wait for more to join it. Default: adaptive.
-    pub commit_wait: CommitWait,
-    /// Whether each client that waits for a commit group has its records written by a write of their own, in the order of
-    /// their LSNs, before the sync that all share: a client is a port. For comparison only, with what one write for the
-    /// whole group is worth; the log that comes of it differs in nothing but the size of its batches. Without
-    /// `group_commit` it changes nothing. Default off.
-    pub write_per_waiter: bool,
-    /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
-    pub sync_latency: Duration,
-    /// Most operations a second on the log's segments, as the small volumes of clouds have it: a sync is one, a write is
-    /// one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free. With this or
-    /// `operation_latency` one thread does all writes of the log, so that no other has to wait. Default: no limit.
-    pub operations_per_second: Option<NonZeroU32>,
-    /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
-    pub operation_latency: Duration,
-    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: as many as there are
-    /// processors.
-    pub threads: Option<NonZeroUsize>,
-}
-
-impl Default for StoreOptions {
-    fn default() -> Self {
-        Self {
-            segment_size: 64 << 20,
-            max_segments: 32,
-            engine: EngineKind::Auto,
-            group_commit: true,
-            commit_wait: CommitWait::default(),
-            write_per_waiter: false,
-            sync_latency: Duration::ZERO,
-            operations_per_second: None,
-            operation_latency: Duration::ZERO,
-            threads: None,
-        }
-    }
-}
-
-impl StoreOptions {
-    /// Whether the log's writer leads every batch.
-    fn writer_alone(&self) -> bool {
-        let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
-        paced || self.write_per_waiter
-    }
-}
-
-/// A disk to be opened.
-#[derive(Clone, Debug)]
-pub struct DiskOptions {
-    /// The base image.
-    pub path: PathBuf,
-    /// Refuse writes.
-    pub read_only: bool,
-    /// What FLUSH and a completed WRITE mean.
-    pub cache: CacheMode,
-}
-
-impl DiskOptions {
-    /// A writable writeback disk.
-    pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self {
-            path: path.into(),
-            read_only: false,
-            cache: CacheMode::Writeback,
-        }
-    }
-}
+use crate::{LogCounters, MAX_REQUEST_BYTES, filesystem, parallel};
 
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) tells whether that worked.
 pub struct Store {
@@ -120,13 +33,6 @@ pub struct Store {
     keeper: Option<JoinHandle<Result<()>>>,
     /// Goes last: until everything is durable it is needed.
     writer: Option<Writer>,
-}
-
-/// The log directory of a disk that names none: `disk.img` has `disk.img.wal`.
-pub fn default_log_dir(disk: &Path) -> PathBuf {
-    let mut name = disk.as_os_str().to_owned();
-    name.push(".wal");
-    name.into()
 }
 
 /// Makes the log in `log_dir`, for base images that belong to no log; or opens the one that others have made meanwhile.
@@ -156,9 +62,9 @@ impl Store {
         // Of a log that is there, and of the images, the names are made durable: that takes a right too.
         disks
             .iter()
-            .try_for_each(|disk| file::settle_name(&disk.path))?;
+            .try_for_each(|disk| filesystem::settle_name(&disk.path))?;
         if has_control(log_dir) {
-            return file::settle_name(log_dir);
+            return filesystem::settle_name(log_dir);
         }
         let bases = OpenBase::open_all(disks, false)?;
         first_control(&bases, log_dir, options).map(drop)
@@ -292,16 +198,6 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
-    Directory {
-        path: log_dir.to_path_buf(),
-        engine,
-        threads: parallel::thread_count(None),
-        sync_latency: Duration::ZERO,
-        pace: Arc::default(),
-    }
-}
-
 /// Recovers a log that was read, with all disks that it holds records of, and makes it ready to run; its keeper has not
 /// begun.
 fn assemble(
@@ -337,135 +233,6 @@ fn assemble(
     let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
     let keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     Ok((log, keeper))
-}
-
-/// Reads the whole log: what it holds, and where the newest bytes of each disk are.
-pub(crate) fn read_log(
-    medium: &dyn Medium,
-    log_dir: &Path,
-    control: &Control,
-    progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
-    let mut indexes = Indexes::new();
-    let sizes: HashMap<u32, u64> = control
-        .disks
-        .iter()
-        .map(|d| (d.id.get(), d.size.get()))
-        .collect();
-    let mut stray = None;
-    let scan = recovery::scan(
-        medium,
-        log_dir,
-        control,
-        &mut |Found {
-                  lsn,
-                  descriptor,
-                  segment,
-                  offset,
-                  in_base,
-                  ..
-              }| {
-            if in_base {
-                return;
-            }
-            let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
-            let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
-            if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
-                stray.get_or_insert(lsn);
-                return;
-            }
-            let place = match Kind::from_raw(descriptor.kind.get()) {
-                Some(Kind::Write) => Place::Log {
-                    segment: segment.clone(),
-                    offset,
-                },
-                kind => Place::Zero {
-                    unmap: kind == Some(Kind::Discard),
-                },
-            };
-            let waiting = indexes.entry(descriptor.disk_id.get()).or_default();
-            waiting.index.active.insert(sector, sectors, lsn, place);
-            waiting.last_lsn = lsn;
-            waiting.records += 1;
-            waiting.payload_bytes += descriptor.payload_len();
-        },
-        progress,
-    )?;
-    let mut scan = scan;
-    // What a later record has replaced nobody reads any more.
-    scan.damaged.retain(|damaged| {
-        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.index.active);
-        indexes.get(&damaged.disk_id).is_some_and(needed)
-    });
-    match stray {
-        None => Ok((scan, indexes)),
-        Some(lsn) => Err(Error::new(
-            ErrorKind::Damaged,
-            format!(
-                "{}: record {lsn} names no place on a disk of this log; restore the log",
-                log_dir.display()
-            ),
-        )),
-    }
-}
-
-/// Reads the whole log, to build on it: what is read is on the medium, not in the page cache only.
-pub(crate) fn read_for_recovery(
-    medium: &dyn Medium,
-    log_dir: &Path,
-    control: &mut ControlFile,
-    progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
-    control.confirm()?;
-    for (_, segment) in medium.segments()? {
-        let dropped = match () {
-            () if planted(Mutant::RecoverySkipsSync) => Ok(()),
-            () if planted(Mutant::RecoveryTrustsCache) => segment.file.sync_data(),
-            () => segment.file.drop_cache(),
-        };
-        dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
-    }
-    let (scan, waiting) = read_log(medium, log_dir, &control.control, progress)?;
-    if let Some(first) = scan.damaged.first() {
-        let (count, dir) = (scan.damaged.len(), log_dir.display());
-        tracing::error!(
-            "{dir}: {count} blocks of 4096 bytes are not what was written, the first in record {}: reads of them fail; \
-             'walvisor disk check', with the disk closed, names sectors and LSNs",
-            first.lsn
-        );
-    }
-    Ok((scan, waiting))
-}
-
-/// Gives the disks what the log holds of them, and makes where it ends durable.
-pub(crate) fn recover(
-    control: &mut ControlFile,
-    states: &[Arc<DiskState>],
-    (scan, mut indexes): (Scan, Indexes),
-) -> Result<Scan> {
-    // Frozen at once: the first checkpoint copies what was recovered, whatever is written meanwhile, and so needs
-    // no room in a ring that may be full.
-    for state in states {
-        if let Some(waiting) = indexes.remove(&state.id) {
-            *state.index_mut() = waiting.index;
-            state.index_mut().freeze();
-            state.last_lsn.store(waiting.last_lsn, Ordering::Release);
-        }
-    }
-    let header = &mut control.control.header;
-    let seen = match planted(Mutant::LsnRestart) {
-        true => scan.last_lsn,
-        false => scan.max_lsn.max(scan.last_lsn),
-    };
-    // Before anything is wiped: numbers seen on the medium are never given out again.
-    header.next_lsn = U64::new(seen + 1);
-    header.next_cid = U64::new(scan.max_cid + 1);
-    control.write()?;
-    // What is behind the end must never be taken for part of the log again.
-    scan.void
-        .iter()
-        .try_for_each(|segment| recovery::wipe(segment))?;
-    Ok(scan)
 }
 
 fn new_log(

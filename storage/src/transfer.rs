@@ -11,17 +11,18 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
-use crate::catalog::invalid;
 use crate::create::NewDisk;
-use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile, Holder};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::file::DataFile;
 use crate::filesystem::{OWNER, Open, PathKind, files};
+use crate::holes::DataRanges;
 use crate::identity::Identity;
-use crate::parallel::{self, thread_count};
+use crate::lock::Holder;
+use crate::options::StoreOptions;
+use crate::parallel::{self, Progress, thread_count};
 use crate::part::{Part, refuse_existing};
-use crate::store::StoreOptions;
-use crate::view::{Data, DataRanges, View, parts};
-use crate::{Buffer, SECTOR_SIZE};
+use crate::view::{Data, View, parts};
+use crate::{Buffer, SECTOR_SIZE, lock};
 
 /// Longest stretch handed to the kernel at once, in bytes, and what one thread does at a time: how often progress is told.
 const KERNEL_COPY_BYTES: u64 = 16 << 20;
@@ -36,10 +37,6 @@ pub struct Transfer {
     /// Bytes that were copied; the rest were holes.
     pub copied: u64,
 }
-
-/// Is told, as long work goes on, how many bytes are behind it, and how many there are: of the disk in a transfer (holes
-/// included), of the log's segments in a recovery.
-pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 /// Makes a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log in
 /// `log_dir`, which is made if it is not there. `options` count for a new log only.
@@ -126,7 +123,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
             raw.display()
         )));
     }
-    let source = file::open_store_file(raw, "open the image", Open::Read, |_| Holder::User)?;
+    let source = lock::open_store_file(raw, "open the image", Open::Read, |_| Holder::User)?;
     if is_open(source.as_ref(), raw)? {
         return Err(Error::new(
             ErrorKind::WrongLog,
@@ -176,7 +173,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
             )));
         }
     }
-    let file = file::open_store_file(raw, "open", Open::Read, |_| Holder::User)?;
+    let file = lock::open_store_file(raw, "open", Open::Read, |_| Holder::User)?;
     match is_open(file.as_ref(), raw)? {
         false => Ok(Some(file)),
         true => Err(Error::new(

@@ -2,24 +2,22 @@
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
-
 use crate::attach::OpenBase;
-use crate::catalog::find_control;
+use crate::control::{ControlFile, find_control};
 use crate::engine::EngineKind;
 use crate::error::{Error, Result};
 use crate::file::DataFile;
 use crate::filesystem::{Open, files};
+use crate::holes::DataRanges;
 use crate::index::{ExtentMap, Place};
-use crate::keeper::ControlFile;
+use crate::medium::{Directory, directory};
+use crate::options::DiskOptions;
 use crate::parallel::thread_count;
-use crate::segment::{Directory, LogRead, Segment};
-use crate::store::{DiskOptions, directory, read_log};
+use crate::replay::read_log;
+use crate::segment::{LogRead, Segment};
 use crate::{Buffer, SECTOR_SIZE};
 
 /// Bytes read or copied at a time.
@@ -169,75 +167,4 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         .clone()
         .step_by(COPY_BYTES as usize)
         .map(move |start| start..(start + COPY_BYTES).min(range.end))
-}
-
-/// The parts of a byte range of a file that are no holes, in order. Where the file system knows no holes that is all.
-pub(crate) struct DataRanges<'a, F> {
-    /// `None` for one that is not the host's, of whose holes nothing is known.
-    file: Option<&'a F>,
-    path: &'a Path,
-    rest: Range<u64>,
-    /// Up to here there is no hole.
-    data_end: u64,
-    most: u64,
-}
-
-impl<'a, F: AsFd> DataRanges<'a, F> {
-    /// Each of at most `most` bytes, which is not zero.
-    pub(crate) fn new(file: Option<&'a F>, path: &'a Path, range: Range<u64>, most: u64) -> Self {
-        Self {
-            file,
-            path,
-            data_end: range.start,
-            rest: range,
-            most,
-        }
-    }
-
-    /// Goes on to the next data, if there is any.
-    fn seek(&mut self) -> rustix::io::Result<bool> {
-        let at = self.rest.start;
-        let Some(file) = self.file else {
-            self.data_end = self.rest.end;
-            return Ok(true);
-        };
-        match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            // Nothing but a hole up to the end of the file.
-            Err(Errno::NXIO) => self.rest.start = self.rest.end,
-            Ok(start) => {
-                self.data_end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
-                    Err(Errno::NXIO) => self.rest.end,
-                    end => end?.min(self.rest.end),
-                };
-                self.rest.start = start.min(self.rest.end);
-            }
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => self.data_end = self.rest.end,
-            Err(errno) => return Err(errno),
-        }
-        Ok(!self.rest.is_empty())
-    }
-}
-
-impl<F: AsFd> Iterator for DataRanges<'_, F> {
-    type Item = Result<Range<u64>>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.rest.is_empty() {
-            return None;
-        }
-        if self.rest.start >= self.data_end {
-            match self.seek() {
-                Ok(true) => {}
-                Ok(false) => return None,
-                Err(errno) => {
-                    self.rest.start = self.rest.end;
-                    let error = Error::io("look for holes in", self.path, errno.into());
-                    return Some(Err(error));
-                }
-            }
-        }
-        let start = self.rest.start;
-        self.rest.start = start.saturating_add(self.most).min(self.data_end);
-        Some(Ok(start..self.rest.start))
-    }
 }

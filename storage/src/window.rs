@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{self, JoinHandle};
 
-use crate::Buffer;
 use crate::error::{Error, Result};
-use crate::format;
 use crate::segment::Segment;
+use crate::{Buffer, format};
 
 /// Room in front of a piece for the end of the one before it: a batch header may lie on both.
 const LEAD: usize = format::batch_header_len(format::MAX_DESCRIPTORS, format::MAX_CHECKSUMS);

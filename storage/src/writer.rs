@@ -3,11 +3,12 @@
 use std::io;
 
 use crate::committer::Committer;
-use crate::log::{FailOnPanic, Log, Mailbox};
+use crate::log::{FailOnPanic, Log};
 use crate::schedule::short_slice;
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
+use crate::waiters::Mailbox;
 
 /// The running writer of a log. Dropping it ends the group that is under way; then nobody leads another.
 pub(crate) struct Writer {

@@ -13,7 +13,6 @@ mod blocking;
 mod inline;
 mod uring;
 
-use crate::sync::Arc;
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -22,7 +21,7 @@ use smallvec::SmallVec;
 use crate::file::DataFile;
 use crate::pace::Pace;
 use crate::segment::Segment;
-use crate::sync::Event;
+use crate::sync::{Arc, Event};
 use crate::{Buffer, SharedBuffer};
 
 /// Which engine moves the bytes.
@@ -285,7 +284,7 @@ pub(crate) fn write_chunks(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment::Medium;
+    use crate::medium::Medium;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
         let mut done = Vec::new();
@@ -311,7 +310,7 @@ mod tests {
                 }
             };
             let dir = tempfile::tempdir().unwrap();
-            let medium = crate::store::directory(dir.path(), kind);
+            let medium = crate::medium::directory(dir.path(), kind);
             let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap());
             let event = Event::new().unwrap();
             let mut engine = create(kind, &event).unwrap();

@@ -15,8 +15,9 @@ use crate::engine::{self, Engine, EngineKind};
 use crate::error::Result;
 use crate::file::DataFile;
 use crate::filesystem::{FileSystem, Open, PathKind, SIMULATED};
-use crate::identity::{Inode, Mark};
-use crate::segment::{Medium, Segment};
+use crate::mark::{Inode, Mark};
+use crate::medium::Medium;
+use crate::segment::Segment;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Event, Mutex, MutexGuard};
 

@@ -16,7 +16,7 @@ use std::path::Path;
 
 use super::names::{DIRECTORY, Names};
 use crate::filesystem::Open;
-use crate::identity::Mark;
+use crate::mark::Mark;
 use crate::sync::{Arc, Event};
 
 pub(super) const SECTOR: usize = 512;

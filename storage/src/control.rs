@@ -5,65 +5,22 @@ use std::path::{Path, PathBuf};
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U32, U64};
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::file::{self, DataFile, Holder};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::file::{self, DataFile};
 use crate::filesystem::{OWNER, Open, files};
 use crate::format::{
-    BLOCK, CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS,
-    VERSION,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS, VERSION,
 };
-use crate::keeper::ControlFile;
+use crate::lock::Holder;
 use crate::mutant::{Mutant, planted};
-use crate::recovery;
-use crate::store::StoreOptions;
-
-pub(crate) fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::InvalidInput, message)
-}
-
-pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
-    let size = options.segment_size;
-    if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
-        return Err(invalid(format!(
-            "a segment of {size} bytes can't be: give 64 KiB to 1 GiB, a multiple of 4096"
-        )));
-    }
-    if !(4..=65536).contains(&options.max_segments) {
-        return Err(invalid(format!(
-            "{} segments can't be: give 4 to 65536",
-            options.max_segments
-        )));
-    }
-    Ok(())
-}
-
-/// Gives a base image its length, durably.
-pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()> {
-    let sized = file.set_len(size);
-    let sized = match planted(Mutant::LengthUnsynced) {
-        true => sized,
-        false => sized.and_then(|()| file.sync_all()),
-    };
-    sized.map_err(|error| size_error(path, size, error))
-}
-
-/// Why a base image cannot have a length.
-pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
-    match error.kind() {
-        std::io::ErrorKind::FileTooLarge => invalid(format!(
-            "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB), or 'ulimit -f' allows none: \
-             use one that does, such as XFS, or a smaller disk, or raise the limit",
-            path.display()
-        )),
-        _ => Error::io("size the disk", path, error),
-    }
-}
+use crate::options::{StoreOptions, check_options};
+use crate::{control, filesystem, lock};
 
 /// The path without links. What it names need not be there; the directory that it is in must.
 pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
     let found = match files().real_path(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            let directory = files().real_path(file::parent(path));
+            let directory = files().real_path(filesystem::parent(path));
             directory.map(|directory| directory.join(path.file_name().unwrap_or_default()))
         }
         found => found,
@@ -74,7 +31,82 @@ pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
 /// The directory that the log directory is in.
 fn home(log_dir: &Path) -> Result<PathBuf> {
     let real = real_path(log_dir)?;
-    Ok(file::parent(&real).to_owned())
+    Ok(filesystem::parent(&real).to_owned())
+}
+
+/// The open, locked control file and what it says.
+pub(crate) struct ControlFile {
+    /// The directory that the log directory is in, see [`DiskEntry::path`](crate::format::DiskEntry::path).
+    pub home: PathBuf,
+    pub path: PathBuf,
+    pub file: Box<dyn DataFile>,
+    pub control: Control,
+    /// What was read: it may be in the page cache only.
+    pub unconfirmed: Option<Control>,
+}
+
+impl ControlFile {
+    /// Where the base images of the disks are, as far as that is known.
+    pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
+        let disks = self.control.disks.iter();
+        let known = disks.filter(|disk| disk.path_len.get() > 0);
+        known.map(|disk| disk.path(&self.home)).collect()
+    }
+
+    /// Writes the other slot and syncs it.
+    pub(crate) fn write(&mut self) -> Result<()> {
+        self.update(|_| {})
+    }
+
+    /// Writes what was read once more, to the slot that it came from, and syncs it: it must be on the medium before what it
+    /// frees is reused, and before the other slot, the good one till then, is overwritten. A sync alone would not do:
+    /// after one that failed the cache may hold what no later sync writes.
+    pub(crate) fn confirm(&mut self) -> Result<()> {
+        if let Some(read) = &self.unconfirmed
+            && !planted(Mutant::RecoveryTrustsControl)
+        {
+            self.put(read)?;
+        }
+        self.unconfirmed = None;
+        Ok(())
+    }
+
+    fn put(&self, control: &Control) -> Result<()> {
+        let slot = match planted(Mutant::ControlInPlace) {
+            true => 0,
+            false => control.header.generation.get() % 2,
+        };
+        let offset = slot * CONTROL_SLOT as u64;
+        let written = self.file.write_all_at(&control.encode(), offset);
+        written
+            .and_then(|()| self.file.sync_data())
+            .map_err(|e| Error::io("write the log's control file", &self.path, e))
+    }
+
+    /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
+    /// asks later whether it still has to be written gets the medium's answer.
+    pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
+        self.change(|control| change(&mut control.header))
+    }
+
+    /// Changes anything and writes it, as [`update`](Self::update) does.
+    pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        self.confirm()?;
+        // A failed attempt is repeated on the same slot: the other one is the good one.
+        let generation = self.control.header.generation.get() + 1;
+        let mut next = self.control.clone();
+        change(&mut next);
+        next.header.generation = U64::new(generation);
+        if !next.counted() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!("{}: its numbers are at their end", self.path.display()),
+            ));
+        }
+        self.put(&next)?;
+        self.control = next;
+        Ok(())
+    }
 }
 
 pub(crate) fn has_control(log_dir: &Path) -> bool {
@@ -130,7 +162,7 @@ pub(crate) fn create_log(
     let create = |error| Error::io(DOING, &path, error);
     // Of several that make the log at once the one that has the lock of this file does, and the others look again.
     let how = Open::Kept { mode: OWNER };
-    let file = file::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
+    let file = lock::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
     if has_control(log_dir) {
         files().remove(&unfinished).map_err(create)?;
         return Ok(None);
@@ -175,8 +207,8 @@ pub(crate) fn create_log(
         control.write()?;
     }
     if !planted(Mutant::LogNamesUnsynced) {
-        file::sync_dir(log_dir)?;
-        file::sync_dir(file::parent(log_dir))?;
+        filesystem::sync_dir(log_dir)?;
+        filesystem::sync_dir(filesystem::parent(log_dir))?;
     }
     Ok(Some(control))
 }
@@ -213,10 +245,10 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
 /// Opens, locks and reads the control file.
 pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join("control");
-    let file = file::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
+    let file = lock::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
     // Names too may be in memory only.
-    file::settle_name(&path)?;
-    file::settle_name(&real_path(log_dir)?)?;
+    filesystem::settle_name(&path)?;
+    filesystem::settle_name(&real_path(log_dir)?)?;
     read_control(file, path, home(log_dir)?)
 }
 
@@ -236,7 +268,7 @@ pub(crate) fn read_control(
             Err(error) => return Err(Error::io("read the log's control file", &path, error)),
         }
         match Control::decode(&bytes) {
-            Decoded::Version(version) => return Err(recovery::unknown_version(&path, version)),
+            Decoded::Version(version) => return Err(control::unknown_version(&path, version)),
             Decoded::Invalid => {}
             Decoded::Valid(control) => {
                 let newer = |old: &Control| control.header.generation > old.header.generation;
@@ -300,4 +332,21 @@ pub(crate) fn register<'a>(
         None => disks.push(entry),
     }
     Ok(&mut disks[place])
+}
+
+pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
+    let remedy = match version {
+        1 => {
+            "copy what it holds to its disks with the program that wrote it ('walvisor disk checkpoint' for each), then \
+             remove the log's directory: opening a disk makes a new log"
+        }
+        _ => "use the program that wrote it",
+    };
+    Error::new(
+        ErrorKind::UnsupportedVersion,
+        format!(
+            "{}: log format version {version}; this program knows version {VERSION}: {remedy}",
+            path.display()
+        ),
+    )
 }

@@ -1,0 +1,51 @@
+//! What tells one base image from another: the mark that it carries, and its inode.
+
+use crate::format::Uuid;
+
+/// What the attribute of a base image says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub disk: Uuid,
+    pub generation: u64,
+    /// The newest bytes may be in the disk's log.
+    pub open: bool,
+}
+
+impl Mark {
+    /// As text, always of the same length: what fits once can always be replaced.
+    pub(crate) fn encode(&self) -> String {
+        let state = if self.open { "open" } else { "closed" };
+        format!("{} {:016x} {state:<6}", hex(&self.disk), self.generation)
+    }
+
+    /// Reads the text. The UUID alone is what version 1 of the format put on the images of open disks.
+    pub(crate) fn decode(text: &str) -> Option<Self> {
+        let mut words = text.split_whitespace();
+        let disk = u128::from_str_radix(words.next()?, 16).ok()?;
+        let generation = words.next().map(|word| u64::from_str_radix(word, 16));
+        let open = match words.next() {
+            None | Some("open") => true,
+            Some("closed") => false,
+            Some(_) => return None,
+        };
+        Some(Self {
+            disk: disk.to_be_bytes(),
+            generation: generation.unwrap_or(Ok(0)).ok()?,
+            open,
+        })
+    }
+}
+
+/// A UUID as 32 hex digits.
+pub(crate) fn hex(uuid: &Uuid) -> String {
+    format!("{:032x}", u128::from_be_bytes(*uuid))
+}
+
+/// A file by its file system's numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Inode {
+    pub device: u64,
+    pub number: u64,
+    /// When it was made, in nanoseconds since 1970; 0: the file system does not tell.
+    pub born: u64,
+}
