@@ -12,24 +12,25 @@ use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::control::read_control;
-use crate::disk_state::DiskState;
-use crate::engine::Engine;
+use crate::catalog::control::read_control;
+use crate::catalog::options::DiskOptions;
 use crate::error::Result;
-use crate::file::DataFile;
 use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Descriptor, Kind, SEGMENT_MAGIC,
     SegmentHeader,
 };
 use crate::index::Place;
-use crate::mark::{Inode, Mark};
-use crate::medium::Medium;
-use crate::options::DiskOptions;
-use crate::replay::{read_for_recovery, read_log, recover};
-use crate::segment::Segment;
+use crate::log::disk_state::DiskState;
+use crate::medium::checksum;
+use crate::medium::directory::Medium;
+use crate::medium::engine::Engine;
+use crate::medium::file::DataFile;
+use crate::medium::mark::{Inode, Mark};
+use crate::medium::segment::Segment;
+use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
-use crate::{Failure, SECTOR_SIZE, checksum};
+use crate::{Failure, SECTOR_SIZE};
 
 /// Bytes of each segment file.
 const SEGMENT: usize = 64 << 10;

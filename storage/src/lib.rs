@@ -26,111 +26,39 @@ mod schedule;
 
 // The store: all that is left out without the feature `engine`.
 #[cfg(feature = "engine")]
-mod ahead;
+mod catalog;
 #[cfg(feature = "engine")]
-mod allocation;
-#[cfg(feature = "engine")]
-mod attach;
-#[cfg(feature = "engine")]
-mod checksum;
-#[cfg(feature = "engine")]
-mod committer;
-#[cfg(feature = "engine")]
-mod control;
-#[cfg(feature = "engine")]
-mod copy;
-#[cfg(feature = "engine")]
-mod counters;
-#[cfg(feature = "engine")]
-mod create;
-#[cfg(feature = "engine")]
-mod discard;
+mod checkpoint;
 #[cfg(feature = "engine")]
 mod disk;
 #[cfg(feature = "engine")]
-mod disk_state;
-#[cfg(feature = "engine")]
-mod dump;
-#[cfg(feature = "engine")]
-mod engine;
-#[cfg(feature = "engine")]
 mod error;
-#[cfg(feature = "engine")]
-mod file;
-#[cfg(feature = "engine")]
-mod filesystem;
 #[cfg(feature = "engine")]
 mod format;
 #[cfg(all(feature = "engine", any(test, fuzzing)))]
 #[doc(hidden)]
 pub mod fuzzing;
-#[cfg(feature = "engine")]
-mod gather;
-#[cfg(feature = "engine")]
-mod group;
 #[cfg(all(feature = "engine", test))]
 #[path = "../tests/support/heap.rs"]
 mod heap;
 #[cfg(feature = "engine")]
-mod holes;
-#[cfg(feature = "engine")]
-mod identity;
-#[cfg(feature = "engine")]
-mod image;
-#[cfg(feature = "engine")]
 mod index;
 #[cfg(feature = "engine")]
-mod inspect;
-#[cfg(feature = "engine")]
-mod keeper;
-#[cfg(feature = "engine")]
-mod lock;
-#[cfg(feature = "engine")]
 mod log;
-#[cfg(feature = "engine")]
-mod mark;
 #[cfg(feature = "engine")]
 mod medium;
 #[cfg(feature = "engine")]
 mod mutant;
 #[cfg(feature = "engine")]
-mod options;
-#[cfg(feature = "engine")]
-mod orders;
-#[cfg(feature = "engine")]
-mod pace;
-#[cfg(feature = "engine")]
 mod parallel;
 #[cfg(feature = "engine")]
-mod part;
-#[cfg(feature = "engine")]
-mod port;
-#[cfg(feature = "engine")]
 mod recovery;
-#[cfg(feature = "engine")]
-mod replay;
-#[cfg(feature = "engine")]
-mod resize;
-#[cfg(feature = "engine")]
-mod segment;
 #[cfg(all(feature = "engine", test))]
 mod simulation;
-#[cfg(feature = "engine")]
-mod stamp;
 #[cfg(feature = "engine")]
 mod store;
 #[cfg(feature = "engine")]
 mod sync;
-#[cfg(feature = "engine")]
-mod transfer;
-#[cfg(feature = "engine")]
-mod view;
-#[cfg(feature = "engine")]
-mod waiters;
-#[cfg(feature = "engine")]
-mod window;
-#[cfg(feature = "engine")]
-mod writer;
 
 pub use buffer::{BUFFER_ALIGN, Buffer};
 pub use request::{
@@ -140,23 +68,22 @@ pub use request::{
 pub use schedule::short_slice;
 #[cfg(feature = "engine")]
 pub use {
-    control::log_images,
-    create::create_disk,
-    discard::{Discarded, discard_log},
-    disk::Disk,
-    dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
-    engine::EngineKind,
+    catalog::control::log_images,
+    catalog::options::{CacheMode, CommitWait, DiskOptions, Resize, StoreOptions, default_log_dir},
+    disk::handle::Disk,
+    disk::port::Port,
     error::{Error, ErrorKind, Result},
-    gather::CommitWait,
-    image::Image,
-    inspect::{DamagedSectors, DiskReport, LogReport, inspect, inspect_telling},
-    options::{CacheMode, DiskOptions, Resize, StoreOptions, default_log_dir},
-    pace::Pace,
+    medium::engine::EngineKind,
+    medium::pace::Pace,
     parallel::Progress,
-    port::Port,
-    resize::resize_disk,
-    store::Store,
-    transfer::{Transfer, export_disk, import_disk},
+    store::create::create_disk,
+    store::discard::{Discarded, discard_log},
+    store::dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
+    store::image::Image,
+    store::inspect::{DamagedSectors, DiskReport, LogReport, inspect, inspect_telling},
+    store::open::Store,
+    store::resize::resize_disk,
+    store::transfer::{Transfer, export_disk, import_disk},
 };
 
 #[cfg(feature = "engine")]

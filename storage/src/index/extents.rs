@@ -9,8 +9,8 @@
 
 use std::collections::VecDeque;
 
-use super::{Piece, Place};
-use crate::segment::Segment;
+use super::place::{Piece, Place};
+use crate::medium::segment::Segment;
 use crate::sync::Arc;
 use crate::{SECTOR_SIZE, SharedBuffer};
 

@@ -9,66 +9,15 @@
 //! writes go to a new active layer: what it copies is exactly the disk as of that LSN.
 
 mod extents;
+mod place;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use extents::ExtentMap;
+pub(crate) use place::{Piece, Place};
 
-use crate::SharedBuffer;
-use crate::segment::Segment;
+use crate::medium::segment::Segment;
 use crate::sync::Arc;
-
-/// Where an extent's bytes are.
-#[derive(Clone, Debug)]
-pub(crate) enum Place {
-    /// In memory, not written to the log yet; the extent starts `offset` bytes into the payload.
-    Memory {
-        payload: SharedBuffer,
-        offset: usize,
-    },
-    /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being recycled.
-    Log { segment: Arc<Segment>, offset: u64 },
-    /// All zeroes; `unmap` if the base image's space may be given back.
-    Zero { unmap: bool },
-}
-
-impl Place {
-    /// Where it goes on after `sectors`.
-    pub(crate) fn skip(&self, sectors: u64) -> Self {
-        let bytes = sectors * crate::SECTOR_SIZE;
-        match self {
-            Self::Memory { payload, offset } => Self::Memory {
-                payload: payload.clone(),
-                offset: offset + bytes as usize,
-            },
-            Self::Log { segment, offset } => Self::Log {
-                segment: segment.clone(),
-                offset: offset + bytes,
-            },
-            Self::Zero { unmap } => Self::Zero { unmap: *unmap },
-        }
-    }
-}
-
-/// A part of a looked-up range.
-#[derive(Clone, Debug)]
-pub(crate) struct Piece {
-    pub sector: u64,
-    pub sectors: u64,
-    /// `None`: not in this layer.
-    pub place: Option<Place>,
-}
-
-impl Piece {
-    /// What no layer has.
-    pub(crate) fn gap(sector: u64, end: u64) -> Self {
-        Self {
-            sector,
-            sectors: end - sector,
-            place: None,
-        }
-    }
-}
 
 /// The two layers over a base image.
 #[derive(Debug, Default)]

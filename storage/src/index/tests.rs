@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Buffer, SECTOR_SIZE, heap};
+use crate::{Buffer, SECTOR_SIZE, SharedBuffer, heap};
 
 fn segment() -> Arc<Segment> {
     let file = std::fs::File::open("/dev/null").unwrap();

@@ -5,7 +5,7 @@ use std::io;
 use super::files::Simulated;
 use super::medium::Pace;
 use crate::Buffer;
-use crate::engine::{self, Done, Engine, Io, Source, SyncScope};
+use crate::medium::engine::{self, Done, Engine, Io, Source, SyncScope};
 use crate::sync::{Event, thread};
 
 /// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
@@ -34,7 +34,7 @@ impl Queued {
         } = &self.io
             && !chunks.is_empty()
         {
-            engine::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
+            engine::operation::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
         }
         self.written = true;
         Ok(())
@@ -109,7 +109,8 @@ impl SimulatedEngine {
                 base,
                 offset,
                 chunks,
-            } => engine::write_chunks(base.as_ref(), offset, &chunks, 0, false).map(|()| None),
+            } => engine::operation::write_chunks(base.as_ref(), offset, &chunks, 0, false)
+                .map(|()| None),
             Io::Wait(_) => {
                 // Time for others.
                 thread::yield_now();

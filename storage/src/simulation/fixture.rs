@@ -10,13 +10,13 @@ use super::files::Simulated;
 use super::medium::{LOG, Stored, World};
 use super::names::DIRECTORY;
 use super::oracle::{Contents, Readable, value_of};
-use crate::control::{ControlFile, read_control};
-use crate::disk::Disk;
+use crate::catalog::control::{ControlFile, read_control};
+use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::checkpoint::keeper::Keeper;
+use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
-use crate::keeper::Keeper;
 use crate::mutant::PLANTED;
-use crate::options::{CacheMode, DiskOptions};
-use crate::store::open_log;
+use crate::store::open::open_log;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk};
@@ -322,7 +322,7 @@ fn times_in_a_log_never_go_back() {
         if opened == 0 {
             let mut state = running.disks[0].log.lock();
             ahead = state.stamps.next() + 86_400_000_000;
-            state.stamps = crate::stamp::Stamps::after(ahead);
+            state.stamps = crate::log::stamp::Stamps::after(ahead);
         }
         commit(&mut running, 2 * opened + 1);
         drop(running);
@@ -330,7 +330,7 @@ fn times_in_a_log_never_go_back() {
     }
     let control = control_of(&fixture.medium).unwrap();
     let mut times = Vec::new();
-    crate::recovery::scan(
+    crate::recovery::scan::scan(
         &fixture.medium,
         Path::new(LOG),
         &control.control,

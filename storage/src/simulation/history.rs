@@ -8,7 +8,7 @@ use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Random, World};
 use super::oracle::{Broken, Oracle};
-use crate::control::read_control;
+use crate::catalog::control::read_control;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
 use crate::{CommitWait, Operation};

@@ -11,8 +11,8 @@ use super::files::Simulated;
 use super::fixture::{Running, carry_out, filled};
 use super::medium::{LOG, Random, World};
 use super::oracle::{Broken, value_of};
-use crate::options::DiskOptions;
-use crate::store::open_log;
+use crate::catalog::options::DiskOptions;
+use crate::store::open::open_log;
 use crate::sync::{Arc, Mutex};
 use crate::{
     CommitWait, Error, ErrorKind, Operation, Port, StoreOptions, create_disk, import_disk,

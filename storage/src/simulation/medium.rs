@@ -15,8 +15,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::names::{DIRECTORY, Names};
-use crate::filesystem::Open;
-use crate::mark::Mark;
+use crate::medium::filesystem::Open;
+use crate::medium::mark::Mark;
 use crate::sync::{Arc, Event};
 
 pub(super) const SECTOR: usize = 512;

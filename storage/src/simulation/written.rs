@@ -2,7 +2,7 @@
 
 use super::fixture::{Fixture, Shape, filled};
 use super::medium::{Pace, World};
-use crate::committer::Committer;
+use crate::log::committer::Committer;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
 use crate::{CommitWait, Completion, Operation, Port};

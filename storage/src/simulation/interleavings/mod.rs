@@ -26,7 +26,7 @@ use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
 use super::oracle::Broken;
 use super::{Total, on_all_cores};
-use crate::log::Log;
+use crate::log::state::Log;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, thread};

@@ -1,0 +1,353 @@
+//! The control file of a log with its table of disks: made, opened, read, added to.
+
+use std::path::{Path, PathBuf};
+
+use zerocopy::FromZeros;
+use zerocopy::little_endian::{U32, U64};
+
+use crate::catalog::control;
+use crate::catalog::options::{StoreOptions, check_options};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::format::{
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS, VERSION,
+};
+use crate::medium::file::{self, DataFile};
+use crate::medium::filesystem::{OWNER, Open, files};
+use crate::medium::lock::Holder;
+use crate::medium::{filesystem, lock};
+use crate::mutant::{Mutant, planted};
+
+/// The path without links. What it names need not be there; the directory that it is in must.
+pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
+    let found = match files().real_path(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let directory = files().real_path(filesystem::parent(path));
+            directory.map(|directory| directory.join(path.file_name().unwrap_or_default()))
+        }
+        found => found,
+    };
+    found.map_err(|error| Error::io("find", path, error))
+}
+
+/// The directory that the log directory is in.
+fn home(log_dir: &Path) -> Result<PathBuf> {
+    let real = real_path(log_dir)?;
+    Ok(filesystem::parent(&real).to_owned())
+}
+
+/// The open, locked control file and what it says.
+pub(crate) struct ControlFile {
+    /// The directory that the log directory is in, see [`DiskEntry::path`](crate::format::DiskEntry::path).
+    pub home: PathBuf,
+    pub path: PathBuf,
+    pub file: Box<dyn DataFile>,
+    pub control: Control,
+    /// What was read: it may be in the page cache only.
+    pub unconfirmed: Option<Control>,
+}
+
+impl ControlFile {
+    /// Where the base images of the disks are, as far as that is known.
+    pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
+        let disks = self.control.disks.iter();
+        let known = disks.filter(|disk| disk.path_len.get() > 0);
+        known.map(|disk| disk.path(&self.home)).collect()
+    }
+
+    /// Writes the other slot and syncs it.
+    pub(crate) fn write(&mut self) -> Result<()> {
+        self.update(|_| {})
+    }
+
+    /// Writes what was read once more, to the slot that it came from, and syncs it: it must be on the medium before what it
+    /// frees is reused, and before the other slot, the good one till then, is overwritten. A sync alone would not do:
+    /// after one that failed the cache may hold what no later sync writes.
+    pub(crate) fn confirm(&mut self) -> Result<()> {
+        if let Some(read) = &self.unconfirmed
+            && !planted(Mutant::RecoveryTrustsControl)
+        {
+            self.put(read)?;
+        }
+        self.unconfirmed = None;
+        Ok(())
+    }
+
+    fn put(&self, control: &Control) -> Result<()> {
+        let slot = match planted(Mutant::ControlInPlace) {
+            true => 0,
+            false => control.header.generation.get() % 2,
+        };
+        let offset = slot * CONTROL_SLOT as u64;
+        let written = self.file.write_all_at(&control.encode(), offset);
+        written
+            .and_then(|()| self.file.sync_data())
+            .map_err(|e| Error::io("write the log's control file", &self.path, e))
+    }
+
+    /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
+    /// asks later whether it still has to be written gets the medium's answer.
+    pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
+        self.change(|control| change(&mut control.header))
+    }
+
+    /// Changes anything and writes it, as [`update`](Self::update) does.
+    pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        self.confirm()?;
+        // A failed attempt is repeated on the same slot: the other one is the good one.
+        let generation = self.control.header.generation.get() + 1;
+        let mut next = self.control.clone();
+        change(&mut next);
+        next.header.generation = U64::new(generation);
+        if !next.counted() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!("{}: its numbers are at their end", self.path.display()),
+            ));
+        }
+        self.put(&next)?;
+        self.control = next;
+        Ok(())
+    }
+}
+
+pub(crate) fn has_control(log_dir: &Path) -> bool {
+    // What cannot be looked at is told by whoever opens it next.
+    files().kind(&log_dir.join("control")).is_ok()
+}
+
+/// Opens, locks and reads the control file, if there is one.
+pub(crate) fn find_control(log_dir: &Path) -> Result<Option<ControlFile>> {
+    match has_control(log_dir) {
+        true => open_control(log_dir).map(Some),
+        false => Ok(None),
+    }
+}
+
+/// Refuses a directory that is there, holds something, and is no log.
+pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
+    let names = match files().names(log_dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        names => names.map_err(|error| Error::io("read the log directory", log_dir, error))?,
+    };
+    // A control file that never got its name is what a crash in `create_log` left.
+    match names.iter().any(|name| name != UNFINISHED_CONTROL) {
+        false => Ok(()),
+        true => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: not empty, and no log (it has no control file); restore it, or name another directory",
+                log_dir.display()
+            ),
+        )),
+    }
+}
+
+/// The control file's name while it is being made.
+const UNFINISHED_CONTROL: &str = "control.new";
+
+/// Makes the directory and a control file with the disks that `fill` puts there. The file gets its name when it is whole:
+/// a crash before leaves nothing that is taken for a log. `None`: others have made the log meanwhile.
+pub(crate) fn create_log(
+    log_dir: &Path,
+    options: &StoreOptions,
+    fill: &mut dyn FnMut(&mut ControlFile) -> Result<()>,
+) -> Result<Option<ControlFile>> {
+    match files().create_dir(log_dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+            return Err(Error::io("create the log directory", log_dir, error));
+        }
+        _ => {}
+    }
+    let (path, unfinished) = (log_dir.join("control"), log_dir.join(UNFINISHED_CONTROL));
+    const DOING: &str = "create the log's control file";
+    let create = |error| Error::io(DOING, &path, error);
+    // Of several that make the log at once the one that has the lock of this file does, and the others look again.
+    let how = Open::Kept { mode: OWNER };
+    let file = lock::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
+    if has_control(log_dir) {
+        files().remove(&unfinished).map_err(create)?;
+        return Ok(None);
+    }
+    refuse_occupied(log_dir).inspect_err(|_| {
+        // Best effort: the error that is being reported matters more.
+        let _ = files().remove(&unfinished);
+    })?;
+    file.set_len(0)
+        .and_then(|()| file.set_len(2 * CONTROL_SLOT as u64))
+        .map_err(create)?;
+    let mut header = ControlHeader::new_zeroed();
+    header.magic = CONTROL_MAGIC;
+    header.version = U32::new(VERSION);
+    header.log = file::random();
+    header.segment_size = U64::new(options.segment_size);
+    header.max_segments = U32::new(options.max_segments);
+    header.first_sequence = U64::new(1);
+    header.next_lsn = U64::new(1);
+    header.next_cid = U64::new(1);
+    let control = Control {
+        header,
+        disks: Vec::new(),
+    };
+    let mut control = ControlFile {
+        home: home(log_dir)?,
+        path,
+        file,
+        control,
+        unconfirmed: None,
+    };
+    fill(&mut control)?;
+    // Both copies: the space of either is taken now, not when the file system is full.
+    if !planted(Mutant::ControlNamedUnwritten) {
+        control.write()?;
+        control.write()?;
+    }
+    files()
+        .rename_new(&unfinished, &control.path)
+        .map_err(|error| Error::io("name the log's control file", &control.path, error))?;
+    if planted(Mutant::ControlNamedUnwritten) {
+        control.write()?;
+    }
+    if !planted(Mutant::LogNamesUnsynced) {
+        filesystem::sync_dir(log_dir)?;
+        filesystem::sync_dir(filesystem::parent(log_dir))?;
+    }
+    Ok(Some(control))
+}
+
+/// The log in `log_dir`, open and locked: the one that is there, or one with the disks that `fill` puts there, and then
+/// `true`.
+pub(crate) fn open_or_create_log(
+    log_dir: &Path,
+    options: &StoreOptions,
+    fill: &mut dyn FnMut(&mut ControlFile) -> Result<()>,
+) -> Result<(ControlFile, bool)> {
+    loop {
+        if has_control(log_dir) {
+            return Ok((open_control(log_dir)?, false));
+        }
+        if let Some(control) = create_log(log_dir, options, fill)? {
+            return Ok((control, true));
+        }
+    }
+}
+
+/// Where the base images of all disks on a log were when they were last open, without opening the log: to know what
+/// opening it may open. None if the log cannot be read, which its opener will tell.
+pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
+    let path = log_dir.join("control");
+    let read = || {
+        let file = files().open(&path, Open::Read).ok()?;
+        let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
+        Some(control.image_paths())
+    };
+    read().unwrap_or_default()
+}
+
+/// Opens, locks and reads the control file.
+pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
+    let path = log_dir.join("control");
+    let file = lock::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
+    // Names too may be in memory only.
+    filesystem::settle_name(&path)?;
+    filesystem::settle_name(&real_path(log_dir)?)?;
+    read_control(file, path, home(log_dir)?)
+}
+
+/// Reads an open control file: the newest valid slot counts.
+pub(crate) fn read_control(
+    file: Box<dyn DataFile>,
+    path: PathBuf,
+    home: PathBuf,
+) -> Result<ControlFile> {
+    let mut newest: Option<Control> = None;
+    for slot in 0..2 {
+        let mut bytes = vec![0; CONTROL_SLOT];
+        match file.read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64) {
+            Ok(()) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => continue,
+            // It may be the newer one: the other must not be taken for it.
+            Err(error) => return Err(Error::io("read the log's control file", &path, error)),
+        }
+        match Control::decode(&bytes) {
+            Decoded::Version(version) => return Err(control::unknown_version(&path, version)),
+            Decoded::Invalid => {}
+            Decoded::Valid(control) => {
+                let newer = |old: &Control| control.header.generation > old.header.generation;
+                if newest.as_ref().is_none_or(newer) {
+                    newest = Some(control);
+                }
+            }
+        }
+    }
+    let sane = |control: &Control| {
+        let header = &control.header;
+        let options = StoreOptions {
+            segment_size: header.segment_size.get(),
+            max_segments: header.max_segments.get(),
+            ..StoreOptions::default()
+        };
+        check_options(&options).is_ok()
+    };
+    match newest.filter(sane) {
+        Some(control) => Ok(ControlFile {
+            home,
+            path,
+            file,
+            unconfirmed: Some(control.clone()),
+            control,
+        }),
+        None => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: truncated or damaged: no valid copy in it; restore the log from a copy",
+                path.display()
+            ),
+        )),
+    }
+}
+
+/// Adds a disk to the log's table (in memory), and returns its entry. It takes the place of a disk that was at the same
+/// path before.
+pub(crate) fn register<'a>(
+    control: &'a mut ControlFile,
+    path: &Path,
+    size: u64,
+) -> Result<&'a mut DiskEntry> {
+    let path = real_path(path)?;
+    let disks = &mut control.control.disks;
+    let mut entry = DiskEntry::new_zeroed();
+    entry.disk = file::random();
+    entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
+    entry.size = U64::new(size);
+    entry.set_path(&path, &control.home)?;
+    let same = |disk: &DiskEntry| disk.path(&control.home) == path;
+    let place = disks.iter().position(same).unwrap_or(disks.len());
+    if place == MAX_DISKS {
+        return Err(invalid(format!(
+            "{}: the log holds {MAX_DISKS} disks, its most; use another log",
+            control.path.display()
+        )));
+    }
+    match disks.get_mut(place) {
+        Some(old) => *old = entry,
+        None => disks.push(entry),
+    }
+    Ok(&mut disks[place])
+}
+
+pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
+    let remedy = match version {
+        1 => {
+            "copy what it holds to its disks with the program that wrote it ('walvisor disk checkpoint' for each), then \
+             remove the log's directory: opening a disk makes a new log"
+        }
+        _ => "use the program that wrote it",
+    };
+    Error::new(
+        ErrorKind::UnsupportedVersion,
+        format!(
+            "{}: log format version {version}; this program knows version {VERSION}: {remedy}",
+            path.display()
+        ),
+    )
+}

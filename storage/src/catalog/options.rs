@@ -1,0 +1,166 @@
+//! What a log and a disk are made and opened with, and which of it can be.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::SECTOR_SIZE;
+use crate::error::{Result, invalid};
+use crate::format::BLOCK;
+use crate::medium::engine::EngineKind;
+
+/// How a log is made and run.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreOptions {
+    /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
+    /// than a quarter of it are refused.
+    pub segment_size: u64,
+    /// Most segment files of a new log: 4 to 65536. Default 32.
+    pub max_segments: u32,
+    /// Which engine moves the bytes.
+    pub engine: EngineKind,
+    /// Whether one sync serves every FLUSH that waits for it. Off, each FLUSH costs a sync of its own, as
+    /// without group commit: for comparison only. Default on.
+    pub group_commit: bool,
+    /// How long a commit group may wait for more to join it. Default: adaptive.
+    pub commit_wait: CommitWait,
+    /// Whether each client that waits for a commit group has its records written by a write of their own, in the order of
+    /// their LSNs, before the sync that all share: a client is a port. For comparison only, with what one write for the
+    /// whole group is worth; the log that comes of it differs in nothing but the size of its batches. Without
+    /// `group_commit` it changes nothing. Default off.
+    pub write_per_waiter: bool,
+    /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
+    pub sync_latency: Duration,
+    /// Most operations a second on the log's segments, as the small volumes of clouds have it: a sync is one, a write is
+    /// one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free. With this or
+    /// `operation_latency` one thread does all writes of the log, so that no other has to wait. Default: no limit.
+    pub operations_per_second: Option<NonZeroU32>,
+    /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
+    pub operation_latency: Duration,
+    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: as many as there are
+    /// processors.
+    pub threads: Option<NonZeroUsize>,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self {
+            segment_size: 64 << 20,
+            max_segments: 32,
+            engine: EngineKind::Auto,
+            group_commit: true,
+            commit_wait: CommitWait::default(),
+            write_per_waiter: false,
+            sync_latency: Duration::ZERO,
+            operations_per_second: None,
+            operation_latency: Duration::ZERO,
+            threads: None,
+        }
+    }
+}
+
+impl StoreOptions {
+    /// Whether the log's writer leads every batch.
+    pub(crate) fn writer_alone(&self) -> bool {
+        let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
+        paced || self.write_per_waiter
+    }
+}
+
+/// How long a commit group may wait for more FLUSHes, and writes in writethrough mode, to join it. The default is
+/// adaptive: at most half the time of a sync, and only while that makes groups larger.
+///
+/// No group waits once every client has a FLUSH in it: each open [`Port`](crate::Port) is one, unless it
+/// [says otherwise](crate::Port::set_clients).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommitWait {
+    /// The longest wait; zero for none. `None`: adaptive, or 100 ms if a `count` is given.
+    pub longest: Option<Duration>,
+    /// A group starts as soon as this many wait. `None`: as many as were served by the last group or came meanwhile.
+    pub count: Option<u32>,
+}
+
+impl CommitWait {
+    /// Groups start at once.
+    pub const NONE: Self = Self {
+        longest: Some(Duration::ZERO),
+        count: None,
+    };
+}
+
+/// A disk to be opened.
+#[derive(Clone, Debug)]
+pub struct DiskOptions {
+    /// The base image.
+    pub path: PathBuf,
+    /// Refuse writes.
+    pub read_only: bool,
+    /// What FLUSH and a completed WRITE mean.
+    pub cache: CacheMode,
+}
+
+impl DiskOptions {
+    /// A writable writeback disk.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            read_only: false,
+            cache: CacheMode::Writeback,
+        }
+    }
+}
+
+/// The log directory of a disk that names none: `disk.img` has `disk.img.wal`.
+pub fn default_log_dir(disk: &Path) -> PathBuf {
+    let mut name = disk.as_os_str().to_owned();
+    name.push(".wal");
+    name.into()
+}
+
+/// What FLUSH and a completed WRITE mean.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheMode {
+    /// A completed WRITE may be in memory; FLUSH makes it durable.
+    #[default]
+    Writeback,
+    /// A WRITE completes when it is durable.
+    Writethrough,
+    /// FLUSH completes at once and promises nothing. For throw-away guests.
+    Unsafe,
+}
+
+pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
+    let size = options.segment_size;
+    if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
+        return Err(invalid(format!(
+            "a segment of {size} bytes can't be: give 64 KiB to 1 GiB, a multiple of 4096"
+        )));
+    }
+    if !(4..=65536).contains(&options.max_segments) {
+        return Err(invalid(format!(
+            "{} segments can't be: give 4 to 65536",
+            options.max_segments
+        )));
+    }
+    Ok(())
+}
+
+/// What a resize did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resize {
+    /// Bytes of the disk before.
+    pub old_size: u64,
+    /// Bytes of the disk now.
+    pub size: u64,
+}
+
+/// Refuses what is no size of a disk.
+pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
+    match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
+        false => Ok(()),
+        true => Err(invalid(format!(
+            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
+            path.display()
+        ))),
+    }
+}

@@ -1,0 +1,173 @@
+//! Segments that a checkpoint reads, in the kernel's page cache.
+//!
+//! A checkpoint goes through the base image in the order of its sectors. What belongs there lies anywhere in the log: read
+//! where it lies, each block of it would be a request to the medium, which others want to sync. So a segment of which many
+//! small parts are wanted is read once from its beginning to its end, and its parts come from memory. The kernel keeps it,
+//! gives the memory to who needs it more, and then reads a part again. All others that read the log read past the cache.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::num::NonZero;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::{Advice, fadvise};
+
+use crate::index::{Piece, Place};
+use crate::log::state::Log;
+use crate::medium::engine::Source;
+use crate::medium::file::{DataFile, STEP};
+use crate::medium::segment::Segment;
+use crate::sync::Arc;
+
+/// A part that costs a request of its own takes the medium as long as so many bytes in a row.
+const WORTH: u64 = 64 << 10;
+
+/// See the module's documentation. Dropped, it gives the memory back.
+#[derive(Default)]
+pub(crate) struct Ahead {
+    files: HashMap<*const Segment, Arc<File>>,
+    segment_size: u64,
+}
+
+impl Ahead {
+    /// For the segments of which so many of `pieces` are wanted that it is worth it.
+    pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
+        let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
+        for piece in pieces {
+            if let Some(Place::Log { segment, .. }) = piece.place {
+                let entry = parts.entry(Arc::as_ptr(&segment));
+                entry.or_insert_with(|| (segment, 0)).1 += 1;
+            }
+        }
+        let worth = parts.into_iter();
+        let worth = worth.filter(|(_, (_, parts))| parts * WORTH >= log.segment_size);
+        // One that can't be opened is read where its parts lie.
+        let files = worth
+            .filter_map(|(at, (segment, _))| Some((at, Arc::new(log.medium.cached(&segment)?))));
+        Self {
+            files: files.collect(),
+            segment_size: log.segment_size,
+        }
+    }
+
+    /// Bytes to be read.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.files.len() as u64 * self.segment_size
+    }
+
+    /// Reads the segments. `next` is called before each step, with the bytes read so far; what it returns tells whether to
+    /// wait for the step, so that the medium has one at a time.
+    pub(crate) fn read(&self, mut next: impl FnMut(u64) -> bool) {
+        let mut done = 0;
+        for file in self.files.values() {
+            for offset in (0..self.segment_size).step_by(STEP as usize) {
+                let wait = next(done);
+                let len = STEP.min(self.segment_size - offset);
+                // If this fails, whoever wants a part reads it.
+                let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
+                if wait {
+                    let _ = file.read_at(&mut [0], offset + len - 1);
+                }
+                done += len;
+            }
+        }
+    }
+
+    /// Where the parts of `segment` are to be read.
+    pub(crate) fn source(&self, segment: Arc<Segment>) -> Source {
+        match self.files.get(&Arc::as_ptr(&segment)) {
+            Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
+            None => Source::Segment(segment),
+        }
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        for file in self.files.values() {
+            let _ = fadvise(file, 0, None, Advice::DontNeed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    /// Whoever overwrites a segment past the cache is seen by the next who reads it through the cache.
+    #[test]
+    fn a_segment_is_read_as_it_was_written_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            max_segments: 4,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let log = &store.disks()[0].log;
+        let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut |_| {}).unwrap());
+        let pieces = |count: u64| {
+            let segment = segment.clone();
+            (0..count).map(move |at| Piece {
+                sector: at * 8,
+                sectors: 8,
+                place: Some(Place::Log {
+                    segment: segment.clone(),
+                    offset: at * 4096,
+                }),
+            })
+        };
+        for byte in 1..20_u8 {
+            let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
+            segment.file.write_all_at(&bytes, 0).unwrap();
+            let few = Ahead::of(log, pieces(15));
+            assert_eq!(few.bytes(), 0);
+            assert!(matches!(few.source(segment.clone()), Source::Segment(_)));
+            let ahead = Ahead::of(log, pieces(16));
+            assert_eq!(ahead.bytes(), 1 << 20);
+            let mut steps = Vec::new();
+            ahead.read(|done| {
+                steps.push(done);
+                byte % 2 == 0
+            });
+            assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
+            let Source::Base(file) = ahead.source(segment.clone()) else {
+                panic!("16 parts of 1 MiB are worth it");
+            };
+            let mut read = Buffer::zeroed(1 << 20);
+            file.read_exact_at(&mut read, 0).unwrap();
+            assert!(read.iter().all(|&found| found == byte));
+        }
+    }
+
+    /// More blocks than are read one by one, some twice, at odd places: the base image has the newest of each.
+    #[test]
+    fn a_checkpoint_of_many_small_writes_copies_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 4 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        let mut expected = vec![0; 4 << 20];
+        for i in 0..1500_usize {
+            let at = i * 7919 % 1024 * 4096;
+            let block = [(i % 251) as u8; 4096];
+            expected[at..at + 4096].copy_from_slice(&block);
+            let sector = at as u64 / 512;
+            let data = Buffer::from(&block[..]);
+            port.end_for_test(Operation::Write { sector, data })
+                .unwrap();
+        }
+        drop(port);
+        store.disks()[0].checkpoint().unwrap();
+        store.close().unwrap();
+        assert!(std::fs::read(&disk).unwrap() == expected);
+    }
+}

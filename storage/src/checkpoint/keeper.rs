@@ -1,0 +1,543 @@
+//! The log's housekeeper: one thread that makes segments ready ahead of need, and checkpoints.
+//!
+//! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
+//! 1. freeze every disk's index, and make everything up to *C* durable in the log;
+//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those (`copy.rs`);
+//! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
+//! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
+//!
+//! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
+//! the previous checkpoint LSN, brings to the same state.
+
+use std::time::Duration;
+
+use zerocopy::little_endian::U64;
+
+use crate::SECTOR_SIZE;
+use crate::catalog::control::ControlFile;
+use crate::catalog::identity::written_parts;
+use crate::checkpoint::copy::{Growth, Rest, copy};
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::ExtentMap;
+use crate::log::committer::Committer;
+use crate::log::disk_state::DiskState;
+use crate::log::orders::{Order, Task};
+use crate::log::state::{Log, State};
+use crate::medium::file::set_size;
+use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
+use crate::sync::atomic::Ordering;
+use crate::sync::{self, Arc};
+
+/// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
+const READY: usize = 2;
+/// After each step of making a segment while the log grows the medium is left to others for so many times as long, at
+/// most for so long: all at once, a segment would keep it from the log's syncs.
+const GIVE_WAY: u32 = 2;
+const LONGEST_WAY: Duration = Duration::from_millis(10);
+/// Pause before a failed checkpoint is tried again.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// What has been said about attempts that failed: each trouble is told once.
+#[derive(Default)]
+struct Troubles {
+    failing: bool,
+    stuck: bool,
+}
+
+impl Troubles {
+    /// What is to be said after an attempt. `partly`: it was not the whole that failed before.
+    fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
+        let Err(error) = done else {
+            if !partly && std::mem::take(self).failing {
+                tracing::warn!("{}: the log is emptied again", log.dir.display());
+            }
+            return None;
+        };
+        let stuck = log.lock().is_stuck();
+        let damaged = error.kind() == ErrorKind::Damaged;
+        if stuck && !std::mem::replace(&mut self.stuck, true) {
+            self.failing = true;
+            let lost = if damaged { "else " } else { "" };
+            return Some(format!(
+                "{error}; the log in {} is full: writes and flushes fail until that works again, which is tried each \
+                 second; nothing {lost}acknowledged is lost",
+                log.dir.display()
+            ));
+        }
+        let new = !std::mem::replace(&mut self.failing, true);
+        let remedy = if damaged { "" } else { "make space, " };
+        new.then(|| {
+            format!(
+                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it is tried again \
+                 each second",
+                log.dir.display()
+            )
+        })
+    }
+}
+
+impl Log {
+    /// Makes the next segment file if too few are ready.
+    fn provide(&self) -> Result<()> {
+        let state = self.lock();
+        let slot = state.keeper.files;
+        if state.free.len() >= READY || slot >= self.max_segments {
+            return Ok(());
+        }
+        let mut growth = Growth::new(state.end);
+        drop(state);
+        let mut give_way = |took: Duration| {
+            let state = self.lock();
+            let pressing = state.is_pressing() || state.free.is_empty();
+            let disturbing = growth.is_under_way(state.end);
+            drop(state);
+            if disturbing && !pressing {
+                sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
+            }
+        };
+        let size = self.segment_size;
+        let made = self.medium.create_segment(slot, size, &mut give_way);
+        let mut state = self.lock();
+        // Without it the ring is smaller: a checkpoint has to go around it sooner.
+        state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
+        state.keeper.cramped = made.is_err();
+        state.free.push_back(Arc::new(made?));
+        state.keeper.files += 1;
+        state.starved = false;
+        drop(state);
+        self.segments_freed();
+        Ok(())
+    }
+
+    /// Wakes those who wait for a segment.
+    fn segments_freed(&self) {
+        if !planted(Mutant::SegmentFreedSilently) {
+            self.wake_ports();
+        }
+    }
+}
+
+/// A disk whose image gets another generation, and two parts that it gets with it, by byte offset and length.
+type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
+
+/// See the module's documentation.
+pub(crate) struct Keeper {
+    pub(crate) log: Arc<Log>,
+    disks: Vec<Arc<DiskState>>,
+    pub(crate) control: ControlFile,
+    committer: Committer,
+    /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
+    frozen_at: Option<u64>,
+    /// The `copying_lsn` that both slots of the control file have, if this keeper wrote it.
+    copying: Option<u64>,
+    /// The disks whose images get another generation with the checkpoint that is under way, and parts that it writes.
+    announced: Vec<Announced>,
+    /// Recycled segments that a reader still pins.
+    retiring: Vec<Arc<Segment>>,
+}
+
+impl Keeper {
+    /// `frozen_at` is the last LSN of what recovery left in frozen indexes, if it did.
+    pub(crate) fn new(
+        log: Arc<Log>,
+        disks: Vec<Arc<DiskState>>,
+        control: ControlFile,
+        frozen_at: Option<u64>,
+    ) -> Result<Self> {
+        let committer =
+            Committer::new(log.clone(), 0).map_err(|e| Error::io("open the log", &log.dir, e))?;
+        Ok(Self {
+            log,
+            disks,
+            control,
+            committer,
+            frozen_at,
+            copying: None,
+            announced: Vec::new(),
+            retiring: Vec::new(),
+        })
+    }
+
+    /// The thread's body. Ends, when told to stop, with everything durable and in the base images.
+    pub(crate) fn run(mut self) -> Result<()> {
+        let mut troubles = Troubles::default();
+        let mut paused = false;
+        loop {
+            if self.wait(&mut paused) {
+                let closed = self.close();
+                // Nobody is left to make room for a port that is still there.
+                self.log.refuse(self.log.lock());
+                return closed;
+            }
+            self.serve_orders();
+            // A checkpoint that failed has its pause, a segment file that is needed is made meanwhile.
+            let done = match paused {
+                true => self.log.provide(),
+                false => self.step(false),
+            };
+            if let Some(line) = troubles.report(&self.log, &done, paused) {
+                tracing::error!("{line}");
+            }
+            paused |= done.is_err();
+            if !self.retiring.is_empty() {
+                // A reader holds a segment for the time of one read: look again soon.
+                self.rest();
+            }
+        }
+    }
+
+    /// Lets readers end, and takes back what they held.
+    pub(crate) fn rest(&mut self) {
+        sync::sleep(Duration::from_millis(1));
+        self.retire();
+    }
+
+    /// Sleeps until there is something to do; returns whether that is to stop. `paused`: an attempt has just failed;
+    /// cleared once the next may be made.
+    fn wait(&self, paused: &mut bool) -> bool {
+        let urgent = |state: &State| {
+            let keeper = &state.keeper;
+            let short = state.free.len() < READY && keeper.files < self.log.max_segments;
+            keeper.stop || !keeper.orders.is_empty() || (short && !keeper.cramped)
+        };
+        let mut state = self.log.lock();
+        let wanted = &self.log.keeper_wanted;
+        if *paused {
+            let lock = &self.log.state;
+            state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
+            *paused = urgent(&state);
+        } else {
+            while !urgent(&state) && !state.keeper.checkpoint && self.retiring.is_empty() {
+                state = wanted.wait(state).expect("log state lock");
+            }
+        }
+        state.keeper.stop
+    }
+
+    /// Does what is due; a checkpoint also when it is not, if `forced`.
+    ///
+    /// # Errors
+    /// If a segment can't be made or a checkpoint fails. Nothing is lost; it is due again.
+    pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
+        self.retire();
+        let provided = self.log.provide();
+        // Taken before it starts: a request that comes while it runs asks for another one.
+        let mut state = self.log.lock();
+        let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
+        // While it is being tried nobody knows whether the ring is stuck: who needs room waits for the answer.
+        state.keeper.failed &= !due;
+        drop(state);
+        if due {
+            let done = self.checkpoint(false, forced);
+            let mut state = self.log.lock();
+            state.keeper.failed = done.is_err();
+            state.keeper.checkpoint |= done.is_err();
+            drop(state);
+            if done.is_err() {
+                self.log.refuse_stuck();
+            }
+            done?;
+        }
+        provided
+    }
+
+    /// Makes everything durable and copies it to the base images. Nobody else may use the log any more.
+    ///
+    /// # Errors
+    /// If the log had failed or the copy fails.
+    pub(crate) fn close(&mut self) -> Result<()> {
+        self.retire();
+        if self.log.poisoned.load(Ordering::Acquire) {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{}: the log had failed; reopen it to recover what was acknowledged",
+                    self.log.dir.display()
+                ),
+            ));
+        }
+        // First to where it is safe, whatever becomes of the checkpoint.
+        let newest = self.log.lock().appended;
+        self.drain(newest)?;
+        if planted(Mutant::ClosedEarly) {
+            self.disks
+                .iter()
+                .try_for_each(|disk| disk.mark(false).map(drop))?;
+        }
+        self.checkpoint(true, true)?;
+        // Not before the control file says that the log holds nothing of them.
+        self.disks
+            .iter()
+            .try_for_each(|disk| disk.mark(false).map(drop))
+    }
+
+    /// Gives segments back to the ring once nobody reads them.
+    fn retire(&mut self) {
+        let (free, pinned) = std::mem::take(&mut self.retiring)
+            .into_iter()
+            .partition::<Vec<_>, _>(|segment| Arc::strong_count(segment) == 1);
+        self.retiring = pinned;
+        if !free.is_empty() {
+            let mut state = self.log.lock();
+            state.free.extend(free);
+            state.starved = false;
+            drop(state);
+            self.log.segments_freed();
+        }
+    }
+
+    /// Gives the oldest `count` segments back to the ring.
+    fn recycle(&mut self, count: usize) {
+        let mut state = self.log.lock();
+        self.retiring
+            .extend(state.live.drain(..count).map(|live| live.segment));
+        drop(state);
+        self.retire();
+    }
+
+    /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free. `hurry`:
+    /// somebody waits for it.
+    fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<()> {
+        // What an earlier attempt left frozen comes first; then, when closing, what was written since.
+        if self.frozen_at.is_some() && closing {
+            self.checkpoint_once(false, hurry)?;
+        }
+        self.checkpoint_once(closing, hurry)
+    }
+
+    /// Makes everything up to `lsn` durable in the log, if need be with the ring's last segment.
+    fn drain(&mut self, lsn: u64) -> Result<()> {
+        let provided = self.log.provide();
+        let mut state = self.log.lock();
+        state.keeper.draining = Some(lsn);
+        // For those who draw on the last segment there may be room.
+        state.starved = false;
+        drop(state);
+        let flushed = self.committer.flush(lsn);
+        self.log.lock().keeper.draining = None;
+        match (flushed, provided) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Err(error)) => Err(error),
+            (Err(_), Ok(())) => Err(Error::new(
+                ErrorKind::Io,
+                format!("{}: the log can't be made durable", self.log.dir.display()),
+            )),
+        }
+    }
+
+    /// After all else was copied: keeps in the frozen layers what the medium has damaged, except for what durable records
+    /// have replaced since. The next attempt has nothing else to copy.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if something is left. The checkpoint has not ended then.
+    fn keep(&self, rests: Vec<Rest>) -> Result<()> {
+        if rests.is_empty() {
+            return Ok(());
+        }
+        let mut failed = Ok(());
+        // Under the log's lock no record comes between the index and `last_lsn`.
+        let state = self.log.lock();
+        for disk in &self.disks {
+            let mut index = disk.index_mut();
+            index.frozen = None;
+            let Some(rest) = rests.iter().find(|rest| rest.disk.id == disk.id) else {
+                continue;
+            };
+            let newest_is_durable =
+                disk.last_lsn.load(Ordering::Acquire) <= self.log.durable.load(Ordering::Acquire);
+            let nothing = ExtentMap::default();
+            let newer = if newest_is_durable {
+                &index.active
+            } else {
+                &nothing
+            };
+            let left = rest.layer.without(newer);
+            if !left.is_empty() {
+                index.frozen = Some(Arc::new(left));
+                failed = failed.and(Err(rest.told()));
+            }
+        }
+        drop(state);
+        failed
+    }
+
+    /// The frozen layers that hold anything.
+    fn layers(&self) -> Vec<(Arc<DiskState>, Arc<ExtentMap>)> {
+        let disks = self.disks.iter();
+        let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
+        layers.filter(|(_, layer)| !layer.is_empty()).collect()
+    }
+
+    /// Says in the control file that the base images may from now on hold records up to `lsn`, and that those which
+    /// the frozen layers are copied to are about to have another generation.
+    fn announce(&mut self, lsn: u64) -> Result<()> {
+        if self.copying == Some(lsn) {
+            return Ok(());
+        }
+        let layers = self.layers();
+        // Into both slots: should one rot, the other tells that the base images may be ahead of a damaged log.
+        for _ in 0..2 {
+            self.control.change(|control| {
+                control.header.copying_lsn = U64::new(lsn);
+                for (disk, layer) in &layers {
+                    if let Some(entry) = control.disk_mut(disk.id) {
+                        if entry.generation == entry.next_generation {
+                            entry.announce(1);
+                        }
+                        entry.forget_samples(layer);
+                        let next = entry.next_generation.get();
+                        disk.generation.store(next, Ordering::Relaxed);
+                    }
+                }
+            })?;
+        }
+        let parts = layers.iter().map(|(_, layer)| written_parts(layer));
+        let disks = layers.iter().map(|(disk, _)| disk.clone());
+        self.announced = disks.zip(parts).collect();
+        self.copying = Some(lsn);
+        Ok(())
+    }
+
+    fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<()> {
+        let mut state = self.log.lock();
+        if !self.retiring.is_empty()
+            && state.free.is_empty()
+            && (state.keeper.cramped || state.keeper.files == self.log.max_segments)
+        {
+            // Readers hold the room that this may need. They hold it for the time of a read: soon, then. (Waiting
+            // here would wait for ever, since only this thread takes the segments back.)
+            state.keeper.checkpoint = true;
+            let dir = self.log.dir.display();
+            return match closing {
+                false => Ok(()),
+                true => Err(Error::new(
+                    ErrorKind::Io,
+                    format!("{dir}: closed while a disk is being read"),
+                )),
+            };
+        }
+        let lsn = *self.frozen_at.get_or_insert_with(|| {
+            for disk in &self.disks {
+                let frozen = disk.index_mut().freeze();
+                debug_assert!(frozen, "no checkpoint is under way");
+            }
+            state.appended
+        });
+        drop(state);
+        if !planted(Mutant::CopyBeforeDurable) {
+            self.drain(lsn)?;
+        }
+        self.announce(lsn)?;
+        let rests = copy(&self.log, &self.disks, hurry, || {
+            // A ring that grows needs its next segment meanwhile. What fails here is tried again, and told, after it.
+            if !self.log.lock().keeper.cramped {
+                let _ = self.log.provide();
+            }
+        })?;
+        self.keep(rests)?;
+        let mut state = self.log.lock();
+        if closing {
+            state.tail = None;
+        }
+        let tail = state.live.len() - usize::from(state.tail.is_some());
+        let keep = state.live.iter().position(|live| live.last_lsn > lsn);
+        let freed = keep.unwrap_or(tail);
+        let first_sequence = state
+            .live
+            .get(freed)
+            .map_or(state.next_sequence, |live| live.sequence);
+        let (next_lsn, next_cid) = (state.next_lsn, state.next_cid);
+        drop(state);
+        if planted(Mutant::RecycleEarly) {
+            self.recycle(freed);
+        }
+        self.control.change(|control| {
+            let header = &mut control.header;
+            header.first_sequence = U64::new(first_sequence);
+            header.checkpoint_lsn = U64::new(lsn);
+            header.next_lsn = U64::new(next_lsn);
+            header.next_cid = U64::new(next_cid);
+            for (disk, parts) in &self.announced {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    entry.settle();
+                    entry.take_samples(disk.base.as_ref(), *parts);
+                }
+            }
+        })?;
+        self.announced.clear();
+        // Only now may anything be reused or forgotten: the control file no longer needs it. (A new segment names
+        // the one before it: until the control file has let go of that, it must still be in `live`.)
+        for disk in &self.disks {
+            disk.index_mut().frozen = None;
+        }
+        self.frozen_at = None;
+        self.log.lock().applied = lsn;
+        if !planted(Mutant::RecycleEarly) {
+            self.recycle(freed);
+        }
+        self.log.wake_ports();
+        self.log
+            .counters
+            .checkpoints
+            .fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Keeper {
+    /// Carries out what was ordered, first come first served.
+    pub(crate) fn serve_orders(&mut self) {
+        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
+        for Order { task, answer } in orders {
+            let done = match task {
+                Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
+                Task::Grow(disk, size) => self.grow(&disk, size),
+            };
+            // Who has gone does not want to know.
+            let _ = answer.send(done);
+        }
+    }
+
+    fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
+        loop {
+            let done = self.step(true);
+            if self.log.lock().applied >= lsn {
+                return Ok(());
+            }
+            done?;
+            // What an earlier attempt had begun came first, or a reader holds the room that this takes.
+            self.rest();
+        }
+    }
+
+    /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
+    /// that they may write behind the old one is certain to be found again.
+    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u8| {
+            self.control.change(|control| {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    (entry.size, entry.resizing) = (U64::new(size), resizing);
+                }
+            })
+        };
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size == old_size {
+            return Ok(());
+        }
+        set(old_size, 1)?;
+        set_size(disk.base.as_ref(), &disk.path, size)?;
+        set(size, 0)?;
+        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let mut state = self.log.lock();
+        state.keeper.gone = true;
+        // Who waits is told by the end of the channel.
+        state.keeper.orders.clear();
+    }
+}

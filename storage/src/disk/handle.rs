@@ -1,0 +1,144 @@
+//! An open disk: what its ports share.
+
+use std::os::fd::BorrowedFd;
+
+use crate::catalog::options::{Resize, check_size};
+use crate::disk::allocation::{LIMIT, STEP, file_extents, push};
+use crate::disk::port::Port;
+use crate::error::{Error, Result, invalid};
+use crate::index::Place;
+use crate::log::disk_state::DiskState;
+use crate::log::orders::Task;
+use crate::log::state::Log;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+use crate::{Allocation, Extent, LogCounters, SECTOR_SIZE};
+
+/// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
+#[derive(Clone)]
+pub struct Disk {
+    pub(crate) log: Arc<Log>,
+    pub(crate) state: Arc<DiskState>,
+}
+
+impl Disk {
+    /// Capacity in sectors of 512 bytes.
+    pub fn sectors(&self) -> u64 {
+        self.state.sectors()
+    }
+
+    /// Whether writes are refused.
+    pub fn read_only(&self) -> bool {
+        self.state.read_only
+    }
+
+    /// Whether WRITEs complete before they are durable.
+    pub fn write_cache(&self) -> bool {
+        self.state.write_cache.load(Ordering::Acquire)
+    }
+
+    /// Turns writeback on or off for requests submitted from now on.
+    pub fn set_write_cache(&self, on: bool) {
+        self.state.write_cache.store(on, Ordering::Release);
+    }
+
+    /// Whether a [`Port`] reads in the thread that submits: so with the blocking engine.
+    pub fn reads_block(&self) -> bool {
+        self.log.medium.blocks()
+    }
+
+    /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), less where the log's segments
+    /// are small.
+    pub fn max_request_bytes(&self) -> usize {
+        self.log.max_request_bytes()
+    }
+
+    /// Opens a way in for one thread.
+    ///
+    /// # Errors
+    /// If the system refuses a ring, a thread or a descriptor.
+    pub fn open_port(&self) -> Result<Port> {
+        Port::new(&self.log, &self.state)
+            .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
+    }
+
+    /// Copies all that has been written so far to the base images of the disk's log, while requests go on. Returns the
+    /// LSN up to which they hold everything now.
+    ///
+    /// # Errors
+    /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
+    pub fn checkpoint(&self) -> Result<u64> {
+        let newest = self.log.lock().appended;
+        self.log.order(Task::Checkpoint(newest))?;
+        Ok(newest)
+    }
+
+    /// Makes the disk longer while it is in use: `size` in bytes. What is new reads as zeroes. A crash leaves the old or
+    /// the new size. A live disk does not shrink: see [`resize_disk`](crate::resize_disk).
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the present one or more
+    /// than the file system holds; or the files cannot be changed. The disk is as it was then.
+    pub fn grow(&self, size: u64) -> Result<Resize> {
+        let disk = Arc::clone(&self.state);
+        check_size(&disk.path, size)?;
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size < old_size {
+            return Err(invalid(format!(
+                "{}: in use, so it cannot shrink from {old_size} to {size} bytes: stop its user, then 'walvisor disk resize'",
+                disk.path.display()
+            )));
+        }
+        self.log.order(Task::Grow(disk, size))?;
+        Ok(Resize { old_size, size })
+    }
+
+    /// What the disk's log has done since it was opened.
+    pub fn log_counters(&self) -> LogCounters {
+        self.log.counters.snapshot()
+    }
+}
+
+impl Disk {
+    /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
+    /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
+    ///
+    /// # Errors
+    /// If the base image cannot be asked for its holes.
+    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+        let end = sector
+            .saturating_add(sectors.min(LIMIT))
+            .min(self.sectors());
+        let (mut extents, mut pieces) = (Vec::new(), Vec::new());
+        let mut at = sector;
+        // One more than asked for: then the last one is told in full.
+        while at < end && extents.len() <= most {
+            let step = STEP.min(end - at);
+            self.state.index().pieces(at, step, &mut pieces);
+            for piece in pieces.drain(..) {
+                match piece.place {
+                    Some(Place::Memory { .. } | Place::Log { .. }) => {
+                        push(&mut extents, piece.sectors, Allocation::Data);
+                    }
+                    Some(Place::Zero { unmap: false }) => {
+                        push(&mut extents, piece.sectors, Allocation::Zero);
+                    }
+                    Some(Place::Zero { unmap: true }) => {
+                        push(&mut extents, piece.sectors, Allocation::Hole);
+                    }
+                    None => self.base_extents(piece.sector, piece.sectors, &mut extents)?,
+                }
+            }
+            at += step;
+        }
+        extents.truncate(most.max(1));
+        Ok(extents)
+    }
+
+    /// The same for what only the base image has.
+    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
+        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
+        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
+        file_extents(base, &self.state.path, sector, sectors, extents)
+    }
+}

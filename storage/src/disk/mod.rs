@@ -1,0 +1,5 @@
+//! A disk in use: ports carry out requests.
+
+pub(crate) mod allocation;
+pub(crate) mod handle;
+pub(crate) mod port;

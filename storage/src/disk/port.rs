@@ -1,0 +1,428 @@
+//! One thread's way to a disk: checks requests, answers reads from log and base, joins group commit.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use slab::Slab;
+use smallvec::SmallVec;
+
+use crate::format::Kind;
+use crate::index::{Piece, Place};
+use crate::log::committer::Committer;
+use crate::log::disk_state::DiskState;
+use crate::log::state::{Log, Refused};
+use crate::medium::checksum::{self, Payload};
+use crate::medium::engine::{Done, Io, Source};
+use crate::medium::segment::LogRead;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+
+/// A read whose parts are on their way.
+struct Read {
+    token: u64,
+    /// `None` while one part is the whole: its buffer becomes the result.
+    buffer: Option<Buffer>,
+    open: u32,
+    /// The parts that come from the log, by their first sector in the read.
+    logged: SmallVec<[(u64, LogRead); 1]>,
+    failed: bool,
+}
+
+/// One thread's way to a disk. Dropping it waits for what is in flight; completions not taken are lost.
+///
+/// A port may write a batch of records that other ports of the log wait for. So its owner has to call
+/// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while it waits for nothing
+/// itself, or drop it.
+pub struct Port {
+    pub(crate) disk: Arc<DiskState>,
+    pub(crate) committer: Committer,
+    pub(crate) done: Vec<Completion>,
+    /// The newest record of this port.
+    pub(crate) newest_lsn: u64,
+    /// Writes held back by a full log, in order.
+    parked: VecDeque<(u64, Modification)>,
+    /// The engine id of a part: its read's key here, then the sector of the read where it belongs in 32 bits.
+    reads: Slab<Read>,
+    /// Memory for the next read's pieces, and for what has ended.
+    pieces: Vec<Piece>,
+    ended: Vec<Done>,
+}
+
+/// A request that becomes a log record.
+struct Modification {
+    kind: Kind,
+    sector: u64,
+    sectors: u32,
+    payload: Option<Payload>,
+}
+
+impl Port {
+    /// A way to the disk with this state, on this log.
+    pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
+        Ok(Self {
+            disk: disk.clone(),
+            committer: Committer::new(log.clone(), 1)?,
+            done: Vec::new(),
+            newest_lsn: 0,
+            parked: VecDeque::new(),
+            reads: Slab::new(),
+            pieces: Vec::new(),
+            ended: Vec::new(),
+        })
+    }
+
+    /// Tells how many clients use the port, each of which waits for its FLUSH before it goes on; 1 unless told. A commit
+    /// group waits for no more to join once all clients of the log are in it.
+    pub fn set_clients(&mut self, clients: usize) {
+        let mailbox = &self.committer.mailbox;
+        self.committer.log.lock().set_clients(mailbox, clients);
+    }
+
+    /// Hands in one request; its completion carries `token`. Never waits for the medium, except that the
+    /// blocking engine reads in the caller's thread.
+    pub fn submit(&mut self, token: u64, operation: Operation) {
+        let ended = match operation {
+            Operation::Read { sector, sectors } => self.read(token, sector, sectors),
+            Operation::Write { sector, data } => self.write(token, sector, data),
+            Operation::Discard { sector, sectors } => {
+                self.zero(token, Kind::Discard, sector, sectors)
+            }
+            Operation::WriteZeroes {
+                sector,
+                sectors,
+                unmap,
+            } => {
+                let kind = if unmap {
+                    Kind::Discard
+                } else {
+                    Kind::WriteZeroes
+                };
+                self.zero(token, kind, sector, sectors)
+            }
+            Operation::Flush => self.flush(token),
+        };
+        self.finish(token, ended);
+    }
+
+    /// Completes what has ended already.
+    fn finish(&mut self, token: u64, ended: Ended) {
+        if let Some(result) = ended.transpose() {
+            self.done.push(Completion { token, result });
+        }
+    }
+
+    /// Ends a batch: starts what was submitted, and leads a commit group if nobody does.
+    pub fn kick(&mut self) {
+        self.committer.start();
+    }
+
+    /// Readable when [`completions`](Self::completions) may have something to give.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.committer.mailbox.event.fd()
+    }
+
+    /// Appends what has ended to `done`. Call it after [`kick`](Self::kick) and when the event is readable.
+    pub fn completions(&mut self, done: &mut Vec<Completion>) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.committer.poll(&mut ended, &mut self.done);
+        ended.drain(..).for_each(|end| self.end_part(end));
+        self.ended = ended;
+        if !self.parked.is_empty() {
+            self.unpark();
+            self.committer.start();
+        }
+        done.append(&mut self.done);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn sleep_for_test(&self) {
+        self.committer.sleep();
+    }
+
+    /// Carries out one request, with nothing else in flight.
+    #[cfg(test)]
+    pub(crate) fn end_for_test(&mut self, operation: Operation) -> Result<Option<Buffer>, Failure> {
+        self.submit(1, operation);
+        self.kick();
+        let mut done = Vec::new();
+        loop {
+            self.completions(&mut done);
+            match done.pop() {
+                Some(Completion { result, .. }) => return result,
+                None => self.sleep_for_test(),
+            }
+        }
+    }
+
+    fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
+        let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
+        if sectors == 0 || end > self.disk.sectors() {
+            Err(Failure::OutOfRange)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), Failure> {
+        match () {
+            () if self.disk.read_only => Err(Failure::ReadOnly),
+            () if self.committer.log.poisoned.load(Ordering::Acquire) => Err(Failure::Io),
+            () => Ok(()),
+        }
+    }
+
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Ended {
+        self.check_writable()?;
+        let most = self.committer.log.max_request_bytes();
+        if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
+            return Err(Failure::TooLarge);
+        }
+        let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
+        self.check_range(sector, u64::from(sectors))?;
+        // From the copy, never from memory that the guest can change.
+        let checksums = checksum::of(&data);
+        let data = crate::mutant::changed_after_checksum(data);
+        let payload = Some(Payload {
+            bytes: data.share(),
+            checksums,
+        });
+        self.modify(
+            token,
+            Modification {
+                kind: Kind::Write,
+                sector,
+                sectors,
+                payload,
+            },
+        )
+    }
+
+    fn zero(&mut self, token: u64, kind: Kind, sector: u64, sectors: u32) -> Ended {
+        self.check_writable()?;
+        self.check_range(sector, u64::from(sectors))?;
+        self.modify(
+            token,
+            Modification {
+                kind,
+                sector,
+                sectors,
+                payload: None,
+            },
+        )
+    }
+
+    /// Logs a modification, or parks it behind those that the full log holds back.
+    fn modify(&mut self, token: u64, modification: Modification) -> Ended {
+        if !self.parked.is_empty() {
+            self.parked.push_back((token, modification));
+            return Ok(None);
+        }
+        match self.append(token, modification) {
+            Ok(ended) => ended,
+            Err(modification) => {
+                self.parked.push_back((token, modification));
+                Ok(None)
+            }
+        }
+    }
+
+    fn append(&mut self, token: u64, modification: Modification) -> Result<Ended, Modification> {
+        let Modification {
+            kind,
+            sector,
+            sectors,
+            payload,
+        } = modification;
+        let log = &self.committer.log;
+        let lsn = match log.append(
+            &self.committer.mailbox,
+            &self.disk,
+            kind,
+            sector,
+            sectors,
+            payload,
+        ) {
+            Ok(lsn) => lsn,
+            Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
+            Err(Refused::HeldBack(payload)) => {
+                return Err(Modification {
+                    kind,
+                    sector,
+                    sectors,
+                    payload,
+                });
+            }
+        };
+        self.newest_lsn = lsn;
+        if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
+            return Ok(Ok(Some(None)));
+        }
+        Ok(self.wait(token, lsn))
+    }
+
+    fn unpark(&mut self) {
+        while let Some((token, modification)) = self.parked.pop_front() {
+            let ended = match self.check_writable() {
+                Ok(()) => match self.append(token, modification) {
+                    Ok(ended) => ended,
+                    Err(modification) => {
+                        self.parked.push_front((token, modification));
+                        return;
+                    }
+                },
+                Err(failure) => Err(failure),
+            };
+            self.finish(token, ended);
+        }
+    }
+
+    fn flush(&mut self, token: u64) -> Ended {
+        if self.disk.no_flush {
+            return Ok(Some(None));
+        }
+        self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
+    }
+
+    fn wait(&mut self, token: u64, lsn: u64) -> Ended {
+        let counters = &self.committer.log.counters;
+        counters.flushes.fetch_add(1, Ordering::Relaxed);
+        if self.committer.wait_for(lsn, token)? {
+            return Ok(Some(None));
+        }
+        counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
+        Ok(None)
+    }
+
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Ended {
+        self.check_range(sector, u64::from(sectors))?;
+        let len = sectors as usize * SECTOR_SIZE as usize;
+        if len > MAX_REQUEST_BYTES {
+            return Err(Failure::TooLarge);
+        }
+        let mut pieces = std::mem::take(&mut self.pieces);
+        self.disk
+            .index()
+            .pieces(sector, u64::from(sectors), &mut pieces);
+        let whole = pieces.len() == 1;
+        let key = self.reads.vacant_key();
+        let mut buffer = None;
+        let mut open = 0;
+        let mut logged = SmallVec::new();
+        for piece in pieces.drain(..) {
+            let skipped = piece.sector - sector;
+            let at = (skipped * SECTOR_SIZE) as usize;
+            let part = (piece.sectors * SECTOR_SIZE) as usize;
+            let (source, offset, bytes) = match piece.place {
+                Some(Place::Memory { payload, offset }) => {
+                    let bytes = &payload[offset..offset + part];
+                    match whole {
+                        true => buffer = Some(Buffer::from(bytes)),
+                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + part]
+                            .copy_from_slice(bytes),
+                    }
+                    continue;
+                }
+                Some(Place::Zero { .. }) => continue,
+                Some(Place::Log { segment, offset }) => {
+                    let read = LogRead::new(segment.clone(), offset, part);
+                    let (offset, bytes) = (read.offset(), read.bytes());
+                    logged.push((skipped, read));
+                    (Source::Segment(segment), offset, bytes)
+                }
+                None => (
+                    Source::Base(self.disk.base.clone()),
+                    piece.sector * SECTOR_SIZE,
+                    part,
+                ),
+            };
+            open += 1;
+            let io = Io::Read {
+                source,
+                offset,
+                buffer: Buffer::for_overwrite(bytes),
+            };
+            self.committer.submit_read((key as u64) << 32 | skipped, io);
+        }
+        self.pieces = pieces;
+        if open == 0 {
+            return Ok(Some(Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)))));
+        }
+        if !whole {
+            // Parts that nothing is read for are zeroes.
+            buffer.get_or_insert_with(|| Buffer::zeroed(len));
+        }
+        self.reads.insert(Read {
+            token,
+            buffer,
+            open,
+            logged,
+            failed: false,
+        });
+        Ok(None)
+    }
+
+    fn end_part(&mut self, end: Done) {
+        let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
+        let at = (skipped * SECTOR_SIZE) as usize;
+        let Some(read) = self.reads.get_mut(key) else {
+            return;
+        };
+        read.open -= 1;
+        let logged = read.logged.iter().position(|(first, _)| *first == skipped);
+        let logged = logged.map(|found| read.logged.swap_remove(found).1);
+        let result = end.result.map_err(|error| error.to_string());
+        // Bytes of the log are looked at before anyone gets them: what the medium changed, or never wrote, is an error.
+        let result = result.and_then(|part| match (part, logged) {
+            (Some(part), Some(logged)) => {
+                let verified = logged.verified(part).map_err(|error| error.to_string());
+                verified.map(Some)
+            }
+            (part, _) => Ok(part),
+        });
+        match (result, &mut read.buffer) {
+            (Ok(Some(part)), Some(whole)) => whole[at..at + part.len()].copy_from_slice(&part),
+            (Ok(part), whole) => *whole = part,
+            (Err(error), _) => {
+                let disk = self.disk.path.display();
+                tracing::error!("{disk}: a read failed: {error}");
+                read.failed = true;
+            }
+        }
+        if read.open == 0
+            && let Some(read) = self.reads.try_remove(key)
+        {
+            let result = match read.failed {
+                true => Err(Failure::Io),
+                false => Ok(read.buffer),
+            };
+            self.done.push(Completion {
+                token: read.token,
+                result,
+            });
+        }
+    }
+}
+
+/// `Ok(Some(data))`: ended. `Ok(None)`: its completion comes later. `Err`: failed at once.
+type Ended = Result<Option<Option<Buffer>>, Failure>;
+
+impl Port {
+    /// Asks for word once the modifications that this port has completed so far outlive this process, though not yet a
+    /// power cut: a completion that carries `token` comes then, or with it why not. `true`: they do already, and none
+    /// comes. Nothing starts before [`kick`](Self::kick). On a disk without FLUSH there is nothing to wait for.
+    pub fn when_written(&mut self, token: u64) -> bool {
+        if self.disk.no_flush {
+            return true;
+        }
+        match self.committer.wait_written(self.newest_lsn, token) {
+            Ok(written) => written,
+            Err(failure) => {
+                let result = Err(failure);
+                self.done.push(Completion { token, result });
+                false
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! How long a commit group waits for more to join it before it starts.
+//!
+//! While a group syncs, those who come collect for the next one. So with N clients that come back at once two groups
+//! take turns, each with half of them. To wait a little when a sync has ended, until those whom it served are back,
+//! makes one group of all: half the syncs. It costs the ones who wait, and gains nothing where nobody comes back: so
+//! the wait is at most half of the time that a sync takes, ends when everybody expected is there, and is given up
+//! for a while when it was for nothing.
+
+use std::time::Duration;
+
+use crate::catalog::options::CommitWait;
+
+/// Longest wait for a count that is given without a time, as MariaDB has it.
+const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
+/// A shorter adaptive wait is not worth a timer.
+const SHORTEST: Duration = Duration::from_micros(100);
+/// Longest adaptive wait, whatever a sync takes.
+const LONGEST: Duration = Duration::from_millis(20);
+/// Most groups that start at once after waits for nothing: two to the power of this.
+const MOST_MISSES: u32 = 6;
+
+/// What a group that could start does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// It starts.
+    Start,
+    /// It waits: whoever asked sets a timer of this length and calls [`Gather::over`] with the number.
+    Wait(u64, Duration),
+    /// It waits already.
+    Hold,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Idle,
+    /// The wait of this number is under way.
+    Waiting(u64),
+    /// It has ended by time.
+    Over,
+}
+
+/// The wait of one log. Guarded by its lock.
+#[derive(Debug, Default)]
+pub(crate) struct Gather {
+    wait: CommitWait,
+    phase: Phase,
+    /// Number of the newest wait.
+    number: u64,
+    /// Smoothed time of a sync.
+    sync_time: Duration,
+    /// How many the last group served, and how many waited when it ended.
+    expected: usize,
+    /// Adaptive waits in a row that ended without all who were expected.
+    misses: u32,
+    /// Groups that start without a wait before it is tried again.
+    skip: u32,
+}
+
+impl Gather {
+    pub(crate) fn new(wait: CommitWait) -> Self {
+        Self {
+            wait,
+            ..Self::default()
+        }
+    }
+
+    /// Asked when `waiting` wait and no sync is under way. `complete`: nobody else can join.
+    pub(crate) fn ask(&mut self, waiting: usize, complete: bool) -> Verdict {
+        let adaptive = self.wait == CommitWait::default();
+        let enough = self.enough(waiting, complete);
+        match self.phase {
+            Phase::Idle if enough => Verdict::Start,
+            Phase::Idle if adaptive && self.skip > 0 => {
+                self.skip -= 1;
+                Verdict::Start
+            }
+            Phase::Idle => {
+                let longest = self.longest();
+                if longest.is_zero() {
+                    return Verdict::Start;
+                }
+                self.number += 1;
+                self.phase = Phase::Waiting(self.number);
+                Verdict::Wait(self.number, longest)
+            }
+            Phase::Waiting(_) if enough => {
+                self.misses = 0;
+                self.phase = Phase::Idle;
+                Verdict::Start
+            }
+            Phase::Waiting(_) => Verdict::Hold,
+            Phase::Over => {
+                self.misses = if enough {
+                    0
+                } else {
+                    (self.misses + 1).min(MOST_MISSES)
+                };
+                self.skip = (1 << self.misses) - 1;
+                self.phase = Phase::Idle;
+                Verdict::Start
+            }
+        }
+    }
+
+    /// Whether there is nothing to do for a group but wait; otherwise [`ask`](Self::ask).
+    pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
+        matches!(self.phase, Phase::Waiting(_)) && !self.enough(waiting, complete)
+    }
+
+    /// Whether those are there who are expected.
+    fn enough(&self, waiting: usize, complete: bool) -> bool {
+        let target = self
+            .wait
+            .count
+            .map_or(self.expected, |count| count as usize);
+        complete || waiting >= target
+    }
+
+    fn longest(&self) -> Duration {
+        match (self.wait.longest, self.wait.count) {
+            (Some(longest), _) => longest,
+            (None, Some(_)) => WAIT_FOR_COUNT,
+            (None, None) => match (self.sync_time / 2).min(LONGEST) {
+                short if short < SHORTEST => Duration::ZERO,
+                half => half,
+            },
+        }
+    }
+
+    /// The wait of this number has lasted its time.
+    pub(crate) fn over(&mut self, number: u64) {
+        if self.phase == Phase::Waiting(number) {
+            self.phase = Phase::Over;
+        }
+    }
+
+    /// Whoever held the timer of this number is gone: the next to ask begins anew.
+    pub(crate) fn abandon(&mut self, number: u64) {
+        if self.phase == Phase::Waiting(number) {
+            self.phase = Phase::Idle;
+        }
+    }
+
+    /// A group starts without asking.
+    pub(crate) fn interrupt(&mut self) {
+        self.phase = Phase::Idle;
+    }
+
+    /// A group has ended: its sync took so long, it served so many, and others wait already.
+    pub(crate) fn ended(&mut self, sync_time: Duration, served: usize, waiting: usize) {
+        self.sync_time = match self.sync_time.is_zero() {
+            true => sync_time,
+            false => (self.sync_time * 7 + sync_time) / 8,
+        };
+        self.expected = served + waiting;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SYNC: Duration = Duration::from_millis(1);
+
+    fn waited(gather: &mut Gather, waiting: usize) -> u64 {
+        match gather.ask(waiting, false) {
+            Verdict::Wait(number, time) => {
+                assert_eq!(time, SYNC / 2);
+                number
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_lone_client_never_waits() {
+        let mut gather = Gather::default();
+        for _ in 0..10 {
+            assert_eq!(gather.ask(1, false), Verdict::Start);
+            gather.ended(SYNC, 1, 0);
+        }
+    }
+
+    #[test]
+    fn two_alternating_groups_become_one() {
+        let mut gather = Gather::default();
+        // Four were served and four had come meanwhile: the next group is worth eight.
+        gather.ended(SYNC, 4, 4);
+        waited(&mut gather, 4);
+        assert_eq!(gather.ask(7, false), Verdict::Hold);
+        assert_eq!(gather.ask(8, false), Verdict::Start);
+        gather.ended(SYNC, 8, 0);
+        waited(&mut gather, 1);
+        // Nobody else can come.
+        assert_eq!(gather.ask(3, true), Verdict::Start);
+    }
+
+    #[test]
+    fn waits_for_nothing_become_rare() {
+        let mut gather = Gather::default();
+        let mut waits = 0;
+        for _ in 0..1000 {
+            gather.ended(SYNC, 4, 4);
+            if let Verdict::Wait(number, _) = gather.ask(4, false) {
+                waits += 1;
+                gather.over(number);
+                assert_eq!(gather.ask(5, false), Verdict::Start);
+            }
+        }
+        assert!(waits < 1000 / 40, "{waits}");
+        // They are back, in a run of groups long enough to be noticed.
+        let mut joined = 0;
+        for _ in 0..100 {
+            gather.ended(SYNC, 4, 4);
+            if let Verdict::Wait(..) = gather.ask(4, false) {
+                assert_eq!(gather.ask(8, false), Verdict::Start);
+                joined += 1;
+            }
+        }
+        assert!(joined > 30, "{joined}");
+    }
+
+    #[test]
+    fn a_timer_whose_owner_is_gone_holds_nobody() {
+        let mut gather = Gather::default();
+        gather.ended(SYNC, 4, 4);
+        let number = waited(&mut gather, 4);
+        gather.abandon(number);
+        let again = waited(&mut gather, 4);
+        gather.over(number);
+        assert_eq!(
+            gather.ask(5, false),
+            Verdict::Hold,
+            "an old timer counts for nothing"
+        );
+        gather.over(again);
+        assert_eq!(gather.ask(5, false), Verdict::Start);
+    }
+
+    #[test]
+    fn fixed_waits_are_as_told() {
+        let none = &mut Gather::new(CommitWait::NONE);
+        none.ended(SYNC, 4, 4);
+        assert_eq!(none.ask(1, false), Verdict::Start);
+        let fixed = &mut Gather::new(CommitWait {
+            longest: Some(Duration::from_millis(7)),
+            count: Some(3),
+        });
+        assert_eq!(fixed.ask(3, false), Verdict::Start);
+        assert_eq!(
+            fixed.ask(1, false),
+            Verdict::Wait(1, Duration::from_millis(7))
+        );
+        assert_eq!(fixed.ask(2, false), Verdict::Hold);
+        assert_eq!(fixed.ask(3, false), Verdict::Start);
+        let count = &mut Gather::new(CommitWait {
+            longest: None,
+            count: Some(2),
+        });
+        assert_eq!(count.ask(1, false), Verdict::Wait(1, WAIT_FOR_COUNT));
+    }
+}

@@ -1,0 +1,653 @@
+//! Forming batches and commit groups: who writes, who syncs, and what ends with them.
+//!
+//! ```text
+//!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
+//! ```
+//! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
+//! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
+//! operation. The log's writer leads what syncs, and goes from one group to the next without waking anybody but those
+//! whom it served; the others are written by those who submit them.
+
+use std::time::Instant;
+
+use zerocopy::little_endian::{U16, U32, U64};
+
+use crate::format::{self, BatchHeader, Descriptor, SegmentHeader};
+use crate::log::gather::Verdict;
+use crate::log::state::{
+    FailOnPanic, Live, Log, PENDING_LIMIT, Record, State, Tail, Writing, live_ports,
+};
+use crate::log::waiters::{Mailbox, Waiter, deliver};
+use crate::medium::checksum::Table;
+use crate::medium::engine::{Chunk, Io, SyncScope};
+use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
+use crate::sync::atomic::Ordering;
+use crate::sync::{self, Arc};
+use crate::{Buffer, SharedBuffer};
+
+/// Bytes of pending payload that are written without anyone waiting for them.
+const WRITE_BEHIND: usize = 1 << 20;
+/// Most batches being written at a time.
+const MOST_WRITING: usize = 4;
+/// Most segments written and not synced.
+const MOST_UNSYNCED: usize = 8;
+/// What part of a segment is used before the next is there: the rest has room for all that may be pending.
+const GROWING_SHARE: u64 = 8;
+
+/// What a thread takes the lead of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Everything: the log has no writer.
+    All,
+    /// Groups that sync: the writer.
+    Syncs,
+    /// Batches that are written without a sync: whoever is not the writer.
+    Batches,
+}
+
+/// What a leader has in flight, and needs to end it.
+pub(crate) enum Task {
+    /// A batch, a sync, or both.
+    Group(Group),
+    /// The wait of this number, for more to join.
+    Wait(u64),
+}
+
+/// A batch being written, a sync, or both in one operation.
+pub(crate) struct Group {
+    batch: Option<Batch>,
+    sync: Option<Syncing>,
+}
+
+/// Lists of earlier groups, to be filled again: a thread that leads allocates none for each of its groups.
+#[derive(Default)]
+pub(crate) struct Spare {
+    records: Vec<Vec<Record>>,
+    /// For the next batch; see [`Engine::list`](crate::medium::engine::Engine::list).
+    pub(crate) chunks: Vec<Chunk>,
+    served: Vec<Waiter>,
+}
+
+struct Batch {
+    records: Vec<Record>,
+    /// Byte offset of the first payload in the segment.
+    payload_at: u64,
+    segment: Arc<Segment>,
+    last_lsn: u64,
+    bytes: u64,
+}
+
+struct Syncing {
+    /// Durable up to here when it ends.
+    lsn: u64,
+    /// Device syncs that it takes.
+    count: usize,
+    began: Instant,
+}
+
+impl Log {
+    /// Takes the lead if there is work that nobody does: the operation to run, and what ends it. To be called again
+    /// until it gives nothing.
+    pub(crate) fn lead(
+        &self,
+        state: &mut State,
+        spare: &mut Spare,
+        role: Role,
+    ) -> Option<(Io, Task)> {
+        if self.poisoned.load(Ordering::Acquire) {
+            return None;
+        }
+        if role != Role::Batches
+            && let Some(lead) = self.lead_sync(state, spare)
+        {
+            return Some(lead);
+        }
+        let leads = match role {
+            Role::All => true,
+            // Ports that came while it wrote a batch wait behind that, and do not look again.
+            Role::Syncs => {
+                let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
+                self.writer_alone || left
+            }
+            Role::Batches => !self.writer_alone,
+        };
+        if leads && self.is_behind(state) {
+            return self.batch(state, spare, false);
+        }
+        None
+    }
+
+    /// What is pending is written without a sync: there is much of it, or somebody waits for that.
+    fn is_behind(&self, state: &State) -> bool {
+        let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
+        state.queued_bytes >= much || self.is_awaited(state)
+    }
+
+    /// Takes the lead of a group that syncs, or of what has to come before its sync.
+    fn lead_sync(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+        if state.waiters.is_empty() {
+            state.group_end = None;
+        } else if state.group_end.is_some() {
+            // It has begun: nobody is waited for any more.
+            return self.serve_each(state, spare);
+        } else if !state.syncing {
+            match self.gather(state) {
+                Verdict::Start => {
+                    if let Some(group) = self.serve(state, spare) {
+                        return Some(group);
+                    }
+                }
+                Verdict::Wait(number, time) => return Some((Io::Wait(time), Task::Wait(number))),
+                Verdict::Hold => {}
+            }
+        }
+        if !state.syncing && state.unsynced.len() >= MOST_UNSYNCED {
+            return Some(self.sync_only(state));
+        }
+        None
+    }
+
+    /// The writer, if it sleeps and has something to do now; it is to be woken.
+    pub(crate) fn call_writer(&self, state: &mut State) -> Option<&Arc<Mailbox>> {
+        let writer = self.writer.get()?;
+        let complete = state.waiting_clients >= state.open_clients;
+        let wanted = !state.waiters.is_empty()
+            && (self.is_urgent(state) || !state.gather.holds(state.waiters.len(), complete));
+        let wanted = wanted || state.unsynced.len() >= MOST_UNSYNCED;
+        let wanted = wanted || (self.writer_alone && self.is_behind(state));
+        let called = state.writer_asleep && !state.syncing && wanted;
+        state.writer_asleep &= !called;
+        called.then_some(writer)
+    }
+
+    /// No group waits for more to join it: without group commit nobody is waited for, a checkpoint waits for nobody,
+    /// and a group that has no room waits for that.
+    fn is_urgent(&self, state: &State) -> bool {
+        self.most_served == 1 || state.keeper.draining.is_some() || state.starved
+    }
+
+    /// Whether a group starts now, for those who wait.
+    fn gather(&self, state: &mut State) -> Verdict {
+        if self.is_urgent(state) {
+            state.gather.interrupt();
+            return Verdict::Start;
+        }
+        let complete = state.waiting_clients >= state.open_clients;
+        state.gather.ask(state.waiters.len(), complete)
+    }
+
+    /// The next step towards a sync for those who wait. `None` if it is not this thread's: what they wait for is
+    /// being written, or has no room.
+    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+        if self.write_per_waiter {
+            state.group_end = self.next_served(state).map(|waiter| waiter.lsn).max();
+            return self.serve_each(state, spare);
+        }
+        let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
+        if state.writing.is_empty() {
+            if state.pending.is_empty() {
+                return Some(self.sync_only(state));
+            }
+            if let Some(group) = self.batch(state, spare, true) {
+                return Some(group);
+            }
+        }
+        // Something is being written, or has no room. Whoever waits only for what is written gets the sync.
+        let (mut ready, mut wanted) = (false, false);
+        self.next_served(state).for_each(|waiter| {
+            ready |= waiter.lsn <= written;
+            wanted |= waiter.lsn > batched;
+        });
+        match () {
+            () if ready => Some(self.sync_only(state)),
+            () if wanted => self.batch(state, spare, false),
+            () => None,
+        }
+    }
+
+    /// The next step of a group whose waiters are written for one by one: those who waited when it began.
+    fn serve_each(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
+        let (end, written) = (state.group_end?, self.written.load(Ordering::Acquire));
+        if state.syncing {
+            return None;
+        }
+        if state.batched < end {
+            let batch = self.batch(state, spare, false);
+            if batch.is_some() || !state.writing.is_empty() {
+                return batch;
+            }
+            // There is no room. Whoever waits only for what is written gets the sync.
+            state.group_end = None;
+            let ready = self.next_served(state).any(|waiter| waiter.lsn <= written);
+            return ready.then(|| self.sync_only(state));
+        }
+        if written < end {
+            return None;
+        }
+        state.group_end = None;
+        Some(self.sync_only(state))
+    }
+
+    /// How many pending records make the next batch, and the bytes of its header and padded payloads.
+    fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
+        let (mut count, mut checksums, mut payload) = (0, 0, 0);
+        // All that may be pending, so that one sync serves all, unless segments are small or a record is longer.
+        let quarter = self.segment_size as usize / 4;
+        // What a checkpoint waits for is written in one piece: so it fits the ring's last segment. Half a segment may be
+        // pending, and one request more, which has a quarter; the last quarter has room for the headers.
+        let draining = state.is_draining();
+        let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
+        // Without group commit only what this FLUSH has to wait for is written with it; with a write for each waiter, what
+        // the next of them has to wait for, if it comes from one port.
+        let (last, port) = match state.waiters.first() {
+            _ if draining => (u64::MAX, None),
+            Some(first) if self.most_served == 1 => (first.lsn, None),
+            _ if self.write_per_waiter => {
+                let waited = state.waiters.iter().map(|waiter| waiter.lsn);
+                let next = waited.filter(|&lsn| lsn > state.batched).min();
+                let port = state.pending.front().map(|record| record.port);
+                (next.unwrap_or(u64::MAX), port)
+            }
+            _ => (u64::MAX, None),
+        };
+        let records = state
+            .pending
+            .iter()
+            .take_while(|record| record.lsn <= last && port.is_none_or(|port| port == record.port));
+        for record in records.take(format::MAX_DESCRIPTORS) {
+            let more = payload + record.payload_len();
+            if count > 0 && more > most {
+                break;
+            }
+            payload = more;
+            checksums += record.checksums().len();
+            count += 1;
+        }
+        (
+            count,
+            format::batch_header_len(count, checksums),
+            payload.next_multiple_of(format::BLOCK),
+        )
+    }
+
+    /// Sees to it that the tail has room for `bytes`, taking a free segment into use if it must.
+    fn make_room(&self, state: &mut State, bytes: u64) -> bool {
+        // While the ring grows and no segment is ready, most of the tail is the keeper's, in case none can be made.
+        let growing = state.free.is_empty() && state.keeper.files < self.max_segments;
+        let usable = match growing && !state.is_draining() {
+            true => self.segment_size / GROWING_SHARE,
+            false => self.segment_size,
+        };
+        let tail = state.tail.as_ref();
+        if tail.is_some_and(|tail| tail.offset + bytes <= usable) {
+            state.starved = false;
+            return true;
+        }
+        // The last segment of the ring is the keeper's: with it a checkpoint can always make what is pending
+        // durable, however full the ring, and so free the others.
+        let to_come = match state.keeper.cramped {
+            true => 0,
+            false => self.max_segments - state.keeper.files,
+        };
+        let left = state.free.len() as u32 + to_come;
+        let allowed = left > 1 || state.is_draining();
+        let Some(segment) = allowed.then(|| state.free.pop_front()).flatten() else {
+            // With none even for the keeper, it can free none.
+            state.keeper.failed |= state.is_draining() && left == 0;
+            state.keeper.checkpoint |= !allowed;
+            let stuck = state.is_stuck();
+            // Not while a segment file is to come: that makes room without a checkpoint.
+            state.starved = to_come == 0;
+            if state.is_stuck() && !stuck {
+                // For the writes that they hold back.
+                live_ports(state).iter().for_each(|port| port.wake());
+            }
+            self.keeper_wanted.notify_one();
+            return false;
+        };
+        state.starved = false;
+        // What is left of the segment before counts as used.
+        state.end = state.end.next_multiple_of(self.segment_size);
+        segment.note(Table::clear);
+        let previous = state.live.back();
+        let salt = match planted(Mutant::ReuseSalt) {
+            true => 7,
+            false => self.medium.salt(),
+        };
+        let header = SegmentHeader {
+            magic: format::SEGMENT_MAGIC,
+            version: U32::new(format::VERSION),
+            crc: U32::new(0),
+            log: self.uuid,
+            sequence: U64::new(state.next_sequence),
+            previous_sequence: U64::new(previous.map_or(0, |live| live.sequence)),
+            previous_lsn: U64::new(state.batched),
+            salt: U64::new(salt),
+        };
+        let mut block = Buffer::zeroed(format::BLOCK);
+        let previous_crc = header.encode(&mut block);
+        state.live.push_back(Live {
+            segment: segment.clone(),
+            sequence: state.next_sequence,
+            last_lsn: state.batched,
+        });
+        state.next_sequence += 1;
+        state.tail = Some(Tail {
+            segment,
+            salt,
+            offset: 0,
+            previous_crc,
+            header: Some(block),
+        });
+        // The next segment is made ready, and half a ring is checkpointed, before anyone has to wait.
+        state.keeper.checkpoint |= state.live.len() * 2 >= self.max_segments as usize;
+        self.keeper_wanted.notify_one();
+        true
+    }
+
+    /// Makes a batch of what is pending. `synced`: its group's sync follows it in the same operation if somebody
+    /// waits for one of its records; nothing else is being written then. `None` if nothing is pending, too much is
+    /// being written already, or there is no room.
+    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Task)> {
+        let (count, header_len, payload_len) = self.batch_extent(state);
+        if count == 0
+            || state.writing.len() >= MOST_WRITING
+            || !self.make_room(state, (header_len + payload_len) as u64)
+        {
+            return None;
+        }
+        let mut records = spare.records.pop().unwrap_or_default();
+        records.extend(state.pending.drain(..count));
+        let first_lsn = records[0].lsn;
+        let last_lsn = first_lsn + count as u64 - 1;
+        let synced = synced && self.next_served(state).any(|waiter| waiter.lsn <= last_lsn);
+        let (sequence, cid) = (
+            state.live.back().map_or(0, |live| live.sequence),
+            state.next_cid,
+        );
+        state.next_cid += u64::from(synced);
+        let tail = state.tail.as_mut().expect("make_room gave one");
+        let payload_bytes: usize = records.iter().map(Record::payload_len).sum();
+        state.queued_bytes -= records.iter().map(Record::pending_bytes).sum::<usize>();
+        let mut header = BatchHeader {
+            magic: format::BATCH_MAGIC,
+            version: U32::new(format::VERSION),
+            crc: U32::new(0),
+            log: self.uuid,
+            sequence: U64::new(sequence),
+            salt: U64::new(tail.salt),
+            cid: U64::new(cid),
+            first_lsn: U64::new(first_lsn),
+            durable_lsn: U64::new(self.durable.load(Ordering::Acquire)),
+            unix_us: U64::new(state.stamps.next()),
+            previous_crc: U32::new(tail.previous_crc),
+            descriptor_count: U16::new(count as u16),
+            checksum_count: U16::new(0),
+            payload_bytes: U64::new(payload_bytes as u64),
+        };
+        let mut at = tail.offset + header_len as u64;
+        at += tail.header.as_ref().map_or(0, |block| block.len() as u64);
+        let payload_at = at;
+        tail.segment.note(|table| {
+            for record in &records {
+                table.add(at, record.payload_len() as u64, record.checksums());
+                at += record.payload_len() as u64;
+            }
+        });
+        let mut head = Buffer::zeroed(header_len);
+        let mut described = &records[..];
+        if planted(Mutant::DropLastDescriptor) && count > 1 {
+            described = &records[..count - 1];
+            let left: usize = described.iter().map(Record::payload_len).sum();
+            header.descriptor_count = U16::new(count as u16 - 1);
+            header.payload_bytes = U64::new(left as u64);
+        }
+        let checksums = || described.iter().flat_map(Record::checksums).copied();
+        header.checksum_count = U16::new(checksums().count() as u16);
+        let descriptors = described.iter().map(|record| Descriptor {
+            disk_id: U32::new(record.disk.id),
+            kind: U32::new(record.kind as u32),
+            sector: U64::new(record.sector),
+            sectors: U32::new(record.sectors),
+        });
+        tail.previous_crc = header.encode(descriptors, checksums(), &mut head);
+        let offset = tail.offset;
+        let mut chunks = std::mem::take(&mut spare.chunks);
+        chunks.reserve(count + 3);
+        if let Some(block) = tail.header.take() {
+            chunks.push(chunk(block.share()));
+        }
+        chunks.push(chunk(head.share()));
+        chunks.extend(
+            records
+                .iter()
+                .filter_map(|r| r.payload.as_ref())
+                .map(|payload| chunk(payload.bytes.clone())),
+        );
+        if payload_len > payload_bytes {
+            chunks.push(chunk(Buffer::zeroed(payload_len - payload_bytes).share()));
+        }
+        let bytes: usize = chunks.iter().map(|chunk| chunk.len).sum();
+        tail.offset += bytes as u64;
+        let segment = tail.segment.clone();
+        state.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
+        state.batched = last_lsn;
+        state.end += bytes as u64;
+        state.writing.push_back(Writing {
+            last_lsn,
+            segment: segment.clone(),
+            synced,
+            ended: false,
+        });
+        let (scope, sync) = match synced {
+            true => {
+                let (scope, count) = scope(state, &segment);
+                (scope, Some(begin_sync(state, last_lsn, count)))
+            }
+            false => (SyncScope::None, None),
+        };
+        let batch = Batch {
+            records,
+            payload_at,
+            segment: segment.clone(),
+            last_lsn,
+            bytes: bytes as u64,
+        };
+        let io = Io::Append {
+            segment,
+            offset,
+            chunks,
+            sync: scope,
+        };
+        let batch = Some(batch);
+        Some((io, Task::Group(Group { batch, sync })))
+    }
+
+    /// What is wanted is written already: it needs only the sync.
+    fn sync_only(&self, state: &mut State) -> (Io, Task) {
+        let mut segments = std::mem::take(&mut state.unsynced);
+        state.next_cid += 1;
+        // Someone waits for more than is durable: so something is written and not synced. Only without group commit
+        // may it be synced already.
+        if segments.is_empty() {
+            let tail = state.tail.as_ref().expect("something was written");
+            segments.push(tail.segment.clone());
+        }
+        let segment = segments[0].clone();
+        let lsn = match planted(Mutant::SyncCoversWriting) {
+            true => state.batched,
+            false => self.written.load(Ordering::Acquire),
+        };
+        let sync = begin_sync(state, lsn, segments.len());
+        let io = Io::Append {
+            segment,
+            offset: 0,
+            chunks: Vec::new(),
+            sync: SyncScope::Segments(segments),
+        };
+        let group = Group {
+            batch: None,
+            sync: Some(sync),
+        };
+        (io, Task::Group(group))
+    }
+
+    /// Those whom one group may serve.
+    fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = &'a Waiter> + use<'a> {
+        state.waiters.iter().take(self.most_served)
+    }
+
+    /// Ends a group: publishes the watermarks, and gives everyone it served their completion. `own` is the mailbox of
+    /// the caller, who looks into it next.
+    pub(crate) fn end_group(
+        &self,
+        group: Group,
+        result: std::io::Result<()>,
+        own: &Arc<Mailbox>,
+        spare: &mut Spare,
+    ) {
+        let _failing = FailOnPanic::new(self);
+        assert!(!planted(Mutant::PanicEndingGroup), "planted");
+        if let Err(error) = result
+            && !planted(Mutant::FailedSyncRetried)
+        {
+            self.poison(&error);
+            return;
+        }
+        if let Some(batch) = &group.batch {
+            let mut at = batch.payload_at;
+            for record in &batch.records {
+                if record.payload.is_some() {
+                    let (sector, sectors) = (record.sector, u64::from(record.sectors));
+                    record.disk.index_mut().relocate(
+                        sector,
+                        sectors,
+                        record.lsn,
+                        &batch.segment,
+                        at,
+                    );
+                    at += record.payload_len() as u64;
+                }
+            }
+            self.counters.writes.fetch_add(1, Ordering::Relaxed);
+            self.counters
+                .log_bytes
+                .fetch_add(batch.bytes, Ordering::Relaxed);
+        }
+        let mut state = self.lock();
+        if self.poisoned.load(Ordering::Acquire) {
+            // Another group has failed meanwhile: everyone has got their error, and nothing becomes durable.
+            return;
+        }
+        if let Some(batch) = &group.batch {
+            self.end_batch(&mut state, batch);
+        }
+        if let Some(sync) = &group.sync {
+            self.end_sync(&mut state, sync, &mut spare.served);
+        }
+        let written = self.written.load(Ordering::Acquire);
+        let waiters = state.awaiting.take(|waiter| waiter.lsn <= written);
+        spare.served.extend(waiters);
+        let held_back = self.held_back.swap(false, Ordering::Relaxed);
+        drop(state);
+        deliver(spare.served.drain(..), Ok(()), Some(own));
+        if held_back {
+            self.wake_ports();
+        }
+        if let Some(Batch { mut records, .. }) = group.batch {
+            records.clear();
+            spare.records.push(records);
+        }
+    }
+
+    /// A batch is written. What is written in front of a gap, where another is still being written, counts once
+    /// that is filled.
+    fn end_batch(&self, state: &mut State, batch: &Batch) {
+        let freed: usize = batch.records.iter().map(Record::pending_bytes).sum();
+        state.pending_bytes -= freed;
+        let ended = |writing: &&mut Writing| writing.last_lsn == batch.last_lsn;
+        let writing = state.writing.iter_mut().find(ended);
+        writing.expect("a batch ends once").ended = true;
+        while let Some(writing) = state.writing.pop_front_if(|writing| writing.ended) {
+            self.written.store(writing.last_lsn, Ordering::Release);
+            if !writing.synced {
+                add(&mut state.unsynced, &writing.segment);
+            }
+        }
+    }
+
+    /// A sync has ended: moves those whom it served to `served`.
+    fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
+        state.syncing = false;
+        // Whoever ends a sync looks for the next.
+        state.writer_asleep = false;
+        self.counters
+            .syncs
+            .fetch_add(sync.count as u64, Ordering::Relaxed);
+        self.counters.groups.fetch_add(1, Ordering::Relaxed);
+        self.durable.store(sync.lsn, Ordering::Release);
+        let most = state.waiters.len().min(self.most_served);
+        let ended = |waiter: &mut Waiter| waiter.lsn <= sync.lsn;
+        served.extend(state.waiters.extract_if(..most, ended));
+        for waiter in &*served {
+            state.leave(waiter);
+        }
+        if !served.is_empty() {
+            self.counters.count_group(served.len());
+        }
+        let waiting = state.waiters.len();
+        state
+            .gather
+            .ended(sync::now() - sync.began, served.len(), waiting);
+    }
+}
+
+fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
+    state.syncing = true;
+    Syncing {
+        lsn,
+        count,
+        began: sync::now(),
+    }
+}
+
+/// What the sync behind a batch in `segment` has to cover, and how many device syncs that takes: the batch alone if
+/// everything before it is durable and its file system takes such writes.
+fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
+    let alone = state.unsynced.is_empty() && !segment.needs_sync;
+    if alone || planted(Mutant::SyncOwnWrite) {
+        let scope = match planted(Mutant::AckBeforeSync) {
+            true => SyncScope::None,
+            false => SyncScope::Write,
+        };
+        return (scope, 1);
+    }
+    let mut segments = std::mem::take(&mut state.unsynced);
+    add(&mut segments, segment);
+    let count = segments.len();
+    if planted(Mutant::SyncLastSegmentOnly) {
+        segments.drain(..count - 1);
+    }
+    (SyncScope::Segments(segments), count)
+}
+
+/// Adds a segment to a list that it may be in.
+fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
+    if !segments.iter().any(|other| Arc::ptr_eq(other, segment)) {
+        segments.push(segment.clone());
+    }
+}
+
+fn chunk(buffer: SharedBuffer) -> Chunk {
+    let len = buffer.len();
+    Chunk { buffer, len }
+}
+
+impl Log {
+    /// Somebody waits for pending records to be written, and no batch is under way that they could be behind.
+    pub(crate) fn is_awaited(&self, state: &State) -> bool {
+        let under_way = |state: &State| state.writing.iter().any(|one| !one.synced && !one.ended);
+        state.awaiting.newest > state.batched && !under_way(state)
+    }
+}

@@ -1,0 +1,12 @@
+//! The log in use: records are appended, written in groups, synced, and whoever waits learns of it.
+
+pub(crate) mod committer;
+pub(crate) mod counters;
+pub(crate) mod disk_state;
+pub(crate) mod gather;
+pub(crate) mod group;
+pub(crate) mod orders;
+pub(crate) mod stamp;
+pub(crate) mod state;
+pub(crate) mod waiters;
+pub(crate) mod writer;

@@ -1,0 +1,146 @@
+//! What somebody asks the keeper to do, and waits for: a checkpoint now, a longer disk.
+//!
+//! ```text
+//!   Disk::checkpoint ─┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
+//!   Disk::grow ───────┴─▶ Log::order ─▶ orders ──┴─▶ keeper: control file, base image, control file
+//!           ▲                                                │
+//!           └──────────────────── answer ────────────────────┘
+//! ```
+//! The keeper does both because it alone writes the control file and the base images.
+
+use crate::error::Result;
+use crate::log::disk_state::DiskState;
+use crate::sync::{Arc, mpsc};
+
+/// Something to be done once.
+pub(crate) enum Task {
+    /// Bring the base images up to this LSN.
+    Checkpoint(u64),
+    /// Give a disk this many bytes, no fewer than it has.
+    Grow(Arc<DiskState>, u64),
+}
+
+/// A task, and who waits for it.
+pub(crate) struct Order {
+    pub task: Task,
+    pub answer: mpsc::Sender<Result<()>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use crate::error::ErrorKind;
+    use crate::inspect;
+    use crate::store::resize::tests::{MIB, copy_image, end, fill, open};
+    use crate::{Operation, Port, SECTOR_SIZE, StoreOptions, create_disk, default_log_dir};
+
+    fn page(port: &mut Port, sector: u64) -> Vec<u8> {
+        end(port, Operation::Read { sector, sectors: 8 })
+            .unwrap()
+            .to_vec()
+    }
+
+    fn create(dir: &Path) -> std::path::PathBuf {
+        let disk = dir.join("disk.img");
+        let options = StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, MIB, &default_log_dir(&disk), &options).unwrap();
+        disk
+    }
+
+    /// What a crash at this moment leaves, as another disk.
+    fn crashed(disk: &Path, to: &Path) -> std::path::PathBuf {
+        let (log, copy) = (default_log_dir(disk), to.join("disk.img"));
+        std::fs::create_dir_all(default_log_dir(&copy)).unwrap();
+        for entry in std::fs::read_dir(&log).unwrap() {
+            let entry = entry.unwrap();
+            // A segment that is still being made may get its name meanwhile.
+            if !entry.file_name().to_str().unwrap().ends_with(".new") {
+                let to = default_log_dir(&copy).join(entry.file_name());
+                std::fs::copy(entry.path(), to).unwrap();
+            }
+        }
+        copy_image(disk, &copy);
+        copy
+    }
+
+    #[test]
+    fn a_disk_grows_in_use_and_what_is_new_survives_a_crash() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = create(dir.path());
+        let store = open(&disk);
+        let live = &store.disks()[0];
+        let mut port = live.open_port().unwrap();
+        fill(&mut port, 0, 1);
+        let beyond = MIB / SECTOR_SIZE;
+        port.submit(
+            7,
+            Operation::Read {
+                sector: beyond,
+                sectors: 8,
+            },
+        );
+        let mut done = Vec::new();
+        port.completions(&mut done);
+        assert!(done.pop().unwrap().result.is_err(), "behind the end");
+        let resized = live.grow(4 * MIB).unwrap();
+        assert_eq!((resized.old_size, resized.size), (MIB, 4 * MIB));
+        assert_eq!(live.sectors() * SECTOR_SIZE, 4 * MIB);
+        assert_eq!(page(&mut port, beyond), [0; 4096]);
+        fill(&mut port, 4 * MIB / SECTOR_SIZE - 8, 2);
+        end(&mut port, Operation::Flush);
+        for (size, part) in [(2 * MIB, "cannot shrink"), (4 * MIB + 1, "multiple of 512")] {
+            let error = live.grow(size).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+            assert!(error.to_string().contains(part), "{error}");
+        }
+        live.grow(4 * MIB).unwrap();
+
+        let copy = crashed(&disk, &dir.path().join("copy"));
+        let recovered = open(&copy);
+        assert_eq!(recovered.disks()[0].sectors() * SECTOR_SIZE, 4 * MIB);
+        let mut port_of_copy = recovered.disks()[0].open_port().unwrap();
+        assert_eq!(page(&mut port_of_copy, 0), [1; 4096]);
+        assert_eq!(
+            page(&mut port_of_copy, 4 * MIB / SECTOR_SIZE - 8),
+            [2; 4096]
+        );
+        drop(port_of_copy);
+        recovered.close().unwrap();
+
+        drop(port);
+        store.close().unwrap();
+        assert_eq!(disk.metadata().unwrap().len(), 4 * MIB);
+        assert_eq!(
+            inspect(&disk, &default_log_dir(&disk)).unwrap().size,
+            4 * MIB
+        );
+    }
+
+    #[test]
+    fn a_checkpoint_in_use_brings_the_base_image_up_to_date() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = create(dir.path());
+        let store = open(&disk);
+        let live = &store.disks()[0];
+        let mut port = live.open_port().unwrap();
+        for round in 1..=3 {
+            fill(&mut port, 8, round);
+            let lsn = live.checkpoint().unwrap();
+            assert_eq!(lsn, u64::from(round));
+            let image = std::fs::read(&disk).unwrap();
+            assert_eq!(image[4096..8192], [round; 4096]);
+            // With nothing new there is nothing to wait for.
+            assert_eq!(live.checkpoint().unwrap(), lsn);
+        }
+        let live = live.clone();
+        drop(port);
+        store.close().unwrap();
+        let error = live.checkpoint().unwrap_err().to_string();
+        assert!(error.contains("being closed"), "{error}");
+        assert!(live.grow(2 * MIB).is_err());
+    }
+}

@@ -1,0 +1,196 @@
+//! How bytes reach the medium: one trait, and an engine for each kind of thread.
+//!
+//! ```text
+//!   port ──submit──▶ Engine ──▶ io_uring, if the kernel has it                     (uring.rs)
+//!     ▲                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
+//!     └──── poll ◀── event descriptor
+//!
+//!   the log's writer ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (inline.rs)
+//! ```
+//! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
+
+mod blocking;
+mod inline;
+pub(crate) mod operation;
+mod uring;
+
+use std::io;
+use std::time::Duration;
+
+use crate::medium::pace::Pace;
+use crate::sync::{Arc, Event};
+
+pub(crate) use operation::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope};
+
+/// Which engine moves the bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// io_uring if the kernel offers all that is needed, else blocking calls.
+    #[default]
+    Auto,
+    /// io_uring; opening fails where the kernel has none.
+    IoUring,
+    /// `pwritev2` on a thread.
+    Blocking,
+}
+
+/// The kind that `kind` comes to on this kernel.
+pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
+    match kind {
+        EngineKind::Blocking => Ok(kind),
+        EngineKind::IoUring => uring::probe().map(|()| kind),
+        EngineKind::Auto => Ok(match uring::probe() {
+            Ok(()) => EngineKind::IoUring,
+            Err(error) => {
+                tracing::info!("io_uring is not usable ({error}): using pwritev2 and fdatasync");
+                EngineKind::Blocking
+            }
+        }),
+    }
+}
+
+/// Makes an engine of a probed kind that signals `event`.
+pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
+    Ok(match kind {
+        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)?),
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
+    })
+}
+
+/// Makes the engine of a log's writer, whose operations wait for `pace`, and whose syncs take `sync_latency` longer than
+/// the medium needs.
+pub(crate) fn create_writer(sync_latency: Duration, pace: Arc<Pace>) -> Box<dyn Engine> {
+    Box::new(inline::Inline::new(sync_latency, pace))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+    use crate::medium::directory::Medium;
+    use crate::medium::file::DataFile;
+
+    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
+        let mut done = Vec::new();
+        engine.enter();
+        while done.len() < count {
+            engine.poll(&mut done);
+            if done.len() < count {
+                event.sleep_until(None);
+                event.clear();
+            }
+        }
+        done
+    }
+
+    #[test]
+    fn both_engines_write_sync_and_read_back() {
+        for kind in [EngineKind::IoUring, EngineKind::Blocking] {
+            let kind = match probe(kind) {
+                Ok(kind) => kind,
+                Err(error) => {
+                    println!("skipped: {kind:?}: {error}");
+                    continue;
+                }
+            };
+            let dir = tempfile::tempdir().unwrap();
+            let medium = crate::medium::directory::directory(dir.path(), kind);
+            let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap());
+            let event = Event::new().unwrap();
+            let mut engine = create(kind, &event).unwrap();
+            let chunk = |byte: u8, len: usize| Chunk {
+                buffer: Buffer::from(&vec![byte; len][..]).share(),
+                len,
+            };
+            let chunks = vec![chunk(1, 4096), chunk(2, 512), chunk(3, 3584)];
+            let sync = SyncScope::Write;
+            engine.submit(
+                7,
+                Io::Append {
+                    segment: segment.clone(),
+                    offset: 8192,
+                    chunks,
+                    sync,
+                },
+            );
+            let done = finish(engine.as_mut(), &event, 1);
+            assert_eq!(done[0].id, 7);
+            assert!(done[0].result.is_ok(), "{:?}", done[0].result);
+            let source = Source::Segment(segment.clone());
+            engine.submit(
+                8,
+                Io::Read {
+                    source: source.clone(),
+                    offset: 8192,
+                    buffer: Buffer::zeroed(8192),
+                },
+            );
+            engine.submit(
+                9,
+                Io::Read {
+                    source,
+                    offset: 1 << 20,
+                    buffer: Buffer::zeroed(512),
+                },
+            );
+            let mut done = finish(engine.as_mut(), &event, 2);
+            done.sort_by_key(|d| d.id);
+            let read = done[0].result.as_ref().unwrap().as_ref().unwrap();
+            assert!(
+                read[..4096].iter().all(|&b| b == 1) && read[4096..4608].iter().all(|&b| b == 2)
+            );
+            assert!(read[4608..].iter().all(|&b| b == 3));
+            assert_eq!(
+                done[1].result.as_ref().unwrap_err().kind(),
+                io::ErrorKind::UnexpectedEof,
+                "{kind:?}"
+            );
+            // A sync alone, and many operations at once.
+            engine.submit(
+                1,
+                Io::Append {
+                    segment: segment.clone(),
+                    offset: 0,
+                    chunks: vec![],
+                    sync: SyncScope::Segments(vec![segment.clone()]),
+                },
+            );
+            for i in 0..300 {
+                let source = Source::Segment(segment.clone());
+                engine.submit(
+                    100 + i,
+                    Io::Read {
+                        source,
+                        offset: i * 512,
+                        buffer: Buffer::zeroed(512),
+                    },
+                );
+            }
+            assert!(
+                finish(engine.as_mut(), &event, 301)
+                    .iter()
+                    .all(|d| d.result.is_ok())
+            );
+            // Base images: many chunks in one write, many writes at once.
+            let path = dir.path().join("base");
+            std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+            let base: Arc<dyn DataFile> =
+                Arc::new(crate::medium::file::open_direct(&path, true).unwrap());
+            for i in 0..16u8 {
+                engine.submit(
+                    u64::from(i),
+                    Io::Write {
+                        base: base.clone(),
+                        offset: u64::from(i) << 16,
+                        chunks: (0..16).map(|j| chunk(16 * i + j, 4096)).collect(),
+                    },
+                );
+            }
+            let done = finish(engine.as_mut(), &event, 16);
+            assert!(done.iter().all(|d| d.result.is_ok()), "{done:?}");
+            let written = std::fs::read(&path).unwrap();
+            let right = |(i, block): (usize, &[u8])| block.iter().all(|&byte| byte == i as u8);
+            assert!(written.chunks(4096).enumerate().all(right));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What an engine is asked to do, and what it answers.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::medium::file::DataFile;
+use crate::medium::segment::Segment;
+use crate::sync::Arc;
+use crate::{Buffer, SharedBuffer};
+
+/// A slice of a shared buffer, to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub buffer: SharedBuffer,
+    pub len: usize,
+}
+
+/// What is read: the base image or a segment, which it pins.
+#[derive(Clone, Debug)]
+pub(crate) enum Source {
+    Base(Arc<dyn DataFile>),
+    Segment(Arc<Segment>),
+}
+
+impl Source {
+    pub(super) fn file(&self) -> &dyn DataFile {
+        match self {
+            Self::Base(file) => file.as_ref(),
+            Self::Segment(segment) => segment.file.as_ref(),
+        }
+    }
+}
+
+/// One operation.
+#[derive(Debug)]
+pub(crate) enum Io {
+    /// Write `chunks` at `offset` of the segment (nothing if there are no chunks), then sync.
+    Append {
+        segment: Arc<Segment>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+        sync: SyncScope,
+    },
+    /// Fill `buffer` from `offset`.
+    Read {
+        source: Source,
+        offset: u64,
+        buffer: Buffer,
+    },
+    /// Write `chunks`, at most [`MAX_CHUNKS`], at `offset` of a base image.
+    Write {
+        base: Arc<dyn DataFile>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+    },
+    /// End after this time, or as soon as another wait is submitted.
+    Wait(Duration),
+}
+
+/// Most chunks of one [`Io::Write`]: Linux takes 1024 in one call.
+pub(crate) const MAX_CHUNKS: usize = 256;
+
+impl Io {
+    /// What it writes, and where.
+    pub(super) fn written(&self) -> Option<(&dyn DataFile, u64, &[Chunk])> {
+        match self {
+            Self::Append {
+                segment,
+                offset,
+                chunks,
+                ..
+            } => Some((segment.file.as_ref(), *offset, chunks)),
+            Self::Write {
+                base,
+                offset,
+                chunks,
+            } => Some((base.as_ref(), *offset, chunks)),
+            Self::Read { .. } | Self::Wait(_) => None,
+        }
+    }
+
+    /// Whether it ends with a sync.
+    pub(super) fn syncs(&self) -> bool {
+        match self {
+            Self::Append { sync, .. } => sync.count() > 0,
+            _ => false,
+        }
+    }
+
+    /// The list of an append, emptied, for the next.
+    pub(super) fn take_list(&mut self) -> Vec<Chunk> {
+        match self {
+            Self::Append { chunks, .. } => {
+                chunks.clear();
+                std::mem::take(chunks)
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// What an append makes durable.
+#[derive(Debug)]
+pub(crate) enum SyncScope {
+    /// Nothing yet.
+    None,
+    /// What it writes itself, and not necessarily what was written before: a write with `RWF_DSYNC`, which a medium
+    /// with FUA takes as one command.
+    Write,
+    /// All that was written to these segments, by an fdatasync of each.
+    Segments(Vec<Arc<Segment>>),
+}
+
+impl SyncScope {
+    fn segments(&self) -> &[Arc<Segment>] {
+        match self {
+            Self::None | Self::Write => &[],
+            Self::Segments(segments) => segments,
+        }
+    }
+
+    /// Device syncs that it takes.
+    pub(super) fn count(&self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Write => 1,
+            Self::Segments(segments) => segments.len() as u32,
+        }
+    }
+}
+
+/// The end of an operation.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub id: u64,
+    /// The filled buffer of a read; `None` for all others.
+    pub result: io::Result<Option<Buffer>>,
+}
+
+/// Moves bytes. Owned and called by one thread.
+pub(crate) trait Engine: Send {
+    /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
+    fn submit(&mut self, id: u64, io: Io);
+    /// Starts everything submitted.
+    fn enter(&mut self);
+    /// Appends what has ended to `done`. The event given at creation is written at each end.
+    fn poll(&mut self, done: &mut Vec<Done>);
+    /// When [`poll`](Self::poll) has something to give without an event.
+    fn due(&self) -> Option<Instant> {
+        None
+    }
+    /// An empty list, of an append that has ended if there is one: the next need not allocate its own.
+    fn list(&mut self) -> Vec<Chunk> {
+        Vec::new()
+    }
+}
+
+/// Does it now, in the calling thread: how it ended, and an append's list, empty. A wait is over at once.
+pub(super) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
+    let written = match (&io, io.written()) {
+        (_, None) => Ok(()),
+        (io, Some((file, offset, chunks))) => {
+            let durably = matches!(
+                io,
+                Io::Append {
+                    sync: SyncScope::Write,
+                    ..
+                }
+            );
+            write_chunks(file, offset, chunks, 0, durably)
+        }
+    };
+    let list = io.take_list();
+    let ended = written.and_then(|()| match io {
+        Io::Append { sync, .. } => {
+            let mut segments = sync.segments().iter();
+            segments.try_for_each(|segment| segment.file.sync_data())?;
+            Ok(None)
+        }
+        Io::Read {
+            source,
+            offset,
+            buffer,
+        } => read_exact(&source, offset, buffer).map(Some),
+        Io::Write { .. } | Io::Wait(_) => Ok(None),
+    });
+    (ended, list)
+}
+
+/// Reads exactly `buffer.len()` bytes.
+fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
+    source.file().read_exact_at(&mut buffer, offset)?;
+    Ok(buffer)
+}
+
+/// Writes all of `chunks` from byte `skip` of them on, see [`DataFile::write_slices_at`].
+pub(crate) fn write_chunks(
+    file: &dyn DataFile,
+    offset: u64,
+    chunks: &[Chunk],
+    skip: usize,
+    durably: bool,
+) -> io::Result<()> {
+    let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
+    let mut done = skip;
+    while done < total {
+        let mut passed = 0;
+        // Groups are seldom larger: no memory is allocated then.
+        let mut slices: SmallVec<[io::IoSlice<'_>; 128]> = SmallVec::new();
+        for chunk in chunks {
+            let from = done.saturating_sub(passed).min(chunk.len);
+            if from < chunk.len {
+                slices.push(io::IoSlice::new(&chunk.buffer[from..chunk.len]));
+            }
+            passed += chunk.len;
+        }
+        match file.write_slices_at(&slices, offset + done as u64, durably) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => done += written,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,213 @@
+//! The file system as the store uses it: names, and files behind them. A simulated one can stand in for the host's.
+
+use std::ffi::OsString;
+use std::fmt::Debug;
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::ops::Deref;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
+use crate::error::{Error, Result};
+use crate::medium::file::{DataFile, open_direct};
+use crate::mutant::{Mutant, planted};
+
+/// How a file is opened, for reading and writing unless it says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Open {
+    /// One that is there, past the page cache if the file system does I/O of sectors that way.
+    Direct,
+    /// One that is there.
+    Existing,
+    /// One that is there, for reading.
+    Read,
+    /// One that is there, else it is made, for users whom `mode` names (and the process's umask leaves). Links are not
+    /// followed.
+    Kept { mode: u32 },
+    /// One that is there is emptied, else it is made, for its owner alone. Links are not followed.
+    Emptied,
+}
+
+/// What a path leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PathKind {
+    File,
+    BlockDevice,
+    Other,
+}
+
+/// What the store asks of a file system. Names are durable when their directory was synced.
+pub(crate) trait FileSystem: Send + Sync + Debug {
+    /// Opens a file.
+    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>>;
+    /// Makes a directory, for its owner alone.
+    fn create_dir(&self, path: &Path) -> io::Result<()>;
+    /// Gives a file another name in the same directory, whatever had that name before.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// The same if nothing has that name; else it fails.
+    fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Removes a file's name.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+    /// The names in a directory, in any order.
+    fn names(&self, dir: &Path) -> io::Result<Vec<OsString>>;
+    /// Makes the names in a directory durable.
+    fn sync_dir(&self, dir: &Path) -> io::Result<()>;
+    /// What the path leads to, links followed.
+    fn kind(&self, path: &Path) -> io::Result<PathKind>;
+    /// Whether anything is at the path, a link to nothing included.
+    fn exists(&self, path: &Path) -> io::Result<bool>;
+    /// The path without links.
+    fn real_path(&self, path: &Path) -> io::Result<PathBuf>;
+}
+
+/// The mode of what is its owner's alone: to read and to write.
+pub(crate) const OWNER: u32 = 0o600;
+
+/// Opens a file that is made if need be. One that is there, left by an earlier attempt, loses what the mode does not have.
+fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
+    let no_link = OFlags::NOFOLLOW.bits() as i32;
+    let made = options.create(true).mode(mode).custom_flags(no_link);
+    let file = made
+        .open(path)
+        .map_err(|error| match error.raw_os_error() {
+            Some(libc::ELOOP) => {
+                io::Error::other("a link is where a file was to be made; remove it")
+            }
+            _ => error,
+        })?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other(
+            "no file, where one was to be made; remove it",
+        ));
+    }
+    let has = found.permissions().mode() & 0o7777;
+    if has & !mode != 0 {
+        file.set_permissions(Permissions::from_mode(has & mode))?;
+    }
+    Ok(file)
+}
+
+/// The file system of the host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostFiles;
+
+impl FileSystem for HostFiles {
+    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(how != Open::Read);
+        let file = match how {
+            Open::Direct => open_direct(path, true)?,
+            Open::Existing | Open::Read => options.open(path)?,
+            Open::Kept { mode } => make(path, options.truncate(false), mode)?,
+            Open::Emptied => make(path, options.truncate(true), OWNER)?,
+        };
+        Ok(Box::new(file))
+    }
+
+    fn create_dir(&self, path: &Path) -> io::Result<()> {
+        DirBuilder::new().mode(OWNER | 0o100).create(path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        std::fs::rename(from, to)
+    }
+
+    fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
+        match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+            // Not on this file system.
+            Err(Errno::INVAL | Errno::NOSYS) => match self.exists(to)? {
+                true => Err(io::ErrorKind::AlreadyExists.into()),
+                false => self.rename(from, to),
+            },
+            renamed => Ok(renamed?),
+        }
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        std::fs::remove_file(path)
+    }
+
+    fn names(&self, dir: &Path) -> io::Result<Vec<OsString>> {
+        std::fs::read_dir(dir)?
+            .map(|entry| Ok(entry?.file_name()))
+            .collect()
+    }
+
+    fn sync_dir(&self, dir: &Path) -> io::Result<()> {
+        File::open(dir)?.sync_all()
+    }
+
+    fn kind(&self, path: &Path) -> io::Result<PathKind> {
+        let kind = std::fs::metadata(path)?.file_type();
+        Ok(match () {
+            () if kind.is_file() => PathKind::File,
+            () if kind.is_block_device() => PathKind::BlockDevice,
+            () => PathKind::Other,
+        })
+    }
+
+    fn exists(&self, path: &Path) -> io::Result<bool> {
+        match path.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => found.map(|_| true),
+        }
+    }
+
+    fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
+        path.canonicalize()
+    }
+}
+
+/// The file system that disks and logs are on.
+#[cfg(not(test))]
+#[inline]
+pub(crate) fn files() -> impl Deref<Target = dyn FileSystem> {
+    let host: &'static dyn FileSystem = &HostFiles;
+    host
+}
+
+/// The file system that disks and logs are on: the host's, unless this thread has a simulated one.
+#[cfg(test)]
+pub(crate) fn files() -> impl Deref<Target = dyn FileSystem> {
+    let simulated = SIMULATED.with_borrow(Clone::clone);
+    simulated.unwrap_or_else(|| crate::sync::Arc::new(HostFiles))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The simulated file system of this thread.
+    pub(crate) static SIMULATED: std::cell::RefCell<Option<crate::sync::Arc<dyn FileSystem>>> =
+        const { std::cell::RefCell::new(None) };
+}
+
+/// Makes a directory's entries durable.
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
+    let synced = files().sync_dir(path);
+    synced.map_err(|error| Error::io("sync the directory", path, error))
+}
+
+/// Makes a name durable that is there: who made it may have been killed before it was, and what is acknowledged from now on
+/// is lost with it.
+pub(crate) fn settle_name(path: &Path) -> Result<()> {
+    if planted(Mutant::OpenTrustsNames) {
+        return Ok(());
+    }
+    let dir = parent(path);
+    match files().sync_dir(dir) {
+        // A process that may not open the directory leaves that to others, or did it before it gave up the right:
+        // see `Store::make_log`.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        synced => synced.map_err(|error| Error::io("sync the directory", dir, error)),
+    }
+}
+
+/// The directory that `path` is in.
+pub(crate) fn parent(path: &Path) -> &Path {
+    let parent = path.parent();
+    let named = parent.filter(|parent| !parent.as_os_str().is_empty());
+    named.unwrap_or(Path::new("."))
+}

@@ -1,0 +1,145 @@
+//! Files that one user has at a time: opened, locked, and still at their path.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::medium::file::DataFile;
+use crate::medium::filesystem::{Open, files};
+
+/// Whom an opener waits for when a file is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// Perhaps another user, who may keep it for long. One that was just killed lets go soon.
+    User,
+    /// A process that was killed: no other user can be. What it had in flight holds the file until it is done.
+    Writes,
+}
+
+/// How often a locked file is tried again.
+const LOCK_TRY: Duration = Duration::from_millis(10);
+
+/// How long at least a user is waited for, and writes in flight.
+const USER_PATIENCE: Duration = Duration::from_secs(3);
+
+const WRITES_PATIENCE: Duration = Duration::from_secs(120);
+
+/// After so long whoever waits is told what for.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// How often a file is opened anew because another took its place while its lock was waited for.
+const PLACES: u32 = 100;
+
+/// Opens a file, for `doing` something, and takes its lock as [`lock`] does. Whoever waits may get the lock of a file that was
+/// renamed over or removed meanwhile, which keeps nobody from what is at the path now: that is opened then.
+///
+/// # Errors
+/// As [`lock`]; or if the file cannot be opened.
+pub(crate) fn open_locked<F>(
+    path: &Path,
+    doing: &str,
+    open: impl Fn() -> io::Result<F>,
+    data: impl Fn(&F) -> &dyn DataFile,
+    holder: impl Fn(&dyn DataFile) -> Holder,
+) -> Result<F> {
+    let failed = |error| Error::io(doing, path, error);
+    for _ in 0..PLACES {
+        let file = open().map_err(failed)?;
+        lock(data(&file), path, holder(data(&file)))?;
+        let locked = data(&file).inode().map_err(failed)?;
+        match files().open(path, Open::Read).and_then(|file| file.inode()) {
+            Ok(there) if there == locked => return Ok(file),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+    }
+    Err(Error::new(
+        ErrorKind::Locked,
+        format!("{}: replaced by others again and again", path.display()),
+    ))
+}
+
+/// The same for a file of the store's.
+pub(crate) fn open_store_file(
+    path: &Path,
+    doing: &str,
+    how: Open,
+    holder: impl Fn(&dyn DataFile) -> Holder,
+) -> Result<Box<dyn DataFile>> {
+    let open = || files().open(path, how);
+    open_locked(path, doing, open, |file| file.as_ref(), holder)
+}
+
+/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the last descriptor of the file).
+/// A write that a process had in flight in an io_uring keeps the file open, and so locked, after the process was killed.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
+/// [`ErrorKind::Io`] if the file system has no locks.
+pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<()> {
+    let mut waited = Duration::ZERO;
+    let patience = match holder {
+        Holder::User => USER_PATIENCE,
+        Holder::Writes => WRITES_PATIENCE,
+    };
+    loop {
+        match file.try_lock() {
+            Ok(true) => return Ok(()),
+            Ok(false) if waited < patience => {}
+            Ok(false) => break,
+            Err(error) => return Err(Error::io("lock", path, error)),
+        }
+        std::thread::sleep(LOCK_TRY);
+        waited += LOCK_TRY;
+        if waited == SILENCE && holder == Holder::Writes {
+            tracing::warn!(
+                "{}: waiting for writes that a process which was killed still has in flight",
+                path.display()
+            );
+        }
+    }
+    let why = match holder {
+        Holder::User => {
+            "already open elsewhere; close the other user of this disk or log first".to_owned()
+        }
+        Holder::Writes => format!(
+            "still locked after {} s, by writes in flight of a process that was killed, or by a user of another log; \
+             look at the device, or close the other user, then try again",
+            WRITES_PATIENCE.as_secs()
+        ),
+    };
+    Err(Error::new(
+        ErrorKind::Locked,
+        format!("{}: {why}", path.display()),
+    ))
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// Whoever waited for a lock has that of the file that is at the path in the end.
+    #[test]
+    fn a_lock_is_of_the_file_that_is_at_the_path() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
+        std::fs::write(&path, "old").unwrap();
+        std::fs::write(&newer, "new").unwrap();
+        let open = || open_store_file(&path, "open", Open::Existing, |_| Holder::Writes);
+        let first = open().unwrap();
+        thread::scope(|scope| {
+            let waiter = scope.spawn(open);
+            // It waits, or comes later: either way it may only have the newer.
+            thread::sleep(5 * LOCK_TRY);
+            std::fs::rename(&newer, &path).unwrap();
+            drop(first);
+            let mut text = [0; 3];
+            let file = waiter.join().unwrap().unwrap();
+            file.read_exact_at(&mut text, 0).unwrap();
+            assert_eq!(&text, b"new");
+        });
+    }
+}

@@ -1,0 +1,12 @@
+//! Where bytes are: files and their locks, segments, the engines that reach them. Knows nothing of disks.
+
+pub(crate) mod checksum;
+pub(crate) mod directory;
+pub(crate) mod engine;
+pub(crate) mod file;
+pub(crate) mod filesystem;
+pub(crate) mod holes;
+pub(crate) mod lock;
+pub(crate) mod mark;
+pub(crate) mod pace;
+pub(crate) mod segment;

@@ -1,0 +1,194 @@
+//! The medium: segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and
+//! the engines that reach them.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::Buffer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::SegmentHeader;
+use crate::medium::checksum::Table;
+use crate::medium::file::{self, DataFile};
+use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::lock;
+use crate::medium::lock::Holder;
+use crate::mutant::{Mutant, planted};
+use crate::sync::{Arc, RwLock};
+
+/// One segment file. Whoever holds it in an `Arc` pins it: it is recycled only when nobody does.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub path: PathBuf,
+    pub file: Box<dyn DataFile>,
+    /// Whether its file system has to be told of a sync: a write that is durable by itself is not enough there.
+    pub needs_sync: bool,
+    /// The checksums of what it holds.
+    checksums: RwLock<Table>,
+}
+
+impl Segment {
+    pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
+        // A sync is right everywhere.
+        let needs_sync = |file| file::is_served(file).unwrap_or(true);
+        Self {
+            needs_sync: file.host().is_some_and(needs_sync),
+            path,
+            file,
+            checksums: RwLock::default(),
+        }
+    }
+
+    /// Changes the table of checksums, whose change is done when `change` returns.
+    pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
+        change(&mut self.checksums.write().expect("checksums lock"));
+    }
+
+    /// The path of segment file number `slot` of the log in `dir`.
+    fn path(dir: &Path, slot: u32) -> PathBuf {
+        dir.join(format!("segment-{slot:05}"))
+    }
+
+    /// See [`Medium::create_segment`].
+    pub(crate) fn create(
+        files: &dyn FileSystem,
+        dir: &Path,
+        slot: u32,
+        size: u64,
+        between: &mut dyn FnMut(Duration),
+    ) -> Result<Self> {
+        let path = Self::path(dir, slot);
+        let unfinished = path.with_extension("new");
+        let mut fill = || {
+            let file = files.open(&unfinished, Open::Emptied)?;
+            file.allocate(size)?;
+            // Past the cache and bit by bit: written back at once, a segment would keep the medium from the log's syncs.
+            let direct = files.open(&unfinished, Open::Direct)?;
+            file::write_zeroes(direct.as_ref(), 0, size, between)?;
+            direct.write_all_at(&SegmentHeader::blank(), 0)?;
+            if !planted(Mutant::SegmentNamedUnsynced) {
+                file.sync_all()?;
+            }
+            files.rename(&unfinished, &path)
+        };
+        if let Err(error) = fill() {
+            // Best effort: a leftover is overwritten by the next attempt.
+            let _ = files.remove(&unfinished);
+            return Err(Error::io("create a log segment", &path, error));
+        }
+        if !planted(Mutant::SegmentNameUnsynced) {
+            let synced = files.sync_dir(dir);
+            synced.map_err(|error| Error::io("sync the directory", dir, error))?;
+        }
+        Self::open(files, path)
+    }
+
+    /// Opens and locks an existing segment file. The log's control file is locked: nobody else uses the segment but what a
+    /// process that was killed had in flight, and that must be there before it is read.
+    fn open(files: &dyn FileSystem, path: PathBuf) -> Result<Self> {
+        let file = files.open(&path, Open::Direct);
+        let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
+        if !planted(Mutant::SegmentsNotLocked) {
+            lock::lock(file.as_ref(), &path, Holder::Writes)?;
+        }
+        Ok(Self::new(path, file))
+    }
+
+    /// Opens the segment files in `dir`, in the order of their numbers.
+    pub(crate) fn open_all(files: &dyn FileSystem, dir: &Path) -> Result<Vec<(u32, Self)>> {
+        let found = Self::list(files, dir)?.into_iter();
+        found
+            .map(|(slot, path)| Ok((slot, Self::open(files, path)?)))
+            .collect()
+    }
+
+    /// The segment files in `dir`, with their numbers, in order.
+    fn list(files: &dyn FileSystem, dir: &Path) -> Result<Vec<(u32, PathBuf)>> {
+        let names = files.names(dir);
+        let mut found = Vec::new();
+        for name in names.map_err(|error| Error::io("read the log directory", dir, error))? {
+            let slot = name
+                .to_str()
+                .and_then(|name| name.strip_prefix("segment-"))
+                .and_then(|n| n.parse().ok());
+            // A name that a person made, as `segment-7`, is none of the log's.
+            if let Some(slot) = slot
+                && Self::path(dir, slot) == dir.join(&name)
+            {
+                found.push((slot, dir.join(name)));
+            }
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+}
+
+/// Payload bytes of a segment that are to be read. The blocks that they lie in are read whole, and verified.
+#[derive(Clone, Debug)]
+pub(crate) struct LogRead {
+    /// Pinned: the table of checksums stays as it is.
+    segment: Arc<Segment>,
+    /// The blocks, in bytes of the segment.
+    blocks: Range<u64>,
+    /// The wanted bytes in them.
+    wanted: Range<usize>,
+}
+
+impl LogRead {
+    /// For `len` bytes at byte `offset` of the segment.
+    pub(crate) fn new(segment: Arc<Segment>, offset: u64, len: usize) -> Self {
+        let blocks = segment
+            .checksums
+            .read()
+            .expect("checksums lock")
+            .cover(offset, len as u64);
+        let lead = (offset - blocks.start) as usize;
+        Self {
+            segment,
+            blocks,
+            wanted: lead..lead + len,
+        }
+    }
+
+    /// Where to begin to read.
+    pub(crate) fn offset(&self) -> u64 {
+        self.blocks.start
+    }
+
+    /// How many bytes to read.
+    pub(crate) fn bytes(&self) -> usize {
+        (self.blocks.end - self.blocks.start) as usize
+    }
+
+    /// Reads them, in this thread.
+    ///
+    /// # Errors
+    /// If that fails, or as [`verified`](Self::verified).
+    pub(crate) fn read(&self) -> Result<Buffer> {
+        let mut buffer = Buffer::for_overwrite(self.bytes());
+        let read = self.segment.file.read_exact_at(&mut buffer, self.offset());
+        read.map_err(|error| Error::io("read the log segment", &self.segment.path, error))?;
+        self.verified(buffer)
+    }
+
+    /// The wanted bytes among those that were read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if the medium does not have what was written.
+    pub(crate) fn verified(&self, read: Buffer) -> Result<Buffer> {
+        let checksums = self.segment.checksums.read().expect("checksums lock");
+        let verified = checksums.verify(self.blocks.start, &read);
+        drop(checksums);
+        match verified {
+            Ok(()) if self.wanted == (0..read.len()) => Ok(read),
+            Ok(()) => Ok(Buffer::from(&read[self.wanted.clone()])),
+            Err(at) => Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: damaged at byte {at}: the medium does not have what was written there",
+                    self.segment.path.display()
+                ),
+            )),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! From the records of a log to what its disks hold: the whole log is read, and each disk given its part.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use zerocopy::little_endian::U64;
+
+use crate::SECTOR_SIZE;
+use crate::catalog::control::ControlFile;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{Control, Kind};
+use crate::index::{Index, Place};
+use crate::log::disk_state::DiskState;
+use crate::medium::directory::Medium;
+use crate::mutant::{Mutant, planted};
+use crate::parallel::Progress;
+use crate::recovery::scan::{self, Found, Scan};
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+
+/// What a log holds of one disk that is not in its base image.
+#[derive(Default)]
+pub(crate) struct Waiting {
+    pub index: Index,
+    /// The LSN of its newest record.
+    pub last_lsn: u64,
+    pub records: u64,
+    pub payload_bytes: u64,
+}
+
+/// The same of all disks that have any, by their id.
+pub(crate) type Indexes = HashMap<u32, Waiting>;
+
+/// Reads the whole log: what it holds, and where the newest bytes of each disk are.
+pub(crate) fn read_log(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &Control,
+    progress: Progress<'_>,
+) -> Result<(Scan, Indexes)> {
+    let mut indexes = Indexes::new();
+    let sizes: HashMap<u32, u64> = control
+        .disks
+        .iter()
+        .map(|d| (d.id.get(), d.size.get()))
+        .collect();
+    let mut stray = None;
+    let scan = scan::scan(
+        medium,
+        log_dir,
+        control,
+        &mut |Found {
+                  lsn,
+                  descriptor,
+                  segment,
+                  offset,
+                  in_base,
+                  ..
+              }| {
+            if in_base {
+                return;
+            }
+            let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
+            let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
+            if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
+                stray.get_or_insert(lsn);
+                return;
+            }
+            let place = match Kind::from_raw(descriptor.kind.get()) {
+                Some(Kind::Write) => Place::Log {
+                    segment: segment.clone(),
+                    offset,
+                },
+                kind => Place::Zero {
+                    unmap: kind == Some(Kind::Discard),
+                },
+            };
+            let waiting = indexes.entry(descriptor.disk_id.get()).or_default();
+            waiting.index.active.insert(sector, sectors, lsn, place);
+            waiting.last_lsn = lsn;
+            waiting.records += 1;
+            waiting.payload_bytes += descriptor.payload_len();
+        },
+        progress,
+    )?;
+    let mut scan = scan;
+    // What a later record has replaced nobody reads any more.
+    scan.damaged.retain(|damaged| {
+        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.index.active);
+        indexes.get(&damaged.disk_id).is_some_and(needed)
+    });
+    match stray {
+        None => Ok((scan, indexes)),
+        Some(lsn) => Err(Error::new(
+            ErrorKind::Damaged,
+            format!(
+                "{}: record {lsn} names no place on a disk of this log; restore the log",
+                log_dir.display()
+            ),
+        )),
+    }
+}
+
+/// Reads the whole log, to build on it: what is read is on the medium, not in the page cache only.
+pub(crate) fn read_for_recovery(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &mut ControlFile,
+    progress: Progress<'_>,
+) -> Result<(Scan, Indexes)> {
+    control.confirm()?;
+    for (_, segment) in medium.segments()? {
+        let dropped = match () {
+            () if planted(Mutant::RecoverySkipsSync) => Ok(()),
+            () if planted(Mutant::RecoveryTrustsCache) => segment.file.sync_data(),
+            () => segment.file.drop_cache(),
+        };
+        dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
+    }
+    let (scan, waiting) = read_log(medium, log_dir, &control.control, progress)?;
+    if let Some(first) = scan.damaged.first() {
+        let (count, dir) = (scan.damaged.len(), log_dir.display());
+        tracing::error!(
+            "{dir}: {count} blocks of 4096 bytes are not what was written, the first in record {}: reads of them fail; \
+             'walvisor disk check', with the disk closed, names sectors and LSNs",
+            first.lsn
+        );
+    }
+    Ok((scan, waiting))
+}
+
+/// Gives the disks what the log holds of them, and makes where it ends durable.
+pub(crate) fn recover(
+    control: &mut ControlFile,
+    states: &[Arc<DiskState>],
+    (scan, mut indexes): (Scan, Indexes),
+) -> Result<Scan> {
+    // Frozen at once: the first checkpoint copies what was recovered, whatever is written meanwhile, and so needs
+    // no room in a ring that may be full.
+    for state in states {
+        if let Some(waiting) = indexes.remove(&state.id) {
+            *state.index_mut() = waiting.index;
+            state.index_mut().freeze();
+            state.last_lsn.store(waiting.last_lsn, Ordering::Release);
+        }
+    }
+    let header = &mut control.control.header;
+    let seen = match planted(Mutant::LsnRestart) {
+        true => scan.last_lsn,
+        false => scan.max_lsn.max(scan.last_lsn),
+    };
+    // Before anything is wiped: numbers seen on the medium are never given out again.
+    header.next_lsn = U64::new(seen + 1);
+    header.next_cid = U64::new(scan.max_cid + 1);
+    control.write()?;
+    // What is behind the end must never be taken for part of the log again.
+    scan.void
+        .iter()
+        .try_for_each(|segment| scan::wipe(segment))?;
+    Ok(scan)
+}

@@ -1,0 +1,396 @@
+//! Attaching disks to a log: base images are opened, and each finds its entry in the table of disks, or is refused.
+//!
+//! | the image is | the log holds records of the disk | it holds none |
+//! |---|---|---|
+//! | the disk's own, at the generation that the log expects | attached, at whatever path | attached, at whatever path |
+//! | another, at the disk's path | refused | attached, unless it is marked as open |
+//! | another, elsewhere | refused | refused |
+
+use std::path::{Path, PathBuf};
+
+use zerocopy::little_endian::{U16, U64};
+
+use crate::catalog::control::{ControlFile, real_path};
+use crate::catalog::identity::Identity;
+use crate::catalog::options::{DiskOptions, default_log_dir};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::DiskEntry;
+use crate::log::disk_state::DiskState;
+use crate::medium::file::{DataFile, set_size};
+use crate::medium::filesystem::{self, Open, PathKind, files};
+use crate::medium::mark::{Mark, hex};
+use crate::mutant::{Mutant, planted};
+use crate::recovery::replay::{Indexes, Waiting};
+use crate::store::image::open_base;
+use crate::sync::Arc;
+
+/// A base image that is open and locked, not yet known to the log.
+pub(crate) struct OpenBase {
+    pub options: DiskOptions,
+    /// Without links.
+    pub path: PathBuf,
+    pub file: Box<dyn DataFile>,
+    pub size: u64,
+    pub identity: Identity,
+}
+
+impl OpenBase {
+    /// `in_log`: the disk's log is open, so that who has an image that is marked as open can be no user of it.
+    pub(crate) fn open(options: &DiskOptions, in_log: bool) -> Result<Self> {
+        let (file, size) = open_base(&options.path, in_log)?;
+        Ok(Self {
+            path: real_path(&options.path)?,
+            identity: Identity::of(file.as_ref(), &options.path)?,
+            options: options.clone(),
+            file,
+            size,
+        })
+    }
+
+    /// Opens several; one file is one disk.
+    pub(crate) fn open_all(disks: &[DiskOptions], in_log: bool) -> Result<Vec<Self>> {
+        let mut opened = Vec::new();
+        for options in disks {
+            refuse_twice(&options.path, &opened)?;
+            opened.push(Self::open(options, in_log)?);
+        }
+        Ok(opened)
+    }
+
+    /// An image that is marked as open has, or had, its newest bytes in a log: a new one must not hide that.
+    pub(crate) fn refuse_open(&self, log_dir: &Path) -> Result<()> {
+        match self.identity.mark {
+            Some(Mark {
+                open: true, disk, ..
+            }) => Err(wrong(format!(
+                "{}: disk {} was not closed and its log is not at {}; name it with log=DIR, or give up what it holds \
+                 with: {}",
+                self.options.path.display(),
+                hex(&disk),
+                log_dir.display(),
+                discard_command(&self.options.path, log_dir),
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the file is as long as the log says, or longer because a resize was cut in the middle.
+    pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
+        let size = entry.size.get();
+        self.size == size || (entry.resizing != 0 && self.size > size)
+    }
+
+    fn is_of(&self, entry: &DiskEntry, home: &Path) -> bool {
+        let at_path = entry.path(home) == self.path;
+        entry.is_image(&self.identity, at_path)
+    }
+
+    /// Why this image is not, byte for byte, what the log's records of a disk belong on; `None`: it is.
+    fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
+        let why = match (&self.identity.mark, self.is_of(entry, home)) {
+            (Some(mark), false) if mark.disk != entry.disk => "it is the image of another disk",
+            (Some(mark), false) if mark.generation < entry.generation.get() => {
+                "it is older than the log expects, or a copy that went its own way"
+            }
+            (Some(_), false) => "it is newer than the log expects, or a copy that went its own way",
+            (None, false) if entry.marked != 0 => {
+                "it has no mark: another image, or a copy made without its attributes"
+            }
+            (None, false) => {
+                "it is another file (without attributes in its file system a disk is known by its inode)"
+            }
+            (Some(Mark { open: false, .. }), true) => "it was closed, with a copy of the log",
+            (_, true) => match entry.samples_fit(self.file.as_ref(), &self.options.path)? {
+                true => return Ok(None),
+                false => {
+                    "its bytes are not those that the last checkpoint left: it was written to by others"
+                }
+            },
+        };
+        Ok(Some(why))
+    }
+
+    /// Finds the place of the disk's entry in the log's table.
+    ///
+    /// # Errors
+    /// If there is none, or the image is not one that the disk takes.
+    pub(crate) fn find(
+        &self,
+        control: &ControlFile,
+        log_dir: &Path,
+        waiting: &Indexes,
+    ) -> Result<usize> {
+        find(std::slice::from_ref(self), control, log_dir, waiting).map(|found| found[0])
+    }
+}
+
+/// One of the ways to tell whether an image is that of an entry.
+type Way<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
+
+/// Finds the places of the disks' entries in the log's table, each at most once.
+fn find(
+    bases: &[OpenBase],
+    control: &ControlFile,
+    log_dir: &Path,
+    waiting: &Indexes,
+) -> Result<Vec<usize>> {
+    let (entries, home) = (&control.control.disks, control.home.as_path());
+    let mut found: Vec<Option<usize>> = vec![None; bases.len()];
+    // Its own image first, then its path; of two images that are both its own the one at its path.
+    let own_at_path = |base: &OpenBase, entry: &DiskEntry| {
+        base.is_of(entry, home) && entry.path(home) == base.path
+    };
+    let own = |base: &OpenBase, entry: &DiskEntry| base.is_of(entry, home);
+    let at_path = |base: &OpenBase, entry: &DiskEntry| entry.path(home) == base.path;
+    let ways: [Way<'_>; 3] = [&own_at_path, &own, &at_path];
+    for way in ways {
+        for (i, base) in bases.iter().enumerate() {
+            if found[i].is_some() {
+                continue;
+            }
+            let Some(place) = entries.iter().position(|entry| way(base, entry)) else {
+                continue;
+            };
+            if let Some(other) = found.iter().position(|found| *found == Some(place)) {
+                return Err(wrong(format!(
+                    "{}: the disk that it would be is {}, which is open already: a copy is made a disk of its own with \
+                     'walvisor disk import'",
+                    base.options.path.display(),
+                    bases[other].options.path.display(),
+                )));
+            }
+            found[i] = Some(place);
+        }
+    }
+    let found = bases.iter().zip(found);
+    found
+        .map(|(base, place)| {
+            let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
+            accept(base, &entries[place], home, log_dir, waiting)?;
+            Ok(place)
+        })
+        .collect()
+}
+
+/// Refuses an image that the disk with this entry does not take.
+fn accept(
+    base: &OpenBase,
+    entry: &DiskEntry,
+    home: &Path,
+    log_dir: &Path,
+    waiting: &Indexes,
+) -> Result<()> {
+    let path = &base.options.path;
+    match waiting.get(&entry.id.get()) {
+        Some(records) => {
+            if let Some(why) = base.why_not(entry, home)? {
+                return Err(wrong(format!(
+                    "{}: {why}; the log in {} holds {} of its disk: bring the image that they belong to, or give them up \
+                     with: {}",
+                    path.display(),
+                    log_dir.display(),
+                    count(records.records),
+                    discard_command(path, log_dir),
+                )));
+            }
+        }
+        None if base.is_of(entry, home) => {}
+        None => match base.identity.mark {
+            Some(mark) if mark.open && mark.disk == entry.disk => {
+                return Err(wrong(format!(
+                    "{}: a copy of the image of an open disk, whose newest bytes the log in {} does not hold any more: \
+                     bring the newest image, or take this one as it is with: {}",
+                    path.display(),
+                    log_dir.display(),
+                    discard_command(path, log_dir),
+                )));
+            }
+            _ => base.refuse_open(log_dir)?,
+        },
+    }
+    match base.size_fits(entry) {
+        true => Ok(()),
+        false => Err(wrong(format!(
+            "{}: {} bytes, but its log in {} knows a disk of {}; restore the image's size (truncate -s {3})",
+            path.display(),
+            base.size,
+            log_dir.display(),
+            entry.size.get(),
+        ))),
+    }
+}
+
+/// Of an image that is nowhere in the table.
+fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
+    let (entries, path) = (&control.control.disks, base.options.path.display());
+    let mut marked = entries.iter().filter(|entry| {
+        let mark = &base.identity.mark;
+        mark.is_some_and(|mark| mark.disk == entry.disk)
+    });
+    if let Some(entry) = marked.next() {
+        return wrong(format!(
+            "{path}: a copy, from before or of its own way since, of the disk that the log in {} knows at {}: put it there \
+             to use it in its place, or make it a disk of its own with 'walvisor disk import'",
+            log_dir.display(),
+            entry.path(&control.home).display(),
+        ));
+    }
+    let others = control.image_paths();
+    let others: Vec<_> = others
+        .iter()
+        .map(|path| path.display().to_string())
+        .collect();
+    wrong(format!(
+        "{path}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
+        log_dir.display(),
+        match others.is_empty() {
+            true => "no disk yet".to_owned(),
+            false => others.join(", "),
+        },
+    ))
+}
+
+/// Refuses a file that is open already: its lock would be waited for in vain.
+fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
+    let inode = match files().kind(path) {
+        Ok(PathKind::File) => files().open(path, Open::Read).and_then(|file| file.inode()),
+        _ => return Ok(()),
+    };
+    let Ok(inode) = inode else {
+        return Ok(());
+    };
+    let same = |base: &&OpenBase| {
+        let other = &base.identity.inode;
+        (other.device, other.number) == (inode.device, inode.number)
+    };
+    match opened.iter().find(same) {
+        None => Ok(()),
+        Some(other) => Err(Error::new(
+            ErrorKind::Locked,
+            format!(
+                "{}: the same file as {}, which is open already: one image is one disk",
+                path.display(),
+                other.options.path.display()
+            ),
+        )),
+    }
+}
+
+/// Finds the disks' entries in the log and brings them up to date there (in memory). What a resize that was cut in the
+/// middle left behind the end of a disk is cut off. Disks with records in the log that nobody asked for are opened too
+/// and come last, so that the log can be checkpointed and recycled.
+pub(crate) fn attach(
+    mut bases: Vec<OpenBase>,
+    control: &mut ControlFile,
+    log_dir: &Path,
+    waiting: &Indexes,
+) -> Result<Vec<Arc<DiskState>>> {
+    let mut found = find(&bases, control, log_dir, waiting)?;
+    for (place, entry) in control.control.disks.iter().enumerate() {
+        if let Some(records) = waiting.get(&entry.id.get())
+            && !found.contains(&place)
+        {
+            bases.push(open_absent(entry, &control.home, log_dir, records, &bases)?);
+            found.push(place);
+        }
+    }
+    // Nobody else is there, or was there, any more.
+    for (place, entry) in control.control.disks.iter_mut().enumerate() {
+        if found.contains(&place) {
+            continue;
+        }
+        let path = entry.path(&control.home);
+        for base in &bases {
+            if path == base.path {
+                entry.path_len = U16::new(0);
+            }
+            let inode = &base.identity.inode;
+            if (entry.device.get(), entry.inode.get()) == (inode.device, inode.number) {
+                entry.set_inode(&crate::medium::mark::Inode::default());
+            }
+        }
+    }
+    let mut states = Vec::new();
+    for (base, place) in bases.into_iter().zip(found) {
+        let entry = &mut control.control.disks[place];
+        let own = base.is_of(entry, &control.home);
+        entry.settle();
+        if let (true, Some(mark)) = (own, &base.identity.mark) {
+            entry.generation = U64::new(mark.generation);
+        }
+        entry.set_path(&base.path, &control.home)?;
+        entry.set_inode(&base.identity.inode);
+        if entry.resizing != 0 {
+            set_size(base.file.as_ref(), &base.options.path, entry.size.get())?;
+            entry.resizing = 0;
+        }
+        filesystem::settle_name(&base.path)?;
+        if !planted(Mutant::AttachTrustsCache) {
+            // What is noted of the image, its mark and samples, is on the medium: whatever a killed process left in the page
+            // cache a power cut may take, and then the image would be refused.
+            let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
+            settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
+        }
+        entry.renew_samples(base.file.as_ref());
+        let state = DiskState::new(entry, &base.options, base.file.into());
+        states.push(Arc::new(state));
+    }
+    Ok(states)
+}
+
+/// Opens a disk that has records in the log but was not asked for.
+fn open_absent(
+    entry: &DiskEntry,
+    home: &Path,
+    log_dir: &Path,
+    records: &Waiting,
+    opened: &[OpenBase],
+) -> Result<OpenBase> {
+    let path = entry.path(home);
+    let refused = |kind, why: &dyn std::fmt::Display| {
+        let message = format!(
+            "{}: holds {} of another disk, last at {}, which can't be opened ({why}): bring its image, name both together, \
+             or give those up with: {}",
+            log_dir.display(),
+            count(records.records),
+            path.display(),
+            discard_command(&path, log_dir),
+        );
+        Error::new(kind, message)
+    };
+    let options = DiskOptions {
+        read_only: true,
+        ..DiskOptions::new(&path)
+    };
+    let open = || {
+        refuse_twice(&path, opened)?;
+        OpenBase::open(&options, true)
+    };
+    let base = open().map_err(|error| refused(error.kind(), &error))?;
+    match base.why_not(entry, home)? {
+        Some(why) => Err(refused(ErrorKind::WrongLog, &why)),
+        None if !base.size_fits(entry) => Err(refused(ErrorKind::WrongLog, &"it has another size")),
+        None => Ok(base),
+    }
+}
+
+fn wrong(message: String) -> Error {
+    Error::new(ErrorKind::WrongLog, message)
+}
+
+/// "1 record", "2 records".
+fn count(records: u64) -> String {
+    format!("{records} record{}", if records == 1 { "" } else { "s" })
+}
+
+/// What gives up the records of a disk.
+pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
+    let path_shown = path.display();
+    match default_log_dir(path) == log_dir {
+        true => format!("walvisor disk check --discard-log {path_shown}"),
+        false => format!(
+            "walvisor disk check --discard-log {path_shown} --log {}",
+            log_dir.display()
+        ),
+    }
+}

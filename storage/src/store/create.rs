@@ -1,0 +1,350 @@
+//! Making disks: a new base image, and its place in the table of a log.
+//!
+//! ```text
+//!   1. PATH.walvisor-part    the image: complete, marked, durable
+//!   2. the log's control file names the disk, at PATH    (the log is made if there is none)
+//!   3. PATH.walvisor-part becomes PATH                   the directory is synced
+//! ```
+//! Cut before 3 there is nothing at PATH, and the same command made again finishes: it uses up what is left of 1, and
+//! takes the place of 2. A log with a disk whose image is not there serves its other disks.
+
+use std::path::Path;
+
+use crate::catalog::control::{
+    ControlFile, find_control, open_or_create_log, real_path, refuse_occupied, register,
+};
+use crate::catalog::identity::Identity;
+use crate::catalog::options::{StoreOptions, check_options, check_size};
+use crate::error::{Error, ErrorKind, Result};
+use crate::medium::directory::{Medium, directory};
+use crate::medium::engine::EngineKind;
+use crate::medium::mark::Mark;
+use crate::recovery::replay::read_log;
+use crate::store::attach::discard_command;
+use crate::store::part::{Part, exists};
+
+/// Where the making of a disk can be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The image is complete, under another name.
+    Filled,
+    /// The log knows the disk.
+    Registered,
+    /// All is done.
+    Named,
+}
+
+/// Is told of each step.
+type Reached<'a> = &'a mut dyn FnMut(Step);
+
+/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`, which is made if it
+/// is not there. `options` count for a new log only. What an earlier call that was cut left is used up.
+///
+/// # Errors
+/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is
+/// left at `path`.
+pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
+    create(path, size, log_dir, options, &mut |_| {})
+}
+
+fn create(
+    path: &Path,
+    size: u64,
+    log_dir: &Path,
+    options: &StoreOptions,
+    reached: Reached<'_>,
+) -> Result<()> {
+    check_size(path, size)?;
+    let new = NewDisk::begin(path, log_dir, options)?;
+    let part = Part::create(path, size, 0o666)?;
+    new.finish(part, size, options, reached)
+}
+
+/// A disk that is being made: nothing is at its path, and its log, if it is there already, is open.
+pub(crate) struct NewDisk<'a> {
+    path: &'a Path,
+    log_dir: &'a Path,
+    log: Option<ControlFile>,
+}
+
+impl<'a> NewDisk<'a> {
+    /// Looks whether a disk can be made there.
+    pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
+        check_options(options)?;
+        let log = find_control(log_dir)?;
+        let new = Self { path, log_dir, log };
+        new.refuse(new.log.as_ref())?;
+        Ok(new)
+    }
+
+    /// Refuses to make the disk where something is in the way.
+    fn refuse(&self, log: Option<&ControlFile>) -> Result<()> {
+        let Self { path, log_dir, .. } = self;
+        if exists(path)? {
+            return Err(occupied(path, log_dir, log));
+        }
+        match log {
+            Some(log) => refuse_unapplied(path, log_dir, log),
+            None => refuse_occupied(log_dir),
+        }
+    }
+
+    /// Registers the image, which is complete, in the log, and gives it its name.
+    pub(crate) fn finish(
+        mut self,
+        part: Part,
+        size: u64,
+        options: &StoreOptions,
+        reached: Reached<'_>,
+    ) -> Result<()> {
+        let (path, log_dir) = (self.path, self.log_dir);
+        let mut adopt = |control: &mut ControlFile| {
+            let entry = register(control, path, size)?;
+            entry.announce(1);
+            entry.settle();
+            let mark = Mark {
+                disk: entry.disk,
+                generation: entry.generation.get(),
+                open: false,
+            };
+            let marked = part.file().write_mark(Some(&mark));
+            let marked = marked.map_err(|error| Error::io("mark", part.path(), error))?;
+            entry.marked = u8::from(marked);
+            part.sync()?;
+            entry.set_inode(&Identity::of(part.file(), part.path())?.inode);
+            reached(Step::Filled);
+            Ok(())
+        };
+        let (mut control, made) = match self.log.take() {
+            Some(control) => (control, false),
+            None => {
+                let (control, made) = open_or_create_log(log_dir, options, &mut adopt)?;
+                if !made {
+                    // Others made it since this disk was begun.
+                    self.refuse(Some(&control))?;
+                }
+                (control, made)
+            }
+        };
+        let before = match made {
+            true => {
+                let size = control.control.header.segment_size.get();
+                directory(log_dir, EngineKind::Blocking).create_segment(0, size, &mut |_| {})?;
+                Vec::new()
+            }
+            false => {
+                let before = control.control.disks.clone();
+                adopt(&mut control)?;
+                control.write()?;
+                before
+            }
+        };
+        reached(Step::Registered);
+        part.publish(false).inspect_err(|_| {
+            // Best effort: the error that is being reported matters more.
+            let _ = control.change(|control| control.disks = before);
+        })?;
+        reached(Step::Named);
+        Ok(())
+    }
+}
+
+/// What is at a path where a disk was to be made.
+fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
+    let real = real_path(path).unwrap_or_else(|_| path.to_owned());
+    let what = match log {
+        Some(log) if log.image_paths().contains(&real) => format!(
+            "exists already, a disk of the log in {}: use it, or name another",
+            log_dir.display()
+        ),
+        Some(_) => format!(
+            "exists already, and the log in {} does not know it: remove it, or name another",
+            log_dir.display()
+        ),
+        None => format!(
+            "exists already, without a log at {}, which is made when it is first used as a disk: use it, remove it, or \
+             name another",
+            log_dir.display()
+        ),
+    };
+    Error::new(
+        ErrorKind::AlreadyExists,
+        format!("{}: {what}", path.display()),
+    )
+}
+
+/// Refuses to put a disk in the place of another whose records wait in the log.
+fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()> {
+    let real = real_path(path)?;
+    let mut disks = log.control.disks.iter();
+    let Some(old) = disks.find(|disk| disk.path(&log.home) == real) else {
+        return Ok(());
+    };
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (_, waiting) = read_log(&medium, log_dir, &log.control, &mut |_, _| {})?;
+    match waiting.contains_key(&old.id.get()) {
+        false => Ok(()),
+        true => Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{}: the log in {} holds unapplied records of the disk that was here before; put that back, or give them \
+                 up with: {}",
+                path.display(),
+                log_dir.display(),
+                discard_command(path, log_dir),
+            ),
+        )),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::inspect;
+    use crate::store::resize::tests::{MIB, copy_image};
+    use crate::{DiskOptions, Store};
+
+    fn options() -> StoreOptions {
+        StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        }
+    }
+
+    /// A directory with all that is in it, and its marks.
+    fn copy_all(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap() {
+            let entry = entry.unwrap();
+            let to = to.join(entry.file_name());
+            match entry.file_type().unwrap().is_dir() {
+                true => copy_all(&entry.path(), &to),
+                false => copy_image(&entry.path(), &to),
+            }
+        }
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(dir).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
+    }
+
+    /// Wherever the making of a disk is cut, the same command makes it; beside a disk that is there as well as on a new log.
+    #[test]
+    fn cut_anywhere_it_is_finished_by_the_same_command() {
+        for shared in [false, true] {
+            for cut in [Step::Filled, Step::Registered, Step::Named] {
+                let dir = tempfile::tempdir().unwrap();
+                let (top, left) = (dir.path().join("top"), dir.path().join("left"));
+                std::fs::create_dir(&top).unwrap();
+                let (disk, other, log) = (top.join("disk"), top.join("other"), top.join("log"));
+                if shared {
+                    create_disk(&other, MIB, &log, &options()).unwrap();
+                }
+                create(&disk, MIB, &log, &options(), &mut |step| {
+                    if step == cut {
+                        copy_all(&top, &left);
+                    }
+                })
+                .unwrap();
+                // What a cut there leaves takes the place of what was made.
+                std::fs::remove_dir_all(&top).unwrap();
+                std::fs::rename(&left, &top).unwrap();
+                let again = create_disk(&disk, MIB, &log, &options());
+                match cut {
+                    Step::Named => {
+                        let error = again.unwrap_err();
+                        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+                        let text = error.to_string();
+                        assert!(text.contains("a disk of the log in"), "{text}");
+                    }
+                    _ => again.unwrap(),
+                }
+                let mut want = vec!["disk", "log"];
+                let mut disks = vec![disk.clone()];
+                if shared {
+                    want.push("other");
+                    disks.insert(0, other);
+                }
+                assert_eq!(names(&top), want, "{cut:?}");
+                assert_eq!(inspect(&disk, &log).unwrap().log.unwrap().disks, disks);
+                let disks: Vec<_> = disks.iter().map(DiskOptions::new).collect();
+                Store::open(&log, &disks, &options())
+                    .unwrap()
+                    .close()
+                    .unwrap();
+            }
+        }
+    }
+
+    /// A log with a disk whose making was cut serves the others.
+    #[test]
+    fn a_disk_that_was_never_finished_keeps_nobody_from_the_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let (other, log) = (dir.path().join("other"), dir.path().join("log"));
+        create_disk(&other, MIB, &log, &options()).unwrap();
+        let disk = dir.path().join("disk");
+        create_disk(&disk, MIB, &log, &options()).unwrap();
+        std::fs::remove_file(&disk).unwrap();
+        let disks = [DiskOptions::new(&other)];
+        Store::open(&log, &disks, &options())
+            .unwrap()
+            .close()
+            .unwrap();
+    }
+
+    /// A log that others made since a disk was begun takes that disk too.
+    #[test]
+    fn a_log_that_came_into_being_meanwhile_is_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log");
+        let disks = ["one", "other"].map(|name| dir.path().join(name));
+        let new = NewDisk::begin(&disks[0], &log, &options()).unwrap();
+        let same = NewDisk::begin(&disks[1], &log, &options()).unwrap();
+        create_disk(&disks[1], MIB, &log, &options()).unwrap();
+        let part = |path| Part::create(path, MIB, 0o666).unwrap();
+        new.finish(part(&disks[0]), MIB, &options(), &mut |_| {})
+            .unwrap();
+        // Begun when it was not there yet: the one that is there now stays.
+        let late = same.finish(part(&disks[1]), MIB, &options(), &mut |_| {});
+        assert_eq!(late.unwrap_err().kind(), ErrorKind::AlreadyExists);
+        let all = disks.each_ref().map(DiskOptions::new);
+        let store = Store::open(&log, &all, &options()).unwrap();
+        store.close().unwrap();
+    }
+
+    /// What is in the way is named, and what can be done about it.
+    #[test]
+    fn an_image_that_is_there_is_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
+        // As versions before left it when they were cut.
+        std::fs::File::create(&disk).unwrap().set_len(MIB).unwrap();
+        let told = |log: &Path| {
+            let error = create_disk(&disk, MIB, log, &options()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+            error.to_string()
+        };
+        let text = told(&log);
+        assert!(
+            text.contains("without a log") && text.contains("use it"),
+            "{text}"
+        );
+        assert!(!log.exists());
+        create_disk(&dir.path().join("other"), MIB, &log, &options()).unwrap();
+        let text = told(&log);
+        assert!(text.contains("does not know it"), "{text}");
+        // As the first of these says: it is used, and then has a log.
+        let own = dir.path().join("own");
+        let disks = [DiskOptions::new(&disk)];
+        Store::open(&own, &disks, &options())
+            .unwrap()
+            .close()
+            .unwrap();
+        assert!(told(&own).contains("a disk of the log in"));
+    }
+}

@@ -1,0 +1,159 @@
+//! Giving up what a log holds of one disk, where the image that it belongs to is gone.
+//!
+//! The records stay in the log; the disk's entry says that they are void. So a cut leaves all of them or none, and other
+//! disks of the log keep theirs. Then the image at the path, if it can be the disk's, is marked as closed.
+
+use std::path::{Path, PathBuf};
+
+use zerocopy::little_endian::U64;
+
+use crate::catalog::control::{ControlFile, has_control, open_control, real_path};
+use crate::catalog::options::DiskOptions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::medium::directory::directory;
+use crate::medium::engine::EngineKind;
+use crate::medium::mark::{Mark, hex};
+use crate::recovery::replay::{Waiting, read_log};
+use crate::store::attach::OpenBase;
+
+/// What was given up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discarded {
+    /// The disk, by its UUID: 32 hex digits.
+    pub disk: String,
+    /// Where the log knew its image; `None` if there was no log.
+    pub image: Option<PathBuf>,
+    /// Records of the disk that were not in its image, and the bytes of their payloads; `None` if there was no log, and
+    /// so nothing is known of them.
+    pub records: Option<u64>,
+    /// See `records`.
+    pub payload_bytes: Option<u64>,
+    /// Whether there is an image at the path that can be opened as the disk now.
+    pub image_fits: bool,
+}
+
+/// Gives up the records that the log in `log_dir` holds of the disk at `path` and that are not in its image: the image
+/// there, whichever it is, is the disk from now on. The disk is the one that the log knows at `path`, else the one that
+/// the mark of the image names. Other disks of the log keep their records. Without a log the image alone is changed: it
+/// loses the mark that says that it is not whole.
+///
+/// # Errors
+/// [`ErrorKind::WrongLog`] if the log knows no such disk; [`ErrorKind::Damaged`] if it cannot be read;
+/// [`ErrorKind::Locked`] if log or image are in use. Nothing was changed then.
+pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
+    let options = DiskOptions::new(path);
+    if !has_control(log_dir) {
+        return unmark(&OpenBase::open(&options, false)?);
+    }
+    let mut control = open_control(log_dir)?;
+    let base = match OpenBase::open(&options, true) {
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        base => Some(base?),
+    };
+    let place = find(path, base.as_ref(), &control, log_dir)?;
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
+    let entry = control.control.disks[place];
+    let given_up = waiting.remove(&entry.id.get());
+    let given_up = given_up.unwrap_or_else(Waiting::default);
+    // Numbers seen on the medium are never given out again: what is void now stays it.
+    let newest = scan.max_lsn.max(scan.last_lsn);
+    let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
+    control.change(|control| {
+        let next_lsn = control.header.next_lsn.get().max(newest + 1);
+        control.header.next_lsn = U64::new(next_lsn);
+        let entry = &mut control.disks[place];
+        entry.void_lsn = U64::new(newest);
+        if fits.is_some() {
+            entry.announce(1);
+        }
+    })?;
+    if let Some(base) = &fits {
+        let mark = Mark {
+            disk: entry.disk,
+            generation: control.control.disks[place].next_generation.get(),
+            open: false,
+        };
+        let marked = base.file.write_mark(Some(&mark));
+        let marked = marked.and_then(|marked| base.file.sync_all().map(|()| marked));
+        let marked = marked.map_err(|error| Error::io("mark", path, error))?;
+        let mut settled = control.control.disks[place];
+        settled.settle();
+        settled.marked = u8::from(marked);
+        settled.set_inode(&base.identity.inode);
+        settled.renew_samples(base.file.as_ref());
+        settled.set_path(&base.path, &control.home)?;
+        control.change(|control| control.disks[place] = settled)?;
+    }
+    Ok(Discarded {
+        disk: hex(&entry.disk),
+        image: Some(entry.path(&control.home)),
+        records: Some(given_up.records),
+        payload_bytes: Some(given_up.payload_bytes),
+        image_fits: fits.is_some(),
+    })
+}
+
+/// The place of the disk's entry.
+fn find(
+    path: &Path,
+    base: Option<&OpenBase>,
+    control: &ControlFile,
+    log_dir: &Path,
+) -> Result<usize> {
+    let real = real_path(path)?;
+    let mut entries = control.control.disks.iter();
+    let at_path = entries.position(|entry| entry.path(&control.home) == real);
+    let mark = base.and_then(|base| base.identity.mark);
+    let marked = || {
+        let disk = mark?.disk;
+        let mut entries = control.control.disks.iter();
+        entries.position(|entry| entry.disk == disk)
+    };
+    at_path.or_else(marked).ok_or_else(|| {
+        Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{}: the log in {} knows no disk there: name the path where the disk was ('walvisor disk info' of another \
+                 disk of the log lists them), or the right log with --log DIR",
+                path.display(),
+                log_dir.display(),
+            ),
+        )
+    })
+}
+
+/// Whether the image is needed as it is by another disk: of this log, or of one that is elsewhere.
+fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
+    let disks = &control.control.disks;
+    let foreign = |mark: &Mark| mark.open && mark.disk != disks[place].disk;
+    base.identity.mark.as_ref().is_some_and(foreign)
+        || disks.iter().enumerate().any(|(other, entry)| {
+            other != place && entry.is_image(&base.identity, entry.path(&control.home) == base.path)
+        })
+}
+
+/// Removes the mark of an image whose log is gone.
+fn unmark(base: &OpenBase) -> Result<Discarded> {
+    let path = &base.options.path;
+    let Some(mark) = base.identity.mark.filter(|mark| mark.open) else {
+        return Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: there is nothing to give up: the image is not marked as open, and has no log there; name its log \
+                 with --log DIR",
+                path.display()
+            ),
+        ));
+    };
+    let unmarked = base.file.write_mark(None);
+    let unmarked = unmarked.and_then(|_| base.file.sync_all());
+    unmarked.map_err(|error| Error::io("unmark", path, error))?;
+    Ok(Discarded {
+        disk: hex(&mark.disk),
+        image: None,
+        records: None,
+        payload_bytes: None,
+        image_fits: true,
+    })
+}

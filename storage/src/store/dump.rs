@@ -1,0 +1,169 @@
+//! What a log holds, record by record and commit group by commit group, for people and programs to look at.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use crate::catalog::control::{has_control, open_control};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::Kind;
+use crate::medium::checksum;
+use crate::medium::directory::directory;
+use crate::medium::engine::EngineKind;
+use crate::recovery::scan::{self, Found};
+
+/// What a record does to its disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordKind {
+    /// Bytes were written.
+    Write,
+    /// Zeroes were written; the space stays.
+    WriteZeroes,
+    /// The sectors were given up; they read as zeroes.
+    Discard,
+}
+
+/// One request in the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogRecord<'a> {
+    /// Its place in the log's order.
+    pub lsn: u64,
+    /// The commit group that it belongs to.
+    pub cid: u64,
+    /// When its batch was built, in microseconds since 1970, by the wall clock; never before the record in front of it,
+    /// even if the clock was set back.
+    pub unix_us: u64,
+    /// The disk, by its number in the log.
+    pub disk_id: u32,
+    /// Where the disk's base image was when it was last open; empty if the log knows no such disk.
+    pub disk: &'a Path,
+    /// What it does.
+    pub kind: RecordKind,
+    /// First sector, of 512 bytes.
+    pub sector: u64,
+    /// Number of sectors.
+    pub sectors: u32,
+    /// Bytes of payload: 512 a sector for a write, else 0.
+    pub payload_bytes: u64,
+    /// CRC-32C of the payload as it was written; 0 where there is none.
+    pub payload_crc: u32,
+    /// The segment file.
+    pub segment: &'a Path,
+    /// Byte offset of the payload in the segment file.
+    pub offset: u64,
+    /// The base image has it already.
+    pub in_base: bool,
+    /// The medium has changed its payload since it was written.
+    pub damaged: bool,
+}
+
+/// The records that one sync made durable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogGroup {
+    /// Its number.
+    pub cid: u64,
+    /// LSN of its first record.
+    pub first_lsn: u64,
+    /// LSN of its last record.
+    pub last_lsn: u64,
+    /// The disks that it changes, by their base images, in the order of their first record.
+    pub disks: Vec<PathBuf>,
+    /// Number of records.
+    pub records: u64,
+    /// Bytes of their payloads.
+    pub payload_bytes: u64,
+    /// When its last batch was built, in microseconds since 1970, by the wall clock.
+    pub unix_us: u64,
+}
+
+/// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in segments still in use,
+/// in LSN order. Changes nothing.
+///
+/// # Errors
+/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`]), `visit` has seen
+/// those before them.
+pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
+    if !has_control(log_dir) {
+        return Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: no log (it has no control file); name a log directory, such as disk.img.wal",
+                log_dir.display()
+            ),
+        ));
+    }
+    let control = open_control(log_dir)?;
+    let disks = control.control.disks.iter();
+    let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let mut each = |found: Found<'_>| {
+        let descriptor = found.descriptor;
+        let disk_id = descriptor.disk_id.get();
+        let kind = match Kind::from_raw(descriptor.kind.get()) {
+            Some(Kind::Write) | None => RecordKind::Write,
+            Some(Kind::WriteZeroes) => RecordKind::WriteZeroes,
+            Some(Kind::Discard) => RecordKind::Discard,
+        };
+        visit(&LogRecord {
+            lsn: found.lsn,
+            cid: found.batch.cid.get(),
+            unix_us: found.batch.unix_us.get(),
+            disk_id,
+            disk: paths.get(&disk_id).map_or(Path::new(""), PathBuf::as_path),
+            kind,
+            sector: descriptor.sector.get(),
+            sectors: descriptor.sectors.get(),
+            payload_bytes: descriptor.payload_len(),
+            payload_crc: checksum::whole(found.checksums, descriptor.payload_len()),
+            segment: &found.segment.path,
+            offset: found.offset,
+            in_base: found.in_base,
+            damaged: found.damaged,
+        });
+    };
+    scan::scan(
+        &medium,
+        log_dir,
+        &control.control,
+        &mut each,
+        &mut |_, _| {},
+    )
+    .map(drop)
+}
+
+/// As [`dump_records`], a call a commit group. All batches of one cid are one group.
+///
+/// # Errors
+/// As [`dump_records`].
+pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<()> {
+    let mut open: Option<LogGroup> = None;
+    let dumped = dump_records(log_dir, &mut |record| {
+        let group = match &mut open {
+            Some(group) if group.cid == record.cid => group,
+            other => {
+                if let Some(ended) = other {
+                    visit(ended);
+                }
+                other.insert(LogGroup {
+                    cid: record.cid,
+                    first_lsn: record.lsn,
+                    last_lsn: record.lsn,
+                    disks: Vec::new(),
+                    records: 0,
+                    payload_bytes: 0,
+                    unix_us: record.unix_us,
+                })
+            }
+        };
+        group.last_lsn = record.lsn;
+        group.records += 1;
+        group.payload_bytes += record.payload_bytes;
+        group.unix_us = record.unix_us;
+        if !group.disks.iter().any(|disk| disk == record.disk) {
+            group.disks.push(record.disk.to_path_buf());
+        }
+    });
+    if let Some(last) = &open {
+        visit(last);
+    }
+    dumped
+}

@@ -1,0 +1,250 @@
+//! An image that is used as it is, without a log: what a server of raw disks needs of it.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use crate::catalog::identity::Identity;
+use crate::disk::allocation::{LIMIT, file_extents};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::medium::file::{self, DataFile};
+use crate::medium::filesystem::{Open, PathKind, files};
+use crate::medium::lock;
+use crate::medium::lock::Holder;
+use crate::medium::mark::{Mark, hex};
+use crate::{Extent, SECTOR_SIZE};
+
+/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
+/// opens it meanwhile.
+#[derive(Debug)]
+pub struct Image {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    read_only: bool,
+}
+
+impl Image {
+    /// Opens the image at `path`, a file or a block device: with O_DIRECT where that does I/O of sectors, else through the page
+    /// cache. A block device is opened exclusively (O_EXCL), so that it is not one with a file system in use.
+    ///
+    /// # Errors
+    /// If it is neither, its size is no positive multiple of 512 bytes, somebody else has it open
+    /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
+    pub fn open(path: &Path, read_only: bool) -> Result<Self> {
+        let (file, bytes) = open_file(path, !read_only)?;
+        match Identity::of(&file, path)?.mark {
+            Some(Mark {
+                open: true, disk, ..
+            }) => Err(Error::new(
+                ErrorKind::WrongLog,
+                format!(
+                    "{}: disk {} was not closed: its newest bytes may be in its log; use backend=wal, or copy them to \
+                     the image first with: walvisor disk checkpoint {0}",
+                    path.display(),
+                    hex(&disk),
+                ),
+            )),
+            _ => Ok(Self {
+                path: path.to_owned(),
+                file,
+                bytes,
+                read_only,
+            }),
+        }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The file. Buffers, offsets and lengths of I/O are multiples of 512, and memory is that of a
+    /// [`Buffer`](crate::Buffer).
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Whether it is open for reading only.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Its length in bytes when it was opened, a positive multiple of 512.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// How the file keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
+    /// `sectors` sectors in all or fewer. The range lies in the file and is not empty. Where the file system knows no
+    /// holes all of it is data.
+    ///
+    /// # Errors
+    /// If the file cannot be asked for its holes.
+    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        let sectors = sectors.min(LIMIT);
+        file_extents(&self.file, &self.path, sector, sectors, &mut extents)?;
+        extents.truncate(most.max(1));
+        Ok(extents)
+    }
+
+    /// Gives the file the length of `bytes`, durably. What is new reads as zeroes.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn grow(&self, bytes: u64) -> io::Result<()> {
+        self.file.set_len(bytes)?;
+        self.file.sync_all()
+    }
+}
+
+/// What an opener was doing when it failed.
+const OPEN: &str = "open the disk";
+
+/// Opens and locks the file or block device of an image without a log; it and its length in bytes.
+fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
+    let flags = match image_kind(path)? {
+        PathKind::BlockDevice => OFlags::EXCL,
+        _ => OFlags::empty(),
+    };
+    let open = || file::open_direct_with(path, write, flags);
+    let file = lock::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
+    // Locked, nobody makes it longer any more.
+    let size = DataFile::len(&file);
+    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
+    check_size(path, size)?;
+    Ok((file, size))
+}
+
+/// Opens and locks a base image; it and its length in bytes. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
+pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
+    if image_kind(path)? == PathKind::BlockDevice {
+        // A log marks its disks, and a device has no attributes.
+        return Err(invalid(format!(
+            "{}: a block device; a disk with a log is a raw image file, and backend=raw takes devices",
+            path.display()
+        )));
+    }
+    let holder = |file: &dyn DataFile| {
+        let open = matches!(file.read_mark(), Ok(Some(mark)) if mark.open);
+        match in_log && open {
+            true => Holder::Writes,
+            false => Holder::User,
+        }
+    };
+    let file = lock::open_store_file(path, OPEN, Open::Direct, holder)?;
+    // Locked, nobody makes it longer any more.
+    let size = file.len();
+    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
+    check_size(path, size)?;
+    Ok((file, size))
+}
+
+/// What is at the path of an image; refuses what can be none.
+fn image_kind(path: &Path) -> Result<PathKind> {
+    let kind = files().kind(path);
+    match kind.map_err(|error| Error::io(OPEN, path, error))? {
+        PathKind::Other => Err(invalid(format!(
+            "{}: not a regular file; a disk is a raw image file",
+            path.display()
+        ))),
+        kind => Ok(kind),
+    }
+}
+
+fn check_size(path: &Path, size: u64) -> Result<()> {
+    match size > 0 && size.is_multiple_of(SECTOR_SIZE) {
+        true => Ok(()),
+        false => Err(invalid(format!(
+            "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
+            path.display()
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Allocation, DiskOptions, Store, StoreOptions, create_disk};
+
+    #[test]
+    fn an_image_is_opened_once_and_tells_its_holes() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        assert_eq!(
+            Image::open(&path, true).unwrap_err().kind(),
+            ErrorKind::NotFound
+        );
+        for len in [0, 513] {
+            std::fs::write(&path, vec![1; len]).unwrap();
+            let error = Image::open(&path, false).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        }
+        let file = File::create(&path).unwrap();
+        file.set_len(8 << 20).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 1 << 20], 2 << 20).unwrap();
+        file.sync_all().unwrap();
+        let image = Image::open(&path, false).unwrap();
+        assert_eq!(image.bytes(), 8 << 20);
+        let told = image.extents(0, 16384, 8).unwrap();
+        let extent = |sectors, allocation| Extent {
+            sectors,
+            allocation,
+        };
+        let holes = [
+            extent(4096, Allocation::Hole),
+            extent(2048, Allocation::Data),
+            extent(10240, Allocation::Hole),
+        ];
+        // A file system without holes says that all is data.
+        assert!(told == holes || told == [extent(16384, Allocation::Data)]);
+        assert_eq!(image.extents(5000, 8, 1).unwrap().len(), 1);
+        let error = Image::open(&path, true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Locked);
+        image.grow(9 << 20).unwrap();
+        drop(image);
+        assert_eq!(Image::open(&path, true).unwrap().bytes(), 9 << 20);
+    }
+
+    #[test]
+    fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, log) = (
+            directory.path().join("disk.img"),
+            directory.path().join("log"),
+        );
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&path, 1 << 20, &log, &options).unwrap();
+        let marked = rustix::fs::setxattr(
+            &path,
+            "user.walvisor.disk",
+            b"0123456789abcdef0123456789abcdef",
+            rustix::fs::XattrFlags::empty(),
+        );
+        if let Err(error) = marked {
+            return println!("skipped: no attributes here: {error}");
+        }
+        let error = Image::open(&path, true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WrongLog);
+        let text = error.to_string();
+        assert!(
+            text.contains("backend=wal") && text.contains("disk checkpoint"),
+            "{text}"
+        );
+        rustix::fs::removexattr(&path, "user.walvisor.disk").unwrap();
+        // Closed in order, the image is all there is.
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        assert_eq!(
+            Image::open(&path, true).unwrap_err().kind(),
+            ErrorKind::Locked
+        );
+        store.close().unwrap();
+        Image::open(&path, false).unwrap();
+    }
+}

@@ -1,0 +1,140 @@
+//! A file that is made beside its name, and gets the name when it is complete and durable.
+
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::medium::file::{DataFile, size_error};
+use crate::medium::filesystem::{Open, files};
+use crate::medium::lock::Holder;
+use crate::medium::{filesystem, lock};
+use crate::mutant::{Mutant, planted};
+
+/// Whether anything is at the path, a link to nothing included.
+pub(crate) fn exists(path: &Path) -> Result<bool> {
+    let exists = files().exists(path);
+    exists.map_err(|error| Error::io("look at", path, error))
+}
+
+/// Refuses a path where something is.
+pub(crate) fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
+    match exists(path)? {
+        false => Ok(()),
+        true => Err(already(path, remedy)),
+    }
+}
+
+fn already(path: &Path, remedy: &str) -> Error {
+    Error::new(
+        ErrorKind::AlreadyExists,
+        format!("{}: exists already; {remedy}", path.display()),
+    )
+}
+
+/// A file that is being made beside its final name. Removed if it is dropped before it is published.
+pub(crate) struct Part {
+    file: Box<dyn DataFile>,
+    path: PathBuf,
+    target: PathBuf,
+    published: bool,
+}
+
+impl Part {
+    /// Makes the file, or uses up what an earlier attempt left, with `size` zero bytes, for users whom `mode` names.
+    pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
+        // A link's name stays a link: what it points to is replaced.
+        let target = files().real_path(target).unwrap_or(target.to_path_buf());
+        let mut path = target.clone().into_os_string();
+        path.push(".walvisor-part");
+        let path = PathBuf::from(path);
+        // Whatever an interrupted run left is used up; whatever a running one writes is locked.
+        let how = Open::Kept { mode };
+        let file = lock::open_store_file(&path, "write", how, |_| Holder::User)?;
+        file.set_len(0)
+            .and_then(|()| file.set_len(size))
+            .map_err(|error| size_error(&target, size, error))?;
+        Ok(Self {
+            file,
+            path,
+            target,
+            published: false,
+        })
+    }
+
+    /// Gives it the owner, if this process may, and the mode of the file that it is going to replace.
+    pub(crate) fn resemble(&self, replaced: &File) -> Result<()> {
+        let Some(file) = self.file.host() else {
+            return Ok(());
+        };
+        let resemble = || {
+            let old = replaced.metadata()?;
+            let new = file.metadata()?;
+            let mut mode = old.mode() & 0o777;
+            if (old.uid(), old.gid()) != (new.uid(), new.gid())
+                && fchown(file, Some(old.uid()), Some(old.gid())).is_err()
+            {
+                // What was another group's to read is not this one's.
+                mode &= 0o700;
+            }
+            file.set_permissions(Permissions::from_mode(mode))
+        };
+        resemble().map_err(|error| Error::io("set the mode of", &self.path, error))
+    }
+
+    pub(crate) fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|error| Error::io("write", &self.path, error))
+    }
+
+    /// The file, and where it is while it is being made.
+    pub(crate) fn file(&self) -> &dyn DataFile {
+        self.file.as_ref()
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes what was written durable.
+    pub(crate) fn sync(&self) -> Result<()> {
+        if planted(Mutant::ImageNamedUnsynced) {
+            return Ok(());
+        }
+        let synced = self.file.sync_all();
+        synced.map_err(|error| Error::io("write", &self.target, error))
+    }
+
+    /// Makes the file durable and gives it its name.
+    pub(crate) fn publish(mut self, replace: bool) -> Result<()> {
+        self.sync()?;
+        let renamed = match replace {
+            true => files().rename(&self.path, &self.target),
+            false => files().rename_new(&self.path, &self.target),
+        };
+        renamed.map_err(|error| match error.kind() {
+            std::io::ErrorKind::AlreadyExists => already(&self.target, "name another file"),
+            _ => Error::io("write", &self.target, error),
+        })?;
+        self.published = true;
+        match planted(Mutant::ImageNameUnsynced) {
+            true => Ok(()),
+            // A new file is still locked: nobody has it open yet.
+            false => filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
+                if !replace {
+                    let _ = files().remove(&self.target);
+                }
+            }),
+        }
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if !self.published {
+            // Best effort: what is left is used up by the next attempt.
+            let _ = files().remove(&self.path);
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Another size for a disk that nobody uses: a change of two files that a crash may cut anywhere.
+//!
+//! ```text
+//!   1. control file: size = the smaller one, resizing = 1     "what is longer in the base image is void"
+//!   2. base image:   its new length, synced
+//!   3. control file: size = the new one, resizing = 0
+//! ```
+//! Cut before 1 or after 3 the disk has its old or its new size. Cut between, it has the smaller of the two, and
+//! whoever opens it next cuts the base image to that: growing never happened, shrinking did. Each step is durable
+//! before the next begins, and none of them needs space.
+
+use std::path::Path;
+
+use zerocopy::little_endian::U64;
+
+use crate::catalog::options::{DiskOptions, Resize, StoreOptions, check_size};
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::medium::directory::directory;
+use crate::medium::engine::EngineKind;
+use crate::medium::file::set_size;
+use crate::mutant::{Mutant, planted};
+use crate::store::open::open_log;
+use crate::store::view::View;
+
+/// Where a resize can be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Announced,
+    Sized,
+}
+
+/// Gives the disk at `path` another size. What is new reads as zeroes. A disk is shrunk only if all that would be
+/// cut off is zero, or if `lose_data` is set.
+///
+/// # Errors
+/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is no positive multiple of 512, or data
+/// would be lost. The disk is as it was then.
+pub fn resize_disk(path: &Path, size: u64, log_dir: &Path, lose_data: bool) -> Result<Resize> {
+    resize(path, size, log_dir, lose_data, &mut |_| Ok(()))
+}
+
+fn resize(
+    path: &Path,
+    size: u64,
+    log_dir: &Path,
+    lose_data: bool,
+    reached: &mut dyn FnMut(Step) -> Result<()>,
+) -> Result<Resize> {
+    check_size(path, size)?;
+    let view = View::open(path, log_dir, None)?;
+    let view = match size < view.size && !view.extents.is_empty() {
+        false => view,
+        // No record may reach behind the new end: they all go to the base image first.
+        true => {
+            refuse_loss(&view, size, lose_data)?;
+            drop(view);
+            let disks = [DiskOptions::new(path)];
+            let medium = Box::new(directory(log_dir, EngineKind::Blocking));
+            let options = StoreOptions::default();
+            let (log, disks, mut keeper) =
+                open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
+            keeper.close()?;
+            // And their locks.
+            drop((log, disks, keeper));
+            View::open(path, log_dir, None)?
+        }
+    };
+    refuse_loss(&view, size, lose_data)?;
+    if size < view.size && !view.extents.is_empty() {
+        return Err(Error::new(
+            ErrorKind::Locked,
+            format!(
+                "{}: used by someone else meanwhile; close that and try again",
+                path.display()
+            ),
+        ));
+    }
+    let old_size = view.size;
+    let done = Resize { old_size, size };
+    let Some((mut control, found)) = view.log else {
+        set_size(view.base.file.as_ref(), path, size)?;
+        return Ok(done);
+    };
+    let smaller = size.min(old_size);
+    let entry = &mut control.control.disks[found];
+    (entry.size, entry.resizing) = (U64::new(smaller), 1);
+    entry.cut_samples(smaller);
+    if !planted(Mutant::ResizeUnannounced) {
+        control.write()?;
+    }
+    reached(Step::Announced)?;
+    if view.base.size > smaller {
+        // Also what an earlier resize that was cut left there: it must not come back as new space.
+        set_size(view.base.file.as_ref(), path, smaller)?;
+    }
+    set_size(view.base.file.as_ref(), path, size)?;
+    reached(Step::Sized)?;
+    let entry = &mut control.control.disks[found];
+    (entry.size, entry.resizing) = (U64::new(size), 0);
+    control.write()?;
+    Ok(done)
+}
+
+fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
+    if lose_data || size >= view.size || !view.holds_data_from(size)? {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{}: holds data behind byte {size}, which shrinking from {} bytes would lose; shrink the file system first, or \
+         give it up with --shrink",
+        view.base.options.path.display(),
+        view.size
+    )))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::SECTOR_SIZE;
+    use crate::inspect;
+    use crate::{Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk};
+
+    pub(crate) const MIB: u64 = 1 << 20;
+
+    pub(crate) fn end(port: &mut Port, operation: Operation) -> Option<Buffer> {
+        port.end_for_test(operation).unwrap()
+    }
+
+    pub(crate) fn fill(port: &mut Port, sector: u64, byte: u8) {
+        let data = Buffer::from(&[byte; 4096][..]);
+        end(port, Operation::Write { sector, data });
+    }
+
+    pub(crate) fn open(disk: &Path) -> Store {
+        let options = [DiskOptions::new(disk)];
+        Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
+    }
+
+    /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both in the log.
+    fn crashed(dir: &Path, last: u8) -> PathBuf {
+        let (from, to) = (dir.join("from"), dir.join("to"));
+        let (disk, copy) = (from.join("disk.img"), to.join("disk.img"));
+        std::fs::create_dir(&from).unwrap();
+        let (log, log_copy) = (default_log_dir(&disk), default_log_dir(&copy));
+        std::fs::create_dir_all(&log_copy).unwrap();
+        let options = StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 4 * MIB, &log, &options).unwrap();
+        let store = open(&disk);
+        let mut port = store.disks()[0].open_port().unwrap();
+        fill(&mut port, 0, 1);
+        fill(&mut port, 4 * MIB / SECTOR_SIZE - 8, last);
+        end(&mut port, Operation::Flush);
+        for name in ["control", "segment-00000"] {
+            std::fs::copy(log.join(name), log_copy.join(name)).unwrap();
+        }
+        copy_image(&disk, &copy);
+        copy
+    }
+
+    /// Copies an image with its mark, as `cp -a` does.
+    pub(crate) fn copy_image(from: &Path, to: &Path) {
+        use crate::medium::file::DataFile;
+        std::fs::copy(from, to).unwrap();
+        let [from, to] = [from, to].map(|path| std::fs::File::open(path).unwrap());
+        to.write_mark(from.read_mark().unwrap().as_ref()).unwrap();
+    }
+
+    fn page(port: &mut Port, sector: u64) -> u8 {
+        let read = Operation::Read { sector, sectors: 8 };
+        let data = end(port, read).unwrap();
+        assert!(data.iter().all(|&byte| byte == data[0]));
+        data[0]
+    }
+
+    #[test]
+    fn cut_anywhere_a_disk_opens_with_its_old_or_its_new_size() {
+        for (size, left) in [(8 * MIB, 4 * MIB), (2 * MIB, 2 * MIB)] {
+            for cut in [Step::Announced, Step::Sized] {
+                let dir = tempfile::tempdir().unwrap();
+                let disk = crashed(dir.path(), 2);
+                let log = default_log_dir(&disk);
+                let ended = resize(&disk, size, &log, true, &mut |step| match step == cut {
+                    true => Err(invalid("cut".to_owned())),
+                    false => Ok(()),
+                });
+                assert_eq!(ended.unwrap_err().to_string(), "cut");
+                // Looking changes nothing, and shows what opening will make of it.
+                let length = disk.metadata().unwrap().len();
+                assert_eq!(inspect(&disk, &log).unwrap().size, left, "{cut:?}");
+                let raw = dir.path().join("raw");
+                export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
+                assert_eq!(raw.metadata().unwrap().len(), left);
+                assert_eq!(disk.metadata().unwrap().len(), length);
+                // Announced or not, the next resize is from there: what was cut off does not come back.
+                let again = dir.path().join("again");
+                std::fs::create_dir(&again).unwrap();
+                for from in [&log.join("control"), &log.join("segment-00000"), &disk] {
+                    copy_image(from, &again.join(from.file_name().unwrap()));
+                }
+                let grown = again.join("disk.img");
+                let logs = default_log_dir(&grown);
+                std::fs::create_dir(&logs).unwrap();
+                for name in ["control", "segment-00000"] {
+                    std::fs::rename(again.join(name), logs.join(name)).unwrap();
+                }
+                resize_disk(&grown, 16 * MIB, &logs, false).unwrap();
+                for (disk, size) in [(disk, left), (grown, 16 * MIB)] {
+                    let store = open(&disk);
+                    assert_eq!(store.disks()[0].sectors() * SECTOR_SIZE, size);
+                    assert_eq!(disk.metadata().unwrap().len(), size);
+                    let mut port = store.disks()[0].open_port().unwrap();
+                    assert_eq!(page(&mut port, 0), 1);
+                    if size >= 4 * MIB {
+                        let kept = if left < 4 * MIB { 0 } else { 2 };
+                        assert_eq!(page(&mut port, 4 * MIB / SECTOR_SIZE - 8), kept);
+                    }
+                    if size > 4 * MIB {
+                        assert_eq!(page(&mut port, size / SECTOR_SIZE - 8), 0);
+                    }
+                    drop(port);
+                    store.close().unwrap();
+                    // And from now on a wrong length is refused again.
+                    let file = std::fs::File::options().write(true).open(&disk).unwrap();
+                    file.set_len(size + 512).unwrap();
+                    let error = inspect(&disk, &default_log_dir(&disk)).unwrap_err();
+                    assert_eq!(error.kind(), ErrorKind::WrongLog);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn data_is_never_lost_unasked() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = crashed(dir.path(), 2);
+        let log = default_log_dir(&disk);
+        let files = || {
+            [log.join("control"), log.join("segment-00000"), disk.clone()]
+                .map(|file| std::fs::read(file).unwrap())
+        };
+        let before = files();
+        let error = resize_disk(&disk, 4 * MIB - 512, &log, false).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        assert!(error.to_string().contains("--shrink"), "{error}");
+        assert!(before == files(), "a refusal changes nothing");
+        let done = resize_disk(&disk, 4 * MIB - 512, &log, true).unwrap();
+        assert_eq!((done.old_size, done.size), (4 * MIB, 4 * MIB - 512));
+        // Now in the base image; still data.
+        assert!(resize_disk(&disk, 3 * MIB, &log, false).is_err());
+        assert_eq!(inspect(&disk, &log).unwrap().size, 4 * MIB - 512);
+
+        let zeroes = tempfile::tempdir().unwrap();
+        let disk = crashed(zeroes.path(), 0);
+        let log = default_log_dir(&disk);
+        resize_disk(&disk, 4096, &log, false).unwrap();
+        assert!(resize_disk(&disk, 3584, &log, false).is_err());
+        assert_eq!(disk.metadata().unwrap().len(), 4096);
+        assert_eq!(page(&mut open(&disk).disks()[0].open_port().unwrap(), 0), 1);
+    }
+
+    #[test]
+    fn a_disk_of_a_shared_log_is_resized_beside_another_and_a_plain_image_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let options = StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        };
+        for name in ["a", "b"] {
+            create_disk(&at(name), MIB, &at("log"), &options).unwrap();
+        }
+        resize_disk(&at("b"), 2 * MIB, &at("log"), false).unwrap();
+        let disks = ["a", "b"].map(|name| DiskOptions::new(at(name)));
+        let store = Store::open(&at("log"), &disks, &options).unwrap();
+        let sectors: Vec<_> = store.disks().iter().map(|disk| disk.sectors()).collect();
+        assert_eq!(sectors, [2048, 4096]);
+        let error = resize_disk(&at("b"), 4 * MIB, &at("log"), false).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Locked);
+        store.close().unwrap();
+
+        std::fs::write(at("plain"), [[0; 512], [1; 512], [0; 512]].concat()).unwrap();
+        let none = at("none");
+        assert!(resize_disk(&at("plain"), 512, &none, false).is_err());
+        resize_disk(&at("plain"), 1024, &none, false).unwrap();
+        resize_disk(&at("plain"), 4096, &none, false).unwrap();
+        assert_eq!(at("plain").metadata().unwrap().len(), 4096);
+        for size in [0, 1000, u64::MAX - 511] {
+            let error = resize_disk(&at("plain"), size, &none, true).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        }
+        assert!(!none.exists());
+    }
+}

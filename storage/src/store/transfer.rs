@@ -1,0 +1,270 @@
+//! Raw images in and out: a disk made from an image, an image made from a disk as it is now.
+//!
+//! Both keep holes, let the file system share or copy the bytes itself where it can, and work on a file beside the
+//! target (`TARGET.walvisor-part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
+//! half image under a name that anyone uses.
+
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::io::Errno;
+
+use crate::catalog::identity::Identity;
+use crate::catalog::options::StoreOptions;
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::medium::file::DataFile;
+use crate::medium::filesystem::{OWNER, Open, PathKind, files};
+use crate::medium::holes::DataRanges;
+use crate::medium::lock;
+use crate::medium::lock::Holder;
+use crate::parallel::{self, Progress, thread_count};
+use crate::store::create::NewDisk;
+use crate::store::part::{Part, refuse_existing};
+use crate::store::view::{Data, View, parts};
+use crate::{Buffer, SECTOR_SIZE};
+
+/// Longest stretch handed to the kernel at once, in bytes, and what one thread does at a time: how often progress is told.
+const KERNEL_COPY_BYTES: u64 = 16 << 20;
+/// Most ranges that one thread does at a time.
+const MOST_RANGES: usize = 256;
+
+/// What an import or export did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes that were copied; the rest were holes.
+    pub copied: u64,
+}
+
+/// Makes a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log in
+/// `log_dir`, which is made if it is not there. `options` count for a new log only.
+///
+/// # Errors
+/// If `path` exists, the image's size is no positive multiple of 512, or image or log are open elsewhere. Nothing is
+/// left behind.
+pub fn import_disk(
+    path: &Path,
+    raw: &Path,
+    log_dir: &Path,
+    options: &StoreOptions,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
+    // The log is opened, and so locked, before the long part.
+    let new = NewDisk::begin(path, log_dir, options)?;
+    let (source, size) = open_source(raw)?;
+    let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
+    let ranges = DataRanges::new(source.host(), raw, 0..size, KERNEL_COPY_BYTES);
+    let ranges = ranges.map(|range| range.map(|range| (range, ())));
+    let copied = transfer(
+        options.threads,
+        ranges,
+        &|range, ()| copy(source.as_ref(), raw, &part, range),
+        &mut |at| progress(at, size),
+    )?;
+    new.finish(part, size, options, &mut |_| {})?;
+    progress(size, size);
+    Ok(Transfer { size, copied })
+}
+
+/// Writes the disk at `path` as it is now, log over base image, to the raw image `raw`. The disk is not changed.
+/// `replace`: `raw` may exist. It is done on so many `threads`; `None`: as many as there are processors.
+///
+/// # Errors
+/// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. What was at `raw` is left.
+pub fn export_disk(
+    path: &Path,
+    log_dir: &Path,
+    raw: &Path,
+    replace: bool,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
+    let view = View::open(path, log_dir, threads)?;
+    // Held to the end: nobody else shall open what is about to be replaced.
+    let replaced = match replace {
+        true => lock_replaced(raw)?,
+        false => {
+            refuse_existing(raw, "name another file, or replace it with --force")?;
+            None
+        }
+    };
+    let part = Part::create(raw, view.size, mode_of(view.base.file.as_ref(), path)?)?;
+    if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
+        part.resemble(replaced)?;
+    }
+    let copied = transfer(
+        threads,
+        view.data(0..view.size, KERNEL_COPY_BYTES),
+        &|range, data| match data {
+            Data::Base => copy(view.reader(), path, &part, range),
+            Data::Log { .. } => view.read(range, &data, &mut |at, bytes| {
+                part.write(bytes, at).map(|()| true)
+            }),
+        },
+        &mut |at| progress(at, view.size),
+    )?;
+    part.publish(replace)?;
+    progress(view.size, view.size);
+    Ok(Transfer {
+        size: view.size,
+        copied,
+    })
+}
+
+/// Opens and locks what is to be imported; returns its bytes too.
+fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
+    let open = |error| Error::io("open the image", raw, error);
+    let kind = files().kind(raw).map_err(open)?;
+    if kind == PathKind::Other {
+        return Err(invalid(format!(
+            "{}: not a regular file nor a block device; give a raw image",
+            raw.display()
+        )));
+    }
+    let source = lock::open_store_file(raw, "open the image", Open::Read, |_| Holder::User)?;
+    if is_open(source.as_ref(), raw)? {
+        return Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{}: a disk that was not closed: its newest bytes are in its log; export it ('walvisor disk export') \
+                 and import that",
+                raw.display()
+            ),
+        ));
+    }
+    let size = source.len().map_err(open)?;
+    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
+        return Err(invalid(format!(
+            "{}: {size} bytes; a disk's size is a positive multiple of 512 ('truncate -s %512' rounds it up)",
+            raw.display()
+        )));
+    }
+    Ok((source, size))
+}
+
+/// Who may read and write a file: nobody else shall a copy of it.
+fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
+    let Some(file) = file.host() else {
+        return Ok(OWNER);
+    };
+    let metadata = file.metadata();
+    let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;
+    Ok(metadata.mode() & 0o666)
+}
+
+/// Whether the newest bytes of an image may be in a log.
+fn is_open(file: &dyn DataFile, path: &Path) -> Result<bool> {
+    let mark = Identity::of(file, path)?.mark;
+    Ok(mark.is_some_and(|mark| mark.open))
+}
+
+/// Locks the file that an export replaces, if there is one; refuses one that others need.
+fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
+    match files().kind(raw) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("look at", raw, error)),
+        Ok(PathKind::File) => {}
+        Ok(_) => {
+            return Err(invalid(format!(
+                "{}: not a regular file; export to a file",
+                raw.display()
+            )));
+        }
+    }
+    let file = lock::open_store_file(raw, "open", Open::Read, |_| Holder::User)?;
+    match is_open(file.as_ref(), raw)? {
+        false => Ok(Some(file)),
+        true => Err(Error::new(
+            ErrorKind::WrongLog,
+            format!(
+                "{}: a disk that was not closed, with records in its log: it is not replaced; name another file",
+                raw.display()
+            ),
+        )),
+    }
+}
+
+/// Copies data with `copy`, on several threads, and tells `passed` up to where all is copied; returns how many bytes
+/// that were. Of several errors the one at the lowest offset counts.
+fn transfer<T: Send>(
+    threads: Option<NonZeroUsize>,
+    mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
+    copy: &(dyn Fn(Range<u64>, T) -> Result<()> + Sync),
+    passed: &mut dyn FnMut(u64),
+) -> Result<u64> {
+    let parts = std::iter::from_fn(|| {
+        let (mut part, mut bytes) = (Vec::new(), 0);
+        while bytes < KERNEL_COPY_BYTES
+            && part.len() < MOST_RANGES
+            && let Some(next) = data.next()
+        {
+            bytes += next
+                .as_ref()
+                .map_or(0, |(range, _)| range.end - range.start);
+            part.push(next);
+        }
+        (!part.is_empty()).then_some(part)
+    });
+    let copy_part = |part: Vec<Result<(Range<u64>, T)>>| {
+        let (mut bytes, mut end) = (0, 0);
+        for next in part {
+            let (range, data) = next?;
+            bytes += range.end - range.start;
+            end = range.end;
+            copy(range, data)?;
+        }
+        Ok((bytes, end))
+    };
+    let mut copied = 0;
+    parallel::in_order(thread_count(threads), parts, copy_part, |part| {
+        let (bytes, end) = part?;
+        copied += bytes;
+        passed(end);
+        Ok::<_, Error>(true)
+    })?;
+    Ok(copied)
+}
+
+/// Copies a range between files at the same offset, in the kernel if it can.
+fn copy(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
+    let (Some(from_host), Some(to_host)) = (from.host(), to.file().host()) else {
+        return copy_bytes(from, from_path, to, range);
+    };
+    let mut at = range.start;
+    while at < range.end {
+        let (mut read_at, mut write_at) = (at, at);
+        let len = (range.end - at).min(KERNEL_COPY_BYTES) as usize;
+        let copied = rustix::fs::copy_file_range(
+            from_host,
+            Some(&mut read_at),
+            to_host,
+            Some(&mut write_at),
+            len,
+        );
+        match copied {
+            Ok(1..) => at = read_at,
+            Err(Errno::INTR) => {}
+            Err(errno @ (Errno::IO | Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
+                let doing = format!("copy {} to", from_path.display());
+                return Err(Error::io(&doing, to.path(), errno.into()));
+            }
+            // Not between these files, or not at all.
+            Ok(0) | Err(_) => return copy_bytes(from, from_path, to, at..range.end),
+        }
+    }
+    Ok(())
+}
+
+fn copy_bytes(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
+    let mut buffer = Buffer::zeroed((range.end - range.start).min(1 << 20) as usize);
+    for part in parts(range) {
+        let into = &mut buffer[..(part.end - part.start) as usize];
+        from.read_exact_at(into, part.start)
+            .map_err(|error| Error::io("read", from_path, error))?;
+        to.write(into, part.start)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,236 @@
+//! The modules of a crate lie in layers: what is imported is in the same layer or below, and no two modules import each
+//! other, directly or in a circle. Read from the `use` lines and paths of the sources, tests left out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+/// Modules of `storage`, from the ground up. A folder is a layer.
+const STORAGE: &[&[&str]] = &[
+    &[
+        "buffer", "error", "format", "mutant", "parallel", "request", "schedule", "sync",
+    ],
+    &["medium"],
+    &["index"],
+    &["catalog"],
+    &["log"],
+    &["recovery"],
+    &["checkpoint"],
+    &["disk"],
+    &["store"],
+];
+
+/// Modules by their path, as `log::group`, with their text, tests and comments left out.
+fn modules(src: &Path) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![src.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let name = path.strip_prefix(src).unwrap().with_extension("");
+            let name = name.to_str().unwrap().replace('/', "::");
+            let name = name.trim_end_matches("::mod").to_owned();
+            let text = fs::read_to_string(&path).unwrap();
+            let product = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
+            let product = product
+                .split("\n#[cfg(test)]\npub(crate) mod ")
+                .next()
+                .unwrap();
+            let product = product
+                .split("\n#[cfg(test)]\n#[cfg(not(feature = \"shuttle\"))]\nmod ")
+                .next()
+                .unwrap();
+            let lines = product
+                .lines()
+                .filter(|line| !line.trim_start().starts_with("//"));
+            found.insert(name, lines.collect::<Vec<_>>().join("\n"));
+        }
+    }
+    found
+}
+
+/// The paths of a `use` tree, or of a path in an expression, that begins at `text`.
+fn tree(text: &mut &str, before: &[String], found: &mut Vec<Vec<String>>) {
+    let mut path = before.to_vec();
+    loop {
+        *text = text.trim_start();
+        if let Some(rest) = text.strip_prefix('{') {
+            *text = rest;
+            loop {
+                tree(text, &path, found);
+                *text = text.trim_start();
+                let Some(rest) = text.strip_prefix(',') else {
+                    break;
+                };
+                *text = rest;
+            }
+            *text = text.strip_prefix('}').unwrap_or(text);
+            return;
+        }
+        let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
+        let (name, rest) = text.split_at(end.unwrap_or(text.len()));
+        path.push(name.to_owned());
+        *text = rest;
+        let Some(rest) = text.strip_prefix("::") else {
+            break;
+        };
+        *text = rest;
+    }
+    *text = text.find([',', '}', ';']).map_or(*text, |end| {
+        let renamed = text.trim_start().starts_with("as ");
+        if renamed { &text[end..] } else { *text }
+    });
+    found.push(path);
+}
+
+/// All paths of a module's text that lead somewhere in its crate, from the crate's root.
+fn paths(module: &str, text: &str) -> Vec<Vec<String>> {
+    let here: Vec<String> = module.split("::").map(str::to_owned).collect();
+    let mut starts = vec![
+        ("crate::".to_owned(), Vec::new()),
+        ("super::".to_owned(), here[..here.len() - 1].to_vec()),
+        ("self::".to_owned(), here.clone()),
+    ];
+    // The modules inside this one go by their name alone.
+    for line in text.lines().filter_map(|line| line.strip_suffix(';')) {
+        if let Some((_, child)) = line.split_once("mod ") {
+            starts.push((
+                format!("{child}::"),
+                [&here[..], &[child.to_owned()]].concat(),
+            ));
+        }
+    }
+    let mut found = Vec::new();
+    for (start, base) in starts {
+        for (at, _) in text.match_indices(&start) {
+            let before = text[..at].chars().next_back();
+            if before.is_some_and(|c| c.is_alphanumeric() || "_:$".contains(c)) {
+                continue;
+            }
+            tree(&mut &text[at + start.len()..], &base, &mut found);
+        }
+    }
+    found
+}
+
+/// Which modules each module imports.
+fn imports(modules: &BTreeMap<String, String>) -> BTreeMap<&str, BTreeSet<&str>> {
+    let module_of = |path: &[String]| {
+        let mut known = (1..=path.len())
+            .rev()
+            .map(|end| path[..end].join("::"))
+            .filter_map(|name| modules.get_key_value(&name));
+        known.next().map(|(name, _)| name.as_str())
+    };
+    // Names that the root hands on are those of the module that has them.
+    let root = modules.get("lib").map_or("", String::as_str);
+    let mut handed_on = BTreeMap::new();
+    for start in ["pub use ", "pub(crate) use "] {
+        for (at, _) in root.match_indices(start) {
+            let mut found = Vec::new();
+            tree(&mut &root[at + start.len()..], &[], &mut found);
+            for path in found {
+                handed_on.insert(path.last().unwrap().clone(), module_of(&path));
+            }
+        }
+    }
+    let mut all = BTreeMap::new();
+    for (name, text) in modules.iter().filter(|(name, _)| *name != "lib") {
+        let mut imported = BTreeSet::new();
+        for path in paths(name, text) {
+            let found = handed_on.get(&path[0]).copied().flatten();
+            let found = if path.len() == 1 { found } else { None };
+            imported.extend(found.or_else(|| module_of(&path)));
+        }
+        imported.remove(name.as_str());
+        all.insert(name.as_str(), imported);
+    }
+    all
+}
+
+/// The modules that import each other, directly or in a circle.
+fn circle<'a>(all: &BTreeMap<&'a str, BTreeSet<&'a str>>) -> Option<Vec<&'a str>> {
+    // What imports nothing that is left is in no circle.
+    let mut left: BTreeSet<&str> = all.keys().copied().collect();
+    loop {
+        let done: Vec<&str> = left
+            .iter()
+            .filter(|name| all[**name].is_disjoint(&left))
+            .copied()
+            .collect();
+        if done.is_empty() {
+            break;
+        }
+        done.iter().for_each(|name| {
+            left.remove(name);
+        });
+    }
+    let mut way = vec![*left.first()?];
+    loop {
+        let next = all[way[way.len() - 1]].intersection(&left).next()?;
+        if let Some(begin) = way.iter().position(|name| name == next) {
+            return Some(way.split_off(begin));
+        }
+        way.push(next);
+    }
+}
+
+fn check(crate_name: &str, layers: &[&[&str]], left_out: &[&str]) {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../{crate_name}/src"));
+    let mut modules = modules(&src);
+    modules.retain(|name, _| {
+        let first = name.split("::").next().unwrap();
+        !left_out.contains(&first) && !name.ends_with("::tests")
+    });
+    let all = imports(&modules);
+    let imports = all.values().map(BTreeSet::len).sum::<usize>();
+    println!("{crate_name}: {} modules, {imports} imports", all.len());
+    assert!(imports > 2 * all.len(), "imports are not seen");
+    let layer = |module: &str| {
+        let first = module.split("::").next().unwrap();
+        let found = layers.iter().position(|layer| layer.contains(&first));
+        found.unwrap_or_else(|| panic!("{crate_name}: {module} is in no layer"))
+    };
+    let mut upwards = Vec::new();
+    for (name, imported) in &all {
+        for other in imported.iter().filter(|other| layer(other) > layer(name)) {
+            upwards.push(format!("{name} -> {other}"));
+        }
+    }
+    assert!(upwards.is_empty(), "{crate_name}: upwards: {upwards:?}");
+    if let Some(circle) = circle(&all) {
+        panic!("{crate_name}: a circle: {}", circle.join(" -> "));
+    }
+}
+
+#[test]
+fn imports_run_downwards_and_never_in_a_circle() {
+    check("storage", STORAGE, &["fuzzing", "simulation"]);
+}
+
+#[test]
+fn what_would_run_upwards_is_seen() {
+    let text = "mod k;\nuse crate::{a::{self, B}, c as d};\nfn f() { super::g::h(); crate::e::i(1); x_crate::no(); k::l() }";
+    let mut found = paths("m::n", text);
+    found.sort();
+    let found: Vec<String> = found.iter().map(|path| path.join("::")).collect();
+    assert_eq!(
+        found,
+        ["a::B", "a::self", "c", "e::i", "m::g::h", "m::n::k::l"]
+    );
+    let edges = |pairs: &[(&'static str, &'static str)]| {
+        let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for (from, to) in pairs {
+            all.entry(from).or_default().insert(to);
+            all.entry(to).or_default();
+        }
+        all
+    };
+    assert_eq!(circle(&edges(&[("a", "b"), ("b", "c"), ("a", "c")])), None);
+    let all = edges(&[("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]);
+    assert_eq!(circle(&all), Some(vec!["b", "c"]));
+}
