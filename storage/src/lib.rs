@@ -17,6 +17,10 @@
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
+//! The folders are layers. Each imports only from itself and from those behind it in this list: `store` (opening, closing, and all
+//! that is done to disks that nobody uses), `disk` (ports), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options,
+//! which image is which disk), `index`, `medium` (files, segments, engines), and the modules of no folder.
+//!
 //! Without the feature `engine`, which is on by default, there is no store: only the types of requests ([`Operation`],
 //! [`Completion`] and what they are made of), for frontends over another disk.
 

@@ -2,7 +2,7 @@
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
-//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those (`copy.rs`);
+//! 2. note *C* in the control file, copy the frozen extents to the base images and sync those ([`copy`](crate::checkpoint::copy));
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
 //!
@@ -511,7 +511,7 @@ impl Keeper {
         }
     }
 
-    /// The steps of `resize.rs`, with the same outcome wherever they are cut. Requests see the new size last, when all
+    /// The steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests see the new size last, when all
     /// that they may write behind the old one is certain to be found again.
     pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
         let mut set = |size: u64, resizing: u8| {
