@@ -51,7 +51,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// A job with no further files, ten minutes, 4 GiB for disks, and four attempts.
+    /// A job with no further files, ten minutes, 4 GiB for disks, and six attempts.
     #[must_use]
     pub fn new(script: impl Into<String>, walvisor: impl Into<PathBuf>) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl Job {
             walvisor: walvisor.into(),
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
-            attempts: 4,
+            attempts: 6,
         }
     }
 

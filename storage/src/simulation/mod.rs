@@ -141,7 +141,7 @@ fn run(seeds: Range<u64>) {
 /// `WALVISOR_SEED=N` replays one; `WALVISOR_HISTORIES=N` runs more or fewer; with both, so many from that seed on.
 #[test]
 fn random_histories_keep_the_promises() {
-    run(seeds("WALVISOR_HISTORIES", 100_000));
+    run(seeds("WALVISOR_HISTORIES", 40_000));
 }
 
 #[test]
