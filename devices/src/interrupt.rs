@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::BlockMetrics;
+use crate::metrics::BlockMetrics;
 
 /// What a device raises: the two notifications of virtio 1.2, 2.3.
 ///

@@ -20,6 +20,17 @@ const STORAGE: &[&[&str]] = &[
     &["store"],
 ];
 
+/// Modules of `devices`.
+const DEVICES: &[&[&str]] = &[
+    &["listen", "memory", "backend"],
+    &["control", "latency", "throttle"],
+    &["metrics"],
+    &["interrupt"],
+    &["status"],
+    &["block", "scsi"],
+    &["nbd", "tcmu", "transport", "vhost_user"],
+];
+
 /// Modules by their path, as `log::group`, with their text, tests and comments left out.
 fn modules(src: &Path) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
@@ -210,6 +221,7 @@ fn check(crate_name: &str, layers: &[&[&str]], left_out: &[&str]) {
 #[test]
 fn imports_run_downwards_and_never_in_a_circle() {
     check("storage", STORAGE, &["fuzzing", "simulation"]);
+    check("devices", DEVICES, &[]);
 }
 
 #[test]

@@ -4,8 +4,9 @@ use std::io;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use walvisor_storage::Operation;
 
-use super::{Backend, Operation};
+use super::disk::Backend;
 
 /// Makes everything durable that was written to `backend` before. Opens a queue for it and waits as long as the medium takes;
 /// a backend without FLUSH has nothing to be done.

@@ -11,28 +11,27 @@
 //! leave a write in part, which a disk with a log never does.
 
 mod ring;
+mod shared;
 mod sync;
 mod task;
 mod threads;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use rustix::fd::{AsRawFd, RawFd};
-use rustix::io::Errno;
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-use walvisor_storage::{EngineKind, Image};
-
-use super::{
-    Backend, BackendQueue, Buffer, Capabilities, Completion, Extent, Failure, MAX_REQUEST_BYTES,
-    Operation, SECTOR_SIZE,
-};
 use ring::Ring;
+use rustix::fd::AsRawFd;
+use shared::{Mailbox, Mover, Shared, Work, locked};
 use sync::Syncer;
 use task::{Step, Task};
 use threads::Threads;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use walvisor_storage::{Completion, Extent, Operation, SECTOR_SIZE};
+use walvisor_storage::{EngineKind, Image};
+
+use super::disk::{Backend, BackendQueue, Capabilities};
 
 /// When a write completes, and what a FLUSH does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,21 +52,6 @@ pub struct RawDisk {
     uring: bool,
     /// There once it is needed.
     syncer: Mutex<Option<Arc<Syncer>>>,
-}
-
-/// What all queues of a disk know.
-#[derive(Debug)]
-struct Shared {
-    image: Image,
-    no_sync: bool,
-    /// Capacity. It grows while the disk is open.
-    sectors: AtomicU64,
-    write_cache: AtomicBool,
-    /// A sync has failed. What it was to make durable may be lost, and a second one would not tell: the kernel reports
-    /// each error once. So every request that could hide that fails until the disk is opened again.
-    failed: AtomicBool,
-    /// Held while the file gets longer.
-    growing: Mutex<()>,
 }
 
 impl RawDisk {
@@ -120,136 +104,6 @@ impl RawDisk {
         let started = Arc::new(Syncer::start(&self.shared)?);
         Ok(Arc::clone(syncer.insert(started)))
     }
-}
-
-/// What is behind the locks here is right between any two steps.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Where a queue hears of what others have ended for it.
-#[derive(Debug)]
-struct Mailbox {
-    ended: Mutex<Vec<Completion>>,
-    event: EventFd,
-}
-
-impl Mailbox {
-    fn put(&self, completion: Completion) {
-        locked(&self.ended).push(completion);
-        // A full counter is readable all the same.
-        let _ = self.event.write(1);
-    }
-}
-
-impl Shared {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.image.file().as_fd()
-    }
-
-    fn raw_fd(&self) -> RawFd {
-        self.image.file().as_raw_fd()
-    }
-
-    fn sectors(&self) -> u64 {
-        self.sectors.load(Ordering::Acquire)
-    }
-
-    /// The byte range of a request.
-    fn range(&self, sector: u64, sectors: u64) -> Result<(u64, u64), Failure> {
-        match sector.checked_add(sectors) {
-            Some(end) if sectors > 0 && end <= self.sectors() => {
-                Ok((sector * SECTOR_SIZE, sectors * SECTOR_SIZE))
-            }
-            _ => Err(Failure::OutOfRange),
-        }
-    }
-
-    /// What `operation` takes.
-    fn begin(&self, operation: Operation) -> Result<Work, Failure> {
-        let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
-        if changes && self.image.read_only() {
-            return Err(Failure::ReadOnly);
-        }
-        let reads = matches!(operation, Operation::Read { .. });
-        if !reads && !self.no_sync && self.has_failed() {
-            return Err(Failure::Io);
-        }
-        Ok(Work::Move(match operation {
-            Operation::Read { sector, sectors } => {
-                let (offset, len) = self.range(sector, sectors.into())?;
-                if len > MAX_REQUEST_BYTES as u64 {
-                    return Err(Failure::TooLarge);
-                }
-                // Filled to its end, or not given to anybody.
-                Step::read(offset, Buffer::for_overwrite(len as usize))
-            }
-            Operation::Write { sector, data } => {
-                if data.len() > MAX_REQUEST_BYTES
-                    || !data.len().is_multiple_of(SECTOR_SIZE as usize)
-                {
-                    return Err(Failure::TooLarge);
-                }
-                let (offset, _) = self.range(sector, data.len() as u64 / SECTOR_SIZE)?;
-                Step::write(offset, data)
-            }
-            Operation::Discard { sector, sectors } => {
-                let (offset, len) = self.range(sector, sectors.into())?;
-                Step::zeroes(offset, len, true)
-            }
-            Operation::WriteZeroes {
-                sector,
-                sectors,
-                unmap,
-            } => {
-                let (offset, len) = self.range(sector, sectors.into())?;
-                Step::zeroes(offset, len, unmap)
-            }
-            // Nothing was written, or nobody wants to know.
-            Operation::Flush if self.image.read_only() || self.no_sync => {
-                return Ok(Work::Nothing);
-            }
-            Operation::Flush => return Ok(Work::Sync),
-        }))
-    }
-
-    /// How a task ended, for the client.
-    fn end(&self, task: Task, result: io::Result<()>) -> Completion {
-        let Task { token, step, .. } = task;
-        let result = match (result, step) {
-            (Ok(()), Step::Read { buffer, .. }) => Ok(Some(buffer)),
-            (Ok(()), _) => Ok(None),
-            (Err(error), step) => {
-                let (path, name) = (self.image.path().display(), step.name());
-                tracing::warn!("{path}: {name} failed: {error}");
-                Err(Failure::Io)
-            }
-        };
-        Completion { token, result }
-    }
-
-    fn has_failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
-    }
-
-    /// A sync has failed: remembered before anybody is told.
-    fn sync_failed(&self, error: Errno) {
-        self.failed.store(true, Ordering::Release);
-        let path = self.image.path().display();
-        tracing::error!(
-            "{path}: fdatasync failed: {error}: no write is taken until the disk is opened again"
-        );
-    }
-}
-
-/// What a request takes.
-enum Work {
-    /// Bytes are moved.
-    Move(Step),
-    /// What was written is made durable.
-    Sync,
-    /// Nothing.
-    Nothing,
 }
 
 impl Backend for RawDisk {
@@ -320,16 +174,6 @@ impl Backend for RawDisk {
         shared.sectors.store(bytes / SECTOR_SIZE, Ordering::Release);
         Ok(())
     }
-}
-
-/// What carries tasks out. Dropping it waits for those that the kernel has.
-trait Mover: Send {
-    /// Takes a task; it may start now or at the next [`enter`](Self::enter).
-    fn submit(&mut self, task: Task);
-    /// Starts everything submitted.
-    fn enter(&mut self);
-    /// Appends what has been carried out to `moved`, with how. The mailbox's event is written at each end.
-    fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>);
 }
 
 /// One queue's way to a raw disk.

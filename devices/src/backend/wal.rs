@@ -3,9 +3,10 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
+use walvisor_storage::{Completion, Extent, LogCounters, Operation};
 use walvisor_storage::{Disk, Port};
 
-use super::{Backend, BackendQueue, Capabilities, Completion, Extent, LogCounters, Operation};
+use super::disk::{Backend, BackendQueue, Capabilities};
 
 impl Backend for Disk {
     fn sectors(&self) -> u64 {

@@ -1,6 +1,5 @@
 //! Feature bits: what is offered, and what follows from the driver's choice (virtio 1.2, 5.2.3 and 6).
 
-use crate::backend::Capabilities;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
     VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SECURE_ERASE, VIRTIO_BLK_F_SEG_MAX,
@@ -8,6 +7,8 @@ use virtio_bindings::virtio_blk::{
 };
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use crate::backend::Capabilities;
 
 /// A set of feature bits, 0 to 63.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,8 +12,6 @@
 mod chain;
 mod config;
 mod features;
-mod latency;
-mod metrics;
 mod order;
 mod pool;
 mod request;
@@ -26,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use request::ID_LEN;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SECURE_ERASE,
@@ -36,19 +35,17 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::backend::{Answer, Backend, Capabilities, SECTOR_SIZE, flush};
 use crate::control::CacheSwitch;
+use crate::memory::DeviceMemory;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
-use crate::transport::DeviceMemory;
-use request::ID_LEN;
 
-pub use latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
-pub use metrics::{BlockCounts, BlockMetrics};
+pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
+pub use crate::metrics::{BlockCounts, BlockMetrics};
 pub(crate) use pool::most_threads;
 pub use pool::{Starter, WorkerPool};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
-pub(crate) use metrics::add;
 pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
 pub(crate) use worker::{QueueStart, Worker};

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use super::virtqueue::Used;
+use super::tracker::Used;
 
 /// The next batch of a queue's used ring. Kept between batches for its memory.
 pub(super) struct Batch {

@@ -21,9 +21,11 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 use super::chain::Chain;
 use super::config::MAX_ERASE_SECTORS;
 use super::features::Features;
-use super::metrics::{BlockMetrics, add};
-use super::virtqueue::{QueueError, Used};
+use super::tracker::Used;
+use super::virtqueue::QueueError;
 use crate::backend::{Buffer, Operation, SECTOR_SIZE};
+use crate::latency::add;
+use crate::metrics::BlockMetrics;
 
 /// Length of the request header in bytes.
 const HEADER_LEN: usize = 16;

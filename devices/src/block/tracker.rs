@@ -14,8 +14,6 @@ use std::sync::atomic::Ordering;
 
 use vm_memory::{AtomicAccess, Bytes, MmapRegion, VolatileMemory};
 
-use super::virtqueue::Used;
-
 const VERSION: u16 = 1;
 const VERSION_AT: usize = 8;
 const DESCRIPTORS_AT: usize = 10;
@@ -139,6 +137,15 @@ impl Tracker {
             .store(value, self.at + at, Ordering::Release);
         debug_assert!(stored.is_ok(), "offset {at} of an inflight record");
     }
+}
+
+/// One element of the used ring (virtio 1.2, 2.7.8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Used {
+    /// Head of the chain that has been used.
+    pub(crate) head: u16,
+    /// Bytes written into its device-writable part, from the start of that part and without a gap.
+    pub(crate) written: u32,
 }
 
 #[cfg(test)]

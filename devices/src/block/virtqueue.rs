@@ -15,11 +15,12 @@ use std::collections::VecDeque;
 use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
 
-use super::chain::Chain;
-use super::tracker::Tracker;
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{AvailIter, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
+
+use super::chain::Chain;
+use super::tracker::{Tracker, Used};
 
 /// What the driver wrote into the registers of one queue, not checked yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,15 +55,6 @@ pub(crate) enum QueueError {
     Memory(#[from] GuestMemoryError),
     #[error("descriptor chain {head}: {reason}")]
     Chain { head: u16, reason: &'static str },
-}
-
-/// One element of the used ring (virtio 1.2, 2.7.8).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Used {
-    /// Head of the chain that has been used.
-    pub(crate) head: u16,
-    /// Bytes written into its device-writable part, from the start of that part and without a gap.
-    pub(crate) written: u32,
 }
 
 /// A running split virtqueue.

@@ -17,17 +17,18 @@ use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::features::Features;
-use super::latency::OperationKind;
-use super::metrics::{BlockMetrics, add};
 use super::order::Batch;
 use super::pool::{Alone, Control, Handle, Served, WorkerPool};
 use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
 use super::tracker::Tracker;
-use super::virtqueue::{QueueError, QueueSetup, Used, Virtqueue};
+use super::tracker::Used;
+use super::virtqueue::{QueueError, QueueSetup, Virtqueue};
 use crate::backend::{Backend, Completion, Operation};
+use crate::latency::{OperationKind, add};
+use crate::memory::DeviceMemory;
+use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
 use crate::throttle::{Throttle, ThrottledQueue};
-use crate::transport::DeviceMemory;
 
 /// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
 /// request may overshoot it.

@@ -8,16 +8,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::event::epoll::EventFlags;
 
-use super::Export;
-use super::handshake::{Agreed, Ended};
+use super::ended::Ended;
+use super::export::Export;
+use super::handshake::Agreed;
 use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::protocol::command;
 use super::request::{Action, Pending, Rules, judge, refuse};
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
-use crate::block::{BlockMetrics, add};
 use crate::control::Pass;
+use crate::latency::add;
+use crate::metrics::BlockMetrics;
 
 /// Bytes of requests in flight and replies not sent above which nothing more is read. One request may overshoot it.
 const MAX_BYTES: usize = 32 << 20;

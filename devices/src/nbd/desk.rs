@@ -5,13 +5,12 @@ use std::time::Instant;
 
 use slab::Slab;
 
-use super::Export;
-use super::inbox::Inbox;
-use super::mapper::Asker;
+use super::export::Export;
+use super::inbox::{Inbox, Mapped};
 use super::protocol::command;
 use super::request::Pending;
 use crate::backend::Answer;
-use crate::block::OperationKind;
+use crate::latency::OperationKind;
 use crate::throttle::ThrottledQueue;
 
 /// The way to one disk, which the connections of a thread share.
@@ -40,11 +39,14 @@ impl Desk {
         let pending = self.in_flight.get(token);
         match pending.and_then(|(_, pending, _)| pending.question()) {
             Some(question) => {
-                let asker = Asker {
-                    inbox: Arc::clone(inbox),
-                    desk: key,
-                    token,
-                };
+                let inbox = Arc::clone(inbox);
+                let asker = Box::new(move |extents| {
+                    inbox.answer(Mapped {
+                        desk: key,
+                        token,
+                        extents,
+                    });
+                });
                 let Export {
                     mapper, backend, ..
                 } = &*self.export;

@@ -9,7 +9,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::time::Timespec;
 
-use super::Export;
+use super::ended::Ended;
+use super::export::Export;
 use super::protocol::{
     ALLOCATION, ALLOCATION_ID, Fields, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake, info,
     option, option_reply, reply,
@@ -27,26 +28,6 @@ const MAX_OPTION: usize = 32 << 10;
 const PREFERRED_BLOCK: u32 = 4096;
 /// The least that a server should take in one request, in bytes.
 const LEAST_MAXIMUM_BLOCK: u32 = 1 << 20;
-
-/// Why there is nothing to transmit.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Ended {
-    /// The client went, or the server is to stop: no fault of anybody.
-    #[error("the connection has ended")]
-    Gone,
-    /// The client broke the protocol.
-    #[error("{0}")]
-    Broken(&'static str),
-    /// The socket failed.
-    #[error(transparent)]
-    Socket(#[from] io::Error),
-}
-
-impl From<Errno> for Ended {
-    fn from(error: Errno) -> Self {
-        Self::Socket(error.into())
-    }
-}
 
 /// What was agreed upon.
 pub(super) struct Agreed {

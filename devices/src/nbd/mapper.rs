@@ -11,8 +11,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use super::inbox::{Inbox, Mapped};
-use super::server::join;
+use super::ended::join;
 use crate::backend::{Backend, Extent};
 
 /// A range of sectors, and at most how many extents are to be told of it.
@@ -23,23 +22,8 @@ pub(super) struct Question {
     pub(super) most: usize,
 }
 
-/// Whom to tell: the request of a token at a desk of the inbox's worker.
-pub(super) struct Asker {
-    pub(super) inbox: Arc<Inbox>,
-    pub(super) desk: usize,
-    pub(super) token: usize,
-}
-
-impl Asker {
-    fn tell(self, extents: io::Result<Vec<Extent>>) {
-        let Self { inbox, desk, token } = self;
-        inbox.answer(Mapped {
-            desk,
-            token,
-            extents,
-        });
-    }
-}
+/// Whom to tell the answer, in whichever thread has it.
+pub(super) type Asker = Box<dyn FnOnce(io::Result<Vec<Extent>>) + Send>;
 
 /// The thread of an export, once there was a question. Dropping it ends the thread, after the questions that it has.
 #[derive(Default)]
@@ -57,14 +41,14 @@ impl Mapper {
         if running.is_none() {
             match start(Arc::clone(backend)) {
                 Ok(started) => *running = Some(started),
-                Err(error) => return asker.tell(Err(error)),
+                Err(error) => return asker(Err(error)),
             }
         }
         if let Some(running) = &*running
             && let Err(unsent) = running.questions.send((question, asker))
         {
             let (_, asker) = unsent.0;
-            asker.tell(Err(io::Error::other("the thread that asks has panicked")));
+            asker(Err(io::Error::other("the thread that asks has panicked")));
         }
     }
 }
@@ -80,7 +64,7 @@ fn start(backend: Arc<dyn Backend>) -> io::Result<Running> {
                     sectors,
                     most,
                 } = question;
-                asker.tell(backend.extents(sector, sectors, most));
+                asker(backend.extents(sector, sectors, most));
             }
         })?;
     Ok(Running { questions, thread })

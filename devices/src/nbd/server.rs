@@ -10,9 +10,10 @@ use std::thread::{self, JoinHandle};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
-use super::Export;
 use super::connection::{Connection, Seat};
-use super::handshake::{Ended, negotiate};
+use super::ended::{Ended, join, report};
+use super::export::Export;
+use super::handshake::negotiate;
 use super::tls::Tls;
 use super::wire::Wire;
 use super::worker::Pool;
@@ -132,12 +133,6 @@ impl Drop for Server {
     }
 }
 
-pub(super) fn join(thread: JoinHandle<()>) {
-    if thread.join().is_err() {
-        tracing::error!("an NBD thread has panicked");
-    }
-}
-
 /// Accepts clients until `stop` is readable, then waits for those that still choose.
 fn listen(
     listener: &Listener,
@@ -203,17 +198,5 @@ fn choose(
             wire.close();
             Err(ended)
         }
-    }
-}
-
-/// Tells why a connection has ended, if that is worth to be known.
-pub(super) fn report(outcome: Result<(), Ended>) {
-    match outcome {
-        Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
-            tracing::warn!("an NBD client was disconnected: TLS: {error}");
-        }
-        Err(Ended::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
-        Err(Ended::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
-        Ok(()) | Err(Ended::Gone) => {}
     }
 }

@@ -12,8 +12,6 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 
-use super::wire::Wire;
-
 /// Whether clients encrypt what they say.
 #[derive(Clone, Debug, Default)]
 pub enum Tls {
@@ -24,13 +22,6 @@ pub enum Tls {
     Offered(TlsConfig),
     /// They have to, before they are told anything (FORCEDTLS).
     Required(TlsConfig),
-}
-
-impl Tls {
-    /// Whether a client has to begin with TLS and has not.
-    pub(super) fn forbids(&self, wire: &Wire) -> bool {
-        matches!(self, Self::Required(_)) && !wire.is_encrypted()
-    }
 }
 
 /// The server's key and certificates.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rustls::ServerConnection;
 
-use super::tls::TlsConfig;
+use super::tls::{Tls, TlsConfig};
 
 /// A non-blocking socket with what TLS keeps for it.
 pub(super) struct Wire {
@@ -192,4 +192,11 @@ impl Wire {
 
 fn invalid(error: rustls::Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl Tls {
+    /// Whether a client has to begin with TLS and has not.
+    pub(super) fn forbids(&self, wire: &Wire) -> bool {
+        matches!(self, Self::Required(_)) && !wire.is_encrypted()
+    }
 }

@@ -17,12 +17,12 @@ use rustix::time::Timespec;
 use slab::Slab;
 use walvisor_storage::short_slice;
 
-use super::Export;
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};
-use super::handshake::Ended;
+use super::ended::Ended;
+use super::ended::{join, report};
+use super::export::Export;
 use super::inbox::{Inbox, Mail, Mapped};
-use super::server::{join, report};
 use crate::backend::{Buffer, Completion, Failure};
 use crate::block::most_threads;
 use crate::control::Wake;

@@ -1,6 +1,6 @@
 //! READ CAPACITY: how large the unit is (SBC-4, 5.18 and 5.19).
 
-use super::command::{Plan, Request};
+use super::plan::{Plan, Request};
 use super::sense::Sense;
 use super::unit::PHYSICAL_BLOCK;
 

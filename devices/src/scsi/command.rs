@@ -1,124 +1,16 @@
 //! The commands: one table by which CDBs are judged, and which REPORT SUPPORTED OPERATION CODES reads out.
 
-use super::DataBuffer;
 use super::capacity::{read_capacity_10, read_capacity_16};
 use super::control::{report_luns, report_opcodes, request_sense, start_stop, test_unit_ready};
+use super::data::DataBuffer;
 use super::inquiry::inquiry;
 use super::io::{read, synchronize, write};
 use super::mode;
+use super::plan::{ACTION, ALL, Command, Decoder, Needs, Plan, Request};
 use super::provisioning::{lba_status, unmap, write_same};
 use super::sense::Sense;
-use super::task::Job;
 use super::unit::LogicalUnit;
 use super::verify::{compare_and_write, verify, write_and_verify};
-
-/// What a command comes to, once it is judged.
-pub(super) enum Plan {
-    /// Parameter data, to be cut to the allocation length.
-    Answer { bytes: Vec<u8>, allocation: usize },
-    /// Work for the backend, or none.
-    Run(Job),
-}
-
-/// A command as its decoder sees it: a CDB of full length without a bit that the command does not have.
-pub(super) struct Request<'a> {
-    pub(super) unit: &'a LogicalUnit,
-    pub(super) data: &'a dyn DataBuffer,
-    cdb: &'a [u8],
-}
-
-impl Request<'_> {
-    pub(super) fn cdb_len(&self) -> usize {
-        self.cdb.len()
-    }
-
-    pub(super) fn byte(&self, at: usize) -> u8 {
-        self.cdb[at]
-    }
-
-    /// Whether any bit of `mask` is set in a byte.
-    pub(super) fn bit(&self, at: usize, mask: u8) -> bool {
-        self.cdb[at] & mask != 0
-    }
-
-    /// `bytes` bytes, at most 8, as a big-endian number.
-    pub(super) fn number(&self, at: usize, bytes: usize) -> u64 {
-        let number = |number, byte: &u8| number << 8 | u64::from(*byte);
-        self.cdb[at..at + bytes].iter().fold(0, number)
-    }
-
-    /// An allocation or parameter list length of at most 4 bytes.
-    pub(super) fn length(&self, at: usize, bytes: usize) -> usize {
-        self.number(at, bytes) as usize
-    }
-}
-
-/// How a command is judged.
-type Decoder = fn(&Request<'_>) -> Result<Plan, Sense>;
-
-/// A command of the table.
-pub(super) struct Command {
-    pub(super) opcode: u8,
-    /// The service action in the low five bits of byte 1, for opcodes that have them.
-    pub(super) action: Option<u8>,
-    /// Which bits of each byte are evaluated: CDB usage data (SPC-5, 6.35.3). The CDB is as long.
-    pub(super) usage: &'static [u8],
-    /// Bits of byte 1 that mean something only where blocks can be unmapped; all of them: so does the command.
-    thin: u8,
-    needs: Needs,
-    decode: Decoder,
-}
-
-/// What a command needs to be carried out.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Needs {
-    /// Nothing, not even that no unit attention condition is left (SAM-5, 5.14).
-    Nothing,
-    /// No unit attention condition.
-    Unit,
-    /// A unit that is not stopped, too.
-    Medium,
-}
-
-impl Command {
-    const fn new(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
-        Self {
-            opcode: usage[0],
-            action: None,
-            usage,
-            thin: 0,
-            needs,
-            decode,
-        }
-    }
-
-    /// One with a service action, which is in the usage data.
-    const fn action(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
-        let mut command = Self::new(needs, usage, decode);
-        command.action = Some(usage[1] & ACTION);
-        command
-    }
-
-    const fn thin(mut self, bits: u8) -> Self {
-        self.thin = bits;
-        self
-    }
-
-    /// Byte `at` of the usage data.
-    pub(super) fn usage(&self, unit: &LogicalUnit, at: usize) -> u8 {
-        match at {
-            1 if self.thin != 0 && !unit.thin() => self.usage[at] & !self.thin,
-            _ => self.usage[at],
-        }
-    }
-
-    fn offered(&self, unit: &LogicalUnit) -> bool {
-        self.thin != ALL || unit.thin()
-    }
-}
-
-const ACTION: u8 = 0x1f;
-const ALL: u8 = 0xff;
 
 /// The table, in the order of opcodes.
 #[rustfmt::skip]
@@ -179,11 +71,6 @@ const FIRST: [u8; 256] = {
     first
 };
 
-/// The commands that a unit has.
-pub(super) fn commands(unit: &LogicalUnit) -> impl Iterator<Item = &'static Command> {
-    COMMANDS.iter().filter(|command| command.offered(unit))
-}
-
 /// Judges a command.
 pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Result<Plan, Sense> {
     let command = find(cdb).filter(|command| command.offered(unit));
@@ -212,7 +99,12 @@ pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Re
     if command.needs == Needs::Medium && unit.stopped() {
         return Err(Sense::STOPPED);
     }
-    (command.decode)(&Request { unit, data, cdb })
+    (command.decode)(&Request {
+        unit,
+        data,
+        cdb,
+        table: COMMANDS,
+    })
 }
 
 /// The command that a CDB begins with; one with another service action, if there is none with this one.

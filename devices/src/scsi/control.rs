@@ -1,10 +1,10 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
 //! OPERATION CODES.
 
-use super::command::{Command, Plan, Request, commands};
+use super::job::{Action, Job, Range};
+use super::plan::{Command, Plan, Request};
 use super::sense::Sense;
-use super::task::{Action, Job, Range};
-use crate::block::OperationKind;
+use crate::latency::OperationKind;
 
 /// TEST UNIT READY (SPC-5, 6.52). What could be in its way was looked at already.
 pub(super) fn test_unit_ready(_: &Request<'_>) -> Result<Plan, Sense> {
@@ -58,7 +58,7 @@ pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
     let allocation = request.length(6, 4);
     let opcode = request.byte(3);
     let action = request.number(4, 2);
-    let all = || commands(request.unit);
+    let all = || request.commands();
     let mut same = all().filter(|command| command.opcode == opcode).peekable();
     let has_actions = same.peek().map(|command| command.action.is_some());
     let exact = |command: &&Command| command.action.unwrap_or(0) as u64 == action;

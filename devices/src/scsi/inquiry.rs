@@ -1,6 +1,6 @@
 //! INQUIRY: what the unit is, who it is, and what it takes (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
-use super::command::{Plan, Request};
+use super::plan::{Plan, Request};
 use super::provisioning::{MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES, max_unmap_blocks};
 use super::sense::Sense;
 use super::unit::{LogicalUnit, PHYSICAL_BLOCK};

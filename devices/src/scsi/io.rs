@@ -1,10 +1,10 @@
 //! READ, WRITE and SYNCHRONIZE CACHE of every length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to 5.42), and what the other
 //! commands that name blocks have in common with them.
 
-use super::command::{Plan, Request};
+use super::job::{Action, Change, Job, Range, Then};
+use super::plan::{Plan, Request};
 use super::sense::Sense;
-use super::task::{Action, Change, Job, Range, Then};
-use crate::block::OperationKind;
+use crate::latency::OperationKind;
 
 /// The blocks that a CDB names, on the disk and not too many. It may be none.
 pub(super) struct Named {

@@ -42,35 +42,20 @@
 mod capacity;
 mod command;
 mod control;
+mod data;
 mod inquiry;
 mod io;
+mod job;
 mod mode;
 mod order;
+mod plan;
 mod provisioning;
 mod sense;
 mod task;
 mod unit;
 mod verify;
 
+pub use data::DataBuffer;
 pub use sense::{SenseData, Status};
 pub use task::{Outcome, Step, Task};
 pub use unit::{LogicalUnit, UnitError};
-
-/// A command's data buffer: memory of the transport, scattered or not. Lengths and offsets in bytes.
-///
-/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of one that receives some.
-pub trait DataBuffer {
-    /// Its length, which may be 0.
-    fn len(&self) -> usize;
-
-    /// Whether it has no bytes.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Copies bytes out of it. `offset` and the length of `into` stay within [`len`](Self::len).
-    fn read(&self, offset: usize, into: &mut [u8]);
-
-    /// Copies bytes into it. `offset` and the length of `from` stay within [`len`](Self::len).
-    fn write(&self, offset: usize, from: &[u8]);
-}

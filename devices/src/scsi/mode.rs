@@ -4,11 +4,11 @@
 //!   header 4 or 8 │ block descriptor 0, 8 or 16 │ page │ page        (SPC-5, 7.5.5; SBC-4, 6.5.2)
 //! ```
 
-use super::command::{Plan, Request};
+use super::job::{Action, Job, Range};
+use super::plan::{Plan, Request};
 use super::sense::Sense;
-use super::task::{Action, Job, Range};
 use super::unit::LogicalUnit;
-use crate::block::OperationKind;
+use crate::latency::OperationKind;
 
 const CACHING: u8 = 0x08;
 const CONTROL: u8 = 0x0a;

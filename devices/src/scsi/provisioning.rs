@@ -1,12 +1,13 @@
 //! Blocks without data of their own: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS (5.9).
 
-use super::DataBuffer;
-use super::command::{Plan, Request};
+use super::data::DataBuffer;
 use super::io::{Named, named, sent_exactly, writable};
+use super::job::{Action, Change, Job, Range};
+use super::plan::{Plan, Request};
 use super::sense::Sense;
-use super::task::{Action, Change, Job, Range};
 use crate::backend::{Allocation, Extent, SECTOR_SIZE};
-use crate::block::{MAX_ERASE_SECTORS, OperationKind};
+use crate::block::MAX_ERASE_SECTORS;
+use crate::latency::OperationKind;
 
 /// Most bytes of one UNMAP, all descriptors together: as much as a DISCARD of virtio-blk.
 const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;

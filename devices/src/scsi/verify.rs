@@ -1,11 +1,11 @@
 //! Commands that look at what is there: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE AND
 //! WRITE (5.3).
 
-use super::command::{Plan, Request};
 use super::io::{Named, durable, named, range, sent, sent_exactly, writable};
+use super::job::{Action, Change, Job, Then};
+use super::plan::{Plan, Request};
 use super::sense::Sense;
-use super::task::{Action, Change, Job, Then};
-use crate::block::OperationKind;
+use crate::latency::OperationKind;
 
 /// BYTCHK (SBC-4, table 117): what the blocks are compared with.
 enum Check {

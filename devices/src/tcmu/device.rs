@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use crate::backend::Backend;
-use crate::block::BlockMetrics;
 use crate::control::{DeviceControl, Gate};
+use crate::metrics::BlockMetrics;
 use crate::scsi::{LogicalUnit, UnitError};
 use crate::throttle::Throttle;
 

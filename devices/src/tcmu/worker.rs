@@ -29,8 +29,9 @@ use walvisor_storage::short_slice;
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, Device, Entry, Response, Ring, RingError, Ticket};
 use crate::backend::{Completion, Operation};
-use crate::block::{BlockMetrics, OperationKind, add};
 use crate::control::Wake;
+use crate::latency::{OperationKind, add};
+use crate::metrics::BlockMetrics;
 use crate::scsi::{DataBuffer, LogicalUnit, Step, Task};
 use crate::throttle::ThrottledQueue;
 

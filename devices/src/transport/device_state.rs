@@ -12,12 +12,13 @@ use std::sync::Arc;
 use virtio_bindings::virtio_config::VIRTIO_F_RING_RESET;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::{BlockMetrics, Features, QueueSetup, QueueStart, VirtioBlock, Worker};
+use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock, Worker};
 use crate::interrupt::Interrupt;
+use crate::memory::DeviceMemory;
+use crate::metrics::BlockMetrics;
 use crate::status::{
     ACKNOWLEDGE, DRIVER, DRIVER_OK, DeviceStatus, FAILED, FEATURES_OK, NEEDS_RESET,
 };
-use crate::transport::DeviceMemory;
 
 /// One of the three addresses of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,9 +7,11 @@ use virtio_bindings::virtio_mmio as reg;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, Ring};
-use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use super::registers::Registers;
+use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
 use crate::interrupt::{EdgeLine, LineInterrupt};
-use crate::transport::{DeviceMemory, Registers};
+use crate::memory::DeviceMemory;
+use crate::metrics::BlockMetrics;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;

@@ -8,8 +8,8 @@
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::block::BlockMetrics;
 use crate::interrupt::{INTERRUPT_CONFIG, INTERRUPT_QUEUE, Interrupt, MsiMessage, MsiRouter};
+use crate::metrics::BlockMetrics;
 
 /// Size of a table entry in bytes: address low and high, data, vector control.
 pub(super) const ENTRY_LEN: u64 = 16;

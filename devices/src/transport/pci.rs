@@ -16,9 +16,11 @@ use super::msix::{
     CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
 };
 use super::pci_config::{Identity, PciConfig};
-use crate::block::{BlockMetrics, DEVICE_ID_BLOCK, VirtioBlock};
+use super::registers::Registers;
+use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
 use crate::interrupt::MsiRouter;
-use crate::transport::{DeviceMemory, Registers};
+use crate::memory::DeviceMemory;
+use crate::metrics::BlockMetrics;
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
 /// A modern device's PCI ID is 0x1040 plus its virtio device ID (4.1.2).

@@ -16,7 +16,7 @@ use vm_memory::{FileOffset, MmapRegion};
 use super::cut_off::Guarded;
 use super::memory::mappable;
 use super::message::Message;
-use super::{Outcome, refused};
+use super::outcome::{Outcome, refused};
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
 /// An area that the front-end has given.

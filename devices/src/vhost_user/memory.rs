@@ -13,7 +13,7 @@ use vm_memory::{
 
 use super::cut_off::Guarded;
 use super::message::Message;
-use super::{Outcome, refused};
+use super::outcome::{Outcome, refused};
 
 /// Most regions that a front-end may share.
 pub(super) const MAX_REGIONS: usize = 64;
@@ -210,8 +210,8 @@ fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Ended;
     use super::*;
+    use crate::vhost_user::outcome::Ended;
     use std::os::fd::OwnedFd;
     use vm_memory::{Bytes, GuestAddressSpace};
 

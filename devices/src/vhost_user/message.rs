@@ -16,7 +16,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::{Ended, Outcome, refused};
+use super::outcome::{Ended, Outcome, refused};
 
 const HEADER: usize = 12;
 const VERSION: u32 = 1;

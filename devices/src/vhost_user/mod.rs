@@ -19,6 +19,7 @@ mod cut_off;
 mod inflight;
 mod memory;
 mod message;
+mod outcome;
 mod owner;
 mod server;
 mod session;
@@ -26,34 +27,3 @@ mod signal;
 mod vring;
 
 pub use server::{Server, Service};
-
-/// Why a connection ends.
-#[derive(Debug)]
-enum Ended {
-    /// The front-end has left, or the server stops.
-    Gone,
-    /// The front-end does what it must not: told in one line.
-    Refused(String),
-    /// The system refuses.
-    System(std::io::Error),
-}
-
-impl From<std::io::Error> for Ended {
-    fn from(error: std::io::Error) -> Self {
-        Self::System(error)
-    }
-}
-
-impl From<rustix::io::Errno> for Ended {
-    fn from(error: rustix::io::Errno) -> Self {
-        Self::System(error.into())
-    }
-}
-
-/// The outcome of something that a front-end wants.
-type Outcome<T> = Result<T, Ended>;
-
-/// The front-end's fault.
-fn refused(what: impl Into<String>) -> Ended {
-    Ended::Refused(what.into())
-}

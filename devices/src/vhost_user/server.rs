@@ -9,10 +9,10 @@ use std::thread::{self, JoinHandle};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::message::Channel;
+use super::outcome::{Ended, Outcome};
 use super::owner::{Owner, ServiceControl};
 use super::session::Session;
 use super::signal::Bell;
-use super::{Ended, Outcome};
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
 use crate::listen::accepted;

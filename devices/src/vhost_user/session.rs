@@ -6,9 +6,9 @@ use std::sync::Arc;
 use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
 use super::message::{Channel, Message, send_to_front_end};
+use super::outcome::{Outcome, refused};
 use super::signal::Bell;
 use super::vring::{Vring, doorbell};
-use super::{Outcome, refused};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
 use crate::status::{DRIVER_OK, DeviceStatus};
 

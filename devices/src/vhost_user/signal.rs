@@ -22,7 +22,7 @@ use std::thread;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::{Outcome, refused};
+use super::outcome::{Outcome, refused};
 
 /// Signals that the kernel keeps the ends of until they are taken.
 const ENDS: usize = 64;

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
+use super::outcome::{Outcome, refused};
 use super::signal::{Bell, Signal, is_event};
-use super::{Outcome, refused};
-use crate::block::{BlockMetrics, Worker};
+use crate::block::Worker;
 use crate::interrupt::Interrupt;
+use crate::metrics::BlockMetrics;
 
 /// A ring. It runs while it has everything it needs.
 pub(super) struct Vring {

@@ -10,8 +10,8 @@ use rustix::io::Errno;
 use slab::Slab;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::shared::{Mover, Shared};
 use super::task::{Step, Task};
-use super::{Mover, Shared};
 
 /// Submission entries; the kernel gives twice as many completion entries.
 const ENTRIES: u32 = 256;

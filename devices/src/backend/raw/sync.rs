@@ -14,8 +14,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use rustix::io::Errno;
+use walvisor_storage::{Completion, Failure};
 
-use super::{Completion, Failure, Mailbox, Shared};
+use super::shared::{Mailbox, Shared};
 
 /// Somebody who waits for a sync.
 #[derive(Debug)]

@@ -5,8 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
-
-use crate::backend::Buffer;
+use walvisor_storage::Buffer;
 
 /// Most zeroes written at once where the file system cannot make a range read as zeroes by itself.
 const ZEROES: u64 = 1 << 20;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
+use super::shared::{Mailbox, Mover, Shared};
 use super::task::Task;
-use super::{Mailbox, Mover, Shared};
 
 /// A task with how it ended.
 type Moved = (Task, io::Result<()>);

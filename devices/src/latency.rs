@@ -6,7 +6,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::metrics::add;
 use crate::backend::Operation;
 
 /// Length of [`LatencyCounts::classes`].
@@ -157,6 +156,11 @@ impl Latencies {
             sum_ns: histogram.sum_ns.load(Ordering::Relaxed),
         }
     }
+}
+
+/// Adds to a counter that nothing else is ordered by.
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::latency::Latencies;
+use crate::latency::Latencies;
 
 macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -75,9 +75,4 @@ impl BlockMetrics {
     pub(crate) fn interrupt_sent(&self) {
         self.interrupts.fetch_add(1, Ordering::Relaxed);
     }
-}
-
-/// Adds to a counter that nothing else is ordered by.
-pub(crate) fn add(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
 }

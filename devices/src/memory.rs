@@ -1,0 +1,8 @@
+//! Guest memory, as devices need it.
+
+use vm_memory::GuestAddressSpace;
+
+/// Guest memory as a transport needs it, for instance an `Arc<GuestMemoryMmap>`.
+pub trait DeviceMemory: GuestAddressSpace + Send + Sync + 'static {}
+
+impl<M: GuestAddressSpace + Send + Sync + 'static> DeviceMemory for M {}

@@ -1,0 +1,44 @@
+//! How connections and threads end, and what is told of it.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use rustix::io::Errno;
+
+/// Why there is nothing to transmit.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Ended {
+    /// The client went, or the server is to stop: no fault of anybody.
+    #[error("the connection has ended")]
+    Gone,
+    /// The client broke the protocol.
+    #[error("{0}")]
+    Broken(&'static str),
+    /// The socket failed.
+    #[error(transparent)]
+    Socket(#[from] io::Error),
+}
+
+impl From<Errno> for Ended {
+    fn from(error: Errno) -> Self {
+        Self::Socket(error.into())
+    }
+}
+
+pub(super) fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        tracing::error!("an NBD thread has panicked");
+    }
+}
+
+/// Tells why a connection has ended, if that is worth to be known.
+pub(super) fn report(outcome: Result<(), Ended>) {
+    match outcome {
+        Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
+            tracing::warn!("an NBD client was disconnected: TLS: {error}");
+        }
+        Err(Ended::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
+        Err(Ended::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
+        Ok(()) | Err(Ended::Gone) => {}
+    }
+}

@@ -1,0 +1,20 @@
+//! A command's data, wherever the transport has it.
+
+/// A command's data buffer: memory of the transport, scattered or not. Lengths and offsets in bytes.
+///
+/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of one that receives some.
+pub trait DataBuffer {
+    /// Its length, which may be 0.
+    fn len(&self) -> usize;
+
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Copies bytes out of it. `offset` and the length of `into` stay within [`len`](Self::len).
+    fn read(&self, offset: usize, into: &mut [u8]);
+
+    /// Copies bytes into it. `offset` and the length of `from` stay within [`len`](Self::len).
+    fn write(&self, offset: usize, from: &[u8]);
+}

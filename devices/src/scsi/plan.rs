@@ -1,0 +1,123 @@
+//! How a command is judged: the row of the table, the CDB that its decoder sees, and what it comes to.
+
+use super::data::DataBuffer;
+use super::job::Job;
+use super::sense::Sense;
+use super::unit::LogicalUnit;
+
+/// What a command comes to, once it is judged.
+pub(super) enum Plan {
+    /// Parameter data, to be cut to the allocation length.
+    Answer { bytes: Vec<u8>, allocation: usize },
+    /// Work for the backend, or none.
+    Run(Job),
+}
+
+/// A command as its decoder sees it: a CDB of full length without a bit that the command does not have.
+pub(super) struct Request<'a> {
+    pub(super) unit: &'a LogicalUnit,
+    pub(super) data: &'a dyn DataBuffer,
+    pub(super) cdb: &'a [u8],
+    /// The table that the command is in.
+    pub(super) table: &'static [Command],
+}
+
+impl Request<'_> {
+    /// The commands that the unit has.
+    pub(super) fn commands(&self) -> impl Iterator<Item = &'static Command> {
+        let offered = |command: &&Command| command.offered(self.unit);
+        self.table.iter().filter(offered)
+    }
+
+    pub(super) fn cdb_len(&self) -> usize {
+        self.cdb.len()
+    }
+
+    pub(super) fn byte(&self, at: usize) -> u8 {
+        self.cdb[at]
+    }
+
+    /// Whether any bit of `mask` is set in a byte.
+    pub(super) fn bit(&self, at: usize, mask: u8) -> bool {
+        self.cdb[at] & mask != 0
+    }
+
+    /// `bytes` bytes, at most 8, as a big-endian number.
+    pub(super) fn number(&self, at: usize, bytes: usize) -> u64 {
+        let number = |number, byte: &u8| number << 8 | u64::from(*byte);
+        self.cdb[at..at + bytes].iter().fold(0, number)
+    }
+
+    /// An allocation or parameter list length of at most 4 bytes.
+    pub(super) fn length(&self, at: usize, bytes: usize) -> usize {
+        self.number(at, bytes) as usize
+    }
+}
+
+/// How a command is judged.
+pub(super) type Decoder = fn(&Request<'_>) -> Result<Plan, Sense>;
+
+/// A command of the table.
+pub(super) struct Command {
+    pub(super) opcode: u8,
+    /// The service action in the low five bits of byte 1, for opcodes that have them.
+    pub(super) action: Option<u8>,
+    /// Which bits of each byte are evaluated: CDB usage data (SPC-5, 6.35.3). The CDB is as long.
+    pub(super) usage: &'static [u8],
+    /// Bits of byte 1 that mean something only where blocks can be unmapped; all of them: so does the command.
+    pub(super) thin: u8,
+    pub(super) needs: Needs,
+    pub(super) decode: Decoder,
+}
+
+/// What a command needs to be carried out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Needs {
+    /// Nothing, not even that no unit attention condition is left (SAM-5, 5.14).
+    Nothing,
+    /// No unit attention condition.
+    Unit,
+    /// A unit that is not stopped, too.
+    Medium,
+}
+
+impl Command {
+    pub(super) const fn new(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
+        Self {
+            opcode: usage[0],
+            action: None,
+            usage,
+            thin: 0,
+            needs,
+            decode,
+        }
+    }
+
+    /// One with a service action, which is in the usage data.
+    pub(super) const fn action(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
+        let mut command = Self::new(needs, usage, decode);
+        command.action = Some(usage[1] & ACTION);
+        command
+    }
+
+    pub(super) const fn thin(mut self, bits: u8) -> Self {
+        self.thin = bits;
+        self
+    }
+
+    /// Byte `at` of the usage data.
+    pub(super) fn usage(&self, unit: &LogicalUnit, at: usize) -> u8 {
+        match at {
+            1 if self.thin != 0 && !unit.thin() => self.usage[at] & !self.thin,
+            _ => self.usage[at],
+        }
+    }
+
+    pub(super) fn offered(&self, unit: &LogicalUnit) -> bool {
+        self.thin != ALL || unit.thin()
+    }
+}
+
+pub(super) const ACTION: u8 = 0x1f;
+
+pub(super) const ALL: u8 = 0xff;

@@ -1,0 +1,31 @@
+//! Registers through which a driver sees and changes the state of a device.
+
+use super::device_state::DeviceState;
+use crate::control::ControlTransport;
+use crate::memory::DeviceMemory;
+
+/// A transport: registers through which a driver sees and changes the state of a device.
+pub(super) trait Registers: Send {
+    type Memory: DeviceMemory;
+
+    fn state(&mut self) -> &mut DeviceState<Self::Memory>;
+}
+
+/// What the owner of a device wants is the same through any registers.
+impl<T: Registers> ControlTransport for T {
+    fn capacity_changed(&mut self) {
+        self.state().capacity_changed();
+    }
+
+    fn set_write_cache(&mut self, on: bool) -> bool {
+        self.state().set_write_cache(on)
+    }
+
+    fn pause(&mut self) {
+        self.state().pause();
+    }
+
+    fn resume(&mut self) {
+        self.state().resume();
+    }
+}
