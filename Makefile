@@ -7,7 +7,12 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: demo test soak setup format lint doc check fuzz
+.PHONY: all demo test soak setup format lint doc check fuzz
+
+## all: the program, target/release/walvisor; then this list
+all: setup
+	$(CARGO) build --release --package walvisor
+	@echo; sed -n 's/^## \([a-z]*\): /make \1: /p' $(MAKEFILE_LIST)
 
 ## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup

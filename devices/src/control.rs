@@ -137,9 +137,9 @@ impl CacheSwitch {
     }
 }
 
-/// Somebody who looks again at what he may do.
+/// A thread that has to check again whether its requests may go on.
 pub(crate) trait Wake: Send + Sync {
-    /// Makes him look.
+    /// Makes the thread check.
     fn wake(&self);
 }
 

@@ -57,7 +57,7 @@ pub(crate) enum Mutant {
     FailedSyncRetried,
     /// Those who wait for a full ring that can't be emptied are forgotten.
     StuckWaitersForgotten,
-    /// Those who wait when the log fails are forgotten.
+    /// Requests that wait when the log fails are never answered.
     WaiterLostOnError,
     /// The writer leaves it to others to write what ports wait for that came while it wrote a batch.
     WrittenForgotten,
@@ -65,7 +65,7 @@ pub(crate) enum Mutant {
     LeaderLeavesSilently,
     /// A port takes its wake-up for dealt with after it looked, not before.
     SignalClearedLate,
-    /// Who waits for a segment is not told that there is one.
+    /// A port that waits for a free segment is never woken.
     SegmentFreedSilently,
     /// A thread panics before it has ended its group.
     PanicEndingGroup,

@@ -26,10 +26,10 @@ use crate::disk_spec::{BackendKind, DiskSpec};
 /// Whether the process gives up what it does not need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Landlock {
-    /// As far as the kernel can
+    /// Confine the process as far as the kernel supports it
     #[default]
     On,
-    /// No
+    /// Do not confine the process
     Off,
 }
 

@@ -368,7 +368,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let Some(slot) = self.in_flight.vacancy() else {
                 return Ok(false);
             };
-            // What is above a limit waits in the ring, but for one.
+            // A throttled disk holds one request of a queue; all others stay in the ring.
             if self.batch.is_full(size) || self.disk.holds() {
                 return Ok(false);
             }

@@ -82,7 +82,8 @@ impl Store {
         Self::open_telling(log_dir, disks, options, &mut |_, _| {})
     }
 
-    /// As [`open`](Self::open), and tells of recovery as it goes on: of a log that was closed there is none to tell of.
+    /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly needs no recovery, and
+    /// `progress` is not called.
     ///
     /// # Errors
     /// As [`open`](Self::open).

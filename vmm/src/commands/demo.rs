@@ -17,7 +17,7 @@ pub struct DemoArguments {
     /// Try every rule of the specification, and every offence, case by case
     #[arg(long)]
     pub conformance: bool,
-    /// What a system call that the VMM has no use for leads to
+    /// Seccomp filter: on, log or off. It stops system calls that the VMM does not need
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
     /// Print the result as JSON

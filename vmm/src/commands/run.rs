@@ -81,10 +81,10 @@ pub struct RunArguments {
     /// Listen here for 'walvisor ctl'; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
-    /// What a system call that the VMM has no use for leads to
+    /// Seccomp filter: on, log or off. It stops system calls that the VMM does not need
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
-    /// Whether to give up what the VMM does not need of the file system and the network, as far as the kernel can
+    /// Landlock: on or off. It takes away all files and ports that the VMM does not need, as far as the kernel supports that
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub landlock: Landlock,
     /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once

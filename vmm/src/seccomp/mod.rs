@@ -42,12 +42,12 @@ use calls::{
 /// What becomes of a system call that is not allowed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Seccomp {
-    /// The process is killed
+    /// Kill the process
     #[default]
     On,
-    /// Nothing: there is no filter
+    /// Install no filter
     Off,
-    /// The kernel logs it, and carries it out
+    /// Let the kernel log the call and carry it out
     Log,
 }
 

@@ -21,9 +21,9 @@ use crate::disk_spec::{
 };
 use crate::disks;
 use crate::landlock::Places;
+use crate::lio::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
-use crate::target::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
 use crate::vm::DiskConfig;
 
 /// The arguments of `walvisor serve tcmu`.
