@@ -1,15 +1,14 @@
 //! `walvisor disk`: making disks and looking at them, with no guest.
 
+mod path;
 mod transfer;
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::{Args, Subcommand};
+use path::{DiskPath, print};
 use serde_json::json;
-use walvisor_storage::{
-    self as storage, DiskOptions, DiskReport, Store, StoreOptions, default_log_dir,
-};
+use walvisor_storage::{self as storage, DiskOptions, DiskReport, Store, StoreOptions};
 
 use super::CommandError;
 use super::threads::Threads;
@@ -68,24 +67,6 @@ enum Action {
     Resize(transfer::Resize),
 }
 
-/// Which disk.
-#[derive(Debug, Args)]
-struct DiskPath {
-    /// The base image.
-    path: PathBuf,
-    /// The log directory, where it is not PATH.wal.
-    #[arg(long)]
-    log: Option<PathBuf>,
-}
-
-impl DiskPath {
-    fn log(&self) -> PathBuf {
-        self.log
-            .clone()
-            .unwrap_or_else(|| default_log_dir(&self.path))
-    }
-}
-
 /// Carries out `walvisor disk`.
 ///
 /// # Errors
@@ -114,11 +95,6 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         Action::Export(arguments) => transfer::export(arguments),
         Action::Resize(arguments) => transfer::resize(arguments),
     }
-}
-
-/// Prints what was done. That a reader has gone does not undo it.
-fn print(text: std::fmt::Arguments<'_>) {
-    let _ = std::io::stdout().write_fmt(text);
 }
 
 fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {

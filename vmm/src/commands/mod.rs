@@ -11,6 +11,7 @@ mod metrics_file;
 pub mod run;
 pub mod serve;
 mod socket;
+mod socket_file;
 mod socket_names;
 mod threads;
 

@@ -16,7 +16,7 @@ use std::os::fd::AsRawFd;
 
 use rustix::io::Errno;
 
-use super::socket::{Name, SocketFile};
+use super::socket_file::{Name, SocketFile};
 
 /// The names of this process's sockets. Dropping it removes them, once nobody listens there any more.
 #[derive(Debug, Default)]

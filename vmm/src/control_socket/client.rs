@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::Command;
+use super::command::Command;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -4,14 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use serde_json::{Value, json};
-use walvisor_devices::backend::{Backend, SECTOR_SIZE, flush};
+use walvisor_devices::backend::Backend;
 use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::{self, Throttle};
 
-use super::command::{CacheChoice, Command, ControlError, Format, Limits};
-use super::stats;
+use crate::metrics::DiskMetrics;
 use crate::vm::control::Control;
 use crate::vm::exits::ExitCounters;
 use crate::vm::{AttachedDisk, Vm};
@@ -93,11 +91,11 @@ pub struct Controlled {
     pub(super) disks: Vec<ControlledDisk>,
     pub(super) power: Power,
     /// Locked by whoever changes anything, which may take long.
-    changing: Mutex<()>,
+    pub(super) changing: Mutex<()>,
     /// Everything rests. Changed under the lock, read without it.
-    paused: AtomicBool,
+    pub(super) paused: AtomicBool,
     /// The end has come.
-    ending: AtomicBool,
+    pub(super) ending: AtomicBool,
 }
 
 impl Controlled {
@@ -133,314 +131,25 @@ impl Controlled {
         }
     }
 
-    fn limit(&self, disk: &ControlledDisk, limits: throttle::Limits) {
-        disk.throttle.set(limits);
-        // Looked at last: either this sees the end, or the end sees the limits.
-        if self.ending.load(Ordering::SeqCst) {
-            disk.throttle.set(throttle::Limits::default());
-        }
-    }
-
-    fn change(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn change(&self) -> MutexGuard<'_, ()> {
         // There is nothing in it that could be wrong.
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Carries out a request.
-    pub(super) fn execute(&self, command: &Command) -> Result<Value, ControlError> {
-        match command {
-            Command::Stats(Format::Json) => Ok(stats::json(self)),
-            Command::Stats(Format::Prometheus) => Ok(json!({ "text": stats::prometheus(self) })),
-            Command::Pause => self.pause(),
-            Command::Resume => {
-                self.resume();
-                Ok(json!({ "state": "running" }))
-            }
-            Command::Resize { disk, size_bytes } => self.resize(disk.as_deref(), *size_bytes),
-            Command::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
-            Command::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
-            Command::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
-            Command::Shutdown { now: false } => {
-                // Who rests cannot end in order.
-                self.resume();
-                Ok(json!({}))
-            }
-            Command::Shutdown { now: true } => Ok(json!({})),
-        }
-    }
-
-    /// What is to happen once a request is answered.
-    pub(super) fn answered(&self, command: &Command) {
-        let Command::Shutdown { now } = command else {
-            return;
-        };
-        match &self.power {
-            Power::Guest { control, .. } if *now => control.end(crate::vm::control::Ended::Quit),
-            Power::Guest { control, .. } => control.ask_for_power_down(),
-            Power::Daemon(end) => end(),
-        }
     }
 
     /// Whether everything rests: from the end of a pause to the beginning of the next resume.
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }
-
-    /// The disk of that name, or the only one.
-    fn disk(&self, name: Option<&str>) -> Result<&ControlledDisk, ControlError> {
-        let names = || {
-            let names: Vec<_> = self.disks.iter().map(|disk| disk.name.as_str()).collect();
-            names.join(", ")
-        };
-        let found: Vec<_> = match name {
-            Some(name) => self.disks.iter().filter(|disk| disk.name == name).collect(),
-            None => self.disks.iter().collect(),
-        };
-        match (&found[..], name) {
-            ([disk], _) => Ok(disk),
-            ([], Some(name)) => Err(ControlError::no_such_disk(format_args!(
-                "no disk '{name}': there are {}",
-                names()
-            ))),
-            ([], None) => Err(ControlError::no_such_disk("there is no disk")),
-            (_, Some(name)) => Err(ControlError::no_such_disk(format_args!(
-                "several disks are called '{name}': give each its own serial="
-            ))),
-            (_, None) => Err(ControlError::no_such_disk(format_args!(
-                "say which disk: {}",
-                names()
-            ))),
-        }
-    }
-
-    fn pause(&self) -> Result<Value, ControlError> {
-        let _change = self.change();
-        if !self.is_paused() {
-            if let Power::Guest { control, .. } = &self.power {
-                control.pause();
-            }
-            for disk in &self.disks {
-                // What is held back would hold up the pause, for as long as nobody may lift the limits.
-                let limits = disk.throttle.limits();
-                disk.throttle.set(throttle::Limits::default());
-                let rests = disk.device.pause();
-                self.limit(disk, limits);
-                if let Err(error) = rests {
-                    self.let_go_on();
-                    let name = &disk.name;
-                    return Err(ControlError::new(format_args!("disk '{name}': {error}")));
-                }
-            }
-            self.paused.store(true, Ordering::SeqCst);
-        }
-        Ok(json!({ "state": "paused" }))
-    }
-
-    fn resume(&self) {
-        let _change = self.change();
-        if self.paused.swap(false, Ordering::SeqCst) {
-            self.let_go_on();
-        }
-    }
-
-    fn let_go_on(&self) {
-        self.disks.iter().for_each(|disk| disk.device.resume());
-        if let Power::Guest { control, .. } = &self.power {
-            control.resume();
-        }
-    }
-
-    fn resize(&self, name: Option<&str>, size: u64) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
-        let _change = self.change();
-        let old_size = disk.backend.sectors() * SECTOR_SIZE;
-        disk.backend
-            .grow(size)
-            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
-        disk.device.capacity_changed();
-        let size = disk.backend.sectors() * SECTOR_SIZE;
-        Ok(json!({ "disk": disk.name, "old_size_bytes": old_size, "size_bytes": size }))
-    }
-
-    fn set_cache(&self, name: Option<&str>, cache: CacheChoice) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
-        let failed = |error: &dyn std::fmt::Display| {
-            ControlError::new(format_args!("disk '{}': {error}", disk.name))
-        };
-        if !disk.backend.capabilities().write_cache_toggle {
-            return Err(failed(&"its cache mode cannot be changed"));
-        }
-        let _change = self.change();
-        let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
-        if !on {
-            // What was written before is to be as stable as what comes.
-            flush(&*disk.backend).map_err(|error| failed(&error))?;
-        }
-        Ok(json!({ "disk": disk.name, "requested": cache, "cache": stats::cache(&*disk.backend) }))
-    }
-
-    fn set_limit(&self, name: Option<&str>, wanted: &Limits) -> Result<Value, ControlError> {
-        let disk = self.disk(name)?;
-        let _change = self.change();
-        let mut limits = disk.throttle.limits();
-        // A burst belongs to its rate: a new rate has its own.
-        for (rate, burst, new_rate, new_burst) in [
-            (
-                &mut limits.ops_per_second,
-                &mut limits.ops_burst,
-                wanted.ops_per_second,
-                wanted.ops_burst,
-            ),
-            (
-                &mut limits.bytes_per_second,
-                &mut limits.bytes_burst,
-                wanted.bytes_per_second,
-                wanted.bytes_burst,
-            ),
-        ] {
-            if let Some(new_rate) = new_rate {
-                (*rate, *burst) = (new_rate, 0);
-            }
-            *burst = new_burst.unwrap_or(*burst);
-            if *rate == 0 && *burst > 0 {
-                return Err(ControlError::new(
-                    "a burst is of a limit: give the operations or bytes per second too",
-                ));
-            }
-        }
-        self.limit(disk, limits);
-        let mut answer = stats::limits(&disk.throttle);
-        answer["disk"] = disk.name.clone().into();
-        Ok(answer)
-    }
-
-    fn checkpoint(&self, name: Option<&str>) -> Result<Value, ControlError> {
-        let disks = match name {
-            Some(name) => vec![self.disk(Some(name))?],
-            None => self.disks.iter().collect(),
-        };
-        let mut done = Vec::new();
-        for disk in disks {
-            let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));
-            disk.backend.checkpoint().map_err(failed)?;
-            done.push(&disk.name);
-        }
-        Ok(json!({ "disks": done }))
-    }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::io;
-    use std::sync::mpsc::{Receiver, Sender, channel};
-    use std::thread;
-
-    use walvisor_devices::backend::ram::RamDisk;
-
-    use super::*;
-
-    /// A device that takes as long as the test wants to change its cache mode, or to pause.
-    struct Slow {
-        came: Mutex<Sender<()>>,
-        go: Mutex<Receiver<()>>,
-    }
-
-    impl Slow {
-        fn wait(&self) {
-            self.came.lock().unwrap().send(()).unwrap();
-            self.go.lock().unwrap().recv().unwrap();
+impl From<&ControlledDisk> for DiskMetrics {
+    fn from(disk: &ControlledDisk) -> Self {
+        Self {
+            disk: disk.name.clone(),
+            transport: disk.transport,
+            counts: disk.metrics.counts(),
+            block: Arc::clone(&disk.metrics),
+            log: disk.backend.log_counters(),
         }
-    }
-
-    impl DeviceControl for Slow {
-        fn capacity_changed(&self) {}
-
-        fn set_write_cache(&self, on: bool) -> bool {
-            self.wait();
-            on
-        }
-
-        fn pause(&self) -> io::Result<()> {
-            self.wait();
-            Ok(())
-        }
-
-        fn resume(&self) {}
-    }
-
-    /// A daemon with one slow disk; who comes to its device, and who lets it go on.
-    fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
-        let ((came, comes), (go, goes)) = (channel(), channel());
-        let disk = ControlledDisk {
-            name: "disk".into(),
-            transport: "nbd",
-            backend: Arc::new(RamDisk::new(8)),
-            metrics: Arc::default(),
-            throttle: Arc::default(),
-            device: Arc::new(Slow {
-                came: Mutex::new(came),
-                go: Mutex::new(goes),
-            }),
-        };
-        let power = Power::Daemon(Box::new(|| ()));
-        let controlled = Controlled::new(Kind::Nbd, Instant::now(), vec![disk], power);
-        (controlled, comes, go)
-    }
-
-    fn state(controlled: &Controlled) -> Value {
-        let stats = controlled.execute(&Command::Stats(Format::Json)).unwrap();
-        stats["state"].clone()
-    }
-
-    #[test]
-    fn the_state_is_told_while_another_client_changes_something() {
-        let (controlled, comes, go) = daemon();
-        let during = |command: &Command, expected: &str| {
-            thread::scope(|scope| {
-                let other = scope.spawn(|| controlled.execute(command));
-                comes.recv().unwrap();
-                assert_eq!(state(&controlled), expected, "during {command:?}");
-                go.send(()).unwrap();
-                other.join().unwrap().unwrap();
-            });
-        };
-        let set_cache = Command::SetCache {
-            disk: None,
-            cache: CacheChoice::Writeback,
-        };
-        during(&set_cache, "running");
-        // Not everything rests yet.
-        during(&Command::Pause, "running");
-        assert_eq!(state(&controlled), "paused");
-        during(&set_cache, "paused");
-        assert_eq!(state(&controlled), "paused");
-        controlled.execute(&Command::Resume).unwrap();
-        assert_eq!(state(&controlled), "running");
-    }
-
-    #[test]
-    fn no_limit_is_left_once_the_end_has_come() {
-        let (controlled, comes, go) = daemon();
-        let limits = |controlled: &Controlled| controlled.disks[0].throttle.limits();
-        let one = Command::SetLimit {
-            disk: None,
-            limits: Limits {
-                ops_per_second: Some(1),
-                ..Limits::default()
-            },
-        };
-        controlled.execute(&one).unwrap();
-        assert_eq!(limits(&controlled).ops_per_second, 1);
-        thread::scope(|scope| {
-            let pause = scope.spawn(|| controlled.execute(&Command::Pause));
-            comes.recv().unwrap();
-            controlled.lift_limits();
-            // The pause would set the limit again.
-            go.send(()).unwrap();
-            pause.join().unwrap().unwrap();
-        });
-        assert_eq!(limits(&controlled).ops_per_second, 0);
-        controlled.execute(&one).unwrap();
-        assert_eq!(limits(&controlled).ops_per_second, 0);
     }
 }

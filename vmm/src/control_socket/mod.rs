@@ -5,7 +5,7 @@
 //!                                                    │ lines.rs: bounded
 //!   Server: a thread a client ──────────────────────▶│ command.rs: what it asks for
 //!                                                    ▼
-//!                                     Controlled: disks, vCPUs, the end     controlled.rs, stats.rs
+//!                                     Controlled: disks, vCPUs, the end     controlled.rs, requests.rs, stats.rs
 //!                                                    │
 //!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
 //! ```
@@ -17,6 +17,7 @@ mod client;
 mod command;
 mod controlled;
 mod lines;
+mod requests;
 mod server;
 mod stats;
 

@@ -7,8 +7,8 @@ use walvisor_devices::block::{BlockConfig, MAX_QUEUE_SIZE};
 use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
 
-use super::DemoError;
 use super::contract::Task;
+use super::error::DemoError;
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::vm::DiskConfig;
 

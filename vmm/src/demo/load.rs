@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::contract::{Counts, Load, Task};
-use super::{DemoError, run_guest};
+use super::error::DemoError;
+use super::guest::run_guest;
 use crate::disk_spec::TransportKind;
 use crate::probe;
 use crate::seccomp::Seccomp;

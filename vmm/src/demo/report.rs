@@ -7,9 +7,9 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::DemoError;
 use super::contract::{Digest, Outcome};
 use super::disks::ClosedImage;
+use super::error::DemoError;
 use super::listener::{Job, Transcript};
 
 /// Bytes of a block of the guest's digest.

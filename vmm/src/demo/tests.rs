@@ -1,5 +1,6 @@
 //! The guest against disks that lie: whatever they do wrong, it must notice.
 
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,9 +11,11 @@ use walvisor_devices::backend::{
 };
 use walvisor_devices::block::BlockConfig;
 
+use super::listener::Transcript;
 use super::*;
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::seccomp::Seccomp;
+use crate::vm::DiskConfig;
 
 /// What a disk does wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{
+use super::target::{
     Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };

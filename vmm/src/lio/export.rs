@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use super::{
-    Backstore, Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+use super::backstore::Backstore;
+use super::target::{
+    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 use crate::disk_spec::Fabric;

@@ -1,14 +1,15 @@
 //! Answers in place of a handler that is gone, while its disk is taken away.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use std::os::fd::OwnedFd;
 use walvisor_devices::tcmu::{Entry, Response, Ring};
 
-use super::{Result, Uio};
+use super::target::Result;
+use super::uio::Uio;
 
 /// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3): what makes a disk driver give up at once.
 const GONE: [u8; 18] = {

@@ -5,8 +5,11 @@ use std::sync::Arc;
 
 use walvisor_devices::tcmu::{Device, Mapping, Ring, Worker};
 
+use super::backstore::{Backstore, Wanted};
+use super::export::Export;
 use super::refusal::Refusal;
-use super::{Backstore, Doing, Export, Result, Target, TargetError, Uio, Wanted};
+use super::target::{Doing, Result, Target, TargetError};
+use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
 /// A disk that stands in the target. Dropping it takes it down, unless initiators still wait for it: one that was there

@@ -1,7 +1,10 @@
 //! What can be looked at without a kernel that has a target.
 
+use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 
+use super::target::*;
 use super::*;
 
 fn target(directory: &Path) -> Target {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use walvisor_devices::tcmu::Mapping;
 
-use super::{Backstore, Doing, Result, TargetError, get, name_of};
+use super::backstore::Backstore;
+use super::target::{Doing, Result, TargetError, get, name_of};
 
 /// An open UIO device.
 pub struct Uio {

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::signal::SIGRTMIN;
 
-use super::vcpu::kick_signal;
 use crate::arch::x86_64::crash::Crash;
 
 /// Why the guest no longer runs.
@@ -166,4 +166,9 @@ impl Drop for Running<'_> {
         self.0.lock().threads.retain(|thread| *thread != self.1);
         self.0.changed.notify_all();
     }
+}
+
+/// The signal that interrupts KVM_RUN.
+pub fn kick_signal() -> i32 {
+    SIGRTMIN()
 }

@@ -15,10 +15,10 @@ use std::time::Instant;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::GuestMemoryMmap;
-use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::register_signal_handler;
 
 use super::bus::Bus;
-use super::control::{Control, Ended};
+use super::control::{Control, Ended, kick_signal};
 use super::exits::{ExitCounters, ExitReason};
 use crate::arch::x86_64::crash::{self, Crash, CrashReason};
 use crate::pci::PciBus;
@@ -45,11 +45,6 @@ pub struct Machine {
     pub first_run: Arc<OnceLock<Instant>>,
     /// Exits of each vCPU by reason.
     pub exits: Vec<Arc<ExitCounters>>,
-}
-
-/// The signal that interrupts KVM_RUN.
-pub fn kick_signal() -> i32 {
-    SIGRTMIN()
 }
 
 /// Makes [`kick_signal`] interrupt KVM_RUN instead of ending the process.

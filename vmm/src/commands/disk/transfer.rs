@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, StoreOptions};
 
-use super::DiskPath;
+use super::path::{DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::threads::Threads;
 use crate::progress::with_bar;
@@ -63,11 +63,11 @@ pub(super) struct Resize {
 fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &str) {
     let storage::Transfer { size, copied } = done;
     match json {
-        true => super::print(format_args!(
+        true => print(format_args!(
             "{}\n",
             json!({ "disk": disk, "raw": raw, "size_bytes": size, "copied_bytes": copied })
         )),
-        false => super::print(format_args!(
+        false => print(format_args!(
             "{said}: {size} bytes, {copied} of them copied\n"
         )),
     }
@@ -127,11 +127,11 @@ pub(super) fn resize(arguments: &Resize) -> Result<(), CommandError> {
         storage::resize_disk(path, arguments.size, &log, arguments.shrink)
             .map_err(CommandError::failed)?;
     match arguments.json {
-        true => super::print(format_args!(
+        true => print(format_args!(
             "{}\n",
             json!({ "disk": path, "size_bytes": size, "old_size_bytes": old_size })
         )),
-        false => super::print(format_args!(
+        false => print(format_args!(
             "{}: {size} bytes now, {old_size} before\n",
             path.display()
         )),

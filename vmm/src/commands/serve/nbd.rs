@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
-use super::{DaemonArguments, Ending, announce, conclude};
+use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;

@@ -12,7 +12,7 @@ use walvisor_devices::backend::{Backend, MAX_REQUEST_BYTES, SECTOR_SIZE};
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::tcmu::Device;
 
-use super::{DaemonArguments, Ending, announce, conclude};
+use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledDisk, Kind};

@@ -12,7 +12,7 @@ use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::vhost_user::{Server, Service};
 
-use super::{DaemonArguments, Ending, announce, conclude};
+use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;

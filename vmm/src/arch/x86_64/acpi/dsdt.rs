@@ -7,7 +7,6 @@ use acpi_tables::aml::{
 use acpi_tables::sdt::Sdt;
 use acpi_tables::{Aml, AmlSink};
 
-use super::{MmioSlot, OEM, REVISION, TABLE};
 use crate::arch::x86_64::layout;
 use crate::devices::{acpi_pm, panic};
 
@@ -107,4 +106,19 @@ fn host_bridge(body: &mut dyn AmlSink) {
     );
 
     Scope::new("_SB_".into(), vec![&board, &bridge]).to_aml_bytes(body);
+}
+
+pub(super) const OEM: [u8; 6] = *b"WALVIS";
+
+pub(super) const TABLE: [u8; 8] = *b"WALVISOR";
+
+pub(super) const REVISION: u32 = 1;
+
+/// A virtio-mmio device as the DSDT describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MmioSlot {
+    /// Its registers.
+    pub base: u64,
+    /// Its interrupt.
+    pub gsi: u32,
 }

@@ -22,26 +22,16 @@ use acpi_tables::{Aml, AmlSink};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 use zerocopy::{Immutable, IntoBytes};
 
+pub use dsdt::MmioSlot;
+
 use super::layout;
 use crate::devices::acpi_pm;
-
-const OEM: [u8; 6] = *b"WALVIS";
-const TABLE: [u8; 8] = *b"WALVISOR";
-const REVISION: u32 = 1;
+use dsdt::{OEM, REVISION, TABLE};
 
 // IA-PC boot architecture flags (ACPI 6.5, 5.2.9.3).
 const BOOT_LEGACY_DEVICES: u16 = 1;
 const BOOT_NO_VGA: u16 = 1 << 2;
 const BOOT_NO_CMOS_CLOCK: u16 = 1 << 5;
-
-/// A virtio-mmio device as the DSDT describes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MmioSlot {
-    /// Its registers.
-    pub base: u64,
-    /// Its interrupt.
-    pub gsi: u32,
-}
 
 /// Why the tables could not be written.
 #[derive(Debug, thiserror::Error)]

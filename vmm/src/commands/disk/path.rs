@@ -1,0 +1,30 @@
+//! Which disk and log a command is about.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use walvisor_storage::default_log_dir;
+
+/// Which disk.
+#[derive(Debug, Args)]
+pub(super) struct DiskPath {
+    /// The base image.
+    pub(super) path: PathBuf,
+    /// The log directory, where it is not PATH.wal.
+    #[arg(long)]
+    pub(super) log: Option<PathBuf>,
+}
+
+impl DiskPath {
+    pub(super) fn log(&self) -> PathBuf {
+        self.log
+            .clone()
+            .unwrap_or_else(|| default_log_dir(&self.path))
+    }
+}
+
+/// Prints what was done. That a reader has gone does not undo it.
+pub(super) fn print(text: std::fmt::Arguments<'_>) {
+    let _ = std::io::stdout().write_fmt(text);
+}

@@ -1,0 +1,151 @@
+//! What every daemon does: its arguments, giving up rights, its end.
+
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::Args;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::commands::metrics_file::MetricsFile;
+use crate::commands::socket_names::SocketNames;
+use crate::commands::{CommandError, socket};
+use crate::control_socket::{
+    CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
+};
+use crate::disk_spec::DiskSpec;
+use crate::disks::{self, OpenLogs};
+use crate::landlock::{Landlock, Places};
+use crate::metrics::{DiskMetrics, render_served};
+use crate::seccomp::Seccomp;
+use crate::vm::{DiskConfig, TerminationSignals, readiness};
+
+/// What every daemon takes.
+#[derive(Args, Debug)]
+pub struct DaemonArguments {
+    /// A disk and where to serve it: path=FILE,socket=PATH or, NBD only, path=FILE,port=N[,address=IP]; may be given several times
+    #[arg(long = "disk", value_name = "SPEC", required = true)]
+    pub disks: Vec<DiskSpec>,
+    /// Permissions of the sockets, octal
+    #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
+    pub mode: u32,
+    /// Write metrics in Prometheus text at the end, to a file or - for stdout
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Listen here for 'walvisor ctl'; only this user can connect
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// Seccomp filter: on, log or off. It stops system calls that the daemon does not need
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
+    /// Landlock: on or off. It takes away all files and ports that the daemon does not need, as far as the kernel supports that
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub landlock: Landlock,
+}
+
+/// Parses the argument of `--mode`.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| "give permissions as three octal digits, such as 660".to_owned())
+}
+
+impl DaemonArguments {
+    /// Gives up what a daemon does not need, but for what `more` adds. To be called while there is one thread, when its sockets
+    /// are bound, before the disks are opened.
+    pub(super) fn restrict(
+        &self,
+        names: &mut SocketNames,
+        more: impl FnOnce(&mut Places),
+    ) -> Result<(), CommandError> {
+        names.entrust().map_err(CommandError::failed)?;
+        disks::make_logs(&self.disks).map_err(CommandError::failed)?;
+        let mut places = Places::of(&self.disks);
+        more(&mut places);
+        places.restrict(self.landlock);
+        Ok(())
+    }
+
+    /// Where metrics go, if they are wanted.
+    pub(super) fn metrics(&self) -> Result<Option<MetricsFile>, CommandError> {
+        self.metrics.as_deref().map(MetricsFile::open).transpose()
+    }
+}
+
+/// Ends a daemon however serving has ended: tells what was done, and closes the disks, which nobody may use any more.
+/// What went wrong first is what is told.
+pub(super) fn conclude(
+    served: Result<Vec<DiskMetrics>, CommandError>,
+    metrics: Option<MetricsFile>,
+    open: Vec<DiskConfig>,
+    logs: OpenLogs,
+) -> Result<(), CommandError> {
+    let told = match (&served, metrics) {
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        _ => Ok(()),
+    };
+    drop(open);
+    let closed = logs.close().map_err(CommandError::failed);
+    served.map(|_| ()).and(told).and(closed)
+}
+
+/// Says where the disks are.
+pub(super) fn announce(lines: &str) {
+    let mut stdout = std::io::stdout();
+    // Nobody has to listen.
+    let _ = stdout
+        .write_all(lines.as_bytes())
+        .and_then(|()| stdout.flush());
+}
+
+/// What ends a daemon: signals, and its control socket.
+pub(super) struct Ending {
+    signals: TerminationSignals,
+    /// Where to listen for `walvisor ctl`.
+    socket: Option<UnixListener>,
+    kind: Kind,
+    started: Instant,
+}
+
+impl Ending {
+    /// Blocks the signals, and makes the control socket. To be called while there is one thread: a signal is for the one
+    /// that waits for it.
+    pub(super) fn prepare(
+        arguments: &DaemonArguments,
+        names: &mut SocketNames,
+        kind: Kind,
+        started: Instant,
+    ) -> Result<Self, CommandError> {
+        let signals = TerminationSignals::block().map_err(CommandError::failed)?;
+        let bound = arguments.control.as_deref();
+        let bound = bound.map(|path| socket::bind(path, CONTROL_MODE));
+        let socket = bound.transpose()?.map(|(listener, file)| {
+            names.add(file);
+            listener
+        });
+        Ok(Self {
+            signals,
+            socket,
+            kind,
+            started,
+        })
+    }
+
+    /// Lets `disks` be controlled, and waits until a signal or a client asks for the end.
+    pub(super) fn wait(mut self, disks: Vec<ControlledDisk>) -> Result<(), CommandError> {
+        let asked = EventFd::new(EFD_NONBLOCK).map_err(CommandError::failed)?;
+        let asks = asked.try_clone().map_err(CommandError::failed)?;
+        // A full counter is readable all the same.
+        let power = Power::Daemon(Box::new(move || drop(asks.write(1))));
+        let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
+        let server = self.socket.take();
+        let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
+        let _server = server.transpose().map_err(CommandError::failed)?;
+        let ended = readiness::wait([self.signals.as_fd(), readiness::descriptor(&asked)]);
+        controlled.lift_limits();
+        ended.map(drop).map_err(CommandError::failed)
+    }
+}

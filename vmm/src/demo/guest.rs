@@ -1,0 +1,123 @@
+//! The embedded guest: put into a VM, and run to its end.
+
+use std::io::Cursor;
+use std::sync::{Arc, OnceLock, mpsc};
+
+use linux_loader::loader::{Elf, KernelLoader};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::contract::{BootInfo, MMIO_SLOTS, Task};
+use super::error::DemoError;
+use super::listener::{self, Listener, Transcript};
+use super::recorder::{Recorder, Sources};
+use crate::arch::x86_64::layout;
+use crate::arch::x86_64::long_mode::{self, Ring};
+use crate::devices::acpi_pm;
+use crate::devices::console::Console;
+use crate::seccomp::Seccomp;
+use crate::vm::control::Ended;
+use crate::vm::kvm_stats::KvmCounter;
+use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder};
+
+/// The guest, as `build.rs` built it.
+pub(super) static IMAGE: &[u8] = include_bytes!(env!("WALVISOR_GUEST_IMAGE"));
+
+/// Guest memory: the image, a MiB of rings and buffers, and room.
+pub(super) const MEMORY: u64 = 64 << 20;
+
+/// Where the guest finds its boot information: behind the tables of [`long_mode`].
+pub(super) const BOOT_INFO: u64 = 0xe000;
+
+/// The keyboard controller's command port, and the command that resets.
+pub(super) const RESET: (u16, u8) = (0x64, 0xfe);
+
+/// Runs the guest for `task` on these disks, named as it names their transports, until it powers off.
+pub(super) fn run_guest(
+    disks: impl IntoIterator<Item = DiskConfig>,
+    task: Task,
+    seccomp: Seccomp,
+    say: impl FnMut(&str) + Send + 'static,
+) -> Result<Transcript, DemoError> {
+    let (events, received) = mpsc::channel();
+    let sources = Arc::new(OnceLock::new());
+    let recorder = Recorder::new(sources.clone(), events);
+    let builder = VmBuilder::new()
+        .memory(MEMORY)
+        .seccomp(seccomp)
+        .console(Console::writer(recorder));
+    let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
+    load(&vm, task)?;
+    // Files are read for that, which a vCPU's filter of system calls has no room for; a load has none.
+    let loads = matches!(task, Task::Load(_));
+    let all_exits = |vcpu| KvmCounter::of(vcpu, "exits");
+    sources.get_or_init(|| Sources {
+        exits: vm.exits().to_vec(),
+        kvm_exits: vm.vcpu(0).filter(|_| loads).and_then(all_exits),
+        host_cpu: loads,
+        disks: vm.disks().to_vec(),
+    });
+    let listener = Listener::start(received, vm.control(), listener::PATIENCE, say)
+        .map_err(|error| DemoError::Guest(format!("no thread to listen to it: {error}")))?;
+    let outcome = vm.run()?;
+    let transcript = listener.finish();
+
+    let ended = |reason| Err(DemoError::Ended(reason));
+    if let Some((disk, error)) = outcome.flush_failures.first() {
+        return ended(format!(
+            "is gone, but disk '{disk}' cannot be flushed: {error}"
+        ));
+    }
+    let last = &transcript.last_line;
+    match outcome.ended {
+        Ended::PowerOff => Ok(transcript),
+        Ended::Quit if transcript.stalled => {
+            let seconds = listener::PATIENCE.as_secs();
+            ended(format!(
+                "said nothing for {seconds} s; its last line: {last}"
+            ))
+        }
+        Ended::Reset | Ended::Quit => ended(format!("gave up; its last line: {last}")),
+        Ended::Panicked => ended("panicked".to_owned()),
+        Ended::Signal(signal) => Err(DemoError::Stopped(signal)),
+        Ended::Crashed(crash) => ended(format!("cannot run here: {crash}")),
+    }
+}
+
+/// Puts the image, its tables and its boot information into guest memory, and points the vCPU at it.
+pub(super) fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
+    let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
+    let memory = vm.memory();
+    let loaded = Elf::load(memory, None, &mut Cursor::new(IMAGE), None).map_err(|e| failed(&e))?;
+    long_mode::write_tables(memory).map_err(|e| failed(&e))?;
+
+    let mut mmio_lines = [0; MMIO_SLOTS];
+    let mmio = vm.disks().iter().filter_map(|disk| match disk.location {
+        DiskLocation::Mmio(slot) => Some(slot.gsi as u8),
+        DiskLocation::Pci(_) => None,
+    });
+    mmio_lines
+        .iter_mut()
+        .zip(mmio)
+        .for_each(|(line, gsi)| *line = gsi);
+    let info = BootInfo {
+        memory_end: MEMORY,
+        idt: long_mode::IDT,
+        mmio_base: layout::MMIO_DEVICES,
+        mmio_lines,
+        ecam: layout::ECAM,
+        off_port: layout::ACPI_PM + acpi_pm::CONTROL as u16,
+        off_value: acpi_pm::POWER_OFF,
+        reset_port: RESET.0,
+        reset_value: RESET.1,
+        task,
+    };
+    for (index, word) in (0..).zip(info.to_words()) {
+        memory
+            .write_obj(word, GuestAddress(BOOT_INFO + index * 8))
+            .map_err(|e| failed(&e))?;
+    }
+    let vcpu = vm.vcpu(0).ok_or_else(|| failed(&"the VM has no vCPU"))?;
+    let entry = loaded.kernel_load.0;
+    // The guest sets its own stack up.
+    long_mode::set_registers(vcpu, Ring::User, entry, 0, BOOT_INFO).map_err(|e| failed(&e))
+}

@@ -1,0 +1,163 @@
+//! The target's directory in configfs, and the steps of changing what is in it.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Where configfs is mounted, on every distribution.
+pub(super) const CONFIGFS: &str = "/sys/kernel/config";
+
+/// What cannot be done with the target. Its text is one line.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// The kernel refuses a step.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Step {
+        /// What was tried.
+        doing: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A part of the kernel is missing.
+    #[error(
+        "{what}: as root run '{command}' (the module is in Debian's linux-image packages, in Ubuntu's \
+         linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
+    )]
+    Missing {
+        /// What is missing.
+        what: String,
+        /// What helps.
+        command: &'static str,
+    },
+    /// Something is in the way.
+    #[error("{0}")]
+    Taken(String),
+    /// The ring makes no sense.
+    #[error("{0}")]
+    Ring(#[from] walvisor_devices::tcmu::RingError),
+}
+
+pub(super) type Result<T> = std::result::Result<T, TargetError>;
+
+/// Names a step that failed.
+pub(super) trait Doing<T> {
+    fn doing(self, doing: &'static str, path: &Path) -> Result<T>;
+}
+
+impl<T> Doing<T> for io::Result<T> {
+    fn doing(self, doing: &'static str, path: &Path) -> Result<T> {
+        self.map_err(|source| TargetError::Step {
+            doing,
+            path: path.to_owned(),
+            source,
+        })
+    }
+}
+
+/// The kernel's target.
+#[derive(Clone, Debug)]
+pub struct Target {
+    pub(super) configfs: PathBuf,
+    pub(super) uio: PathBuf,
+}
+
+impl Target {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// If configfs is not mounted, or there is no target in it.
+    pub fn open() -> Result<Self> {
+        let target = Self {
+            configfs: CONFIGFS.into(),
+            uio: "/sys/class/uio".into(),
+        };
+        target.check()?;
+        Ok(target)
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let missing = |what: &str, command| {
+            let what = what.to_owned();
+            Err(TargetError::Missing { what, command })
+        };
+        if self.root().is_dir() {
+            return Ok(());
+        }
+        if !self.configfs.is_dir() {
+            return missing(
+                "this kernel shows no configfs, so there is no SCSI target to be set up",
+                "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
+            );
+        }
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        let mounted = |line: &str| line.split(' ').nth(1).map(Path::new) == Some(&*self.configfs);
+        if !mounts.lines().any(mounted) {
+            return missing(
+                "configfs is not mounted at /sys/kernel/config, so there is no SCSI target to be set up",
+                "mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
+            );
+        }
+        missing(
+            "the kernel's SCSI target is not loaded (no /sys/kernel/config/target)",
+            "modprobe target_core_user",
+        )
+    }
+
+    /// Its directory in configfs.
+    pub fn root(&self) -> PathBuf {
+        self.configfs.join("target")
+    }
+
+    /// Where back stores are.
+    pub(super) fn core(&self) -> PathBuf {
+        self.root().join("core")
+    }
+}
+
+/// Writes an attribute.
+pub(super) fn set(path: &Path, value: &str) -> Result<()> {
+    let file = OpenOptions::new().write(true).open(path);
+    file.and_then(|mut file| file.write_all(value.as_bytes()))
+        .doing("set", path)
+}
+
+/// Reads an attribute; what cannot be read is empty.
+pub(super) fn get(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.trim_end().to_owned()
+}
+
+/// The directories in `path`, sorted; none, if it cannot be read.
+pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    let directory = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+    let mut found: Vec<_> = entries
+        .filter(directory)
+        .map(|entry| entry.path())
+        .collect();
+    found.sort();
+    found
+}
+
+pub(super) fn make_directory(path: &Path) -> Result<()> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        made => made.doing("make", path),
+    }
+}
+
+/// Removes a directory of configfs, which holds only what the kernel has put there.
+pub(super) fn remove_directory(path: &Path) -> Result<()> {
+    match fs::remove_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed.doing("remove", path),
+    }
+}
+
+/// The last part of a path.
+pub(super) fn name_of(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}

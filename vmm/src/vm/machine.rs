@@ -1,0 +1,336 @@
+//! A virtual machine, from its parts to its end.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvm_ioctls::VcpuFd;
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::signal::Killable;
+use walvisor_devices::backend::{Backend, flush};
+use walvisor_devices::block::BlockMetrics;
+use walvisor_devices::control::DeviceControl;
+use walvisor_devices::throttle::{Limits, Throttle};
+
+use super::control::{Control, Ended, kick_signal};
+use super::exits::ExitCounters;
+use super::memory_use::{self, MemoryUse};
+use super::readiness;
+use super::signals::TerminationSignals;
+use super::starter::Jobs;
+use super::vcpu::{Machine, VcpuThread, install_kick_handler};
+use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
+use crate::devices::acpi_pm::AcpiPm;
+use crate::devices::console::ConsoleInput;
+use crate::devices::serial::SerialPort;
+use crate::pci::PciError;
+use crate::probe::ProbeError;
+use crate::seccomp::{self, Duty, Seccomp, SeccompError};
+
+/// Why a VM could not be built or run. Its text is one line: what, where, what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum VmError {
+    /// There is no usable KVM.
+    #[error(transparent)]
+    NoKvm(#[from] ProbeError),
+    /// KVM refused a step.
+    #[error("/dev/kvm: cannot {0}: {1}; see the host's kernel log")]
+    Kvm(&'static str, kvm_ioctls::Error),
+    /// More vCPUs than KVM runs.
+    #[error("{cpus} vCPUs are more than this KVM runs ({most}): give fewer with --cpus")]
+    TooManyCpus {
+        /// As asked for.
+        cpus: u8,
+        /// As many as KVM allows.
+        most: usize,
+    },
+    /// Guest memory could not be mapped.
+    #[error("cannot map {0} MiB of guest memory: {1}; give less with --memory")]
+    Memory(u64, String),
+    /// More virtio-mmio disks than there are interrupts for.
+    #[error("more than {0} disks with transport=mmio: give the others transport=pci")]
+    TooManyMmioDisks(usize),
+    /// A disk cannot be made a device.
+    #[error("disk '{0}': {1}")]
+    Disk(String, String),
+    /// PCI has no room.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// The firmware's tables could not be written.
+    #[error(transparent)]
+    Acpi(#[from] AcpiError),
+    /// No system call filter.
+    #[error(transparent)]
+    Seccomp(#[from] SeccompError),
+    /// The system refused a descriptor, a thread or a terminal mode.
+    #[error("cannot {0}: {1}")]
+    System(&'static str, io::Error),
+}
+
+/// Where the guest finds a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskLocation {
+    /// Registers and interrupt of a virtio-mmio device.
+    Mmio(MmioSlot),
+    /// Device number on PCI bus 0.
+    Pci(u8),
+}
+
+/// A disk of a VM. Its counters stay readable when the VM is gone.
+#[derive(Clone)]
+pub struct AttachedDisk {
+    /// What messages and metrics call it.
+    pub name: String,
+    /// What keeps its data.
+    pub backend: Arc<dyn Backend>,
+    /// Where the guest finds it.
+    pub location: DiskLocation,
+    /// The device's counters.
+    pub metrics: Arc<BlockMetrics>,
+    /// How much of the disk may be used.
+    pub throttle: Arc<Throttle>,
+    /// The device while the VM is there.
+    pub device: Arc<dyn DeviceControl>,
+}
+
+impl AttachedDisk {
+    /// How the guest reaches it, as metrics say it.
+    pub fn transport(&self) -> &'static str {
+        match self.location {
+            DiskLocation::Mmio(_) => "mmio",
+            DiskLocation::Pci(_) => "pci",
+        }
+    }
+}
+
+/// The serial line, its input event, and whether stdin feeds it.
+pub(super) struct SerialLine {
+    pub(super) port: Arc<Mutex<SerialPort>>,
+    pub(super) room: Arc<EventFd>,
+    pub(super) stdin: bool,
+}
+
+/// A virtual machine that has not run yet.
+pub struct Vm {
+    pub(super) vcpus: Vec<VcpuFd>,
+    pub(super) machine: Arc<Machine>,
+    pub(super) serial: SerialLine,
+    pub(super) disks: Vec<AttachedDisk>,
+    pub(super) measure_memory: bool,
+    pub(super) signals: TerminationSignals,
+    pub(super) power: Arc<Mutex<AcpiPm>>,
+    pub(super) power_down: Duration,
+    /// Goes when the guest has ended, before its devices.
+    pub(super) companions: Vec<Box<dyn Send>>,
+    pub(super) seccomp: Seccomp,
+    pub(super) jobs: Option<Jobs>,
+}
+
+/// A virtual machine that has run: its devices are drained and gone, its disks flushed.
+pub struct Outcome {
+    /// Why it ended.
+    pub ended: Ended,
+    /// The moment just before the first KVM_RUN.
+    pub first_run: Option<Instant>,
+    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`] asked for it.
+    pub memory: Option<MemoryUse>,
+    /// Disks that could not be flushed: name and reason.
+    pub flush_failures: Vec<(String, String)>,
+}
+
+impl Vm {
+    /// The end of the run, for whoever may cause it from outside of the guest.
+    pub fn control(&self) -> Arc<Control> {
+        self.machine.control.clone()
+    }
+
+    /// The moment just before the first KVM_RUN, once it has come.
+    pub fn first_run(&self) -> Arc<OnceLock<Instant>> {
+        self.machine.first_run.clone()
+    }
+
+    /// Drops `companion` when the guest has ended, before its devices are drained.
+    pub fn accompany(&mut self, companion: impl Send + 'static) {
+        self.companions.push(Box::new(companion));
+    }
+
+    /// Guest memory. Untouched pages take no space.
+    pub fn memory(&self) -> &GuestMemoryMmap {
+        &self.machine.memory
+    }
+
+    /// vCPU `index`, for setting its first state. All but vCPU 0 wait for INIT and SIPI unless their MP state is set.
+    pub fn vcpu(&self, index: usize) -> Option<&VcpuFd> {
+        self.vcpus.get(index)
+    }
+
+    /// The disks, in the order they were given.
+    pub fn disks(&self) -> &[AttachedDisk] {
+        &self.disks
+    }
+
+    /// Exits of each vCPU. The counters live on after the VM.
+    pub fn exits(&self) -> &[Arc<ExitCounters>] {
+        &self.machine.exits
+    }
+
+    /// Runs the guest until it powers off, resets, crashes, or a signal comes; then stops it, drains its devices and
+    /// flushes its disks.
+    ///
+    /// # Errors
+    /// If the system refuses a thread, a descriptor or a terminal mode. The guest crashing is no error here: see
+    /// [`Outcome::ended`].
+    pub fn run(mut self) -> Result<Outcome, VmError> {
+        seccomp::restrict(self.seccomp, Duty::Vm)?;
+        let jobs = self.jobs.take().expect("a VM runs once");
+        let starter = jobs.start(self.seccomp);
+        let starter = starter.map_err(|error| VmError::System("start the disks", error))?;
+        install_kick_handler().map_err(|error| VmError::System("handle a signal", error))?;
+        let input = if self.serial.stdin {
+            let started = ConsoleInput::start(
+                self.serial.port.clone(),
+                self.serial.room.clone(),
+                self.machine.control.clone(),
+            );
+            Some(started.map_err(|error| VmError::System("read the console", error))?)
+        } else {
+            None
+        };
+        let (threads, failed) = self.start_vcpus();
+        let waited = if failed.is_none() {
+            self.wait()
+        } else {
+            Ok(())
+        };
+        let control = self.machine.control.clone();
+        // Counts only if the wait itself failed: then the vCPUs still run.
+        control.end(Ended::Quit);
+        // What is held back would hold up a vCPU that resets a device, and the draining of all of them.
+        for disk in &self.disks {
+            disk.throttle.set(Limits::default());
+        }
+        stop(threads);
+        drop(input);
+        self.companions.clear();
+
+        let first_run = self.machine.first_run.get().copied();
+        let memory = if self.measure_memory {
+            memory_use::measure(&self.machine.memory)
+        } else {
+            None
+        };
+        let Self {
+            machine,
+            serial,
+            disks,
+            vcpus,
+            ..
+        } = self;
+        // The devices go first: they finish what the guest asked for. Then nothing writes to the disks any more.
+        drop((machine, serial, vcpus));
+        // Its jobs came from the devices. A panic there has been printed.
+        let _ = starter.join();
+        let mut flush_failures = Vec::new();
+        for disk in &disks {
+            if let Err(error) = flush(&*disk.backend) {
+                flush_failures.push((disk.name.clone(), error.to_string()));
+            }
+        }
+        if let Some(error) = failed {
+            return Err(VmError::System("start a vCPU thread", error));
+        }
+        waited.map_err(|error| VmError::System("wait for the guest", error))?;
+        let ended = control.ended().cloned().unwrap_or(Ended::Quit);
+        Ok(Outcome {
+            ended,
+            first_run,
+            memory,
+            flush_failures,
+        })
+    }
+
+    /// Starts a thread per vCPU. Returns those that run, and why the next one does not.
+    fn start_vcpus(&mut self) -> (Vec<JoinHandle<()>>, Option<io::Error>) {
+        let mut threads = Vec::new();
+        // The others wait for vCPU 0 to start them, so it comes last.
+        while let Some(fd) = self.vcpus.pop() {
+            let index = self.vcpus.len();
+            let vcpu = VcpuThread {
+                id: index as u8,
+                fd,
+                machine: self.machine.clone(),
+                seccomp: self.seccomp,
+            };
+            let name = format!("vcpu{index}");
+            match std::thread::Builder::new()
+                .name(name)
+                .spawn(move || vcpu.run())
+            {
+                Ok(thread) => threads.push(thread),
+                Err(error) => return (threads, Some(error)),
+            }
+        }
+        (threads, None)
+    }
+
+    /// Waits until the run ends. A signal, or who asks for it, presses the power button; if the guest does not listen to
+    /// that, is asked twice, or takes too long, it is stopped.
+    fn wait(&mut self) -> io::Result<()> {
+        let control = self.machine.control.clone();
+        // Since when, and why, the guest is to power off.
+        let mut pending: Option<(Instant, Ended)> = None;
+        while control.ended().is_none() {
+            let sources = [
+                readiness::descriptor(control.event()),
+                self.signals.as_fd(),
+                readiness::descriptor(control.power_down()),
+            ];
+            let end = pending.as_ref().map(|(end, _)| *end);
+            let reason = match readiness::wait_until(sources, end)? {
+                [true, ..] => continue,
+                [_, true, _] => Ended::Signal(self.signals.take()?),
+                [.., true] => {
+                    // It is readable, and nobody else reads it.
+                    let _ = control.power_down().read();
+                    Ended::Quit
+                }
+                [false, false, false] => {
+                    if let Some((_, reason)) = pending.take() {
+                        let seconds = self.power_down.as_secs();
+                        tracing::warn!(
+                            "the guest has not powered off in {seconds} s: it is stopped"
+                        );
+                        control.end(reason);
+                    }
+                    continue;
+                }
+            };
+            let again = pending.is_some() || self.power_down.is_zero() || control.paused();
+            let heard = !again && {
+                let power = self.power.lock();
+                // A vCPU that panicked in it has ended the run.
+                power.is_ok_and(|mut power| power.press_power_button())
+            };
+            match heard {
+                true => pending = Some((Instant::now() + self.power_down, reason)),
+                false => control.end(reason),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Takes the vCPU threads out of the guest and waits for their end.
+pub(super) fn stop(threads: Vec<JoinHandle<()>>) {
+    for thread in &threads {
+        // It fails only for a thread that has ended.
+        let _ = thread.kill(kick_signal());
+    }
+    for thread in threads {
+        // A panic of that thread has been printed, and is the end of the run.
+        let _ = thread.join();
+    }
+}
