@@ -9,8 +9,10 @@
 //! ```
 
 pub mod arch;
+pub mod bus;
 pub mod cli;
 pub mod commands;
+pub mod control;
 pub mod control_socket;
 pub mod demo;
 pub mod devices;
@@ -23,6 +25,7 @@ pub mod pci;
 pub mod probe;
 pub mod processor_time;
 pub mod progress;
+pub mod readiness;
 pub mod seccomp;
 pub mod size;
 pub mod vhost_user_client;

@@ -23,7 +23,7 @@ use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
 use walvisor::control_socket::{Controlled, Kind, Power, Server};
-use walvisor::vm::control::Control;
+use walvisor::control::Control;
 use walvisor_devices_fuzz::bounded::Bounded;
 
 use guest::Guest;

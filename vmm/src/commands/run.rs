@@ -13,6 +13,7 @@ use super::socket;
 use super::socket_names::SocketNames;
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
+use crate::control::Ended;
 use crate::control_socket::{CONTROL_MODE, Controlled, Server};
 use crate::devices::console::Console;
 use crate::disk_spec::{self, DiskSpec};
@@ -21,7 +22,6 @@ use crate::landlock::{Landlock, Places};
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::seccomp::Seccomp;
 use crate::size::parse_size;
-use crate::vm::control::Ended;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
 /// Where the guest's serial console goes.

@@ -9,8 +9,8 @@ use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::{self, Throttle};
 
+use crate::control::Control;
 use crate::metrics::DiskMetrics;
-use crate::vm::control::Control;
 use crate::vm::exits::ExitCounters;
 use crate::vm::{AttachedDisk, Vm};
 

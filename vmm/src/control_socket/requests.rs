@@ -48,7 +48,7 @@ impl Controlled {
             return;
         };
         match &self.power {
-            Power::Guest { control, .. } if *now => control.end(crate::vm::control::Ended::Quit),
+            Power::Guest { control, .. } if *now => control.end(crate::control::Ended::Quit),
             Power::Guest { control, .. } => control.ask_for_power_down(),
             Power::Daemon(end) => end(),
         }

@@ -12,10 +12,10 @@ use super::listener::{self, Listener, Transcript};
 use super::recorder::{Recorder, Sources};
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::long_mode::{self, Ring};
+use crate::control::Ended;
 use crate::devices::acpi_pm;
 use crate::devices::console::Console;
 use crate::seccomp::Seccomp;
-use crate::vm::control::Ended;
 use crate::vm::kvm_stats::KvmCounter;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder};
 

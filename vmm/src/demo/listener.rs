@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::contract::{Line, Loaded, Outcome};
 use super::recorder::{Event, Measured};
-use crate::vm::control::{Control, Ended};
+use crate::control::{Control, Ended};
 
 /// Longest silence of a guest. Its whole job takes a second or so; a loaded machine gets many times that.
 pub const PATIENCE: Duration = Duration::from_secs(60);

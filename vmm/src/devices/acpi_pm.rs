@@ -11,17 +11,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::vm::bus::BusDevice;
-use crate::vm::control::{Control, Ended};
+pub use crate::arch::x86_64::layout::{
+    ACPI_PM_CONTROL as CONTROL, ACPI_PM_TIMER as TIMER, SLEEP_TYPE_S5,
+};
 
-/// Offset of the PM1 control register.
-pub const CONTROL: u64 = 4;
-/// Offset of the timer.
-pub const TIMER: u64 = 8;
+use crate::bus::BusDevice;
+use crate::control::{Control, Ended};
+
 /// Bytes of all registers.
 pub const SIZE: u64 = 12;
-/// SLP_TYP of S5, as `\_S5` in the DSDT says.
-pub const SLEEP_TYPE_S5: u8 = 5;
 /// What powers off when written to the PM1 control register.
 pub const POWER_OFF: u16 = (SLEEP_TYPE_S5 as u16) << SLEEP_TYPE_SHIFT | SLEEP_ENABLE;
 

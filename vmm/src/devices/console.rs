@@ -13,8 +13,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::serial::SerialPort;
 use super::terminal::RawTerminal;
-use crate::vm::control::{Control, Ended};
-use crate::vm::readiness;
+use crate::control::{Control, Ended};
+use crate::readiness;
 
 /// Ctrl-A.
 const ESCAPE: u8 = 1;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use vm_superio::{I8042Device, Trigger};
 
-use crate::vm::bus::BusDevice;
-use crate::vm::control::{Control, Ended};
+use crate::bus::BusDevice;
+use crate::control::{Control, Ended};
 
 /// Ends the run with a reset.
 struct ResetTrigger(Arc<Control>);

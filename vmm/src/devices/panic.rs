@@ -5,11 +5,10 @@
 
 use std::sync::Arc;
 
-use crate::vm::bus::BusDevice;
-use crate::vm::control::{Control, Ended};
+pub use crate::arch::x86_64::layout::PANIC_SIZE as SIZE;
 
-/// Bytes of the port.
-pub const SIZE: u64 = 1;
+use crate::bus::BusDevice;
+use crate::control::{Control, Ended};
 
 /// The kernel panicked, and nothing follows.
 const PANICKED: u8 = 1;

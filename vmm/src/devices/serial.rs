@@ -7,7 +7,7 @@ use vm_superio::serial::SerialEvents;
 use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::vm::bus::BusDevice;
+use crate::bus::BusDevice;
 
 /// Ports of a 16550.
 pub const SIZE: u64 = 8;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::PciBus;
 use crate::arch::x86_64::layout;
-use crate::vm::bus::BusDevice;
-use crate::vm::control::{Control, Ended};
+use crate::bus::BusDevice;
+use crate::control::{Control, Ended};
 
 /// The address register is valid.
 const ENABLE: u32 = 1 << 31;

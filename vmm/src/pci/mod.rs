@@ -25,8 +25,8 @@ pub use host_bridge::HostBridge;
 use walvisor_devices::transport::{Bar, PciDoorbell};
 
 use crate::arch::x86_64::layout;
+use crate::bus::BusDevice;
 use crate::disk_spec::Notifications;
-use crate::vm::bus::BusDevice;
 
 /// Devices on a bus.
 pub const DEVICES: usize = 32;

@@ -10,8 +10,8 @@ use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::transport::{Bar, PciTransport};
 
 use super::*;
-use crate::vm::bus::BusDevice;
-use crate::vm::control::{Control, Ended};
+use crate::bus::BusDevice;
+use crate::control::{Control, Ended};
 use crate::vm::interrupts::{FunctionVectors, GsiRouter};
 
 const COMMAND: u16 = 4;

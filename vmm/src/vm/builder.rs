@@ -16,8 +16,6 @@ use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::Limits;
 use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
 
-use super::bus::{Bus, BusDevice, SharedDevice};
-use super::control::Control;
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
 use super::machine::{AttachedDisk, DiskLocation, SerialLine, Vm, VmError};
@@ -27,6 +25,8 @@ use super::starter::Starters;
 use super::vcpu::Machine;
 use crate::arch::x86_64::acpi::{self, MmioSlot};
 use crate::arch::x86_64::{cpuid, layout};
+use crate::bus::{Bus, BusDevice, SharedDevice};
+use crate::control::Control;
 use crate::devices::acpi_pm::{self, AcpiPm};
 use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;

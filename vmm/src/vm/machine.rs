@@ -15,19 +15,19 @@ use walvisor_devices::block::BlockMetrics;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::{Limits, Throttle};
 
-use super::control::{Control, Ended, kick_signal};
 use super::exits::ExitCounters;
 use super::memory_use::{self, MemoryUse};
-use super::readiness;
 use super::signals::TerminationSignals;
 use super::starter::Jobs;
 use super::vcpu::{Machine, VcpuThread, install_kick_handler};
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
+use crate::control::{Control, Ended, kick_signal};
 use crate::devices::acpi_pm::AcpiPm;
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
 use crate::pci::PciError;
 use crate::probe::ProbeError;
+use crate::readiness;
 use crate::seccomp::{self, Duty, Seccomp, SeccompError};
 
 /// Why a VM could not be built or run. Its text is one line: what, where, what to do.

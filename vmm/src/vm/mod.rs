@@ -9,14 +9,11 @@
 //! ```
 
 mod builder;
-pub mod bus;
-pub mod control;
 pub mod exits;
 pub mod interrupts;
 pub mod kvm_stats;
 mod machine;
 pub mod memory_use;
-pub mod readiness;
 mod signals;
 mod starter;
 mod vcpu;

@@ -17,10 +17,10 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::signal::register_signal_handler;
 
-use super::bus::Bus;
-use super::control::{Control, Ended, kick_signal};
 use super::exits::{ExitCounters, ExitReason};
 use crate::arch::x86_64::crash::{self, Crash, CrashReason};
+use crate::bus::Bus;
+use crate::control::{Control, Ended, kick_signal};
 use crate::pci::PciBus;
 use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 

@@ -130,6 +130,18 @@ pub fn memory_map(size: u64) -> Vec<(u64, u64, RangeKind)> {
     map
 }
 
+/// Offset of the PM1 control register from [`ACPI_PM`].
+pub const ACPI_PM_CONTROL: u64 = 4;
+
+/// Offset of the power management timer from [`ACPI_PM`].
+pub const ACPI_PM_TIMER: u64 = 8;
+
+/// SLP_TYP of S5, as `\_S5` in the DSDT says.
+pub const SLEEP_TYPE_S5: u8 = 5;
+
+/// Bytes at [`PANIC`].
+pub const PANIC_SIZE: u64 = 1;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -20,8 +20,9 @@ use crate::disk_spec::DiskSpec;
 use crate::disks::{self, OpenLogs};
 use crate::landlock::{Landlock, Places};
 use crate::metrics::{DiskMetrics, render_served};
+use crate::readiness;
 use crate::seccomp::Seccomp;
-use crate::vm::{DiskConfig, TerminationSignals, readiness};
+use crate::vm::{DiskConfig, TerminationSignals};
 
 /// What every daemon takes.
 #[derive(Args, Debug)]

@@ -8,7 +8,6 @@ use acpi_tables::sdt::Sdt;
 use acpi_tables::{Aml, AmlSink};
 
 use crate::arch::x86_64::layout;
-use crate::devices::{acpi_pm, panic};
 
 const HEADER: u32 = 36;
 const DSDT_REVISION: u8 = 6;
@@ -16,7 +15,7 @@ const DSDT_REVISION: u8 = 6;
 /// The DSDT of a guest with these virtio-mmio devices.
 pub(super) fn build(slots: &[MmioSlot]) -> Sdt {
     let mut body = Vec::new();
-    let sleep: &dyn Aml = &acpi_pm::SLEEP_TYPE_S5;
+    let sleep: &dyn Aml = &layout::SLEEP_TYPE_S5;
     Name::new(
         "_S5_".into(),
         &Package::new(vec![sleep, sleep, &ZERO, &ZERO]),
@@ -48,7 +47,7 @@ fn serial(body: &mut dyn AmlSink) {
 /// The port of panics: QEMU0001 is what Linux's driver binds to.
 fn panic(body: &mut dyn AmlSink) {
     let hid = Name::new("_HID".into(), &"QEMU0001");
-    let io = IO::new(layout::PANIC, layout::PANIC, 1, panic::SIZE as u8);
+    let io = IO::new(layout::PANIC, layout::PANIC, 1, layout::PANIC_SIZE as u8);
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(vec![&io]));
     let device = Device::new("PEVT".into(), vec![&hid, &resources]);
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);

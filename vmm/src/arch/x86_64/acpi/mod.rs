@@ -25,7 +25,6 @@ use zerocopy::{Immutable, IntoBytes};
 pub use dsdt::MmioSlot;
 
 use super::layout;
-use crate::devices::acpi_pm;
 use dsdt::{OEM, REVISION, TABLE};
 
 // IA-PC boot architecture flags (ACPI 6.5, 5.2.9.3).
@@ -143,12 +142,12 @@ fn fadt(facs: u64, dsdt: u64) -> impl Aml {
     fadt.pm1a_evt_blk = base.into();
     fadt.pm1_evt_len = 4;
     fadt.x_pm1a_evt_blk = port(0, 4, AccessSize::WordAccess);
-    fadt.pm1a_cnt_blk = (base + acpi_pm::CONTROL as u32).into();
+    fadt.pm1a_cnt_blk = (base + layout::ACPI_PM_CONTROL as u32).into();
     fadt.pm1_cnt_len = 2;
-    fadt.x_pm1a_cnt_blk = port(acpi_pm::CONTROL, 2, AccessSize::WordAccess);
-    fadt.pm_tmr_blk = (base + acpi_pm::TIMER as u32).into();
+    fadt.x_pm1a_cnt_blk = port(layout::ACPI_PM_CONTROL, 2, AccessSize::WordAccess);
+    fadt.pm_tmr_blk = (base + layout::ACPI_PM_TIMER as u32).into();
     fadt.pm_tmr_len = 4;
-    fadt.x_pm_tmr_blk = port(acpi_pm::TIMER, 4, AccessSize::DwordAccess);
+    fadt.x_pm_tmr_blk = port(layout::ACPI_PM_TIMER, 4, AccessSize::DwordAccess);
     // C2 and C3 are not supported (5.2.9: more than 100 and 1000 microseconds).
     fadt.p_lvl2_lat = 101.into();
     fadt.p_lvl3_lat = 1001.into();
