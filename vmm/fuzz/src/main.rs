@@ -22,8 +22,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
-use walvisor::control_socket::{Controlled, Kind, Power, Server};
 use walvisor::control::Control;
+use walvisor::control_socket::{Controlled, Kind, Power, Server};
 use walvisor_devices_fuzz::bounded::Bounded;
 
 use guest::Guest;
