@@ -135,7 +135,7 @@ pub struct Outcome {
     pub ended: Ended,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
-    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`] asked for it.
+    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
     pub memory: Option<MemoryUse>,
     /// Disks that could not be flushed: name and reason.
     pub flush_failures: Vec<(String, String)>,
