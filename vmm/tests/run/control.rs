@@ -282,10 +282,8 @@ fn no_client_harms_another_or_the_guest() {
         .is_ok()
     {}
     for _ in 0..100 {
-        guest
-            .connect()
-            .write_all(b"{\"execute\": \"stats\"}\n\xff")
-            .unwrap();
+        // While those before it still have their places the server may turn it away before it has written.
+        let _ = guest.connect().write_all(b"{\"execute\": \"stats\"}\n\xff");
     }
     // Those that are gone leave their places one after the other.
     let deadline = Instant::now() + Duration::from_secs(120);
