@@ -97,9 +97,7 @@ impl Disk {
     pub fn log_counters(&self) -> LogCounters {
         self.log.counters.snapshot()
     }
-}
 
-impl Disk {
     /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
     /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
     ///

@@ -12,20 +12,20 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// How long another server's change of a directory is waited for.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long a server that ends may take to close its sockets.
-pub(super) const CLOSING: Duration = Duration::from_secs(1);
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// How long to rest before looking again.
-pub(super) const REST: Duration = Duration::from_millis(5);
+const REST: Duration = Duration::from_millis(5);
 
 /// A name that a socket can have.
 #[derive(Debug)]
 pub(super) struct Place {
-    pub(super) directory: File,
-    pub(super) name: OsString,
-    pub(super) address: SocketAddrUnix,
+    directory: File,
+    name: OsString,
+    address: SocketAddrUnix,
 }
 
 impl Place {

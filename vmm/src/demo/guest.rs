@@ -20,16 +20,16 @@ use crate::vm::kvm_stats::KvmCounter;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder};
 
 /// The guest, as `build.rs` built it.
-pub(super) static IMAGE: &[u8] = include_bytes!(env!("WALVISOR_GUEST_IMAGE"));
+static IMAGE: &[u8] = include_bytes!(env!("WALVISOR_GUEST_IMAGE"));
 
 /// Guest memory: the image, a MiB of rings and buffers, and room.
-pub(super) const MEMORY: u64 = 64 << 20;
+const MEMORY: u64 = 64 << 20;
 
 /// Where the guest finds its boot information: behind the tables of [`long_mode`].
-pub(super) const BOOT_INFO: u64 = 0xe000;
+const BOOT_INFO: u64 = 0xe000;
 
 /// The keyboard controller's command port, and the command that resets.
-pub(super) const RESET: (u16, u8) = (0x64, 0xfe);
+const RESET: (u16, u8) = (0x64, 0xfe);
 
 /// Runs the guest for `task` on these disks, named as it names their transports, until it powers off.
 pub(super) fn run_guest(
@@ -84,7 +84,7 @@ pub(super) fn run_guest(
 }
 
 /// Puts the image, its tables and its boot information into guest memory, and points the vCPU at it.
-pub(super) fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
+fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
     let memory = vm.memory();
     let loaded = Elf::load(memory, None, &mut Cursor::new(IMAGE), None).map_err(|e| failed(&e))?;

@@ -31,7 +31,7 @@ pub use error::DemoError;
 pub use load::{ALL_EXITS, LoadReport, run_load, ticks};
 pub use report::{DemoReport, TransportReport};
 
-use crate::probe::{self};
+use crate::probe;
 use crate::seccomp::Seccomp;
 use crate::vm::{VmError, block_termination_signals};
 use contract::Task;
