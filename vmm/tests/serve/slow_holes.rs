@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use walvisor_tests::{have, leash};
 
 use super::raw_client::{BLOCK_STATUS, RawClient};
@@ -49,6 +49,14 @@ impl Slow {
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.fuse), signal).unwrap();
     }
+
+    /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until that thread has run.
+    fn halt(&self) {
+        self.signal(Signal::STOP);
+        let stopped = WaitId::Pid(Pid::from_child(&self.fuse));
+        let status = waitid(stopped, WaitIdOptions::STOPPED).unwrap().unwrap();
+        assert!(status.stopped(), "nbdfuse ended");
+    }
 }
 
 impl Drop for Slow {
@@ -83,7 +91,7 @@ fn a_file_system_that_does_not_tell_its_holes_holds_up_nobody_else() {
         "--disk path=slow/disk.img,log=slow-log,socket=s --disk path=other.img,socket=t",
     );
     let mut asking = RawClient::extended(&dir.join("s"));
-    slow.signal(Signal::STOP);
+    slow.halt();
     asking.request(0, BLOCK_STATUS, 1, 0, 16 << 20);
     // Clients of the other disk, more than there are threads; each does all that a client may.
     let script = "
