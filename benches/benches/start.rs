@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
-use walvisor_benches::spread::Spread;
+use walvisor_benches::report::Spread;
 use walvisor_benches::tiny_guest;
 use walvisor_guest_images::{Metrics, walvisor_binary};
 
@@ -146,8 +146,8 @@ fn print_table(report: &[(&str, Vec<Sample>)]) {
     );
     for (transport, samples) in report {
         for (name, field) in FIELDS {
-            if let Some(Spread { min, median, max }) = spread(samples, field) {
-                println!("{transport:<9} {name:<31} {min:>10.0} {median:>10.0} {max:>10.0}");
+            if let Some(Spread { median, low, high }) = spread(samples, field) {
+                println!("{transport:<9} {name:<31} {low:>10.0} {median:>10.0} {high:>10.0}");
             }
         }
     }
@@ -158,10 +158,10 @@ fn to_json(report: &[(&str, Vec<Sample>)]) -> Value {
         FIELDS
             .iter()
             .filter_map(|(name, field)| {
-                let Spread { min, median, max } = spread(samples, *field)?;
+                let Spread { median, low, high } = spread(samples, *field)?;
                 Some((
                     (*name).to_owned(),
-                    json!({ "min": min, "median": median, "max": max }),
+                    json!({ "min": low, "median": median, "max": high }),
                 ))
             })
             .collect::<serde_json::Map<_, _>>()

@@ -1,6 +1,7 @@
 //! What the integration tests share: running a job with Linux guests, or telling why this machine cannot.
 
 mod daemon;
+pub mod vhost_user_client;
 
 use std::fs::File;
 use std::path::PathBuf;

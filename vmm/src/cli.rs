@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
@@ -37,10 +37,6 @@ pub enum Command {
     Ctl(commands::ctl::CtlArguments),
     /// Look at logs.
     Log(commands::log::LogArguments),
-    /// Measure the store, with no guest, beside a raw file.
-    Bench(commands::bench::BenchArguments),
-    /// Compare what a notification and a flush cost on each path, as tables, JSON, and a page with plots.
-    Compare(commands::compare::CompareArguments),
 }
 
 /// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
@@ -48,7 +44,12 @@ pub enum Command {
 pub fn main(started: Instant) -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return report_usage(&error),
+        Err(error) => {
+            return match moved(&error) {
+                Some(told) => end("walvisor", Err(CommandError::Usage(told))),
+                None => report_usage("walvisor", &error),
+            };
+        }
     };
     // A file that the limit of the shell ('ulimit -f') does not allow is an error like any other, and no end.
     // SAFETY: no handler is set: the signal is ignored.
@@ -63,13 +64,17 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Disk(arguments) => commands::disk::run(&arguments),
         Command::Serve(arguments) => commands::serve::run(&arguments, started),
         Command::Log(arguments) => commands::log::run(&arguments),
-        Command::Bench(arguments) => commands::bench::run(&arguments),
-        Command::Compare(arguments) => commands::compare::run(&arguments),
     };
+    end("walvisor", result)
+}
+
+/// The exit status of `program` for what came of its command: 0 done, 1 failed, 2 wrong usage. An error is told on stderr, in
+/// one line.
+pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("walvisor: {error}");
+            eprintln!("{program}: {error}");
             ExitCode::from(match error {
                 CommandError::Usage(_) => 2,
                 CommandError::Failed(_) => 1,
@@ -80,11 +85,14 @@ pub fn main(started: Instant) -> ExitCode {
 
 /// What is shown unless `RUST_LOG` says otherwise. What `virtio-queue` says of a guest's rings, the device says too, and
 /// no more often than it should.
-const WARNINGS: &str = "warn,virtio_queue=off";
+pub const WARNINGS: &str = "warn,virtio_queue=off";
 
 /// What goes wrong without ending the command (a failed log, a checkpoint to be tried again, a device that a guest
-/// broke) is told on stderr, a line each. `RUST_LOG` asks for more or less.
-fn show_warnings(otherwise: &str) {
+/// broke) is told on stderr, a line each. `RUST_LOG` asks for more or less than `otherwise`.
+///
+/// # Panics
+/// If this process shows warnings already.
+pub fn show_warnings(otherwise: &str) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(otherwise));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -95,8 +103,8 @@ fn show_warnings(otherwise: &str) {
         .init();
 }
 
-/// Prints help and version as clap does, and every error as one line.
-fn report_usage(error: &clap::Error) -> ExitCode {
+/// Prints help and version of `program` as clap does, and every error as one line on stderr; the exit status for that.
+pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             // A reader that closed the pipe early has what it wanted.
@@ -104,14 +112,30 @@ fn report_usage(error: &clap::Error) -> ExitCode {
             ExitCode::SUCCESS
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            eprintln!("walvisor: a command is missing: see 'walvisor --help'");
+            eprintln!("{program}: a command is missing: see '{program} --help'");
             ExitCode::from(2)
         }
         _ => {
-            eprintln!("walvisor: {}", one_line(&error.to_string()));
+            let told = one_line(&error.to_string());
+            eprintln!("{program}: {told}; see '{program} --help'");
             ExitCode::from(2)
         }
     }
+}
+
+/// What to tell a user of a command that is another program's now.
+fn moved(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(command)) = error.get(ContextKind::InvalidSubcommand) else {
+        return None;
+    };
+    let now = match command.as_str() {
+        "bench" => "walvisor-bench store",
+        "compare" => "walvisor-bench",
+        _ => return None,
+    };
+    Some(format!(
+        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p walvisor-benches"
+    ))
 }
 
 /// Clap's message without its usage block, joined into one line.
@@ -123,8 +147,7 @@ fn one_line(message: &str) -> String {
         .filter(|line| !line.is_empty())
         .collect();
     let text = lines.join(" ");
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    format!("{text}; see 'walvisor --help'")
+    text.strip_prefix("error: ").unwrap_or(&text).to_owned()
 }
 
 #[cfg(test)]
@@ -142,5 +165,18 @@ mod tests {
         let error = Cli::try_parse_from(["walvisor", "run"]).unwrap_err();
         let line = one_line(&error.to_string());
         assert!(!line.contains('\n') && line.contains("--kernel"), "{line}");
+    }
+
+    #[test]
+    fn who_asks_for_a_measurement_is_told_of_the_program_that_does_it() {
+        let told = |arguments: &[&str]| {
+            let error = Cli::try_parse_from([&["walvisor"], arguments].concat()).unwrap_err();
+            moved(&error)
+        };
+        let bench = told(&["bench", "commit", "--clients", "8"]).unwrap();
+        assert!(bench.contains("'walvisor-bench store' now"), "{bench}");
+        let compare = told(&["compare", "notify", "--quick"]).unwrap();
+        assert!(compare.contains("'walvisor-bench' now"), "{compare}");
+        assert_eq!(told(&["banana"]), None);
     }
 }

@@ -28,5 +28,4 @@ pub mod progress;
 pub mod readiness;
 pub mod seccomp;
 pub mod size;
-pub mod vhost_user_client;
 pub mod vm;

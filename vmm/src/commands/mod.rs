@@ -1,8 +1,6 @@
 //! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
 
 mod activation;
-pub mod bench;
-pub mod compare;
 pub mod ctl;
 pub mod demo;
 pub mod disk;
@@ -13,7 +11,7 @@ pub mod serve;
 mod socket;
 mod socket_file;
 mod socket_names;
-mod threads;
+pub mod threads;
 
 /// Why a command did not succeed. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]

@@ -1,0 +1,68 @@
+//! The command line of `walvisor-bench`: its grammar (clap). Exit statuses and errors are those of `walvisor`.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
+
+use crate::{commit, database, notify, peers, store, tcmu};
+
+const PROGRAM: &str = "walvisor-bench";
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = PROGRAM,
+    version,
+    about = "Measures the disks of walvisor, as tables, JSON, and a page with plots"
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Group commit: clients, sync latencies, waits, disks, media, each beside what its source reports
+    Commit(commit::CommitArguments),
+    /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
+    Notify(notify::NotifyArguments),
+    /// MariaDB and SQLite: what a commit costs on a raw image and on the log, with a doublewrite buffer and without
+    Database(database::DatabaseArguments),
+    /// The disk beside those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
+    Peers(peers::PeersArguments),
+    /// TCMU against NBD: 2, 4 and 8 fio threads in Linux kernels, beside what the source reports
+    Tcmu(tcmu::TcmuArguments),
+    /// The store, with no guest, beside a raw file
+    Store(store::StoreArguments),
+}
+
+/// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return report_usage(PROGRAM, &error),
+    };
+    show_warnings(WARNINGS);
+    let result = match cli.command {
+        Command::Commit(arguments) => commit::run(&arguments),
+        Command::Notify(arguments) => notify::run(&arguments),
+        Command::Database(arguments) => database::run(&arguments),
+        Command::Peers(arguments) => peers::run(&arguments),
+        Command::Tcmu(arguments) => tcmu::run(&arguments),
+        Command::Store(arguments) => store::run(&arguments),
+    };
+    end(PROGRAM, result)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_grammar_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,193 @@
+//! What experiments are made of: cells, their rounds, and figures of these.
+
+use std::path::Path;
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+use walvisor_storage::CommitWait;
+
+use crate::report::plot::{Axis, Kind, Plot, Series};
+use crate::report::{Cell as Figure, Spread};
+use crate::session::Session;
+use crate::store::commit::{CommitReport, Medium, Mode, Plan, Switch, measure};
+
+/// A plan and what its rounds gave.
+pub struct Cell {
+    /// The plan.
+    pub plan: Plan,
+    /// What each round gave.
+    pub rounds: Vec<CommitReport>,
+}
+
+impl Cell {
+    /// Not measured yet.
+    pub fn new(plan: Plan) -> Self {
+        let rounds = Vec::new();
+        Self { plan, rounds }
+    }
+
+    /// One figure of all rounds.
+    pub fn of(&self, figure: impl Fn(&CommitReport) -> f64) -> Vec<f64> {
+        self.rounds.iter().map(figure).collect()
+    }
+
+    /// How long a round takes, about.
+    pub fn expected(&self) -> Duration {
+        let Plan {
+            clients,
+            commits,
+            medium,
+            group,
+            write_per_waiter,
+            baseline,
+            ..
+        } = self.plan;
+        let served = match group {
+            Switch::Off => 1.0,
+            Switch::On => (f64::from(clients) / 2.0).max(1.0),
+        };
+        // Of one group: its own time, and the operations that it waits for.
+        let own = medium.sync_latency + 2 * medium.operation_latency + Duration::from_micros(300);
+        let writes = if write_per_waiter { served } else { 1.0 };
+        let paced = medium
+            .operations_per_second
+            .map_or(0.0, |most| 1.0 / f64::from(most.get()));
+        let groups = commits as f64 / served;
+        let log = own.as_secs_f64().max(paced * (writes + 1.0)) * groups;
+        let raw = if baseline {
+            paced * 2.0 * commits as f64
+        } else {
+            0.0
+        };
+        Duration::from_secs_f64(0.4 + log + raw)
+    }
+}
+
+/// Measures all cells, one round after the other, so that each round sees the same machine.
+///
+/// # Errors
+/// If the medium fails.
+pub fn measure_rounds(
+    what: &str,
+    cells: &mut [Cell],
+    rounds: usize,
+    session: &Session,
+    dir: &Path,
+) -> Result<(), CommandError> {
+    for round in 0..rounds {
+        for cell in &mut *cells {
+            let what = format!(
+                "{what}: {} clients, round {} of {rounds}",
+                cell.plan.clients,
+                round + 1
+            );
+            match session.step(&what, cell.expected(), || measure(&cell.plan, dir))? {
+                Some(report) => cell.rounds.push(report),
+                None => return Ok(()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `clients` on one disk, on the medium as it is, in groups that do not wait.
+pub fn plan(clients: u16, commits: u64) -> Plan {
+    Plan {
+        clients,
+        medium: Medium::default(),
+        commits: commits.max(u64::from(clients)),
+        group: Switch::On,
+        write_per_waiter: false,
+        wait: no_wait(),
+        mode: Mode::Writeback,
+        disks: 1,
+        logs: 1,
+        baseline: false,
+    }
+}
+
+/// A group takes who is there, and begins.
+pub fn no_wait() -> CommitWait {
+    CommitWait {
+        longest: Some(Duration::ZERO),
+        count: None,
+    }
+}
+
+/// Commits a second.
+pub fn rate(report: &CommitReport) -> f64 {
+    report.commits_per_s
+}
+
+/// Syncs of the log for each commit.
+pub fn syncs(report: &CommitReport) -> f64 {
+    report.syncs_per_commit
+}
+
+/// Writes to the log for each commit.
+pub fn writes(report: &CommitReport) -> f64 {
+    report.writes_per_commit
+}
+
+/// Commits a second of the raw file.
+pub fn raw_rate(report: &CommitReport) -> f64 {
+    report.raw_commits_per_s
+}
+
+/// A medium whose syncs take so much longer.
+pub fn slow_sync(milliseconds: u64) -> Medium {
+    Medium {
+        sync_latency: Duration::from_millis(milliseconds),
+        ..Medium::default()
+    }
+}
+
+/// The middle of the rounds of a figure, where there were any.
+pub fn median(cell: &Cell, figure: fn(&CommitReport) -> f64) -> Option<f64> {
+    Spread::of(&cell.of(figure)).map(|spread| spread.median)
+}
+
+/// One cell's figure beside another's.
+pub fn ratio(of: &Cell, to: &Cell, figure: fn(&CommitReport) -> f64) -> Figure {
+    match (median(of, figure), median(to, figure)) {
+        (Some(of), Some(to)) if to > 0.0 => Figure::Number(of / to, 2),
+        _ => Figure::None,
+    }
+}
+
+/// Points of a line: `at` of each cell, and its figure.
+pub fn points<'a>(
+    cells: impl Iterator<Item = &'a Cell>,
+    at: impl Fn(&Plan) -> f64,
+    figure: fn(&CommitReport) -> f64,
+) -> Vec<(f64, f64)> {
+    cells
+        .filter_map(|cell| Some((at(&cell.plan), median(cell, figure)?)))
+        .collect()
+}
+
+/// The place of a cell on an axis of clients.
+pub fn by_clients(plan: &Plan) -> f64 {
+    plan.clients.into()
+}
+
+/// A plot with lines.
+pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> Plot {
+    Plot {
+        name: name.to_owned(),
+        title: title.to_owned(),
+        kind: Kind::Lines { x, y, series },
+    }
+}
+
+/// `of` each number of clients, 1 at least.
+pub fn curve(name: &str, cells: &[&Cell], of: impl Fn(f64) -> f64) -> Series {
+    let clients = cells.iter().map(|cell| by_clients(&cell.plan));
+    let points = clients.map(|clients| (clients, of(clients))).collect();
+    Series::ideal(name, points)
+}
+
+/// Every `step`th cell, from the one at `at` on.
+pub fn every(cells: &[Cell], step: usize, at: usize) -> Vec<&Cell> {
+    cells.iter().skip(at).step_by(step).collect()
+}

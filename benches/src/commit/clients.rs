@@ -1,0 +1,106 @@
+//! InnoDB: grouping off, on, and on with the adaptive wait, for each number of clients.
+
+use walvisor_storage::CommitWait;
+
+use super::cell::{Cell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
+use crate::report::plot::{Axis, Series};
+use crate::report::{Cell as Figure, Section};
+use crate::store::commit::{Plan, Switch};
+
+/// The cells of the experiment, in full or quickly.
+pub fn plans(quick: bool) -> Vec<Plan> {
+    let (clients, commits): (&[u16], _) = match quick {
+        true => (&[1, 8, 30], 600),
+        false => (&[1, 2, 4, 8, 16, 30], 3000),
+    };
+    let three = |&clients: &u16| {
+        let plan = plan(clients, commits);
+        [
+            Plan {
+                group: Switch::Off,
+                ..plan
+            },
+            plan,
+            Plan {
+                wait: CommitWait::default(),
+                ..plan
+            },
+        ]
+    };
+    clients.iter().flat_map(three).collect()
+}
+
+/// What came out.
+pub fn section(cells: &[Cell]) -> Section {
+    let mut section = Section::new(
+        "clients",
+        "1 to 30 clients, group commit off and on: InnoDB Plugin 1.0.4 (2009)",
+        &[
+            "Its authors moved the sync out of the critical section that had broken group commit: with 30 clients and 100,000 \
+             inserts 200,251 syncs became 26,092 (-87 %), throughput grew 6.1 times; one client gained nothing.",
+            "Off: a sync for each FLUSH. On: one for all that wait, and groups begin at once; two of them alternate, so N clients \
+             need 2/N syncs a commit at best. With the adaptive wait (the default) one group can serve all: 1/N.",
+        ],
+        &[
+            ("clients", "clients"),
+            ("off_syncs_per_commit", "syncs/commit: off"),
+            ("on_syncs_per_commit", "on"),
+            ("adaptive_syncs_per_commit", "adaptive"),
+            ("ideal_syncs_per_commit", "2/N"),
+            ("off_commits_per_s", "commits/s: off"),
+            ("on_commits_per_s", "on"),
+            ("adaptive_commits_per_s", "adaptive"),
+            ("gain", "on/off"),
+            ("source_gain", "source: gain"),
+        ],
+    );
+    for row in cells.chunks_exact(3) {
+        let [off, on, adaptive] = row else { continue };
+        let clients = on.plan.clients;
+        section.table.rows.push(vec![
+            Figure::count(clients.into()),
+            Figure::of(&off.of(syncs), 2),
+            Figure::of(&on.of(syncs), 3),
+            Figure::of(&adaptive.of(syncs), 3),
+            Figure::Number((2.0 / f64::from(clients)).min(1.0), 3),
+            Figure::of(&off.of(rate), 0),
+            Figure::of(&on.of(rate), 0),
+            Figure::of(&adaptive.of(rate), 0),
+            ratio(on, off, rate),
+            match clients {
+                1 => Figure::Number(1.0, 1),
+                30 => Figure::Number(6.1, 1),
+                _ => Figure::None,
+            },
+        ]);
+    }
+    let [off, on, adaptive] = [0, 1, 2].map(|at| every(cells, 3, at));
+    let of = |cells: &[&Cell], figure| points(cells.iter().copied(), by_clients, figure);
+    section.plots = vec![
+        lines(
+            "commit-clients-syncs",
+            "Syncs of the device for each commit",
+            Axis::log("clients"),
+            Axis::log("syncs per commit"),
+            vec![
+                Series::measured("a sync each", of(&off, syncs)),
+                Series::measured("group commit", of(&on, syncs)),
+                Series::measured("group commit, adaptive wait", of(&adaptive, syncs)),
+                curve("ideal without a wait: 2/N", &on, |n| (2.0 / n).min(1.0)),
+                curve("ideal with a wait: 1/N", &on, |n| 1.0 / n),
+            ],
+        ),
+        lines(
+            "commit-clients-rate",
+            "Commits a second on this machine's disk",
+            Axis::log("clients"),
+            Axis::log("commits per second"),
+            vec![
+                Series::measured("a sync each", of(&off, rate)),
+                Series::measured("group commit", of(&on, rate)),
+                Series::measured("group commit, adaptive wait", of(&adaptive, rate)),
+            ],
+        ),
+    ];
+    section
+}

@@ -1,0 +1,78 @@
+//! Disks on one log, and on a log each.
+
+use super::cell::{Cell, plan, rate, ratio, syncs};
+use crate::report::plot::{Kind, Plot};
+use crate::report::{Cell as Figure, Section, Spread};
+use crate::store::commit::{CommitReport, Plan};
+
+/// The cells of the experiment, in full or quickly.
+pub fn plans(quick: bool) -> Vec<Plan> {
+    let (disks, commits): (&[u16], _) = match quick {
+        true => (&[4], 1000),
+        false => (&[1, 4, 16], 4000),
+    };
+    let pair = |&disks: &u16| {
+        let one = Plan {
+            disks,
+            ..plan(32, commits)
+        };
+        [one, Plan { logs: disks, ..one }]
+    };
+    disks.iter().flat_map(pair).collect()
+}
+
+/// What came out.
+pub fn section(cells: &[Cell]) -> Section {
+    let mut section = Section::new(
+        "disks",
+        "1, 4 and 16 disks: one log for all, and a log each",
+        &[
+            "32 clients spread over the disks. Disks on one log share its syncs: a host that serves many guests has one log.",
+            "With a log each the kernel may still merge what several threads sync at once.",
+        ],
+        &[
+            ("disks", "disks"),
+            ("clients", "clients"),
+            ("one_log_syncs_per_commit", "one log: syncs/commit"),
+            ("one_log_commits_per_s", "commits/s"),
+            ("one_log_p99_us", "p99 us"),
+            ("log_each_syncs_per_commit", "a log each: syncs/commit"),
+            ("log_each_commits_per_s", "commits/s"),
+            ("log_each_p99_us", "p99 us"),
+            ("gain", "one/each"),
+        ],
+    );
+    let p99 = |report: &CommitReport| report.p99_us;
+    for pair in cells.chunks_exact(2) {
+        let [one, each] = pair else { continue };
+        section.table.rows.push(vec![
+            Figure::count(one.plan.disks.into()),
+            Figure::count(one.plan.clients.into()),
+            Figure::of(&one.of(syncs), 3),
+            Figure::of(&one.of(rate), 0),
+            Figure::of(&one.of(p99), 0),
+            Figure::of(&each.of(syncs), 3),
+            Figure::of(&each.of(rate), 0),
+            Figure::of(&each.of(p99), 0),
+            ratio(one, each, rate),
+        ]);
+    }
+    let rows = cells.chunks_exact(2).map(|pair| {
+        let label = match pair[0].plan.disks {
+            1 => "1 disk".to_owned(),
+            disks => format!("{disks} disks"),
+        };
+        let bars = pair.iter().map(|cell| Spread::of(&cell.of(rate))).collect();
+        (label, bars)
+    });
+    section.plots = vec![Plot {
+        name: "commit-disks".to_owned(),
+        title: "32 clients on several disks".to_owned(),
+        kind: Kind::Bars {
+            unit: "commits per second".to_owned(),
+            groups: vec!["one log".to_owned(), "a log each".to_owned()],
+            rows: rows.collect(),
+        },
+    }];
+    section
+}

@@ -1,0 +1,109 @@
+//! The experiments: what each measures, and what it makes of that.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use walvisor::commands::CommandError;
+
+use super::cell::{Cell, measure_rounds};
+use super::{clients, disks, latency, medium, mode, wait, waiters};
+use crate::output::Output;
+use crate::report::{Cell as Figure, Section};
+use crate::session::Session;
+use crate::store::commit::Plan;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Experiment {
+    /// 1 to 30 clients, grouping off and on (InnoDB Plugin 1.0.4, 2009)
+    Clients,
+    /// Sync latencies by clients, grouping off and on (MySQL 5.6 under DRBD, 2012)
+    Latency,
+    /// 32 to 256 clients, one write for a group and a write for each waiter (Aliyun, 2015)
+    Waiters,
+    /// How long a group waits and for how many (MariaDB 10.0, 2014)
+    Wait,
+    /// 1, 4 and 16 disks on one log, and on a log each
+    Disks,
+    /// Writeback beside writethrough
+    Mode,
+    /// A medium as entry-level cloud volumes are: 3,000 operations a second, 1 ms each
+    Medium,
+}
+
+impl Experiment {
+    /// Whether it is one of `only`, or there are none.
+    pub fn is_wanted(self, only: &[Self]) -> bool {
+        only.is_empty() || only.contains(&self)
+    }
+}
+
+/// An experiment under way.
+pub struct Planned {
+    what: &'static str,
+    rounds: usize,
+    cells: Vec<Cell>,
+    section: fn(&[Cell]) -> Section,
+}
+
+impl Planned {
+    /// How long it takes, about.
+    pub fn expected(&self) -> Duration {
+        let once: Duration = self.cells.iter().map(Cell::expected).sum();
+        once * self.rounds as u32
+    }
+
+    /// Measures, until done or interrupted.
+    ///
+    /// # Errors
+    /// If the medium fails.
+    pub fn measure(&mut self, session: &Session, dir: &Path) -> Result<(), CommandError> {
+        measure_rounds(self.what, &mut self.cells, self.rounds, session, dir)
+    }
+
+    /// What came out.
+    pub fn section(&self) -> Section {
+        let mut section = (self.section)(&self.cells);
+        // What was not measured has no row.
+        let is_measured = |figure: &Figure| matches!(figure, Figure::Spread(..));
+        section.table.rows.retain(|row| row.iter().any(is_measured));
+        let rounds = self.cells.iter().map(|cell| cell.rounds.len()).max();
+        let rounds = rounds.unwrap_or(0);
+        if rounds > 1 {
+            section.notes.push(format!(
+                "Median of {rounds} rounds (lowest to highest), all rows in turns."
+            ));
+        }
+        section
+    }
+}
+
+/// What an experiment does, in full or quickly, each sync taking `slower` longer than it says.
+pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Planned {
+    let quick = output.quick;
+    let (what, cells, section): (_, _, fn(&[Cell]) -> Section) = match experiment {
+        Experiment::Clients => ("clients", clients::plans(quick), clients::section),
+        Experiment::Latency => ("latency", latency::plans(quick), latency::section),
+        Experiment::Waiters => ("waiters", waiters::plans(quick), waiters::section),
+        Experiment::Wait => ("wait", wait::plans(quick), wait::section),
+        Experiment::Disks => ("disks", disks::plans(quick), disks::section),
+        Experiment::Mode => ("mode", mode::plans(quick), mode::section),
+        Experiment::Medium => ("medium", medium::plans(quick), medium::section),
+    };
+    let rounds = match experiment {
+        // It is long, and its added latency drowns most of the medium's moods.
+        Experiment::Latency => output.rounds(2, 1),
+        _ => output.rounds(5, 1),
+    };
+    let cell = |mut plan: Plan| {
+        plan.medium.sync_latency += slower;
+        Cell::new(plan)
+    };
+    Planned {
+        what,
+        rounds,
+        cells: cells.into_iter().map(cell).collect(),
+        section,
+    }
+}

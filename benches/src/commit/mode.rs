@@ -1,0 +1,76 @@
+//! Writeback and writethrough.
+
+use super::cell::{Cell, by_clients, every, lines, plan, points, rate, ratio, syncs};
+use crate::report::plot::{Axis, Series};
+use crate::report::{Cell as Figure, Section};
+use crate::store::commit::{CommitReport, Mode, Plan};
+
+/// The cells of the experiment, in full or quickly.
+pub fn plans(quick: bool) -> Vec<Plan> {
+    let (clients, commits): (&[u16], _) = match quick {
+        true => (&[1, 16], 600),
+        false => (&[1, 4, 16, 64], 3000),
+    };
+    let pair = |&clients: &u16| {
+        let back = plan(clients, commits);
+        [
+            back,
+            Plan {
+                mode: Mode::Writethrough,
+                ..back
+            },
+        ]
+    };
+    clients.iter().flat_map(pair).collect()
+}
+
+/// What came out.
+pub fn section(cells: &[Cell]) -> Section {
+    let mut section = Section::new(
+        "mode",
+        "Writeback beside writethrough",
+        &[
+            "Writeback: a commit is a write and a FLUSH, two requests. Writethrough: the write is durable when it completes, and a \
+             queue's writes in flight are a group of their own.",
+        ],
+        &[
+            ("clients", "clients"),
+            ("writeback_syncs_per_commit", "writeback: syncs/commit"),
+            ("writeback_commits_per_s", "commits/s"),
+            ("writeback_p50_us", "p50 us"),
+            (
+                "writethrough_syncs_per_commit",
+                "writethrough: syncs/commit",
+            ),
+            ("writethrough_commits_per_s", "commits/s"),
+            ("writethrough_p50_us", "p50 us"),
+            ("ratio", "through/back"),
+        ],
+    );
+    let p50 = |report: &CommitReport| report.p50_us;
+    for pair in cells.chunks_exact(2) {
+        let [back, through] = pair else { continue };
+        section.table.rows.push(vec![
+            Figure::count(back.plan.clients.into()),
+            Figure::of(&back.of(syncs), 3),
+            Figure::of(&back.of(rate), 0),
+            Figure::of(&back.of(p50), 0),
+            Figure::of(&through.of(syncs), 3),
+            Figure::of(&through.of(rate), 0),
+            Figure::of(&through.of(p50), 0),
+            ratio(through, back, rate),
+        ]);
+    }
+    let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
+    section.plots = vec![lines(
+        "commit-mode",
+        "Commits a second, writeback and writethrough",
+        Axis::log("clients"),
+        Axis::log("commits per second"),
+        vec![
+            Series::measured("writeback: write, FLUSH", of(0)),
+            Series::measured("writethrough: write", of(1)),
+        ],
+    )];
+    section
+}

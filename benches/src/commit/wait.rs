@@ -1,0 +1,135 @@
+//! MariaDB: how long a group waits at most, and for how many, at 50 clients.
+
+use std::time::Duration;
+
+use walvisor_storage::CommitWait;
+
+use super::cell::{Cell, lines, median, plan, points, rate, ratio, slow_sync, syncs};
+use crate::report::plot::{Axis, Series};
+use crate::report::{Cell as Figure, Section};
+use crate::store::commit::{CommitReport, Plan};
+
+const COUNTS: [u32; 3] = [10, 25, 50];
+
+/// The cells of the experiment, in full or quickly.
+pub fn plans(quick: bool) -> Vec<Plan> {
+    let (waits, counts, commits): (&[u64], &[u32], _) = match quick {
+        true => (&[1000], &COUNTS[1..], 1000),
+        false => (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000),
+    };
+    let none = Plan {
+        medium: slow_sync(1),
+        ..plan(50, commits)
+    };
+    let mut plans = vec![
+        none,
+        Plan {
+            wait: CommitWait::default(),
+            ..none
+        },
+    ];
+    for &wait in waits {
+        // As many as there are, then as many as there will never be: MariaDB's wait without a count.
+        for count in counts.iter().copied().chain([1000]) {
+            let wait = CommitWait {
+                longest: Some(Duration::from_micros(wait)),
+                count: Some(count),
+            };
+            plans.push(Plan { wait, ..none });
+        }
+    }
+    plans
+}
+
+/// What came out.
+pub fn section(cells: &[Cell]) -> Section {
+    let mut section = Section::new(
+        "wait",
+        "How long a group waits, and for how many: MariaDB 10.0 (2014)",
+        &[
+            "50 clients, 1 ms added to each sync. MariaDB's binlog_commit_wait_usec and _count trade latency for larger groups; \
+             its authors report that a wait of 1 ms costs about 10 % of the throughput at 50 clients.",
+            "A group here ends its wait early when every client that is there has come, which MariaDB's does not: a wait for more \
+             clients than there are costs no more than one for all of them.",
+        ],
+        &[
+            ("commit_wait_us", "wait, us"),
+            ("commit_wait_count", "count"),
+            ("syncs_per_commit", "syncs/commit"),
+            ("commits_per_s", "commits/s"),
+            ("p50_us", "p50 us"),
+            ("p99_us", "p99 us"),
+            ("rate_beside_no_wait", "commits/s beside no wait"),
+            ("syncs_beside_no_wait", "syncs beside no wait"),
+            ("p50_beside_no_wait", "p50 beside no wait"),
+        ],
+    );
+    let Some(none) = cells.first() else {
+        return section;
+    };
+    let p50 = |report: &CommitReport| report.p50_us;
+    for cell in cells {
+        let CommitWait { longest, count } = cell.plan.wait;
+        section.table.rows.push(vec![
+            longest.map_or(Figure::text("adaptive"), |longest| {
+                Figure::count(longest.as_micros() as u64)
+            }),
+            count.map_or(Figure::None, |count| Figure::count(count.into())),
+            Figure::of(&cell.of(syncs), 3),
+            Figure::of(&cell.of(rate), 0),
+            Figure::of(&cell.of(p50), 0),
+            Figure::of(&cell.of(|report| report.p99_us), 0),
+            ratio(cell, none, rate),
+            ratio(cell, none, syncs),
+            ratio(cell, none, p50),
+        ]);
+    }
+    let longest = |plan: &Plan| {
+        plan.wait
+            .longest
+            .map_or(0.0, |wait| wait.as_secs_f64() * 1e6)
+    };
+    let series = |figure: fn(&CommitReport) -> f64| {
+        let mut series: Vec<Series> = COUNTS
+            .into_iter()
+            .chain([1000])
+            .map(|count| {
+                let cells = cells
+                    .iter()
+                    .filter(|cell| cell.plan.wait.count == Some(count));
+                Series::measured(
+                    format!("for {count} clients"),
+                    points(cells, longest, figure),
+                )
+            })
+            .filter(|series| !series.points.is_empty())
+            .collect();
+        let ends = series
+            .first()
+            .map(|line| line.points.clone())
+            .unwrap_or_default();
+        let ends = [ends.first(), ends.last()].map(|point| point.map_or(1.0, |point| point.0));
+        if let Some(none) = median(none, figure) {
+            let flat = ends.map(|at| (at, none)).to_vec();
+            series.push(Series::ideal("no wait", flat));
+        }
+        series
+    };
+    section.plots = vec![
+        lines(
+            "commit-wait-syncs",
+            "What a wait gains: syncs for each commit of 50 clients",
+            Axis::log("longest wait of a group, us"),
+            Axis::log("syncs per commit"),
+            series(syncs),
+        ),
+        lines(
+            "commit-wait-latency",
+            "What a wait costs: the time of half the commits",
+            Axis::log("longest wait of a group, us"),
+            Axis::log("p50 of a commit, us"),
+            series(p50),
+        ),
+    ];
+    section
+}

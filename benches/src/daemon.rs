@@ -1,0 +1,185 @@
+//! `walvisor serve` as a child of this process.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use walvisor::commands::CommandError;
+use walvisor::control_socket::{self, Format};
+use walvisor::processor_time;
+
+use crate::load::point::{Backend, DISK_BYTES};
+use crate::programs;
+
+/// A daemon with some disks. Dropping it asks it to end, and waits for that.
+pub struct Daemon {
+    child: Child,
+    control: PathBuf,
+}
+
+impl Daemon {
+    /// Serves `disks`, each a SPEC whose image is in `images`, through `door` (`vhost-user` or `nbd`), with a control socket in
+    /// `sockets`, and returns when all can be had.
+    ///
+    /// # Errors
+    /// If it does not start; why, it says itself on stderr.
+    pub fn start(
+        door: &str,
+        disks: &[String],
+        images: &Path,
+        sockets: &Path,
+    ) -> Result<Self, CommandError> {
+        let failed = |why: &str| CommandError::Failed(format!("walvisor serve {door}: {why}"));
+        let control = sockets.join(format!("{door}.control"));
+        let mut command = Command::new(programs::walvisor()?);
+        command.args(["serve", door, "--control"]).arg(&control);
+        for disk in disks {
+            command.args(["--disk", disk]);
+        }
+        let mut child = command
+            .current_dir(images)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| failed(&error.to_string()))?;
+        let stdout = child.stdout.take();
+        let daemon = Self { child, control };
+        let lines = stdout
+            .into_iter()
+            .flat_map(|stdout| BufReader::new(stdout).lines());
+        match lines.take(disks.len()).filter(Result::is_ok).count() == disks.len() {
+            true => Ok(daemon),
+            false => Err(failed("it has ended at once")),
+        }
+    }
+
+    /// Halts it until what is returned is dropped.
+    pub fn halt(&self) -> Halted {
+        Halted::new(&self.child)
+    }
+
+    /// Copies what its logs hold to the images, so that a job does not pay for the one before it.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn checkpoint(&self) -> Result<(), CommandError> {
+        let asked = control_socket::Command::Checkpoint { disk: None };
+        let answer = control_socket::ask(&self.control, &asked);
+        answer.map(drop).map_err(CommandError::Failed)
+    }
+
+    /// Processor time that it has used.
+    pub fn cpu(&self) -> Option<Duration> {
+        processor_time::of_process(self.child.id())
+    }
+
+    /// How things stand with the disk of this backend.
+    ///
+    /// # Errors
+    /// If the daemon does not tell.
+    pub fn disk(&self, backend: Backend) -> Result<DiskState, CommandError> {
+        let stats = control_socket::ask(
+            &self.control,
+            &control_socket::Command::Stats(Format::default()),
+        )
+        .map_err(CommandError::Failed)?;
+        let disk = stats["disks"]
+            .as_array()
+            .and_then(|disks| disks.iter().find(|disk| disk["name"] == backend.name()));
+        let disk = disk.ok_or_else(|| {
+            CommandError::Failed(format!("the daemon has no disk '{}'", backend.name()))
+        })?;
+        Ok(DiskState {
+            syncs: disk["log"]["syncs"].as_u64().unwrap_or(0),
+            writeback: disk["cache"] == "writeback",
+        })
+    }
+}
+
+/// What a daemon tells of a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskState {
+    /// Syncs of its log so far.
+    pub syncs: u64,
+    /// Whether its write cache is on.
+    pub writeback: bool,
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
+/// The SPEC of a disk that a daemon is to serve at `socket`: in memory, or the image `image` beside its log.
+pub fn spec(backend: Backend, image: &str, socket: &Path) -> String {
+    let place = match backend {
+        Backend::Ram => format!("backend=ram,size={DISK_BYTES}"),
+        Backend::Wal => format!("path={image}"),
+    };
+    let (name, socket) = (backend.name(), socket.display());
+    format!("{place},serial={name},socket={socket}")
+}
+
+/// A process that does not run until this is dropped. A disk may have work left when its turn is over, such as a checkpoint:
+/// that is to cost the disk itself, and not the one that is measured next.
+pub struct Halted(Pid);
+
+impl Halted {
+    /// Halts a child of this process.
+    pub fn new(child: &Child) -> Self {
+        let halted = Self(Pid::from_child(child));
+        // Gone is as good as halted.
+        let _ = kill_process(halted.0, Signal::STOP);
+        halted
+    }
+}
+
+impl Drop for Halted {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    /// Nothing takes this long.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Whether the system says that it is stopped by a signal (proc(5), `stat`).
+    fn stopped(child: &Child) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+        stat.rsplit(')')
+            .next()
+            .unwrap()
+            .trim_start()
+            .starts_with('T')
+    }
+
+    #[test]
+    fn who_is_halted_does_not_run_until_it_may_again() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let wait_until = |wanted: bool| {
+            let began = Instant::now();
+            while stopped(&child) != wanted {
+                assert!(began.elapsed() < PATIENCE, "stopped: {}", !wanted);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let halted = Halted::new(&child);
+        wait_until(true);
+        drop(halted);
+        wait_until(false);
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

@@ -1,0 +1,111 @@
+//! Linux guests: `walvisor-guest-images` makes them, in a process of its own that is ended when a comparison is; what they say is
+//! read here.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+
+use crate::programs::{GUEST_IMAGES, guest_images};
+use crate::session::Session;
+
+/// How often an interrupt is looked for.
+const GLANCE: Duration = Duration::from_millis(200);
+/// What is kept of a console that ends too early.
+const LAST_LINES: usize = 20;
+
+/// Runs `script` with `action` (`user-mode`, `emulated`), which stands before the script, and `arguments`, which stand behind,
+/// and gives each line that the guest says to `said`, until it ends or `session` does. `false`: it was interrupted.
+///
+/// # Errors
+/// If the program is missing, or the guest did not come to its end.
+pub fn run(
+    action: &str,
+    script: &str,
+    arguments: &[OsString],
+    session: &Session,
+    mut said: impl FnMut(&str) -> Result<(), CommandError>,
+) -> Result<bool, CommandError> {
+    let program = guest_images()?;
+    let failed = |error: std::io::Error| {
+        CommandError::Failed(format!("a directory for scripts cannot be made: {error}"))
+    };
+    let mut file = tempfile::NamedTempFile::new().map_err(failed)?;
+    file.write_all(script.as_bytes()).map_err(failed)?;
+    let child = Command::new(&program)
+        .arg(action)
+        .arg(file.path())
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let child = child.map_err(|error| {
+        CommandError::Failed(format!("{} does not start: {error}", program.display()))
+    })?;
+    let mut child = Ended(child);
+    let (sender, lines) = mpsc::channel();
+    let stdout = child.0.stdout.take();
+    let stderr = child.0.stderr.take();
+    let forward = |sender: mpsc::Sender<String>, reader: Box<dyn std::io::Read + Send>| {
+        std::thread::spawn(move || {
+            let lines = BufReader::new(reader).split(b'\n').map_while(Result::ok);
+            for line in lines {
+                let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+    };
+    if let (Some(stdout), Some(stderr)) = (stdout, stderr) {
+        forward(sender.clone(), Box::new(stdout));
+        forward(sender, Box::new(stderr));
+    }
+    let mut last = std::collections::VecDeque::new();
+    loop {
+        match lines.recv_timeout(GLANCE) {
+            Ok(line) => {
+                said(&line)?;
+                last.push_back(line);
+                if last.len() > LAST_LINES {
+                    last.pop_front();
+                }
+            }
+            Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(false),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    let status = child.0.wait().map_err(CommandError::failed)?;
+    if session.interrupted() {
+        return Ok(false);
+    }
+    match status.success() {
+        true => Ok(true),
+        false => {
+            let last: Vec<String> = last.into();
+            Err(CommandError::Failed(format!(
+                "{GUEST_IMAGES} {action} failed ({status}); it said last: {}",
+                last.join(" / ")
+            )))
+        }
+    }
+}
+
+/// A child that does not outlive this. It is asked to end, and ends its guest.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        use rustix::process::{Pid, Signal, kill_process};
+        if matches!(self.0.try_wait(), Ok(None)) {
+            // Gone already is as good.
+            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
+        }
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,345 @@
+//! fio in Linux kernels, for what is compared: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode
+//! Linux, which is near native on any machine.
+//!
+//! ```text
+//!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
+//!                                                                                  │
+//!        Measured ◀── reader.rs: measure: job, counters, fio .., counters, end ◀───┘
+//! ```
+//! `walvisor-guest-images` makes the guests, in a process of its own that is ended when a comparison is.
+
+mod outside;
+mod reader;
+
+use std::collections::VecDeque;
+use std::fmt::Write as _;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use walvisor::commands::CommandError;
+
+use crate::programs::{GUEST_IMAGES, Killed, guest_images, walvisor};
+use crate::session::Session;
+use outside::Outside;
+pub use reader::Measured;
+use reader::{Event, Reader};
+
+const LOAD: &str = include_str!("../../scripts/load.sh");
+/// Marks the end of what a guest's script needs of the machine's.
+const END_OF_SETTINGS: &str = "# end of settings\n";
+/// What the SCSI target and the NBD client of user-mode Linux need.
+const MODULES: [&str; 6] = [
+    "configfs",
+    "sd_mod",
+    "uio",
+    "target_core_user",
+    "tcm_loop",
+    "nbd",
+];
+/// Size of the disks in user-mode Linux: `SIZE` of its scripts.
+const SIZE: &str = "64M";
+
+/// A kernel that runs fio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Linux {
+    /// User-mode Linux, near native
+    UserMode,
+    /// That of a machine whose KVM runs Linux: this one, or an emulated one
+    Machine,
+}
+
+/// Which of them.
+#[derive(Debug, Args)]
+pub struct Kernels {
+    /// Which kernels run fio, with commas between [default: both, quickly the first]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
+    linux: Vec<Linux>,
+}
+
+impl Kernels {
+    /// Those that were chosen.
+    pub fn chosen(&self, quick: bool) -> &[Linux] {
+        match (self.linux.is_empty(), quick) {
+            (false, _) => &self.linux,
+            (true, true) => &[Linux::UserMode],
+            (true, false) => &[Linux::UserMode, Linux::Machine],
+        }
+    }
+}
+
+/// What is to be measured, in turns.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Requests in flight of each queue, and queues.
+    pub loops: &'static [(u32, u32)],
+    /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
+    pub jobs: Vec<&'static str>,
+    /// How often each takes its turn.
+    pub rounds: u32,
+    /// Bytes of a request, as fio has it: `4k`.
+    pub block: &'static str,
+    /// How much each job does.
+    pub amount: Amount,
+    /// I/O schedulers of every disk, in turns, as far as the kernel has them.
+    pub schedulers: &'static [&'static str],
+}
+
+/// How much a job does.
+#[derive(Clone, Copy, Debug)]
+pub enum Amount {
+    /// So many requests in all.
+    Requests(u32),
+    /// So many seconds.
+    Seconds(u32),
+}
+
+/// Where Linux runs.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    /// On a machine whose KVM can run it: the machine's script, and that of a guest on it, which may be empty.
+    Kvm {
+        /// What the machine does.
+        machine: &'static str,
+        /// What a guest of `walvisor run` does.
+        guest: &'static str,
+        /// Its vCPUs.
+        cpus: u32,
+        /// The job's time limit in seconds.
+        limit_s: u32,
+    },
+    /// In user-mode Linux, with two disks over vhost-user: `ram` and `wal`.
+    UserMode {
+        /// What it does.
+        script: &'static str,
+    },
+}
+
+/// What came out.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// What was measured, in the order of time.
+    pub measured: Vec<Measured>,
+    /// Why a path could not be measured.
+    pub missing: Vec<String>,
+}
+
+impl Outcome {
+    /// Refuses what cannot be compared: paths of one backend whose write caches differ.
+    ///
+    /// # Errors
+    /// Which ones.
+    pub fn check_caches(&self) -> Result<(), CommandError> {
+        for one in &self.measured {
+            let other = self.measured.iter().find(|other| {
+                other.sample.backend == one.sample.backend
+                    && other.sample.write_cache != one.sample.write_cache
+            });
+            if let Some(other) = other {
+                return Err(CommandError::Failed(format!(
+                    "{} on {}: its write cache is {:?} and that of {} is {:?}: they cannot be compared",
+                    one.sample.path,
+                    one.sample.backend,
+                    one.sample.write_cache,
+                    other.sample.path,
+                    other.sample.write_cache
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Measures `plan` at `place`, with disks in `dir`. `each` hears of what is measured as it comes. Cut short by a signal, it gives
+/// what there is.
+///
+/// # Errors
+/// If the program that makes guests is missing or fails, or a disk cannot be made.
+pub fn measure(
+    place: Place,
+    plan: &Plan,
+    dir: &Path,
+    session: &Session,
+    each: &mut dyn FnMut(&Measured),
+) -> Result<Outcome, CommandError> {
+    let walvisor = walvisor()?;
+    let work = tempfile::tempdir_in(dir).map_err(|error| {
+        CommandError::Failed(format!(
+            "{}: cannot make a directory: {error}",
+            dir.display()
+        ))
+    })?;
+    let at = work.path().canonicalize().map_err(CommandError::failed)?;
+    let mut command = Command::new(guest_images()?);
+    let outside = match place {
+        Place::Kvm {
+            machine,
+            guest,
+            cpus,
+            limit_s,
+        } => {
+            let settings = format!("{}CPUS={cpus}\n{END_OF_SETTINGS}", settings(plan));
+            let script = write(&at, "job.sh", &format!("{settings}{LOAD}{machine}"))?;
+            let load = write(&at, "load.sh", LOAD)?;
+            let guest = write(&at, "guest.sh", guest)?;
+            command.arg("run").args([script, load, guest]);
+            command.arg("--walvisor").arg(&walvisor);
+            command.args(["--seconds", &limit_s.to_string()]);
+            None
+        }
+        Place::UserMode { script } => {
+            let text = format!(
+                "WALVISOR='{}' PLACE='{}'\n{}{LOAD}{script}",
+                walvisor.display(),
+                at.display(),
+                settings(plan)
+            );
+            let script = write(&at, "user-mode.sh", &text)?;
+            let outside = Outside::start(&walvisor, &at, SIZE)?;
+            command.arg("user-mode").arg(script);
+            command.arg("--files-of-this-machine");
+            for disk in outside.disks() {
+                command.arg("--disk").arg(disk);
+            }
+            for module in MODULES {
+                command.args(["--module", module]);
+            }
+            Some(outside)
+        }
+    };
+    follow(command, outside.as_ref(), session, each)
+}
+
+fn settings(plan: &Plan) -> String {
+    let mut loops = String::new();
+    for (depth, queues) in plan.loops {
+        let _ = write!(loops, "{depth}:{queues} ");
+    }
+    let amount = match plan.amount {
+        Amount::Requests(requests) => format!("REQUESTS={requests} SECONDS_EACH="),
+        Amount::Seconds(seconds) => format!("REQUESTS= SECONDS_EACH={seconds}"),
+    };
+    format!(
+        "LOOPS='{loops}' JOBS='{}' ROUNDS={} BLOCK={} SCHEDULERS='{}' {amount}\n",
+        plan.jobs.join(" "),
+        plan.rounds,
+        plan.block,
+        plan.schedulers.join(" ")
+    )
+}
+
+fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandError> {
+    let path = directory.join(name);
+    std::fs::write(&path, text).map_err(|error| {
+        CommandError::Failed(format!("{}: cannot write: {error}", path.display()))
+    })?;
+    Ok(path)
+}
+
+/// A line of the program's standard output, or of its standard error.
+type Line = Result<String, String>;
+
+/// Reads what the guests say, and answers when they ask, until they end.
+fn follow(
+    mut command: Command,
+    outside: Option<&Outside>,
+    session: &Session,
+    each: &mut dyn FnMut(&Measured),
+) -> Result<Outcome, CommandError> {
+    let failed = |error| CommandError::Failed(format!("{GUEST_IMAGES} does not start: {error}"));
+    let child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let mut child = Killed(child);
+    let mut input = child.0.stdin.take();
+    let (sender, lines) = mpsc::channel();
+    if let (Some(output), Some(errors)) = (child.0.stdout.take(), child.0.stderr.take()) {
+        forward(output, sender.clone(), Ok);
+        forward(errors, sender, Err);
+    }
+    let (mut reader, mut outcome) = (Reader::default(), Outcome::default());
+    let (mut last, mut complaint) = (VecDeque::new(), String::new());
+    loop {
+        let line = match lines.recv_timeout(Duration::from_millis(200)) {
+            Ok(Ok(line)) => line,
+            Ok(Err(line)) => {
+                // A machine that fell over is tried again, and the user hears of it.
+                if line.starts_with("a guest hung") {
+                    eprintln!("{GUEST_IMAGES}: {line}");
+                }
+                complaint = line;
+                continue;
+            }
+            Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(outcome),
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        let Some((_, said)) = line.split_once("measure: ") else {
+            // A kernel that fell over says why some lines before its last.
+            if last.len() == LAST_LINES {
+                last.pop_front();
+            }
+            if !line.trim().is_empty() {
+                last.push_back(beginning(line.trim()).to_owned());
+            }
+            continue;
+        };
+        match reader.take(said)? {
+            None => {}
+            Some(Event::Measured(measured)) => {
+                each(&measured);
+                outcome.measured.push(*measured);
+            }
+            Some(Event::Missing(why)) => outcome.missing.push(why),
+            Some(Event::Ask) => {
+                let (Some(outside), Some(input)) = (outside, &mut input) else {
+                    continue;
+                };
+                reader.outside(outside.counters()?);
+                // A guest that has ended meanwhile says so by the end of its lines.
+                let _ = input.write_all(b"go\n");
+            }
+        }
+    }
+    let status = child.0.wait().map_err(CommandError::failed)?;
+    match status.success() || session.interrupted() {
+        true => Ok(outcome),
+        false => Err(CommandError::Failed(format!(
+            "{GUEST_IMAGES} ended with {status} after {} measurements: {}; the guest said last: {}",
+            outcome.measured.len(),
+            beginning(&complaint),
+            Vec::from(last).join(" | ")
+        ))),
+    }
+}
+
+/// Sends the lines of `from`, each made by `kind` one of its stream, on a thread of its own.
+fn forward(
+    from: impl Read + Send + 'static,
+    to: mpsc::Sender<Line>,
+    kind: impl Fn(String) -> Line + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if to.send(kind(line)).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// Lines of a guest's console that are told when it fails.
+const LAST_LINES: usize = 30;
+
+/// As much of a line as an error has.
+fn beginning(line: &str) -> &str {
+    &line[..line.floor_char_boundary(400)]
+}

@@ -1,0 +1,118 @@
+//! What user-mode Linux has its disks from: a daemon beside it.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use walvisor::commands::CommandError;
+use walvisor::control_socket::{Command as Request, Format, ask};
+
+use super::reader::Counters;
+use crate::programs::Killed;
+
+/// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills it: the disks are for one comparison.
+pub struct Outside {
+    daemon: Killed,
+    control: PathBuf,
+    disks: [PathBuf; 2],
+}
+
+impl Outside {
+    /// Starts it with disks of `size` in `directory`.
+    ///
+    /// # Errors
+    /// If a disk cannot be made or served.
+    pub fn start(walvisor: &Path, directory: &Path, size: &str) -> Result<Self, CommandError> {
+        let failed = |error: std::io::Error| {
+            CommandError::Failed(format!("{}: {error}", walvisor.display()))
+        };
+        let image = directory.join("vhost-user.img");
+        let made = Command::new(walvisor)
+            .args(["disk", "create", "--size", size])
+            .arg(&image)
+            .stdout(Stdio::null())
+            .output()
+            .map_err(failed)?;
+        if !made.status.success() {
+            let error = String::from_utf8_lossy(&made.stderr);
+            return Err(CommandError::Failed(error.trim().to_owned()));
+        }
+        let disks = ["ram.sock", "wal.sock"].map(|name| directory.join(name));
+        let control = directory.join("vhost-user.ctl");
+        let mut daemon = Command::new(walvisor)
+            .args(["serve", "vhost-user", "--control"])
+            .arg(&control)
+            .arg("--disk")
+            .arg(format!(
+                "backend=ram,size={size},serial=ram,socket={}",
+                disks[0].display()
+            ))
+            .arg("--disk")
+            .arg(format!(
+                "path={},serial=wal,socket={}",
+                image.display(),
+                disks[1].display()
+            ))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let stdout = daemon.stdout.take();
+        let daemon = Killed(daemon);
+        // It says so when it serves a disk.
+        let lines = stdout.map(|stdout| BufReader::new(stdout).lines().take(disks.len()));
+        match lines.into_iter().flatten().map_while(Result::ok).count() == disks.len() {
+            true => Ok(Self {
+                daemon,
+                control,
+                disks,
+            }),
+            false => Err(CommandError::Failed(format!(
+                "{} serve vhost-user ended: it said why",
+                walvisor.display()
+            ))),
+        }
+    }
+
+    /// The sockets of `ram` and `wal`.
+    pub fn disks(&self) -> &[PathBuf] {
+        &self.disks
+    }
+
+    /// Its counters now.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn counters(&self) -> Result<Counters, CommandError> {
+        let stats =
+            ask(&self.control, &Request::Stats(Format::Json)).map_err(CommandError::failed)?;
+        Ok(Counters {
+            cpu_ns: threads_ns(self.daemon.0.id()),
+            machine_cpu_ns: machine_ns(),
+            stats,
+        })
+    }
+}
+
+/// Processor time of a process's threads in nanoseconds; 0 where the kernel does not tell.
+fn threads_ns(process: u32) -> f64 {
+    let threads = std::fs::read_dir(format!("/proc/{process}/task"));
+    let of = |thread: std::io::Result<std::fs::DirEntry>| {
+        let text = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
+        text.split(' ').next()?.parse::<f64>().ok()
+    };
+    threads.into_iter().flatten().filter_map(of).sum()
+}
+
+/// Processor time of the whole machine in nanoseconds, without what its processors idled and waited.
+fn machine_ns() -> f64 {
+    let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    let ticks = text.lines().next().unwrap_or_default().split_whitespace();
+    let ticks: Vec<f64> = ticks.filter_map(|word| word.parse().ok()).collect();
+    // user, nice, system, idle, iowait, irq, softirq: proc(5), in hundredths of a second.
+    [0, 1, 2, 5, 6]
+        .iter()
+        .filter_map(|&index| ticks.get(index))
+        .sum::<f64>()
+        * 1e7
+}

@@ -1,0 +1,353 @@
+//! The lines that begin with `measure: `, as scripts/load.sh prints them.
+//!
+//! ```text
+//!   machine direct|nested|user-mode                                        where it all runs
+//!   job PATH|BACKEND|JOB|DEPTH|QUEUES|BLOCK|DISK|write back|SCHEDULER      a measurement begins
+//!   counters monitor|daemon CPU_NS MACHINE_CPU_NS STATS                    before, and after
+//!   fio read|write|sync TOTAL IOPS BYTES_PER_S P50 P99 P999                nanoseconds
+//!   end                                                                    a measurement ends
+//!   failed WHY   missing WHAT|WHY   ask
+//! ```
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use walvisor::commands::CommandError;
+
+use crate::load::sample::Sample;
+
+/// What a line meant.
+pub enum Event {
+    /// A job was measured.
+    Measured(Box<Measured>),
+    /// A path cannot be measured: which, and why.
+    Missing(String),
+    /// Someone waits for the counters of outside.
+    Ask,
+}
+
+/// A measured job.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// What was measured.
+    pub sample: Sample,
+    /// The I/O scheduler of the disk.
+    pub scheduler: String,
+}
+
+/// Counters of those who serve a disk, at one moment.
+#[derive(Clone, Debug)]
+pub struct Counters {
+    /// Processor time of the server's threads, in nanoseconds.
+    pub cpu_ns: f64,
+    /// Of the whole machine.
+    pub machine_cpu_ns: f64,
+    /// What `walvisor ctl ... stats --json` says; an empty object if nobody was asked.
+    pub stats: Value,
+}
+
+/// Puts lines together.
+#[derive(Default)]
+pub struct Reader {
+    /// `direct`, `nested` or `user-mode`.
+    machine: String,
+    job: Option<Job>,
+}
+
+/// A job that is under way.
+struct Job {
+    path: String,
+    backend: String,
+    job: String,
+    iodepth: u32,
+    queues: u32,
+    disk: String,
+    write_cache: bool,
+    scheduler: String,
+    /// Of the monitor or daemon that the disk is of, before and after.
+    monitor: Vec<Counters>,
+    daemon: Vec<Counters>,
+    fio: BTreeMap<String, [f64; 6]>,
+}
+
+impl Reader {
+    /// Takes a line, without its `measure: `.
+    ///
+    /// # Errors
+    /// If it is none of those above, or fio failed.
+    pub fn take(&mut self, line: &str) -> Result<Option<Event>, CommandError> {
+        let strange = || {
+            CommandError::Failed(format!(
+                "a guest said {line:?}: scripts of another version?"
+            ))
+        };
+        let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match kind {
+            "machine" => self.machine = rest.to_owned(),
+            "job" => self.job = Some(Job::parse(rest).ok_or_else(strange)?),
+            "counters" => {
+                let (place, counters) = parse_counters(rest).ok_or_else(strange)?;
+                if let Some(job) = &mut self.job {
+                    job.counters_of(place).push(counters);
+                }
+            }
+            "fio" => {
+                let (kind, figures) = parse_fio(rest).ok_or_else(strange)?;
+                if let Some(job) = &mut self.job {
+                    job.fio.insert(kind.to_owned(), figures);
+                }
+            }
+            "end" => {
+                let job = self.job.take().ok_or_else(strange)?;
+                let measured = job.measured(&self.machine).ok_or_else(strange)?;
+                return Ok(Some(Event::Measured(Box::new(measured))));
+            }
+            "failed" => return Err(CommandError::Failed(rest.to_owned())),
+            "missing" => {
+                let (what, why) = rest.split_once('|').ok_or_else(strange)?;
+                return Ok(Some(Event::Missing(format!("{what}: {why}"))));
+            }
+            "ask" => return Ok(Some(Event::Ask)),
+            _ => return Err(strange()),
+        }
+        Ok(None)
+    }
+
+    /// Takes the counters of outside, which the job under way has asked for.
+    pub fn outside(&mut self, counters: Counters) {
+        if let Some(job) = &mut self.job {
+            job.monitor.push(counters);
+        }
+    }
+}
+
+impl Job {
+    fn parse(text: &str) -> Option<Self> {
+        let words: Vec<_> = text.split('|').collect();
+        let &[path, backend, job, depth, queues, _, disk, cache, scheduler] = words.as_slice()
+        else {
+            return None;
+        };
+        Some(Self {
+            path: path.to_owned(),
+            backend: backend.to_owned(),
+            job: job.to_owned(),
+            iodepth: depth.parse().ok()?,
+            queues: queues.parse().ok()?,
+            disk: disk.to_owned(),
+            write_cache: match cache {
+                "write back" => true,
+                "write through" => false,
+                _ => return None,
+            },
+            scheduler: scheduler.to_owned(),
+            monitor: Vec::new(),
+            daemon: Vec::new(),
+            fio: BTreeMap::new(),
+        })
+    }
+
+    fn counters_of(&mut self, place: &str) -> &mut Vec<Counters> {
+        match place {
+            "daemon" => &mut self.daemon,
+            _ => &mut self.monitor,
+        }
+    }
+
+    /// `None`: something is missing of it.
+    fn measured(self, machine: &str) -> Option<Measured> {
+        // A guest's machine is the monitor's; elsewhere the one who serves the disk is here.
+        let user_mode = machine == "user-mode";
+        let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";
+        let served = match (self.monitor.is_empty(), of_monitor) {
+            (false, true) => &self.monitor,
+            _ => &self.daemon,
+        };
+        let [before, after] = served.as_slice() else {
+            return None;
+        };
+        let job = self.job.trim_end_matches("+fsync");
+        let data = self.fio.get(if job.ends_with("read") {
+            "read"
+        } else {
+            "write"
+        })?;
+        let [requests, iops, bytes, ..] = *data;
+        if requests == 0.0 || iops == 0.0 {
+            return None;
+        }
+        // What fio calls a sync stands behind the write that it makes durable.
+        let sync = self.fio.get("sync").copied().unwrap_or_default();
+        // fio clocks the first syncs from the start of their machine: none can be longer than the job.
+        let longest = requests / iops * 1e9;
+        let us = |index: usize| (data[index] + sync[index].min(longest)) / 1000.0;
+        let grown = |path: &[&str]| {
+            let value = |counters: &Counters| {
+                let disk = counters.stats["disks"].as_array()?;
+                let disk = disk
+                    .iter()
+                    .find(|disk| disk["name"] == self.disk.as_str())?;
+                path.iter().try_fold(disk, |at, key| at.get(key))?.as_f64()
+            };
+            Some((value(after)? - value(before)?) / requests)
+        };
+        let mut exits = BTreeMap::new();
+        if let (Some(first), Some(last)) = (
+            before.stats["exits"].as_object(),
+            after.stats["exits"].as_object(),
+        ) {
+            let sum = |of: &Value| -> f64 {
+                of.as_array()
+                    .into_iter()
+                    .flatten()
+                    .filter_map(Value::as_f64)
+                    .sum()
+            };
+            // Ports are those of the guest's console, over which it asks for this.
+            for (kind, counts) in last.iter().filter(|(kind, _)| !kind.starts_with("port_")) {
+                let grown = sum(counts) - first.get(kind).map_or(0.0, sum);
+                exits.insert(kind.clone(), grown / requests);
+            }
+        }
+        let cpu = |of: &[Counters]| match of {
+            [before, after] => (after.cpu_ns - before.cpu_ns) / 1000.0 / requests,
+            _ => 0.0,
+        };
+        // TCMU in a guest: its daemon there, and what serves the disk under it.
+        let vmm_cpu = match self.path == "tcmu-in-guest" {
+            true => cpu(&self.monitor) + cpu(&self.daemon),
+            false => cpu(served),
+        };
+        let whole = if self.monitor.is_empty() {
+            served
+        } else {
+            &self.monitor
+        };
+        let host_cpu = (whole.last()?.machine_cpu_ns - whole.first()?.machine_cpu_ns) / 1000.0;
+        let is_nbd = self.path.starts_with("nbd");
+        Some(Measured {
+            sample: Sample {
+                path: label(&self.path).to_owned(),
+                load: load(machine).to_owned(),
+                backend: self.backend.clone(),
+                job: self.job.clone(),
+                iodepth: self.iodepth,
+                queues: self.queues,
+                requests: requests as u64,
+                iops,
+                mb_per_s: bytes / 1e6,
+                p50_us: us(3),
+                p99_us: us(4),
+                p999_us: us(5),
+                vmm_cpu_us_per_request: Some(vmm_cpu),
+                host_cpu_us_per_request: Some(host_cpu / requests),
+                exits_per_request: exits,
+                doorbells_per_request: grown(&["doorbells"]).filter(|_| !is_nbd),
+                interrupts_per_request: grown(&["interrupts"]).filter(|_| !is_nbd),
+                syncs_per_request: grown(&["log", "syncs"]),
+                write_cache: Some(self.write_cache),
+                seconds_mean_something: machine != "nested",
+            },
+            scheduler: self.scheduler,
+        })
+    }
+}
+
+/// What a path is called in reports.
+fn label(path: &str) -> &str {
+    match path {
+        "mmio-on" => "virtio-mmio ioeventfd",
+        "mmio-off" => "virtio-mmio exits",
+        "pci-on" => "virtio-pci ioeventfd",
+        "pci-off" => "virtio-pci exits",
+        "tcmu-in-guest" => "tcmu in a guest",
+        other => other,
+    }
+}
+
+fn load(machine: &str) -> &'static str {
+    match machine {
+        "nested" => "fio, nested Linux",
+        "user-mode" => "fio, user-mode Linux",
+        _ => "fio, Linux",
+    }
+}
+
+fn parse_counters(text: &str) -> Option<(&str, Counters)> {
+    let mut words = text.splitn(4, ' ');
+    let place = words.next()?;
+    let counters = Counters {
+        cpu_ns: words.next()?.parse().ok()?,
+        machine_cpu_ns: words.next()?.parse().ok()?,
+        stats: serde_json::from_str(words.next()?).ok()?,
+    };
+    Some((place, counters))
+}
+
+fn parse_fio(text: &str) -> Option<(&str, [f64; 6])> {
+    let (kind, figures) = text.split_once(' ')?;
+    let figures: Vec<f64> = figures
+        .split(' ')
+        .map_while(|word| word.parse().ok())
+        .collect();
+    Some((kind, figures.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stats(doorbells: u64, syncs: u64) -> String {
+        format!(
+            r#"{{"exits":{{"mmio_write":[{doorbells},1]}},"disks":[{{"name":"wal","doorbells":{doorbells},"interrupts":5,"log":{{"syncs":{syncs}}}}}]}}"#
+        )
+    }
+
+    #[test]
+    fn a_measurement_is_put_together_from_its_lines() {
+        let mut reader = Reader::default();
+        let (before, after) = (stats(10, 2), stats(30, 12));
+        for line in [
+            "machine nested".to_owned(),
+            "job pci-on|wal|randwrite+fsync|4|2|4k|wal|write back|none".to_owned(),
+            format!("counters monitor 1000 5000 {before}"),
+            "fio write 40 200.5 821248 1000 2000 3000".to_owned(),
+            "fio sync 40 0 0 9000 9000 9000".to_owned(),
+            format!("counters monitor 81000 125000 {after}"),
+        ] {
+            assert!(reader.take(&line).unwrap().is_none(), "{line}");
+        }
+        let Some(Event::Measured(measured)) = reader.take("end").unwrap() else {
+            panic!("no measurement");
+        };
+        let sample = measured.sample;
+        assert_eq!(sample.path, "virtio-pci ioeventfd");
+        assert_eq!((sample.iodepth, sample.queues, sample.requests), (4, 2, 40));
+        assert_eq!((sample.p50_us, sample.p99_us), (10.0, 11.0));
+        assert_eq!(sample.doorbells_per_request, Some(0.5));
+        assert_eq!(sample.interrupts_per_request, Some(0.0));
+        assert_eq!(sample.syncs_per_request, Some(0.25));
+        assert_eq!(sample.exits_per_request["mmio_write"], 0.5);
+        assert_eq!(sample.vmm_cpu_us_per_request, Some(2.0));
+        assert_eq!(sample.write_cache, Some(true));
+        assert!(!sample.seconds_mean_something);
+    }
+
+    #[test]
+    fn what_is_strange_is_refused() {
+        let mut reader = Reader::default();
+        for line in [
+            "end",
+            "job a|b",
+            "job mmio-on|ram|randread|1|1|4k|ram|odd|none",
+            "counters monitor x 1 {}",
+            "fio read 1 2",
+            "missing nothing",
+            "else",
+        ] {
+            assert!(reader.take(line).is_err(), "{line}");
+        }
+        assert!(matches!(reader.take("ask"), Ok(Some(Event::Ask))));
+    }
+}

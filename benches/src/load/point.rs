@@ -1,0 +1,180 @@
+//! What is measured on every path: jobs, depths, queues, backends.
+
+use std::fmt;
+use std::time::Duration;
+
+use clap::ValueEnum;
+
+use walvisor::demo::contract::LoadKind;
+
+/// Bytes of a request.
+pub const BLOCK: usize = 4096;
+/// Bytes of each disk.
+pub const DISK_BYTES: u64 = 64 << 20;
+/// Queues of each disk; a job uses as many of them as it asks for.
+pub const QUEUES: u16 = 4;
+
+/// A way to the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Path {
+    /// virtio-mmio with ioeventfd and irqfd
+    Mmio,
+    /// virtio-mmio whose doorbells exit and whose interrupts are ioctls
+    MmioExits,
+    /// virtio-pci with ioeventfd and irqfd
+    Pci,
+    /// virtio-pci whose doorbells exit and whose interrupts are ioctls
+    PciExits,
+    /// vhost-user, driven from this process
+    VhostUser,
+    /// NBD over a Unix socket, driven from this process
+    Nbd,
+}
+
+impl Path {
+    /// All, in the order of tables.
+    pub const ALL: [Self; 6] = [
+        Self::Mmio,
+        Self::MmioExits,
+        Self::Pci,
+        Self::PciExits,
+        Self::VhostUser,
+        Self::Nbd,
+    ];
+
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mmio => "virtio-mmio ioeventfd",
+            Self::MmioExits => "virtio-mmio exits",
+            Self::Pci => "virtio-pci ioeventfd",
+            Self::PciExits => "virtio-pci exits",
+            Self::VhostUser => "vhost-user",
+            Self::Nbd => "nbd",
+        }
+    }
+}
+
+/// What keeps the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// Memory: the notification alone
+    Ram,
+    /// An image and a write-ahead log
+    Wal,
+}
+
+impl Backend {
+    /// Its name in tables and SPECs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ram => "ram",
+            Self::Wal => "wal",
+        }
+    }
+}
+
+/// What each closed loop does, in random 4 KiB blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Job {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// A write, then a FLUSH.
+    WriteFsync,
+}
+
+impl Job {
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "randread",
+            Self::Write => "randwrite",
+            Self::WriteFsync => "randwrite+fsync",
+        }
+    }
+
+    /// The same for the embedded guest.
+    pub fn kind(self) -> LoadKind {
+        match self {
+            Self::Read => LoadKind::RandRead,
+            Self::Write => LoadKind::RandWrite,
+            Self::WriteFsync => LoadKind::RandWriteFlush,
+        }
+    }
+}
+
+/// One thing to measure on each path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Point {
+    /// What keeps the data.
+    pub backend: Backend,
+    /// What each loop does.
+    pub job: Job,
+    /// Loops of each queue.
+    pub iodepth: u8,
+    /// Queues.
+    pub queues: u8,
+}
+
+impl Point {
+    /// Whether its syncs count: then a checkpoint comes before it, for its first FLUSH would sync what jobs before it have left,
+    /// in however many segments of the log.
+    pub fn counts_syncs(&self) -> bool {
+        self.backend == Backend::Wal && self.job == Job::WriteFsync
+    }
+}
+
+impl fmt::Display for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} {}, iodepth {}, {} queues",
+            self.backend.name(),
+            self.job.name(),
+            self.iodepth,
+            self.queues
+        )
+    }
+}
+
+/// What is to be measured, how long each time, and how often.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// What.
+    pub points: Vec<Point>,
+    /// How long.
+    pub turn: Duration,
+    /// How often.
+    pub rounds: usize,
+}
+
+impl Plan {
+    /// All of it, or what fits in a minute, in so many rounds.
+    pub fn new(quick: bool, rounds: usize, backends: &[Backend]) -> Self {
+        let (depths, queues): (&[u8], &[u8]) = match quick {
+            true => (&[1, 32], &[1]),
+            false => (&[1, 4, 32], &[1, 4]),
+        };
+        let mut points = Vec::new();
+        for &backend in backends {
+            for job in [Job::Read, Job::Write, Job::WriteFsync] {
+                for &queues in queues {
+                    points.extend(depths.iter().map(|&iodepth| Point {
+                        backend,
+                        job,
+                        iodepth,
+                        queues,
+                    }));
+                }
+            }
+        }
+        let milliseconds = if quick { 120 } else { 500 };
+        Self {
+            points,
+            turn: Duration::from_millis(milliseconds),
+            rounds,
+        }
+    }
+}

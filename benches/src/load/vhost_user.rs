@@ -1,0 +1,67 @@
+//! Closed loops over vhost-user: a virtio driver in this process.
+
+use std::time::Duration;
+
+use walvisor_tests::vhost_user_client::VhostUserClient;
+
+use super::loops::{Loops, Next, Tally};
+use super::point::{BLOCK, Job};
+
+/// No request takes this long on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Closed loops over `queues` queues of each of `clients`, `depth` requests in flight each, over disks of `bytes` bytes, in this
+/// thread.
+///
+/// # Errors
+/// If a request fails, or none ends for half a minute.
+pub fn drive(
+    clients: &mut [VhostUserClient],
+    (job, queues, depth): (Job, usize, usize),
+    bytes: u64,
+    turn: Duration,
+) -> std::io::Result<Tally> {
+    let each = queues * depth;
+    let mut running = clients.len() * each;
+    let mut loops = Loops::new(job, running, bytes, turn, 1);
+    let data = [0x5a; BLOCK];
+    let submit = |client: &mut VhostUserClient, slot: usize, next: Next| {
+        let queue = slot / depth;
+        match next {
+            Next::Read(offset) => client.read(queue, slot, offset, BLOCK),
+            Next::Write(offset) => client.write(queue, slot, offset, &data),
+            Next::Flush => client.flush(queue, slot),
+        }
+    };
+    for (at, client) in clients.iter_mut().enumerate() {
+        for slot in 0..each {
+            submit(client, slot, loops.begin(at * each + slot))?;
+        }
+        (0..queues).try_for_each(|queue| client.kick(queue))?;
+    }
+    while running > 0 {
+        let mut any = false;
+        for (at, client) in clients.iter_mut().enumerate() {
+            for queue in 0..queues {
+                let ended = client.ended(queue);
+                for &(slot, status) in &ended {
+                    if status != 0 {
+                        return Err(std::io::Error::from_raw_os_error(-status));
+                    }
+                    match loops.ended(at * each + slot) {
+                        Some(next) => submit(client, slot, next)?,
+                        None => running -= 1,
+                    }
+                }
+                if !ended.is_empty() {
+                    any = true;
+                    client.kick(queue)?;
+                }
+            }
+        }
+        if !any {
+            VhostUserClient::wait_for_any(clients, PATIENCE)?;
+        }
+    }
+    Ok(loops.tally())
+}

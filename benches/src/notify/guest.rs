@@ -1,0 +1,109 @@
+//! The paths of `walvisor run`: the embedded guest in a VM of this process, on one transport with one kind of notifications.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+use walvisor::demo::contract::Load;
+use walvisor::demo::{self, DemoError};
+use walvisor::disk_spec::{Notifications, TransportKind};
+use walvisor::vm::DiskConfig;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend as DiskBackend, SECTOR_SIZE};
+use walvisor_devices::block::BlockConfig;
+use walvisor_devices::throttle::Limits;
+use walvisor_storage::Store;
+
+use super::place::Place;
+use crate::load::measured::Measured;
+use crate::load::point::{BLOCK, Backend, DISK_BYTES, Path, Point, QUEUES};
+
+/// What makes the requests of these paths, as tables have it.
+pub const EMBEDDED_GUEST: &str = "embedded guest";
+
+/// The disks that the guests take turns on: all four paths have the same two.
+pub struct GuestDoor {
+    ram: Arc<RamDisk>,
+    /// Where there is a path to it.
+    store: Option<Store>,
+    ticks: u64,
+}
+
+impl GuestDoor {
+    /// Makes the disks of `backends`, for turns of this length.
+    ///
+    /// # Errors
+    /// If they cannot be made, or there is no usable KVM.
+    pub fn open(place: &Place, backends: &[Backend], turn: Duration) -> Result<Self, CommandError> {
+        let ticks = demo::ticks(turn).map_err(CommandError::failed)?;
+        let wal = backends.contains(&Backend::Wal);
+        Ok(Self {
+            ram: Arc::new(RamDisk::new(DISK_BYTES / SECTOR_SIZE)),
+            store: wal.then(|| place.store("guest")).transpose()?,
+            ticks,
+        })
+    }
+
+    /// Measures `point` on `path` once.
+    ///
+    /// # Errors
+    /// If the VM does not run, or a request fails.
+    pub fn measure(&mut self, path: Path, point: &Point) -> Result<Measured, CommandError> {
+        let (transport, notifications) = match path {
+            Path::Mmio => (TransportKind::Mmio, Notifications::Eventfds),
+            Path::MmioExits => (TransportKind::Mmio, Notifications::Exits),
+            Path::Pci => (TransportKind::Pci, Notifications::Eventfds),
+            _ => (TransportKind::Pci, Notifications::Exits),
+        };
+        if point.counts_syncs()
+            && let Some(store) = &self.store
+        {
+            let done = store.disks()[0].checkpoint();
+            done.map_err(CommandError::failed)?;
+        }
+        let backend: Arc<dyn DiskBackend> = match (&self.store, point.backend) {
+            (Some(store), Backend::Wal) => Arc::new(store.disks()[0].clone()),
+            _ => Arc::clone(&self.ram) as _,
+        };
+        let disk = DiskConfig {
+            name: point.backend.name().to_owned(),
+            backend,
+            transport,
+            notifications,
+            device: BlockConfig {
+                queues: QUEUES,
+                ..BlockConfig::default()
+            },
+            limits: Limits::default(),
+        };
+        let load = Load {
+            pci: transport == TransportKind::Pci,
+            kind: point.job.kind(),
+            iodepth: point.iodepth,
+            queues: point.queues,
+            ticks: self.ticks,
+            requests: u64::MAX,
+        };
+        // In a thread of its own: a VM blocks the signals that end it, for good, and here the session hears them.
+        let report = std::thread::scope(|scope| {
+            let vm = scope.spawn(move || demo::run_load(disk, load));
+            vm.join()
+                .unwrap_or_else(|_| Err(DemoError::Ended("panicked".to_owned())))
+        });
+        let report = report.map_err(CommandError::failed)?;
+        Ok(Measured {
+            requests: report.counts.bytes / BLOCK as u64,
+            time: report.time,
+            p50: report.p50,
+            p99: report.p99,
+            p999: report.p999,
+            cpu: Some(report.cpu),
+            host_cpu: report.host_cpu,
+            exits: report.exits,
+            doorbells: Some(report.counts.doorbells),
+            interrupts: Some(report.counts.interrupts),
+            syncs: report.syncs,
+            write_cache: report.write_cache,
+        })
+    }
+}

@@ -1,0 +1,89 @@
+//! Where the disks and the sockets are, for as long as it takes.
+
+use std::path::Path;
+
+use tempfile::TempDir;
+use walvisor::commands::CommandError;
+use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir, import_disk};
+
+use crate::load::point::{Backend, DISK_BYTES};
+
+/// Two directories: disks on the medium to be measured, and sockets where paths are short.
+pub struct Place {
+    images: TempDir,
+    sockets: TempDir,
+}
+
+impl Place {
+    /// Makes them; the disks' in `parent`.
+    ///
+    /// # Errors
+    /// If one cannot be made.
+    pub fn new(parent: &Path) -> Result<Self, CommandError> {
+        let directory = |of: &Path| {
+            let made = tempfile::Builder::new()
+                .prefix("walvisor-compare-")
+                .tempdir_in(of);
+            made.map_err(|error| {
+                let place = of.display();
+                CommandError::Failed(format!(
+                    "{place}: can't work there ({error}): name a directory that can be written with --dir"
+                ))
+            })
+        };
+        Ok(Self {
+            images: directory(&parent.canonicalize().unwrap_or_else(|_| parent.to_owned()))?,
+            sockets: directory(&std::env::temp_dir())?,
+        })
+    }
+
+    /// Where the disks are.
+    pub fn images(&self) -> &Path {
+        self.images.path()
+    }
+
+    /// Where the sockets are.
+    pub fn sockets(&self) -> &Path {
+        self.sockets.path()
+    }
+
+    /// Makes a disk called `name` with a log of its own if `backends` has one, and returns its image's name. All of its
+    /// blocks hold data: a hole would be read faster.
+    ///
+    /// # Errors
+    /// If the disk cannot be made.
+    pub fn image(&self, name: &str, backends: &[Backend]) -> Result<String, CommandError> {
+        let image = format!("{name}.img");
+        if !backends.contains(&Backend::Wal) {
+            return Ok(image);
+        }
+        let raw = self.images().join("raw");
+        if !raw.exists() {
+            let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+            std::fs::write(&raw, bytes).map_err(|error| {
+                CommandError::Failed(format!("{}: cannot write it: {error}", raw.display()))
+            })?;
+        }
+        let path = self.images().join(&image);
+        let log = default_log_dir(&path);
+        import_disk(&path, &raw, &log, &StoreOptions::default(), &mut |_, _| ())
+            .map_err(CommandError::failed)?;
+        Ok(image)
+    }
+
+    /// The same, opened.
+    ///
+    /// # Errors
+    /// If the disk cannot be made or opened.
+    pub fn store(&self, name: &str) -> Result<Store, CommandError> {
+        let path = self.images().join(self.image(name, &[Backend::Wal])?);
+        let options = StoreOptions::default();
+        Store::open(
+            &default_log_dir(&path),
+            &[DiskOptions::new(&path)],
+            &options,
+        )
+        .map_err(CommandError::failed)
+    }
+}

@@ -1,0 +1,102 @@
+//! How a comparison measures and reports: the options that all have.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, io};
+
+use clap::Args;
+use walvisor::commands::CommandError;
+
+use crate::report::machine::Machine;
+use crate::report::{Report, Section, page};
+use crate::session::Session;
+
+/// How to measure and to report.
+#[derive(Debug, Args)]
+pub struct Output {
+    /// Fewer and shorter jobs: under a minute
+    #[arg(long)]
+    pub quick: bool,
+    /// How often each job takes its turn [default: as many as the comparison needs to show how it scatters]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
+    rounds: Option<u8>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Write a page with plots and tables that needs nothing else
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the plots, an SVG file each
+    #[arg(long, value_name = "DIR")]
+    svg: Option<PathBuf>,
+    /// Where to make disks and logs, for as long as it takes
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub dir: PathBuf,
+}
+
+impl Output {
+    /// Begins a comparison that is expected to take `expected` in all. What it is to write is tried first: nobody waits for
+    /// minutes to be told of a directory that is not there.
+    ///
+    /// # Errors
+    /// If a file can't be written, or the system refuses a signal handler.
+    pub fn start(&self, expected: Duration) -> Result<Session, CommandError> {
+        if let Some(path) = &self.html {
+            fs::write(path, "").map_err(failed("write the page", path))?;
+        }
+        if let Some(directory) = &self.svg {
+            fs::create_dir_all(directory).map_err(failed("make the directory", directory))?;
+        }
+        Session::start(expected)
+    }
+
+    /// The rounds that were asked for, else so many in full, and so many quickly.
+    pub fn rounds(&self, full: u8, quick: u8) -> usize {
+        let otherwise = if self.quick { quick } else { full };
+        self.rounds.unwrap_or(otherwise).into()
+    }
+
+    /// Gives the report in all the ways that were asked for.
+    ///
+    /// # Errors
+    /// If a file can't be written.
+    pub fn give(
+        &self,
+        title: &str,
+        session: Session,
+        sections: Vec<Section>,
+    ) -> Result<(), CommandError> {
+        use std::io::Write;
+        let report = Report {
+            title: title.to_owned(),
+            machine: Machine::this(&self.dir),
+            interrupted: session.interrupted(),
+            quick: self.quick,
+            elapsed_s: session.elapsed().as_secs_f64().round(),
+            sections,
+        };
+        drop(session);
+        let text = match self.json {
+            true => serde_json::to_string(&report).map_err(CommandError::failed)? + "\n",
+            false => report.to_string(),
+        };
+        // A reader that closed the pipe early has what it wanted.
+        let _ = std::io::stdout().write_all(text.as_bytes());
+        if let Some(path) = &self.html {
+            fs::write(path, page::page(&report)?).map_err(failed("write the page", path))?;
+        }
+        if let Some(directory) = &self.svg {
+            for plot in report.sections.iter().flat_map(|section| &section.plots) {
+                let path = directory.join(format!("{}.svg", plot.name));
+                fs::write(&path, plot.svg()?).map_err(failed("write the plot", &path))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error with what could not be done to which file.
+pub fn failed(what: &str, path: &Path) -> impl Fn(io::Error) -> CommandError {
+    let text = format!("{}: cannot {what}", path.display());
+    move |error| CommandError::Failed(format!("{text}: {error}"))
+}

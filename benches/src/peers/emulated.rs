@@ -1,0 +1,147 @@
+//! As the disk of a guest that QEMU emulates: over vhost-user beside QEMU's own virtio-blk, with and without the host's page
+//! cache. One guest has all three disks, and one fio.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+
+use super::place::Place;
+use super::turns::{Door, Failure, Pace, Row, need};
+use crate::daemon::Daemon;
+use crate::guests;
+use crate::session::Session;
+
+const FIO: &str = include_str!("../../scripts/peers-fio.sh");
+
+/// Name, fio's kind, requests in flight, whether each is flushed. The first two make a quick run.
+const JOBS: [(&str, &str, usize, u8); 4] = [
+    ("write + flush, 1 in flight", "randwrite", 1, 1),
+    ("read, 32 in flight", "randread", 32, 0),
+    ("read, 1 in flight", "randread", 1, 0),
+    ("write, 32 in flight", "randwrite", 32, 0),
+];
+
+const OURS: &str = "walvisor";
+const PEERS: [&str; 2] = ["QEMU, cache=none", "QEMU, cache=writeback"];
+
+/// How long a guest takes to boot and to end.
+const AROUND: Duration = Duration::from_secs(8);
+
+/// How long it takes, about.
+pub fn expected(pace: Pace) -> Duration {
+    AROUND + expected_jobs(pace, of(pace, &JOBS).len() * 3)
+}
+
+/// Those that are measured.
+pub fn of<T>(pace: Pace, jobs: &[T]) -> &[T] {
+    match pace.quick {
+        true => &jobs[..2],
+        false => jobs,
+    }
+}
+
+/// How long so many jobs of fio take in every round.
+pub fn expected_jobs(pace: Pace, jobs: usize) -> Duration {
+    (pace.turn + Duration::from_millis(700)) * (pace.rounds * jobs) as u32
+}
+
+/// Measures all jobs.
+pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>, Failure> {
+    need("qemu-system-x86_64", "qemu-system-x86")?;
+    place.make_images(1)?;
+    let spec = "path=ours-0.img,log=log,socket=guest.sock,queues=2".to_owned();
+    let _ours = Daemon::start("vhost-user", &[spec], place.path(), place.path())?;
+    let path = |name: &str| place.path().join(name).display().to_string();
+    let socket = path("guest.sock");
+    let image = path("peer-0.img");
+    let direct = format!("file={image},format=raw,if=none,aio=io_uring,cache=none,discard=unmap");
+    // The same image: nobody compares what is on it.
+    let cached =
+        format!("file={image},format=raw,if=none,cache=writeback,discard=unmap,file.locking=off");
+    let arguments = [
+        "--".to_owned(),
+        "-chardev".to_owned(),
+        format!("socket,id=disk,path={socket}"),
+        "-device".to_owned(),
+        "vhost-user-blk-pci,chardev=disk,num-queues=2".to_owned(),
+        "-drive".to_owned(),
+        format!("{direct},file.locking=off,id=direct"),
+        "-device".to_owned(),
+        "virtio-blk-pci,drive=direct,num-queues=2".to_owned(),
+        "-drive".to_owned(),
+        format!("{cached},id=cached"),
+        "-device".to_owned(),
+        "virtio-blk-pci,drive=cached,num-queues=2".to_owned(),
+    ];
+    let arguments: Vec<OsString> = arguments.into_iter().map(OsString::from).collect();
+    let disks = "vda vdb vdc".split(' ').zip([0, 1, 2]);
+    let disks: Vec<String> = disks
+        .map(|(device, number)| format!("{number}={device}"))
+        .collect();
+    let jobs = of(pace, &JOBS);
+    let script = script(jobs, &disks.join(" "), pace) + FIO;
+    let names = |number: &str| match number {
+        "0" => None,
+        "1" => Some(PEERS[0]),
+        _ => Some(PEERS[1]),
+    };
+    let mut rows = rows(Door::Qemu, jobs, None);
+    let expected = expected(pace);
+    session.step("QEMU", expected, || {
+        guests::run("emulated", &script, &arguments, session, |line| {
+            read(line, &mut rows, names)
+        })
+    })?;
+    Ok(rows)
+}
+
+/// The settings of the script.
+pub fn script(jobs: &[(&str, &str, usize, u8)], disks: &str, pace: Pace) -> String {
+    let jobs: Vec<String> = jobs
+        .iter()
+        .enumerate()
+        .map(|(number, (_, kind, depth, flush))| format!("{number}:{kind}:{depth}:{flush}"))
+        .collect();
+    format!(
+        "JOBS='{}' DISKS='{disks}' ROUNDS={} TURN={}\n",
+        jobs.join(" "),
+        pace.rounds,
+        pace.turn.as_secs()
+    )
+}
+
+/// A row for each job.
+pub fn rows(door: Door, jobs: &[(&str, &str, usize, u8)], goal: Option<f64>) -> Vec<Row> {
+    let jobs = jobs.iter();
+    jobs.map(|job| Row::new(door, job.0, goal)).collect()
+}
+
+/// Takes a rate from a line of the guest's, and refuses disks whose write caches differ. `peer` names a disk of the script;
+/// `None` is our own.
+pub fn read<'a>(
+    line: &str,
+    rows: &mut [Row],
+    peer: impl Fn(&str) -> Option<&'a str>,
+) -> Result<(), CommandError> {
+    match line.split(' ').collect::<Vec<_>>()[..] {
+        ["guest:", "rate", disk, job, rate] => {
+            let (job, rate) = (job.parse::<usize>(), rate.parse::<f64>());
+            match (job, rate) {
+                (Ok(job), Ok(rate)) if job < rows.len() && rate > 0.0 => {
+                    rows[job].add(peer(disk), rate);
+                    Ok(())
+                }
+                _ => Err(CommandError::Failed(format!("fio in a guest: {line}"))),
+            }
+        }
+        ["guest:", "cache", disk, "write", cache] if cache != "back" => {
+            let name = peer(disk).unwrap_or(OURS);
+            Err(CommandError::Failed(format!(
+                "{name}: the guest says that its write cache is {cache}: it cannot be compared with the others, which are \
+                 writeback"
+            )))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,70 @@
+//! A daemon of others, asked to end when dropped.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use walvisor::commands::CommandError;
+
+use crate::daemon::Halted;
+
+/// Nothing takes this long to start.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// See the module's documentation.
+pub struct Peer(Child);
+
+impl Peer {
+    /// Halts it until what is returned is dropped.
+    pub fn halt(&self) -> Halted {
+        Halted::new(&self.0)
+    }
+
+    /// Starts it in `directory`, and waits until there is a socket at each of `sockets`.
+    ///
+    /// # Errors
+    /// If it does not start, or ends before it serves.
+    pub fn start(
+        command: &mut Command,
+        sockets: &[String],
+        directory: &Path,
+    ) -> Result<Self, CommandError> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let failed = |why: String| CommandError::Failed(format!("{name}: {why}"));
+        let child = command
+            .current_dir(directory)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        let mut peer = Self(child.map_err(|error| failed(error.to_string()))?);
+        let began = Instant::now();
+        while !sockets.iter().all(|socket| directory.join(socket).exists()) {
+            if let Ok(Some(status)) = peer.0.try_wait() {
+                return Err(failed(format!("it ended ({status}) before it served")));
+            }
+            if began.elapsed() > PATIENCE {
+                return Err(failed(format!("it does not serve after {PATIENCE:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(peer)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Asked again and again: qemu-nbd does not hear it while it starts.
+        for _ in 0..100 {
+            // Gone already is as good.
+            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
+            std::thread::sleep(Duration::from_millis(50));
+            if !matches!(self.0.try_wait(), Ok(None)) {
+                return;
+            }
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,85 @@
+//! The images that doors are measured with.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+use walvisor::commands::CommandError;
+
+use crate::output::failed;
+use crate::programs;
+
+/// Disks of each side over vhost-user, and bytes of each.
+pub const DISKS: usize = 4;
+pub const DISK_BYTES: u64 = 256 << 20;
+
+/// Where images are: of DISKS disks twice, raw for the peers and on one log for `walvisor`.
+pub struct Place {
+    directory: TempDir,
+    walvisor: PathBuf,
+}
+
+impl Place {
+    pub fn new(parent: &Path) -> Result<Self, CommandError> {
+        let made = tempfile::Builder::new()
+            .prefix("walvisor-compare-")
+            .tempdir_in(parent);
+        let directory = made.map_err(|error| {
+            let place = parent.display();
+            CommandError::Failed(format!(
+                "{place}: can't work there ({error}): name a directory that can be written with --dir"
+            ))
+        })?;
+        let walvisor = programs::walvisor()?;
+        let place = Self {
+            directory,
+            walvisor,
+        };
+        Ok(place)
+    }
+
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Makes the images of the first `disks` disks, unless they are there. All their blocks hold data: a hole would be read
+    /// faster.
+    pub fn make_images(&self, disks: usize) -> Result<(), CommandError> {
+        let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        for disk in 0..disks {
+            let raw = self.path().join(format!("peer-{disk}.img"));
+            if raw.exists() {
+                continue;
+            }
+            let written =
+                std::fs::write(&raw, &bytes).and_then(|()| std::fs::File::open(&raw)?.sync_all());
+            written.map_err(failed("write the image", &raw))?;
+            self.import(disk, &format!("ours-{disk}.img"), "log")?;
+        }
+        Ok(())
+    }
+
+    /// Makes a disk with the bytes of the peers' image of that number.
+    pub fn import(&self, raw: usize, disk: &str, log: &str) -> Result<(), CommandError> {
+        let mut import = Command::new(&self.walvisor);
+        import
+            .args([
+                "disk",
+                "import",
+                disk,
+                &format!("peer-{raw}.img"),
+                "--log",
+                log,
+            ])
+            .current_dir(self.path());
+        let output = import.output().map_err(CommandError::failed)?;
+        match output.status.success() {
+            true => Ok(()),
+            false => {
+                let error = String::from_utf8_lossy(&output.stderr);
+                Err(CommandError::Failed(error.trim().to_owned()))
+            }
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Who takes turns at which job, for how long, and what came out.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use walvisor::commands::CommandError;
+
+use super::peer::Peer;
+use crate::daemon::{Daemon, Halted};
+use crate::load::point::Job as Work;
+use crate::session::Session;
+
+/// How a disk is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Door {
+    /// Beside qemu-storage-daemon
+    VhostUser,
+    /// Beside qemu-nbd
+    Nbd,
+    /// As the disk of an emulated machine, beside QEMU's own with cache=none and cache=writeback
+    Qemu,
+    /// Beside tcmu-runner, in user-mode Linux
+    Tcmu,
+}
+
+/// A job, of 4 KiB requests at random places.
+#[derive(Debug)]
+pub struct Job {
+    pub name: &'static str,
+    pub work: Work,
+    pub disks: usize,
+    /// Queues, or connections.
+    pub queues: usize,
+    /// Requests in flight of each queue.
+    pub depth: usize,
+    /// What `walvisor` should at least reach of its peer.
+    pub goal: f64,
+}
+
+/// How long one measures.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    pub rounds: usize,
+    pub turn: Duration,
+    pub quick: bool,
+}
+
+/// What a job came to: requests, or commits, a second of each round.
+#[derive(Debug)]
+pub struct Row {
+    pub door: Door,
+    pub job: String,
+    pub goal: Option<f64>,
+    pub ours: Vec<f64>,
+    /// Each peer by its name.
+    pub peers: BTreeMap<String, Vec<f64>>,
+    /// Measured under emulation of a whole machine.
+    pub emulated: bool,
+}
+
+impl Row {
+    pub fn new(door: Door, job: &str, goal: Option<f64>) -> Self {
+        Self {
+            door,
+            job: job.to_owned(),
+            goal,
+            ours: Vec::new(),
+            peers: BTreeMap::new(),
+            emulated: door == Door::Qemu,
+        }
+    }
+
+    /// A round of `walvisor`, or of the peer of that name.
+    pub fn add(&mut self, peer: Option<&str>, rate: f64) {
+        match peer {
+            None => self.ours.push(rate),
+            Some(peer) => self.peers.entry(peer.to_owned()).or_default().push(rate),
+        }
+    }
+}
+
+/// Why a door was not measured.
+pub enum Failure {
+    /// A program is not here; which, and the package that has it.
+    Missing(String),
+    Failed(CommandError),
+}
+
+impl From<CommandError> for Failure {
+    fn from(error: CommandError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// What both sides do, and nobody measures, before their first turn: a log is as it stays once all of its segment files have
+/// been made, as the blocks of the peers' images have been.
+pub const WARM_UP: (Work, Duration) = (Work::Write, Duration::from_secs(5));
+
+/// How long the turns of `jobs` of so many sides take, each `before` longer than the pace says.
+pub fn expected(jobs: &[&Job], sides: usize, pace: Pace, before: Duration) -> Duration {
+    let warm_up = if pace.quick { 0 } else { sides as u32 };
+    WARM_UP.1 * warm_up + (pace.turn + before) * (sides * pace.rounds * jobs.len()) as u32
+}
+
+/// What takes turns with `walvisor`: a peer, or `walvisor` with another setting.
+pub trait Side {
+    /// Halts it until what is returned is dropped.
+    fn halt(&self) -> Halted;
+
+    /// Nothing is left to be copied when a job begins.
+    fn settle(&self) -> Result<(), CommandError> {
+        Ok(())
+    }
+}
+
+impl Side for Peer {
+    fn halt(&self) -> Halted {
+        Self::halt(self)
+    }
+}
+
+impl Side for Daemon {
+    fn halt(&self) -> Halted {
+        Self::halt(self)
+    }
+
+    fn settle(&self) -> Result<(), CommandError> {
+        self.checkpoint()
+    }
+}
+
+/// `walvisor`, which is first, and others take turns at each of `jobs`, all others halted while one is measured. `rate` measures
+/// the one of that number for a time. A turn takes `before` longer than the pace says.
+pub fn take_turns(
+    (door, jobs): (Door, &[&'static Job]),
+    pace: Pace,
+    before: Duration,
+    session: &Session,
+    sides: &[(&str, &dyn Side)],
+    rate: impl Fn(usize, &Job, Duration) -> Result<f64, CommandError>,
+) -> Result<Vec<Row>, CommandError> {
+    let value = door.to_possible_value();
+    let title = value.as_ref().map_or("", |door| door.get_name());
+    let measured = |what: String, side: usize, job: &Job, turn: Duration| {
+        let others = sides.iter().enumerate();
+        let others = others.filter(|(other, _)| *other != side);
+        let _halted: Vec<Halted> = others.map(|(_, (_, other))| other.halt()).collect();
+        session.step(&what, turn + before, || rate(side, job, turn))
+    };
+    if let (Some(job), false) = (jobs.first(), pace.quick) {
+        let (work, turn) = WARM_UP;
+        let (disks, queues, depth) = (job.disks, 1, 32);
+        let job = Job {
+            work,
+            disks,
+            queues,
+            depth,
+            ..**job
+        };
+        for side in 0..sides.len() {
+            measured(format!("{title}: warming up"), side, &job, turn)?;
+        }
+    }
+    let mut rows = Vec::new();
+    for job in jobs {
+        let mut row = Row::new(door, job.name, Some(job.goal));
+        sides.iter().try_for_each(|(_, side)| side.settle())?;
+        for round in 0..pace.rounds {
+            for turn in 0..sides.len() {
+                // None is always the first.
+                let side = (round + turn) % sides.len();
+                let (round, rounds) = (round + 1, pace.rounds);
+                let what = format!("{title}: {}, round {round} of {rounds}", job.name);
+                if let Some(rate) = measured(what, side, job, pace.turn)? {
+                    row.add((side > 0).then_some(sides[side].0), rate);
+                }
+            }
+        }
+        rows.push(row);
+    }
+    Ok(rows)
+}
+
+/// Asks for a program.
+pub fn need(program: &str, package: &str) -> Result<(), Failure> {
+    match Command::new(program).arg("--version").output() {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Failure::Missing(format!(
+            "Not measured: {program} is missing: install the package {package}"
+        ))),
+    }
+}

@@ -1,0 +1,117 @@
+//! Over vhost-user, with a virtio driver in this process as client, one thread for all disks.
+
+use std::process::Command;
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+use walvisor_tests::vhost_user_client::VhostUserClient;
+
+use super::peer::Peer;
+use super::place::{DISK_BYTES, DISKS, Place};
+use super::turns::{Door, Failure, Job, Pace, Row, Side, need, take_turns};
+use crate::daemon::Daemon;
+use crate::load::point::Job as Work;
+use crate::load::vhost_user::drive;
+use crate::session::Session;
+
+const fn job(
+    name: &'static str,
+    work: Work,
+    disks: usize,
+    queues: usize,
+    depth: usize,
+    goal: f64,
+) -> Job {
+    Job {
+        name,
+        work,
+        disks,
+        queues,
+        depth,
+        goal,
+    }
+}
+
+pub const JOBS: [Job; 5] = [
+    job("write + flush, 1 client", Work::WriteFsync, 1, 1, 1, 1.0),
+    job(
+        "write + flush, 16 clients, 4 queues",
+        Work::WriteFsync,
+        1,
+        4,
+        4,
+        2.0,
+    ),
+    job(
+        "write + flush, 4 disks x 4 clients",
+        Work::WriteFsync,
+        4,
+        1,
+        4,
+        3.0,
+    ),
+    job("write, 32 in flight", Work::Write, 1, 1, 32, 1.0),
+    job("read, 32 in flight", Work::Read, 1, 1, 32, 1.0),
+];
+
+/// Queues of each disk.
+const QUEUES: usize = 4;
+
+/// What a turn takes beside its own time.
+pub const BEFORE: Duration = Duration::from_millis(100);
+
+/// Measures all jobs.
+pub fn measure(
+    place: &Place,
+    jobs: &[&'static Job],
+    pace: Pace,
+    session: &Session,
+) -> Result<Vec<Row>, Failure> {
+    need("qemu-storage-daemon", "qemu-system-common")?;
+    place.make_images(DISKS)?;
+    let sockets = |side: &str| -> Vec<String> {
+        let disks = 0..DISKS;
+        disks.map(|disk| format!("{side}-{disk}.sock")).collect()
+    };
+    let sockets = [sockets("ours"), sockets("peer")];
+    let specs = sockets[0].iter().enumerate();
+    let specs: Vec<String> = specs
+        .map(|(disk, socket)| {
+            format!("path=ours-{disk}.img,log=log,queues={QUEUES},socket={socket}")
+        })
+        .collect();
+    let mut theirs = Command::new("qemu-storage-daemon");
+    for (disk, socket) in sockets[1].iter().enumerate() {
+        theirs.arg("--blockdev").arg(format!(
+            "driver=file,node-name=disk{disk},filename=peer-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
+        ));
+        theirs.arg("--export").arg(format!(
+            "type=vhost-user-blk,id=export{disk},node-name=disk{disk},addr.type=unix,addr.path={socket},writable=on,\
+             num-queues={QUEUES}"
+        ));
+    }
+    let ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
+    let theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
+    let rate = |side: usize, job: &Job, turn| -> Result<f64, CommandError> {
+        let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
+        let paths = sockets[side]
+            .iter()
+            .take(job.disks)
+            .map(|name| place.path().join(name));
+        let clients: Result<Vec<_>, _> = paths
+            .map(|path| VhostUserClient::connect(&path, job.queues))
+            .collect();
+        let loops = (job.work, job.queues, job.depth);
+        let tally = drive(&mut clients.map_err(failed)?, loops, DISK_BYTES, turn);
+        Ok(tally.map_err(failed)?.rate())
+    };
+    let sides: [(&str, &dyn Side); 2] = [("walvisor", &ours), ("qemu-storage-daemon", &theirs)];
+    Ok(take_turns(
+        (Door::VhostUser, jobs),
+        pace,
+        BEFORE,
+        session,
+        &sides,
+        rate,
+    )?)
+}

@@ -1,0 +1,62 @@
+//! The programs that run in processes of their own: where they are, and how they end.
+
+use std::path::{Path, PathBuf};
+use std::process::Child;
+
+use walvisor::commands::CommandError;
+
+/// The program that makes guests.
+pub const GUEST_IMAGES: &str = "walvisor-guest-images";
+
+/// `walvisor`: `$WALVISOR` if that is set, else beside this program or on the path.
+///
+/// # Errors
+/// If it is in none of these places.
+pub fn walvisor() -> Result<PathBuf, CommandError> {
+    let named = std::env::var_os("WALVISOR").filter(|path| !path.is_empty());
+    match named {
+        // Children have directories of their own.
+        Some(named) => std::path::absolute(named).map_err(CommandError::failed),
+        None => own("walvisor"),
+    }
+}
+
+/// [`GUEST_IMAGES`], beside this program or on the path.
+///
+/// # Errors
+/// If it is in neither of these places.
+pub fn guest_images() -> Result<PathBuf, CommandError> {
+    own(GUEST_IMAGES)
+}
+
+/// A program of this project.
+fn own(program: &str) -> Result<PathBuf, CommandError> {
+    find(program).ok_or_else(|| {
+        CommandError::Failed(format!(
+            "{program} is missing beside this program and on PATH: build it with: cargo build --release -p {program}"
+        ))
+    })
+}
+
+/// Where a program is: beside this one, or on the path, to which a plain user's lacks those for root.
+pub fn find(program: &str) -> Option<PathBuf> {
+    let own = std::env::current_exe().ok();
+    let beside = own.and_then(|own| own.parent().map(Path::to_owned));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let directories = beside.into_iter().chain(std::env::split_paths(&path));
+    directories
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .map(|directory| directory.join(program))
+        .find(|path| path.is_file())
+}
+
+/// A process that is killed when this value is dropped.
+pub struct Killed(pub Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,142 @@
+//! A report as one page that needs nothing else: no network, no script. Light or dark, as the reader's system is.
+
+use std::fmt::Write as _;
+
+use walvisor::commands::CommandError;
+
+use super::plot::on_page;
+use super::section::{Cell, Report, Table};
+
+const STYLE: &str = include_str!("page.css");
+
+/// The page.
+///
+/// # Errors
+/// If a plot can't be drawn.
+pub fn page(report: &Report) -> Result<String, CommandError> {
+    let mut body = String::new();
+    let title = escaped(&report.title);
+    paragraph(&mut body, "machine", &report.machine.to_string());
+    if report.interrupted {
+        paragraph(
+            &mut body,
+            "warning",
+            "Cut short: what is missing was not measured.",
+        );
+    }
+    if report.quick {
+        paragraph(
+            &mut body,
+            "warning",
+            "A quick run: few and short rounds, figures scatter.",
+        );
+    }
+    if report.sections.len() > 1 {
+        body.push_str("<nav><ul>\n");
+        for section in &report.sections {
+            let (key, title) = (escaped(&section.key), escaped(&section.title));
+            let _ = writeln!(body, "<li><a href=\"#{key}\">{title}</a></li>");
+        }
+        body.push_str("</ul></nav>\n");
+    }
+    for section in &report.sections {
+        let (key, title) = (escaped(&section.key), escaped(&section.title));
+        let _ = writeln!(body, "<section id=\"{key}\">\n<h2>{title}</h2>");
+        for note in &section.notes {
+            paragraph(&mut body, "note", note);
+        }
+        for plot in &section.plots {
+            let _ = writeln!(body, "<figure>{}</figure>", on_page(&plot.svg()?));
+        }
+        table(&mut body, &section.table);
+        body.push_str("</section>\n");
+    }
+    Ok(format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n{body}</main>\n\
+         </body>\n</html>\n"
+    ))
+}
+
+fn paragraph(body: &mut String, class: &str, text: &str) {
+    let text = escaped(text).replace('\n', "<br>\n");
+    let _ = writeln!(body, "<p class=\"{class}\">{text}</p>");
+}
+
+fn table(body: &mut String, table: &Table) {
+    body.push_str("<div class=\"table\"><table>\n<thead><tr>");
+    let classes: Vec<&str> = (0..table.columns.len())
+        .map(|at| match table.is_figures(at) {
+            true => " class=\"figure\"",
+            false => "",
+        })
+        .collect();
+    for (column, class) in table.columns.iter().zip(&classes) {
+        let _ = write!(body, "<th{class}>{}</th>", escaped(column.title));
+    }
+    body.push_str("</tr></thead>\n<tbody>\n");
+    for row in &table.rows {
+        body.push_str("<tr>");
+        for (cell, class) in row.iter().zip(&classes) {
+            let (text, class) = match cell {
+                Cell::Grey(cell) => (cell.to_string(), " class=\"figure grey\""),
+                cell => (cell.to_string(), *class),
+            };
+            let _ = write!(body, "<td{class}>{}</td>", escaped(&text));
+        }
+        body.push_str("</tr>\n");
+    }
+    body.push_str("</tbody></table></div>\n");
+}
+
+/// Text in which nothing is markup.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            letter => escaped.push(letter),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::machine::Machine;
+    use super::super::section::Section;
+    use super::*;
+
+    #[test]
+    fn words_are_no_markup_and_nothing_is_fetched() {
+        let mut section = Section::new("a", "A & <b>", &["\"note\""], &[("x_us", "x <us>")]);
+        section.table.rows = vec![
+            vec![Cell::text("<script>")],
+            vec![Cell::Number(1.5, 1).grey()],
+        ];
+        let report = Report {
+            title: "T".to_owned(),
+            machine: Machine::this(Path::new("/")),
+            interrupted: true,
+            quick: false,
+            elapsed_s: 1.0,
+            sections: vec![section],
+        };
+        let page = page(&report).unwrap();
+        for text in [
+            "A &amp; &lt;b&gt;",
+            "&lt;script&gt;",
+            "Cut short",
+            "figure grey\">1.5<",
+        ] {
+            assert!(page.contains(text), "{text}: {page}");
+        }
+        assert!(!page.contains("<script") && !page.contains("http"));
+    }
+}

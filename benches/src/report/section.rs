@@ -1,0 +1,279 @@
+//! What a comparison has to tell: sections, each a table with the plots of it. One report is printed, written as JSON, and
+//! drawn on a page.
+
+use std::fmt::{self, Display, Write as _};
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use super::machine::Machine;
+use super::plot::Plot;
+use super::spread::{Spread, figure, rounded};
+
+/// A whole comparison.
+#[derive(Debug, serde::Serialize)]
+pub struct Report {
+    /// What was compared, as a title.
+    pub title: String,
+    /// Where.
+    pub machine: Machine,
+    /// Whether it was cut short: what is missing was not measured.
+    pub interrupted: bool,
+    /// Whether fewer and shorter jobs were asked for.
+    pub quick: bool,
+    /// Seconds that it took.
+    pub elapsed_s: f64,
+    /// What came out.
+    pub sections: Vec<Section>,
+}
+
+/// One experiment.
+#[derive(Debug, serde::Serialize)]
+pub struct Section {
+    /// Its name in JSON and in file names.
+    pub key: String,
+    /// Its title.
+    pub title: String,
+    /// What was done, what its source reports, what the figures mean; a paragraph each.
+    pub notes: Vec<String>,
+    /// What came out.
+    #[serde(rename = "rows")]
+    pub table: Table,
+    /// The same, drawn.
+    #[serde(skip)]
+    pub plots: Vec<Plot>,
+}
+
+impl Section {
+    /// A section without rows yet.
+    pub fn new(
+        key: &str,
+        title: &str,
+        notes: &[&str],
+        columns: &[(&'static str, &'static str)],
+    ) -> Self {
+        Self {
+            key: key.to_owned(),
+            title: title.to_owned(),
+            notes: notes.iter().map(|&note| note.to_owned()).collect(),
+            table: Table {
+                columns: columns
+                    .iter()
+                    .map(|&(key, title)| Column { key, title })
+                    .collect(),
+                rows: Vec::new(),
+            },
+            plots: Vec::new(),
+        }
+    }
+}
+
+/// Rows of cells under columns.
+#[derive(Debug)]
+pub struct Table {
+    /// The columns.
+    pub columns: Vec<Column>,
+    /// The rows, a cell for each column.
+    pub rows: Vec<Vec<Cell>>,
+}
+
+/// A column.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
+    /// Its key in JSON, with its unit.
+    pub key: &'static str,
+    /// Its title.
+    pub title: &'static str,
+}
+
+/// What stands in a table.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Cell {
+    /// Nothing: it does not apply, or was not measured.
+    None,
+    /// Words.
+    Text(String),
+    /// A number, shown with so many decimals.
+    Number(f64, usize),
+    /// Several rounds: the middle one, the lowest and the highest, shown with so many decimals.
+    Spread(Spread, usize),
+    /// A figure that was measured where its like means nothing, such as seconds in an emulated machine.
+    Grey(Box<Cell>),
+}
+
+impl Cell {
+    /// Words.
+    pub fn text(text: impl Display) -> Self {
+        Self::Text(text.to_string())
+    }
+
+    /// A whole number.
+    pub fn count(count: u64) -> Self {
+        Self::Number(count as f64, 0)
+    }
+
+    /// The same, grey.
+    #[must_use]
+    pub fn grey(self) -> Self {
+        Self::Grey(Box::new(self))
+    }
+
+    /// Of rounds; nothing if there were none.
+    pub fn of(rounds: &[f64], decimals: usize) -> Self {
+        Spread::of(rounds).map_or(Self::None, |spread| Self::Spread(spread, decimals))
+    }
+
+    /// Whether it is a figure, which stands at the right of its column.
+    pub fn is_figure(&self) -> bool {
+        match self {
+            Self::None | Self::Number(..) | Self::Spread(..) => true,
+            Self::Text(_) => false,
+            Self::Grey(cell) => cell.is_figure(),
+        }
+    }
+}
+
+impl Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_char('-'),
+            Self::Text(text) => f.write_str(text),
+            Self::Number(value, decimals) => f.write_str(&figure(*value, *decimals)),
+            Self::Spread(spread, decimals) => {
+                let [median, low, high] =
+                    [spread.median, spread.low, spread.high].map(|value| figure(value, *decimals));
+                match low == high {
+                    true => f.write_str(&median),
+                    false => write!(f, "{median} ({low} to {high})"),
+                }
+            }
+            Self::Grey(cell) => write!(f, "[{cell}]"),
+        }
+    }
+}
+
+impl Serialize for Cell {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_none(),
+            Self::Text(text) => serializer.serialize_str(text),
+            Self::Number(value, 0) => serializer.serialize_i64(value.round() as i64),
+            Self::Number(value, _) => serializer.serialize_f64(rounded(*value)),
+            Self::Spread(spread, _) => spread.serialize(serializer),
+            Self::Grey(cell) => cell.serialize(serializer),
+        }
+    }
+}
+
+/// An object a row, its keys those of the columns.
+impl Serialize for Table {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        struct Row<'a>(&'a [Column], &'a [Cell]);
+        impl Serialize for Row<'_> {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                let mut map = serializer.serialize_map(Some(self.0.len()))?;
+                for (column, cell) in self.0.iter().zip(self.1) {
+                    map.serialize_entry(column.key, cell)?;
+                }
+                map.end()
+            }
+        }
+        serializer.collect_seq(self.rows.iter().map(|row| Row(&self.columns, row)))
+    }
+}
+
+/// For a terminal.
+impl Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}\n{}", self.title, self.machine)?;
+        for section in &self.sections {
+            writeln!(f, "\n{}", section.title)?;
+            for note in &section.notes {
+                writeln!(f, "{note}")?;
+            }
+            write!(f, "\n{}", section.table)?;
+        }
+        let length = figure(self.elapsed_s, 0);
+        match self.interrupted {
+            true => writeln!(
+                f,
+                "\ncut short after {length} s: what is missing was not measured"
+            ),
+            false => writeln!(f, "\nmeasured in {length} s"),
+        }
+    }
+}
+
+impl Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut lines = vec![self.columns.iter().map(|c| c.title.to_owned()).collect()];
+        for row in &self.rows {
+            lines.push(row.iter().map(Cell::to_string).collect::<Vec<_>>());
+        }
+        let widths: Vec<usize> = (0..self.columns.len())
+            .map(|at| lines.iter().map(|line| line[at].chars().count()).max())
+            .map(Option::unwrap_or_default)
+            .collect();
+        for line in &lines {
+            let mut text = String::new();
+            for (at, cell) in line.iter().enumerate() {
+                let width = widths[at];
+                match self.is_figures(at) {
+                    true => write!(text, "  {cell:>width$}")?,
+                    false => write!(text, "  {cell:<width$}")?,
+                }
+            }
+            writeln!(f, "{}", text.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+impl Table {
+    /// Whether all cells of the column at `at` are figures.
+    pub fn is_figures(&self, at: usize) -> bool {
+        self.rows.iter().all(|row| row[at].is_figure())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> Table {
+        let mut section =
+            Section::new("a", "A", &[], &[("who", "who"), ("rate_per_s", "a second")]);
+        section.table.rows = vec![
+            vec![Cell::text("one"), Cell::of(&[3.0, 1.0, 20_000.0, 2.0], 1)],
+            vec![Cell::text("another"), Cell::Number(0.25, 2).grey()],
+            vec![Cell::text("none"), Cell::None],
+        ];
+        section.table
+    }
+
+    #[test]
+    fn figures_stand_at_the_right_and_words_at_the_left() {
+        let text = "  who                   a second\n\
+                    \x20 one      2.5 (1.0 to 20,000.0)\n\
+                    \x20 another                 [0.25]\n\
+                    \x20 none                         -\n";
+        assert_eq!(table().to_string(), text);
+    }
+
+    #[test]
+    fn rows_are_objects() {
+        assert_eq!(
+            serde_json::to_string(&table()).unwrap(),
+            r#"[{"who":"one","rate_per_s":{"median":2.5,"low":1.0,"high":20000.0}},"#.to_owned()
+                + r#"{"who":"another","rate_per_s":0.25},{"who":"none","rate_per_s":null}]"#
+        );
+    }
+
+    #[test]
+    fn figures_have_their_thousands_apart() {
+        assert_eq!(figure(1234.0, 0), "1234");
+        assert_eq!(figure(-1_234_567.89, 1), "-1,234,567.9");
+        assert_eq!(figure(0.5, 2), "0.50");
+        assert_eq!(Cell::of(&[], 0), Cell::None);
+        assert_eq!(Cell::of(&[2.0, 2.0], 0).to_string(), "2");
+    }
+}

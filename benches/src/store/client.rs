@@ -1,0 +1,169 @@
+//! A client of a disk, and blocks that say who wrote them and when.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use walvisor::commands::CommandError;
+use walvisor_storage::{Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
+
+use super::figures::BLOCK;
+
+/// A block of `len` bytes, all of it stamped with who writes it and the number of the write.
+pub fn stamped(len: usize, writer: u64, number: u64) -> Buffer {
+    let mut block = Buffer::zeroed(len);
+    stamp(&mut block, writer, number);
+    block
+}
+
+/// Stamps a block.
+pub fn stamp(block: &mut [u8], writer: u64, number: u64) {
+    let mut mark = [0; 16];
+    mark[..8].copy_from_slice(&writer.to_le_bytes());
+    mark[8..].copy_from_slice(&number.to_le_bytes());
+    block
+        .chunks_exact_mut(16)
+        .for_each(|chunk| chunk.copy_from_slice(&mark));
+}
+
+/// Whether a block is as [`stamp`] leaves it.
+pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
+    let mut mark = [0; 16];
+    mark[..8].copy_from_slice(&writer.to_le_bytes());
+    mark[8..].copy_from_slice(&number.to_le_bytes());
+    block.chunks_exact(16).all(|chunk| chunk == mark)
+}
+
+/// What is said of a block that is not as it was written.
+pub fn damaged(what: &str, block: u64) -> CommandError {
+    CommandError::Failed(format!(
+        "{what}: block {block} does not read as it was written: the medium or the store is at fault"
+    ))
+}
+
+/// Sleeps until a port has something to give.
+fn wait(event: BorrowedFd<'_>) {
+    // An interrupted wait is a wake-up like any other: the caller looks again.
+    let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(event, PollFlags::IN)], None);
+}
+
+fn data(completion: Completion) -> Result<Option<Buffer>, CommandError> {
+    let failed = |failure| CommandError::Failed(format!("a request failed: {failure}"));
+    completion.result.map_err(failed)
+}
+
+/// One request at a time.
+pub struct Client {
+    port: Port,
+    done: Vec<Completion>,
+}
+
+impl Client {
+    /// A client of `disk`.
+    ///
+    /// # Errors
+    /// If the system refuses a port.
+    pub fn open(disk: &Disk) -> Result<Self, CommandError> {
+        let port = disk.open_port().map_err(CommandError::failed)?;
+        let done = Vec::new();
+        Ok(Self { port, done })
+    }
+
+    /// Hands in a request and waits until it has ended.
+    ///
+    /// # Errors
+    /// If the request failed.
+    pub fn run(&mut self, operation: Operation) -> Result<Option<Buffer>, CommandError> {
+        self.port.submit(0, operation);
+        self.port.kick();
+        loop {
+            self.port.completions(&mut self.done);
+            if let Some(completion) = self.done.pop() {
+                return data(completion);
+            }
+            wait(self.port.event());
+        }
+    }
+
+    /// Reads the block at `sector`.
+    ///
+    /// # Errors
+    /// If the read failed.
+    pub fn read(&mut self, sector: u64) -> Result<Buffer, CommandError> {
+        let sectors = (BLOCK as u64 / SECTOR_SIZE) as u32;
+        let read = self.run(Operation::Read { sector, sectors })?;
+        read.ok_or_else(|| CommandError::Failed("a read ended without data".to_owned()))
+    }
+}
+
+/// Many requests at a time, submitted in batches as a queue's worker does.
+pub struct QueueClient {
+    port: Port,
+    done: Vec<Completion>,
+    started: Vec<Instant>,
+    /// Slots that have no request.
+    idle: Vec<usize>,
+}
+
+impl QueueClient {
+    /// A client of `disk` with `depth` requests in flight.
+    ///
+    /// # Errors
+    /// If the system refuses a port.
+    pub fn open(disk: &Disk, depth: usize) -> Result<Self, CommandError> {
+        Ok(Self {
+            port: disk.open_port().map_err(CommandError::failed)?,
+            done: Vec::new(),
+            started: vec![Instant::now(); depth],
+            idle: (0..depth).collect(),
+        })
+    }
+
+    /// Keeps the queue full with what `next` gives for a slot, until it gives `None`, and waits for one request to
+    /// end: its slot, its data and its time; `None` once nothing is in flight.
+    ///
+    /// # Errors
+    /// If the request failed.
+    pub fn step(
+        &mut self,
+        mut next: impl FnMut(usize) -> Option<Operation>,
+    ) -> Result<Option<(usize, Option<Buffer>, Duration)>, CommandError> {
+        loop {
+            if let Some(completion) = self.done.pop() {
+                let slot = completion.token as usize;
+                self.idle.push(slot);
+                let time = self.started[slot].elapsed();
+                return Ok(Some((slot, data(completion)?, time)));
+            }
+            let mut submitted = false;
+            while let Some(&slot) = self.idle.last() {
+                let Some(operation) = next(slot) else { break };
+                self.idle.pop();
+                self.started[slot] = Instant::now();
+                self.port.submit(slot as u64, operation);
+                submitted = true;
+            }
+            if self.idle.len() == self.started.len() {
+                return Ok(None);
+            }
+            if submitted {
+                self.port.kick();
+            }
+            self.port.completions(&mut self.done);
+            if self.done.is_empty() {
+                wait(self.port.event());
+            }
+        }
+    }
+
+    /// Waits for what is in flight, then flushes.
+    ///
+    /// # Errors
+    /// If a request failed.
+    pub fn flush(&mut self) -> Result<(), CommandError> {
+        while self.step(|_| None)?.is_some() {}
+        let mut flush = Some(Operation::Flush);
+        while self.step(|_| flush.take())?.is_some() {}
+        Ok(())
+    }
+}

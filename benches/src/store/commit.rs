@@ -1,0 +1,528 @@
+//! `walvisor-bench store commit`: what a FLUSH costs when several clients flush at once.
+
+use std::fmt;
+use std::fs::File;
+use std::num::NonZeroU32;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use walvisor::commands::CommandError;
+use walvisor_storage::{
+    Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, Store,
+    StoreOptions,
+};
+
+use super::client::{Client, damaged, is_stamped, stamp, stamped};
+use super::figures::{BLOCK, tenths, thousandths};
+use super::output::Output;
+use super::raw;
+use super::site::{Site, ring};
+use super::timing::{Timing, closed_loops, shares};
+
+/// Blocks that one client writes over and over, in turn.
+const CLIENT_BLOCKS: u64 = 256;
+/// How often store and baseline take turns.
+const ROUNDS: u64 = 4;
+
+/// Arguments of `walvisor-bench store commit`.
+#[derive(Debug, Args)]
+pub struct CommitArguments {
+    /// Clients, a thread each
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    clients: u16,
+    /// Added to the time of each sync, in microseconds; 0 for the medium as it is
+    #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    sync_latency_us: u32,
+    #[command(flatten)]
+    pace: PaceArguments,
+    /// Commits of all clients together [default: 100 for each client, at least 1000]
+    #[arg(long, value_name = "M")]
+    commits: Option<u64>,
+    /// off: one sync for each FLUSH, nobody joins
+    #[arg(long, value_enum, default_value_t = Switch::On)]
+    group: Switch,
+    /// A write to the log for each client that waits, and one sync for all: what one write for the group saves
+    #[arg(long)]
+    write_per_waiter: bool,
+    #[command(flatten)]
+    wait: WaitArguments,
+    /// writethrough: each write is durable when it completes, and a commit has no FLUSH
+    #[arg(long, value_enum, default_value_t = Mode::Writeback)]
+    mode: Mode,
+    /// Disks of one log that the clients are spread over
+    #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    disks: u16,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// A medium slower than the one there is.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct PaceArguments {
+    /// Most writes and syncs a second of the log's medium, as small cloud volumes have it [default: no limit]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    operations_per_second: Option<u32>,
+    /// Added to the time of each write and each sync, in microseconds
+    #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    operation_latency_us: u32,
+}
+
+/// How long a group waits for more to join it.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct WaitArguments {
+    /// Longest wait of a group for more to join it, in microseconds; 0 for none [default: adaptive]
+    #[arg(long, value_name = "U", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    commit_wait_usec: Option<u32>,
+    /// A group starts as soon as this many wait [default: as many as were served last, or came meanwhile]
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    commit_wait_count: Option<u32>,
+}
+
+impl From<WaitArguments> for CommitWait {
+    fn from(arguments: WaitArguments) -> Self {
+        Self {
+            longest: arguments
+                .commit_wait_usec
+                .map(|wait| Duration::from_micros(wait.into())),
+            count: arguments.commit_wait_count,
+        }
+    }
+}
+
+/// Off or on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Switch {
+    /// Off.
+    Off,
+    /// On.
+    On,
+}
+
+/// What a commit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// A WRITE and a FLUSH.
+    Writeback,
+    /// A WRITE.
+    Writethrough,
+}
+
+/// What the medium is made to look like, for the store and the baseline.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Medium {
+    /// Added to each sync.
+    pub sync_latency: Duration,
+    /// Most writes and syncs a second; none for no limit.
+    pub operations_per_second: Option<NonZeroU32>,
+    /// Added to each write and each sync.
+    pub operation_latency: Duration,
+}
+
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Clients.
+    pub clients: u16,
+    /// The medium.
+    pub medium: Medium,
+    /// Commits of all clients.
+    pub commits: u64,
+    /// Group commit.
+    pub group: Switch,
+    /// A write for each waiter of a group.
+    pub write_per_waiter: bool,
+    /// How long a group waits.
+    pub wait: CommitWait,
+    /// What a commit is.
+    pub mode: Mode,
+    /// Disks, on as many logs: a multiple of `logs`.
+    pub disks: u16,
+    /// Logs.
+    pub logs: u16,
+    /// Whether the raw file takes its turns.
+    pub baseline: bool,
+}
+
+/// What was measured. Times in microseconds; `raw_` is the baseline.
+#[derive(Debug, Serialize)]
+pub struct CommitReport {
+    /// Clients.
+    pub clients: u16,
+    /// Disks of the log.
+    pub disks: u16,
+    /// What a commit is.
+    pub mode: Mode,
+    /// Group commit.
+    pub group: Switch,
+    /// A write for each waiter of a group, instead of one.
+    pub write_per_waiter: bool,
+    /// Longest wait of a group; none if adaptive.
+    pub commit_wait_us: Option<u64>,
+    /// How many end it; none if as many as were served last, or came meanwhile.
+    pub commit_wait_count: Option<u32>,
+    /// Added to each sync.
+    pub sync_latency_us: u64,
+    /// Most writes and syncs a second; none for no limit.
+    pub operations_per_second: Option<u32>,
+    /// Added to each write and each sync.
+    pub operation_latency_us: u64,
+    /// Commits measured.
+    pub commits: u64,
+    /// Writes to the log.
+    pub writes: u64,
+    /// Their ratio to the commits.
+    pub writes_per_commit: f64,
+    /// Syncs of the log.
+    pub syncs: u64,
+    /// Their ratio to the commits.
+    pub syncs_per_commit: f64,
+    /// Commits a second.
+    pub commits_per_s: f64,
+    /// Half the commits took no longer.
+    pub p50_us: f64,
+    /// 99 % of the commits took no longer.
+    pub p99_us: f64,
+    /// Groups that served 1, 2, 3-4, 5-8 ... waiters.
+    pub group_sizes: [u64; GROUP_SIZE_CLASSES],
+    /// Of the baseline, which syncs once a commit.
+    pub raw_commits_per_s: f64,
+    /// Of the baseline.
+    pub raw_p50_us: f64,
+    /// Of the baseline.
+    pub raw_p99_us: f64,
+    /// `commits_per_s` over `raw_commits_per_s`.
+    /// 0 without a baseline.
+    pub ratio: f64,
+}
+
+/// Carries out `walvisor-bench store commit`.
+///
+/// # Errors
+/// See [`super::run`].
+pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
+    let clients = u64::from(arguments.clients);
+    let commits = arguments.commits.unwrap_or((100 * clients).max(1000));
+    if !(clients..=100_000_000).contains(&commits) {
+        return Err(CommandError::Usage(format!(
+            "--commits {commits}: give at least one for each of the {clients} clients, at most 100000000"
+        )));
+    }
+    if arguments.disks > arguments.clients {
+        return Err(CommandError::Usage(format!(
+            "--disks {}: {clients} clients can't use more disks than they are; give more --clients",
+            arguments.disks
+        )));
+    }
+    let plan = Plan {
+        clients: arguments.clients,
+        medium: Medium {
+            sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
+            operations_per_second: arguments
+                .pace
+                .operations_per_second
+                .and_then(NonZeroU32::new),
+            operation_latency: Duration::from_micros(arguments.pace.operation_latency_us.into()),
+        },
+        commits,
+        group: arguments.group,
+        write_per_waiter: arguments.write_per_waiter,
+        wait: arguments.wait.into(),
+        mode: arguments.mode,
+        disks: arguments.disks,
+        logs: 1,
+        baseline: true,
+    };
+    let report = measure(&plan, &arguments.output.dir)?;
+    arguments.output.print(&report)
+}
+
+/// A client of the store, with blocks of its own on one of the disks.
+struct Committer {
+    /// There while a round lasts: a port can be the one that leads the groups of all others, so whoever stops
+    /// looking at its port has to drop it, which passes the lead on.
+    client: Option<Client>,
+    writer: u64,
+    log: usize,
+    /// Of those of the log.
+    disk: usize,
+    first_block: u64,
+    flushes: bool,
+    committed: u64,
+}
+
+impl Committer {
+    fn commit(&mut self) -> Result<Duration, CommandError> {
+        let block = self.first_block + self.committed % CLIENT_BLOCKS;
+        let sector = block * BLOCK as u64 / SECTOR_SIZE;
+        let data = stamped(BLOCK, self.writer, self.committed);
+        let began = Instant::now();
+        let client = self.client.as_mut().expect("opened for the round");
+        client.run(Operation::Write { sector, data })?;
+        if self.flushes {
+            client.run(Operation::Flush)?;
+        }
+        self.committed += 1;
+        Ok(began.elapsed())
+    }
+}
+
+/// A thread of the baseline, with blocks of its own in the file.
+struct RawCommitter<'a> {
+    file: &'a File,
+    path: &'a Path,
+    block: Buffer,
+    writer: u64,
+    sync_latency: Duration,
+    pace: &'a Pace,
+    committed: u64,
+}
+
+impl RawCommitter<'_> {
+    fn commit(&mut self) -> Result<Duration, CommandError> {
+        let at = self.writer * CLIENT_BLOCKS + self.committed % CLIENT_BLOCKS;
+        stamp(&mut self.block, self.writer, self.committed);
+        let began = Instant::now();
+        self.pace.charge(BLOCK, 0);
+        let written = self.file.write_all_at(&self.block, at * BLOCK as u64);
+        written.map_err(raw::failed("write", self.path))?;
+        self.pace.charge(0, 1);
+        let synced = self.file.sync_data();
+        synced.map_err(raw::failed("sync", self.path))?;
+        if !self.sync_latency.is_zero() {
+            std::thread::sleep(self.sync_latency);
+        }
+        self.committed += 1;
+        Ok(began.elapsed())
+    }
+}
+
+/// Measures store and baseline in turns, in a directory of their own under `dir`.
+///
+/// # Errors
+/// If the medium fails, or what was acknowledged does not read back.
+pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
+    let medium = plan.medium;
+    let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
+    let (clients, disks, logs) = (
+        u64::from(plan.clients),
+        usize::from(plan.disks),
+        usize::from(plan.logs),
+    );
+    let options = StoreOptions {
+        group_commit: plan.group == Switch::On,
+        commit_wait: plan.wait,
+        write_per_waiter: plan.write_per_waiter,
+        sync_latency: medium.sync_latency,
+        operations_per_second: medium.operations_per_second,
+        operation_latency: medium.operation_latency,
+        ..ring(0)
+    };
+    let disk_blocks = clients.div_ceil(disks as u64) * CLIENT_BLOCKS;
+    let cache = match plan.mode {
+        Mode::Writeback => CacheMode::Writeback,
+        Mode::Writethrough => CacheMode::Writethrough,
+    };
+    let (mut sites, mut stores) = (Vec::new(), Vec::new());
+    for _ in 0..logs {
+        let site = Site::new(dir)?;
+        site.create(disks / logs, disk_blocks * BLOCK as u64, &options)?;
+        stores.push(site.open(disks / logs, cache, &options)?);
+        sites.push(site);
+    }
+    let raw_path = sites[0].path().join("raw");
+    let raw_file = raw::create(&raw_path, clients * CLIENT_BLOCKS * BLOCK as u64, BLOCK)?;
+    let mut committers = (0..clients)
+        .map(|writer| Committer {
+            client: None,
+            writer,
+            log: writer as usize % logs,
+            disk: writer as usize / logs % (disks / logs),
+            first_block: writer / disks as u64 * CLIENT_BLOCKS,
+            flushes: plan.mode == Mode::Writeback,
+            committed: 0,
+        })
+        .collect::<Vec<_>>();
+    let mut raw_committers: Vec<_> = (0..clients)
+        .map(|writer| RawCommitter {
+            file: &raw_file,
+            path: &raw_path,
+            block: Buffer::zeroed(BLOCK),
+            writer,
+            sync_latency: medium.sync_latency,
+            pace: &pace,
+            committed: 0,
+        })
+        .collect();
+    let count = || Counted::of(&stores);
+    let before = count();
+    let (mut logged, mut raw) = (Timing::default(), Timing::default());
+    for share in shares(plan.commits, ROUNDS.min(plan.commits / clients)) {
+        if plan.baseline {
+            let ended = closed_loops(&mut raw_committers, share, RawCommitter::commit, |_| ())?;
+            raw.add(ended);
+        }
+        for committer in &mut committers {
+            let disk = &stores[committer.log].disks()[committer.disk];
+            committer.client = Some(Client::open(disk)?);
+        }
+        let leave = |committer: &mut Committer| committer.client = None;
+        let ended = closed_loops(&mut committers, share, Committer::commit, leave)?;
+        logged.add(ended);
+    }
+    let counters = count();
+    for store in stores {
+        store.close().map_err(CommandError::failed)?;
+    }
+    for committer in &committers {
+        verify(&sites[committer.log], committer)?;
+    }
+    let (writes, syncs) = (
+        counters.writes - before.writes,
+        counters.syncs - before.syncs,
+    );
+    Ok(CommitReport {
+        clients: plan.clients,
+        disks: plan.disks,
+        mode: plan.mode,
+        group: plan.group,
+        write_per_waiter: plan.write_per_waiter,
+        commit_wait_us: plan.wait.longest.map(|wait| wait.as_micros() as u64),
+        commit_wait_count: plan.wait.count,
+        sync_latency_us: medium.sync_latency.as_micros() as u64,
+        operations_per_second: medium.operations_per_second.map(NonZeroU32::get),
+        operation_latency_us: medium.operation_latency.as_micros() as u64,
+        commits: plan.commits,
+        writes,
+        writes_per_commit: thousandths(writes as f64 / plan.commits as f64),
+        syncs,
+        syncs_per_commit: thousandths(syncs as f64 / plan.commits as f64),
+        commits_per_s: tenths(logged.rate()),
+        p50_us: tenths(logged.percentile_us(0.5)),
+        p99_us: tenths(logged.percentile_us(0.99)),
+        group_sizes: std::array::from_fn(|i| counters.group_sizes[i] - before.group_sizes[i]),
+        raw_commits_per_s: tenths(raw.rate()),
+        raw_p50_us: tenths(raw.percentile_us(0.5)),
+        raw_p99_us: tenths(raw.percentile_us(0.99)),
+        ratio: match plan.baseline {
+            true => thousandths(logged.rate() / raw.rate()),
+            false => 0.0,
+        },
+    })
+}
+
+/// What the logs have counted together.
+struct Counted {
+    writes: u64,
+    syncs: u64,
+    group_sizes: [u64; GROUP_SIZE_CLASSES],
+}
+
+impl Counted {
+    fn of(stores: &[Store]) -> Self {
+        let mut sum = Self {
+            writes: 0,
+            syncs: 0,
+            group_sizes: [0; GROUP_SIZE_CLASSES],
+        };
+        for counters in stores.iter().map(Store::log_counters) {
+            sum.writes += counters.writes;
+            sum.syncs += counters.syncs;
+            for (sum, count) in sum.group_sizes.iter_mut().zip(counters.group_sizes) {
+                *sum += count;
+            }
+        }
+        sum
+    }
+}
+
+/// Reads from the images, which are plain files now, what a client wrote last to each of its blocks.
+fn verify(site: &Site, committer: &Committer) -> Result<(), CommandError> {
+    let mut block = Buffer::zeroed(BLOCK);
+    let path = site.image(committer.disk);
+    let file = File::open(&path).map_err(raw::failed("open", &path))?;
+    for number in committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed {
+        let at = committer.first_block + number % CLIENT_BLOCKS;
+        file.read_exact_at(&mut block, at * BLOCK as u64)
+            .map_err(raw::failed("read", &path))?;
+        if !is_stamped(&block, committer.writer, number) {
+            return Err(damaged(&path.display().to_string(), at));
+        }
+    }
+    Ok(())
+}
+
+impl fmt::Display for CommitReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mode = match self.mode {
+            Mode::Writeback => "write and FLUSH",
+            Mode::Writethrough => "writethrough write",
+        };
+        let group = match (self.group, self.commit_wait_us, self.commit_wait_count) {
+            (Switch::Off, ..) => "off".to_owned(),
+            (Switch::On, None, None) => "on, adaptive wait".to_owned(),
+            (Switch::On, Some(0), _) => "on, no wait".to_owned(),
+            (Switch::On, Some(wait), None) => format!("on, waits up to {wait} us"),
+            (Switch::On, Some(wait), Some(count)) => {
+                format!("on, waits up to {wait} us for {count}")
+            }
+            (Switch::On, None, Some(count)) => format!("on, waits for {count}"),
+        };
+        let latency = match self.operation_latency_us {
+            0 => String::new(),
+            latency => format!("; {latency} us to each write and sync"),
+        };
+        let pace = match self.operations_per_second {
+            None => latency,
+            Some(most) => format!("{latency}; at most {most} writes and syncs a second"),
+        };
+        writeln!(
+            f,
+            "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}{}; {} us added to each sync{pace}\n",
+            self.clients,
+            self.disks,
+            if self.disks == 1 { "" } else { "s" },
+            match self.write_per_waiter {
+                true => ", a write per waiter",
+                false => "",
+            },
+            self.sync_latency_us
+        )?;
+        writeln!(
+            f,
+            "            commits/s    p50 us    p99 us     syncs  syncs/commit  writes/commit"
+        )?;
+        writeln!(
+            f,
+            "log      {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
+            self.commits_per_s,
+            self.p50_us,
+            self.p99_us,
+            self.syncs,
+            self.syncs_per_commit,
+            self.writes_per_commit
+        )?;
+        writeln!(
+            f,
+            "raw file {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
+            self.raw_commits_per_s, self.raw_p50_us, self.raw_p99_us, self.commits, 1.0, 1.0
+        )?;
+        writeln!(f, "ratio    {:>12.3}", self.ratio)?;
+        write!(f, "\ngroups that served")?;
+        for (class, count) in self.group_sizes.iter().enumerate() {
+            let to = 1u64 << class;
+            let from = to / 2 + 1;
+            match (count, class + 1 == GROUP_SIZE_CLASSES) {
+                (0, _) => {}
+                (_, true) => write!(f, "  {from} and more: {count}")?,
+                _ if from == to => write!(f, "  {to}: {count}")?,
+                _ => write!(f, "  {from}-{to}: {count}")?,
+            }
+        }
+        writeln!(f)
+    }
+}

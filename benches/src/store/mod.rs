@@ -1,0 +1,74 @@
+//! `walvisor-bench store`: the store alone, each figure beside a raw baseline that was measured in the same run.
+//!
+//! ```text
+//!   commit   closed-loop clients: write 4 KiB, FLUSH     beside  write + fdatasync by as many threads
+//!   append   sequential writes                           beside  sequential O_DIRECT writes of a file
+//!   read     random reads, of the image and of the log   beside  random reads of a file
+//!   recover  opening a log that a crash left             beside  reading as many bytes of it
+//!   checkpoint  copying the log to the base image     beside  reading a file in order, then writing it
+//!   load     import, export, check, recovery by all threads   beside  the same by one
+//! ```
+//! Store and baseline take turns, so that both see the machine in the same moods.
+
+mod append;
+mod checkpoint;
+mod client;
+pub mod commit;
+mod figures;
+mod load;
+mod output;
+mod raw;
+mod read;
+mod recover;
+mod site;
+mod timing;
+
+use clap::{Args, Subcommand};
+use walvisor::commands::CommandError;
+
+/// Arguments of `walvisor-bench store`.
+#[derive(Debug, Args)]
+pub struct StoreArguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Clients that write 4 KiB and FLUSH, over and over
+    Commit(commit::CommitArguments),
+    /// Sequential writes through the log
+    Append(append::AppendArguments),
+    /// Random 4 KiB reads, of checkpointed and of logged data
+    Read(read::ReadArguments),
+    /// Opening a log that a crash left full
+    Recover(recover::RecoverArguments),
+    /// Copying a full log to the base image
+    Checkpoint(checkpoint::CheckpointArguments),
+    /// Import, export, check and recovery by all threads and by one
+    Load(load::LoadArguments),
+    /// For `recover`: fills a log and dies
+    #[command(hide = true)]
+    Fill(recover::FillArguments),
+    /// For `recover`: opens a log, says how long that took, and dies
+    #[command(hide = true)]
+    Open(recover::OpenArguments),
+}
+
+/// Carries out `walvisor-bench store`.
+///
+/// # Errors
+/// If the arguments make no sense, the medium fails, or what was acknowledged does not read back.
+pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
+    match &arguments.action {
+        Action::Commit(arguments) => commit::run(arguments),
+        Action::Append(arguments) => append::run(arguments),
+        Action::Read(arguments) => read::run(arguments),
+        Action::Recover(arguments) => recover::run(arguments),
+        Action::Checkpoint(arguments) => checkpoint::run(arguments),
+        Action::Load(arguments) => load::run(arguments),
+        Action::Fill(arguments) => recover::fill(arguments),
+        Action::Open(arguments) => recover::open(arguments),
+    }
+}

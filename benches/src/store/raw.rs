@@ -1,0 +1,194 @@
+//! The baselines: a plain file, opened with O_DIRECT where the file system has it, and no log.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, opcode, types};
+use walvisor::commands::CommandError;
+use walvisor_storage::Buffer;
+
+use super::client::stamp;
+
+/// Bytes of a write while a file is filled.
+const FILL_BYTES: usize = 1 << 20;
+
+/// An error with what was done to which file.
+pub fn failed(doing: &str, path: &Path) -> impl Fn(std::io::Error) -> CommandError {
+    let place = format!("{}: can't {doing}", path.display());
+    move |error| CommandError::Failed(format!("{place}: {error}"))
+}
+
+/// Opens a file without the page cache between, or with it where the file system knows no other way.
+///
+/// # Errors
+/// If the file can't be opened.
+pub fn open_direct(path: &Path) -> Result<File, CommandError> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    let direct = options
+        .clone()
+        .custom_flags(libc::O_DIRECT)
+        .open(path)
+        .ok()
+        .filter(|file| file.read_at(&mut Buffer::zeroed(4096), 0).is_ok());
+    match direct {
+        Some(file) => Ok(file),
+        None => options.open(path).map_err(failed("open", path)),
+    }
+}
+
+/// Makes a file of `bytes` bytes, every block allocated, written and stamped with `writer` 0 and its number.
+///
+/// # Errors
+/// If it can't be written.
+pub fn create(path: &Path, bytes: u64, block: usize) -> Result<File, CommandError> {
+    let fill = || {
+        let file = File::create_new(path)?;
+        let mut buffer = Buffer::zeroed(FILL_BYTES.max(block));
+        let mut at = 0;
+        while at < bytes {
+            let part = (bytes - at).min(buffer.len() as u64) as usize;
+            for (i, chunk) in buffer[..part].chunks_mut(block).enumerate() {
+                stamp(chunk, 0, at / block as u64 + i as u64);
+            }
+            file.write_all_at(&buffer[..part], at)?;
+            at += part as u64;
+        }
+        file.sync_all()
+    };
+    fill().map_err(failed("fill", path))?;
+    open_direct(path)
+}
+
+/// Which way a queue moves bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the file.
+    Read,
+    /// To the file.
+    Write,
+}
+
+/// A queue of reads or writes of one file: io_uring, submitted in batches, nothing else.
+pub struct RawQueue<'a> {
+    ring: IoUring,
+    file: &'a File,
+    direction: Direction,
+    buffers: Vec<Buffer>,
+    started: Vec<Instant>,
+    idle: Vec<usize>,
+    done: Vec<(usize, i32)>,
+}
+
+impl<'a> RawQueue<'a> {
+    /// A queue with `depth` requests of `block` bytes in flight.
+    ///
+    /// # Errors
+    /// If the kernel gives no ring.
+    pub fn new(
+        file: &'a File,
+        direction: Direction,
+        block: usize,
+        depth: usize,
+    ) -> Result<Self, CommandError> {
+        let ring = IoUring::new((depth as u32).next_power_of_two()).map_err(|error| {
+            CommandError::Failed(format!(
+                "no io_uring for the raw baseline ({error}): allow it (sysctl kernel.io_uring_disabled)"
+            ))
+        })?;
+        Ok(Self {
+            ring,
+            file,
+            direction,
+            buffers: (0..depth).map(|_| Buffer::zeroed(block)).collect(),
+            started: vec![Instant::now(); depth],
+            idle: (0..depth).collect(),
+            done: Vec::with_capacity(depth),
+        })
+    }
+
+    /// The buffer of an idle slot.
+    pub fn buffer(&mut self, slot: usize) -> &mut Buffer {
+        &mut self.buffers[slot]
+    }
+
+    /// Keeps the queue full with the file offsets that `next` gives for a slot, until it gives `None`, and waits for
+    /// one request to end: its slot and its time; `None` once nothing is in flight.
+    ///
+    /// # Errors
+    /// If the request failed or came short.
+    pub fn step(
+        &mut self,
+        mut next: impl FnMut(usize) -> Option<u64>,
+    ) -> Result<Option<(usize, Duration)>, CommandError> {
+        loop {
+            if let Some((slot, result)) = self.done.pop() {
+                self.idle.push(slot);
+                return match usize::try_from(result) {
+                    Ok(moved) if moved == self.buffers[slot].len() => {
+                        Ok(Some((slot, self.started[slot].elapsed())))
+                    }
+                    Ok(_) => Err(CommandError::Failed(
+                        "the raw file's I/O came short".to_owned(),
+                    )),
+                    Err(_) => Err(CommandError::Failed(format!(
+                        "the raw file's I/O failed: {}",
+                        std::io::Error::from_raw_os_error(-result)
+                    ))),
+                };
+            }
+            while let Some(&slot) = self.idle.last() {
+                let Some(offset) = next(slot) else { break };
+                self.idle.pop();
+                self.started[slot] = Instant::now();
+                self.push(slot, offset);
+            }
+            if self.idle.len() == self.buffers.len() {
+                return Ok(None);
+            }
+            match self.ring.submit_and_wait(1) {
+                Err(error) if error.raw_os_error() != Some(libc::EINTR) => {
+                    return Err(CommandError::failed(error));
+                }
+                _ => {}
+            }
+            let ended = self.ring.completion();
+            self.done
+                .extend(ended.map(|cqe| (cqe.user_data() as usize, cqe.result())));
+        }
+    }
+
+    fn push(&mut self, slot: usize, offset: u64) {
+        let fd = types::Fd(self.file.as_raw_fd());
+        let buffer = &mut self.buffers[slot];
+        let len = buffer.len() as u32;
+        let entry = match self.direction {
+            Direction::Read => opcode::Read::new(fd, buffer.as_mut_ptr(), len)
+                .offset(offset)
+                .build(),
+            Direction::Write => opcode::Write::new(fd, buffer.as_ptr(), len)
+                .offset(offset)
+                .build(),
+        };
+        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for what is in flight, and
+        // nobody touches the buffer of a slot that is not idle.
+        let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
+        pushed.expect("an entry for each slot");
+    }
+}
+
+impl Drop for RawQueue<'_> {
+    fn drop(&mut self) {
+        while self.idle.len() < self.buffers.len() {
+            // An error of one request doesn't matter any more; one of the ring would leave the kernel with our memory.
+            let before = self.idle.len();
+            if self.step(|_| None).is_err() && self.idle.len() == before {
+                std::mem::forget(std::mem::take(&mut self.buffers));
+                return;
+            }
+        }
+    }
+}

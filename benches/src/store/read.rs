@@ -1,0 +1,383 @@
+//! `walvisor-bench store read`: what the log and its index cost a random read.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use walvisor::commands::CommandError;
+use walvisor::size::parse_size;
+use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
+
+use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
+use super::figures::{BLOCK, tenths, thousandths};
+use super::output::Output;
+use super::raw::{self, Direction, RawQueue};
+use super::site::{Site, ring};
+use super::timing::{Timing, closed_loops, shares};
+
+/// How often store and baseline take turns.
+const ROUNDS: u64 = 4;
+/// Writes between two FLUSHes while the log is filled.
+const FILL_DEPTH: usize = 64;
+
+/// Arguments of `walvisor-bench store read`.
+#[derive(Debug, Args)]
+pub struct ReadArguments {
+    /// Bytes of the disk, all of them written
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
+    bytes: u64,
+    /// Reads of each kind, of all clients together
+    #[arg(long, value_name = "M", default_value_t = 100_000)]
+    reads: u64,
+    /// Clients, a thread each
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    clients: u16,
+    /// Reads in flight of each client
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
+    depth: u16,
+    /// Measure also beside a client that writes to another disk of the log and flushes, over and over, each sync taking so many microseconds longer
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    beside_sync_us: Option<u32>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// One kind of read.
+#[derive(Debug, Serialize)]
+struct Figures {
+    reads_per_s: f64,
+    p50_us: f64,
+    p99_us: f64,
+}
+
+impl Figures {
+    fn new(mut timing: Timing) -> Self {
+        Self {
+            reads_per_s: tenths(timing.rate()),
+            p50_us: tenths(timing.percentile_us(0.5)),
+            p99_us: tenths(timing.percentile_us(0.99)),
+        }
+    }
+}
+
+/// What was measured.
+#[derive(Debug, Serialize)]
+struct ReadReport {
+    bytes: u64,
+    reads: u64,
+    clients: u16,
+    depth: u16,
+    checkpointed: Figures,
+    logged: Figures,
+    raw: Figures,
+    checkpointed_ratio: f64,
+    logged_ratio: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside_syncs: Option<Beside>,
+}
+
+/// Reads of one disk while another is synced, and the same reads without that, taking turns.
+#[derive(Debug, Serialize)]
+struct Beside {
+    sync_latency_us: u32,
+    syncs: u64,
+    alone: Figures,
+    beside: Figures,
+}
+
+/// Carries out `walvisor-bench store read`.
+///
+/// # Errors
+/// See [`super::run`].
+pub fn run(arguments: &ReadArguments) -> Result<(), CommandError> {
+    let (clients, depth) = (u64::from(arguments.clients), u64::from(arguments.depth));
+    if arguments.bytes < 1 << 20 || arguments.bytes > 64 << 30 {
+        return Err(CommandError::Usage(format!(
+            "--bytes {}: give 1M to 64G",
+            arguments.bytes
+        )));
+    }
+    if arguments.reads < clients * depth || arguments.reads > 1_000_000_000 {
+        return Err(CommandError::Usage(format!(
+            "--reads {}: give at least {}, one for each place in the queues, at most 1000000000",
+            arguments.reads,
+            clients * depth
+        )));
+    }
+    let report = measure(arguments)?;
+    arguments.output.print(&report)
+}
+
+/// Which block comes next: all of them in a scattered order that looks random to the medium.
+struct Scatter {
+    blocks: u64,
+    state: u64,
+}
+
+impl Scatter {
+    fn next(&mut self) -> u64 {
+        // Xorshift (Marsaglia 2003): never zero once it is not zero.
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        self.state % self.blocks
+    }
+}
+
+/// A client of the store, with the block that each of its slots reads.
+struct Reader {
+    queue: QueueClient,
+    wanted: Vec<u64>,
+    scatter: Scatter,
+    writer: u64,
+}
+
+impl Reader {
+    fn read(&mut self) -> Result<Duration, CommandError> {
+        let (wanted, scatter) = (&mut self.wanted, &mut self.scatter);
+        let next = |slot: usize| {
+            wanted[slot] = scatter.next();
+            Some(Operation::Read {
+                sector: wanted[slot] * BLOCK as u64 / SECTOR_SIZE,
+                sectors: (BLOCK as u64 / SECTOR_SIZE) as u32,
+            })
+        };
+        let ended = self.queue.step(next)?;
+        let (slot, data, time) = ended.expect("the queue is never empty");
+        let block = self.wanted[slot];
+        match data {
+            Some(data) if is_stamped(&data, self.writer, block) => Ok(time),
+            _ => Err(damaged("the disk", block)),
+        }
+    }
+}
+
+/// A thread of the baseline.
+struct RawReader<'a> {
+    queue: RawQueue<'a>,
+    wanted: Vec<u64>,
+    scatter: Scatter,
+}
+
+impl RawReader<'_> {
+    fn read(&mut self) -> Result<Duration, CommandError> {
+        let (wanted, scatter) = (&mut self.wanted, &mut self.scatter);
+        let next = |slot: usize| {
+            wanted[slot] = scatter.next();
+            Some(wanted[slot] * BLOCK as u64)
+        };
+        let ended = self.queue.step(next)?;
+        let (slot, time) = ended.expect("the queue is never empty");
+        let block = self.wanted[slot];
+        match is_stamped(self.queue.buffer(slot), 0, block) {
+            true => Ok(time),
+            false => Err(damaged("the raw file", block)),
+        }
+    }
+}
+
+fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
+    let (clients, depth) = (u64::from(arguments.clients), usize::from(arguments.depth));
+    let blocks = arguments.bytes / BLOCK as u64;
+    let bytes = blocks * BLOCK as u64;
+    let site = Site::new(&arguments.output.dir)?;
+    let options = ring(3 * bytes);
+    let disks = 1 + usize::from(arguments.beside_sync_us.is_some());
+    site.create(disks, bytes, &options)?;
+    let raw_file = raw::create(&site.path().join("raw"), bytes, BLOCK)?;
+    let scatter = |client: u64| Scatter {
+        blocks,
+        state: 0x9e37_79b9_7f4a_7c15 ^ (client + 1),
+    };
+    let readers = |store: &Store, writer| {
+        let reader = |client| {
+            Ok(Reader {
+                queue: QueueClient::open(&store.disks()[0], depth)?,
+                wanted: vec![0; depth],
+                scatter: scatter(client),
+                writer,
+            })
+        };
+        (0..clients)
+            .map(reader)
+            .collect::<Result<Vec<_>, CommandError>>()
+    };
+    // Written as writer 1 and closed: checkpointed.
+    let store = site.open(1, CacheMode::Writeback, &options)?;
+    fill(&store, blocks, 1)?;
+    store.close().map_err(CommandError::failed)?;
+    let raw_reader = |client| {
+        Ok(RawReader {
+            queue: RawQueue::new(&raw_file, Direction::Read, BLOCK, depth)?,
+            wanted: vec![0; depth],
+            scatter: scatter(client),
+        })
+    };
+    let mut raw_readers = (0..clients)
+        .map(raw_reader)
+        .collect::<Result<Vec<_>, CommandError>>()?;
+    let (mut raw, mut checkpointed, mut logged) =
+        (Timing::default(), Timing::default(), Timing::default());
+    let rounds: Vec<u64> = shares(arguments.reads, ROUNDS).collect();
+    let store = site.open(1, CacheMode::Writeback, &options)?;
+    let mut from_image = readers(&store, 1)?;
+    for &share in &rounds {
+        raw.add(closed_loops(
+            &mut raw_readers,
+            share,
+            RawReader::read,
+            |_| (),
+        )?);
+        checkpointed.add(closed_loops(&mut from_image, share, Reader::read, |_| ())?);
+    }
+    drop(from_image);
+    // Written as writer 2 and left in the log.
+    fill(&store, blocks, 2)?;
+    let mut from_log = readers(&store, 2)?;
+    let mut raw_beside = Timing::default();
+    for &share in &rounds {
+        raw_beside.add(closed_loops(
+            &mut raw_readers,
+            share,
+            RawReader::read,
+            |_| (),
+        )?);
+        logged.add(closed_loops(&mut from_log, share, Reader::read, |_| ())?);
+    }
+    drop(from_log);
+    let (checkpointed_ratio, logged_ratio) = (
+        checkpointed.rate() / raw.rate(),
+        logged.rate() / raw_beside.rate(),
+    );
+    raw.add(raw_beside);
+    store.close().map_err(CommandError::failed)?;
+    let beside_syncs = arguments
+        .beside_sync_us
+        .map(|latency| {
+            let options = StoreOptions {
+                sync_latency: Duration::from_micros(latency.into()),
+                ..options
+            };
+            let store = site.open(2, CacheMode::Writeback, &options)?;
+            let beside = beside(&store, &mut readers(&store, 2)?, &rounds, latency)?;
+            store.close().map_err(CommandError::failed)?;
+            Ok::<_, CommandError>(beside)
+        })
+        .transpose()?;
+    Ok(ReadReport {
+        bytes,
+        reads: arguments.reads,
+        clients: arguments.clients,
+        depth: arguments.depth,
+        checkpointed: Figures::new(checkpointed),
+        logged: Figures::new(logged),
+        raw: Figures::new(raw),
+        checkpointed_ratio: thousandths(checkpointed_ratio),
+        logged_ratio: thousandths(logged_ratio),
+        beside_syncs,
+    })
+}
+
+/// Reads the first disk, alone and beside a client of the second that flushes whatever it has written.
+fn beside(
+    store: &Store,
+    readers: &mut [Reader],
+    rounds: &[u64],
+    sync_latency_us: u32,
+) -> Result<Beside, CommandError> {
+    let syncs = store.log_counters().syncs;
+    let (mut alone, mut beside) = (Timing::default(), Timing::default());
+    for &share in rounds {
+        alone.add(closed_loops(readers, share, Reader::read, |_| ())?);
+        let over = AtomicBool::new(false);
+        let mut client = Client::open(&store.disks()[1])?;
+        thread::scope(|scope| {
+            let over = &over;
+            let flusher = scope.spawn(move || {
+                // Once in any case: a machine may have read all before it lets this thread run.
+                loop {
+                    let data = stamped(BLOCK, 0, 0);
+                    client.run(Operation::Write { sector: 0, data })?;
+                    client.run(Operation::Flush)?;
+                    if over.load(Ordering::Relaxed) {
+                        return Ok(());
+                    }
+                }
+            });
+            let read = closed_loops(readers, share, Reader::read, |_| ());
+            over.store(true, Ordering::Relaxed);
+            let flushed: Result<(), CommandError> = flusher.join().expect("no panic");
+            beside.add(read?);
+            flushed
+        })?;
+    }
+    Ok(Beside {
+        sync_latency_us,
+        syncs: store.log_counters().syncs - syncs,
+        alone: Figures::new(alone),
+        beside: Figures::new(beside),
+    })
+}
+
+/// Writes every block, a record each, and makes them durable.
+fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
+    let mut queue = QueueClient::open(&store.disks()[0], FILL_DEPTH)?;
+    let mut next = 0;
+    let mut write = |_| {
+        let block = next;
+        next += 1;
+        (block < blocks).then(|| Operation::Write {
+            sector: block * BLOCK as u64 / SECTOR_SIZE,
+            data: stamped(BLOCK, writer, block),
+        })
+    };
+    while queue.step(&mut write)?.is_some() {}
+    queue.flush()?;
+    Ok(())
+}
+
+impl fmt::Display for ReadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} random 4 KiB reads of each kind over {} bytes; {} clients, {} in flight each\n",
+            self.reads, self.bytes, self.clients, self.depth
+        )?;
+        writeln!(f, "                 reads/s    p50 us    p99 us   ratio")?;
+        let rows = [
+            ("checkpointed", &self.checkpointed, self.checkpointed_ratio),
+            ("in the log", &self.logged, self.logged_ratio),
+            ("raw file", &self.raw, 1.0),
+        ];
+        for (name, row, ratio) in rows {
+            writeln!(
+                f,
+                "{name:<12} {:>11.1} {:>9.1} {:>9.1} {ratio:>7.3}",
+                row.reads_per_s, row.p50_us, row.p99_us
+            )?;
+        }
+        writeln!(
+            f,
+            "\neach ratio against the raw reads that took turns with it"
+        )?;
+        let Some(beside) = &self.beside_syncs else {
+            return Ok(());
+        };
+        writeln!(
+            f,
+            "\nbeside {} syncs of another disk, each {} us longer than the medium needs; taking turns with none",
+            beside.syncs, beside.sync_latency_us
+        )?;
+        for (name, row) in [("none", &beside.alone), ("syncs", &beside.beside)] {
+            writeln!(
+                f,
+                "{name:<12} {:>11.1} {:>9.1} {:>9.1}",
+                row.reads_per_s, row.p50_us, row.p99_us
+            )?;
+        }
+        Ok(())
+    }
+}

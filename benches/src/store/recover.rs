@@ -1,0 +1,228 @@
+//! `walvisor-bench store recover`: how long opening takes after a crash. The crash is a process that ends without closing.
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, exit};
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+use walvisor::commands::CommandError;
+use walvisor::commands::threads::Threads;
+use walvisor::size::parse_size;
+use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
+
+use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
+use super::figures::{BLOCK, scattered, thousandths};
+use super::output::Output;
+use super::raw;
+use super::site::{self, Site, ring};
+use super::timing::median;
+
+/// How often store and baseline take turns.
+const ROUNDS: usize = 3;
+/// Records between two FLUSHes.
+const BURST: u64 = 256;
+/// Bytes of a read of the baseline.
+const RAW_BYTES: usize = 1 << 20;
+/// Every so many-th block is verified.
+const VERIFY_EACH: u64 = 61;
+
+/// Arguments of `walvisor-bench store recover`.
+#[derive(Debug, Args)]
+pub struct RecoverArguments {
+    /// Bytes of payload in the log, in records of 4 KiB
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size)]
+    bytes: u64,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Arguments of the process that fills the log.
+#[derive(Debug, Args)]
+pub struct FillArguments {
+    site: PathBuf,
+    bytes: u64,
+}
+
+/// Arguments of the process that opens the log.
+#[derive(Debug, Args)]
+pub struct OpenArguments {
+    site: PathBuf,
+    bytes: u64,
+    /// Read back what was acknowledged
+    #[arg(long)]
+    verify: bool,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+/// What was measured; each time is the median of the rounds.
+#[derive(Debug, Serialize)]
+struct RecoverReport {
+    records: u64,
+    log_bytes: u64,
+    rounds: usize,
+    recover_us: f64,
+    raw_read_us: f64,
+    ratio: f64,
+}
+
+/// Carries out `walvisor-bench store recover`.
+///
+/// # Errors
+/// See [`super::run`].
+pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
+    let bytes = arguments.bytes;
+    if !(1 << 20..=64 << 30).contains(&bytes) || !bytes.is_multiple_of(BLOCK as u64) {
+        return Err(CommandError::Usage(format!(
+            "--bytes {bytes}: give a multiple of 4K from 1M to 64G"
+        )));
+    }
+    let site = Site::new(&arguments.output.dir)?;
+    site.create(1, bytes, &ring(2 * bytes))?;
+    let log_bytes = child(&site, "fill", bytes, &[])? as u64;
+    let (mut recovered, mut read) = (Vec::new(), Vec::new());
+    for round in 0..ROUNDS {
+        read.push(raw_read(&site::log(site.path()), log_bytes)?);
+        let last = round + 1 == ROUNDS;
+        let verify: &[&str] = if last { &["--verify"] } else { &[] };
+        recovered.push(child(&site, "open", bytes, verify)?);
+    }
+    let (recover_us, raw_read_us) = (median(recovered), median(read));
+    arguments.output.print(&RecoverReport {
+        records: bytes / BLOCK as u64,
+        log_bytes,
+        rounds: ROUNDS,
+        recover_us: recover_us.round(),
+        raw_read_us: raw_read_us.round(),
+        ratio: thousandths(recover_us / raw_read_us),
+    })
+}
+
+/// Runs a process that leaves the log unclosed, and gives the number that it prints.
+///
+/// # Errors
+/// If it fails, with what it said.
+pub fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
+    let myself = std::env::current_exe().map_err(CommandError::failed)?;
+    let output = Command::new(myself)
+        .args(["store", action])
+        .arg(site.path())
+        .arg(bytes.to_string())
+        .args(more)
+        .output()
+        .map_err(CommandError::failed)?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    match text.trim().parse() {
+        Ok(number) if output.status.success() => Ok(number),
+        _ => {
+            let error = String::from_utf8_lossy(&output.stderr);
+            let error = error.trim().trim_start_matches("walvisor-bench: ");
+            Err(CommandError::Failed(format!("store {action}: {error}")))
+        }
+    }
+}
+
+/// Fills the log, prints its bytes, and ends as a crash would: nothing closed.
+///
+/// # Errors
+/// If the store fails.
+pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
+    let store = open_store(&arguments.site, arguments.bytes, None)?;
+    let blocks = arguments.bytes / BLOCK as u64;
+    let mut queue = QueueClient::open(&store.disks()[0], BURST as usize)?;
+    for first in (0..blocks).step_by(BURST as usize) {
+        let mut record = first;
+        let mut write = |_| {
+            let block = scattered(record, blocks);
+            record += 1;
+            (record <= blocks.min(first + BURST)).then(|| Operation::Write {
+                sector: block * BLOCK as u64 / SECTOR_SIZE,
+                data: stamped(BLOCK, 1, block),
+            })
+        };
+        while queue.step(&mut write)?.is_some() {}
+        queue.flush()?;
+    }
+    println!("{}", store.log_counters().log_bytes);
+    exit(0)
+}
+
+/// Opens the log, prints how many microseconds that took, and ends as a crash would.
+///
+/// # Errors
+/// If the store fails, or what was acknowledged does not read back.
+pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
+    let began = Instant::now();
+    let store = open_store(&arguments.site, arguments.bytes, arguments.threads.get())?;
+    let time = began.elapsed();
+    if arguments.verify {
+        let mut client = Client::open(&store.disks()[0])?;
+        for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH as usize) {
+            if !is_stamped(&client.read(block * BLOCK as u64 / SECTOR_SIZE)?, 1, block) {
+                return Err(damaged("the recovered disk", block));
+            }
+        }
+    }
+    println!("{}", time.as_micros());
+    exit(0)
+}
+
+fn open_store(
+    site: &Path,
+    bytes: u64,
+    threads: Option<NonZeroUsize>,
+) -> Result<Store, CommandError> {
+    let options = StoreOptions {
+        threads,
+        ..ring(2 * bytes)
+    };
+    site::open(site, 1, CacheMode::Writeback, &options)
+}
+
+/// Reads `bytes` of the log's segment files from beginning to end; microseconds.
+fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
+    let entries = std::fs::read_dir(log).map_err(raw::failed("list", log))?;
+    let mut segments = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(raw::failed("list", log))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with("segment-") && path.extension().is_none() {
+            segments.push(path);
+        }
+    }
+    segments.sort();
+    let mut buffer = Buffer::zeroed(RAW_BYTES);
+    let (mut left, began) = (bytes, Instant::now());
+    for path in segments {
+        let file = raw::open_direct(&path)?;
+        let len = file.metadata().map_err(raw::failed("read", &path))?.len();
+        for at in (0..len).step_by(RAW_BYTES) {
+            if left == 0 {
+                break;
+            }
+            let part = (len - at).min(RAW_BYTES as u64) as usize;
+            file.read_exact_at(&mut buffer[..part], at)
+                .map_err(raw::failed("read", &path))?;
+            left = left.saturating_sub(part as u64);
+        }
+    }
+    Ok(began.elapsed().as_secs_f64() * 1e6)
+}
+
+impl fmt::Display for RecoverReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} records of 4 KiB, {} bytes of log; median of {} rounds\n",
+            self.records, self.log_bytes, self.rounds
+        )?;
+        writeln!(f, "                    ms")?;
+        writeln!(f, "open and recover {:>9.1}", self.recover_us / 1000.0)?;
+        writeln!(f, "raw read         {:>9.1}", self.raw_read_us / 1000.0)?;
+        writeln!(f, "ratio            {:>9.3}", self.ratio)
+    }
+}

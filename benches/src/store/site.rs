@@ -1,0 +1,123 @@
+//! The directory that a benchmark works in, with a log and its disks. It is removed at the end.
+
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+use walvisor::commands::CommandError;
+use walvisor_storage::{
+    CacheMode, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk,
+};
+
+use super::client::{Client, stamped};
+use super::figures::BLOCK;
+
+/// A temporary directory on the medium to be measured.
+pub struct Site {
+    dir: TempDir,
+}
+
+impl Site {
+    /// Makes the directory in `parent`.
+    ///
+    /// # Errors
+    /// If it can't be made there.
+    pub fn new(parent: &Path) -> Result<Self, CommandError> {
+        let made = tempfile::Builder::new()
+            .prefix("walvisor-bench-")
+            .tempdir_in(parent);
+        let dir = made.map_err(|error| {
+            CommandError::Failed(format!(
+                "{}: can't work there ({error}): name a directory that can be written with --dir",
+                parent.display()
+            ))
+        })?;
+        Ok(Self { dir })
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The image of disk number `disk`.
+    pub fn image(&self, disk: usize) -> PathBuf {
+        image(self.path(), disk)
+    }
+
+    /// Creates `disks` disks of `bytes` bytes on one log, whose first segments are made before anything is measured.
+    ///
+    /// # Errors
+    /// If the store can't make them.
+    pub fn create(
+        &self,
+        disks: usize,
+        bytes: u64,
+        options: &StoreOptions,
+    ) -> Result<(), CommandError> {
+        for disk in 0..disks {
+            create_disk(&self.image(disk), bytes, &log(self.path()), options)
+                .map_err(CommandError::failed)?;
+        }
+        let store = open(self.path(), disks, CacheMode::Writeback, options)?;
+        let mut client = Client::open(&store.disks()[0])?;
+        let data = stamped(BLOCK, 0, 0);
+        client.run(Operation::Write { sector: 0, data })?;
+        client.run(Operation::Flush)?;
+        drop(client);
+        store.close().map_err(CommandError::failed)
+    }
+
+    /// Opens the log with its disks.
+    ///
+    /// # Errors
+    /// If the store can't.
+    pub fn open(
+        &self,
+        disks: usize,
+        cache: CacheMode,
+        options: &StoreOptions,
+    ) -> Result<Store, CommandError> {
+        open(self.path(), disks, cache, options)
+    }
+}
+
+/// A ring of small segments, with room for `bytes` of log before a checkpoint begins.
+pub fn ring(bytes: u64) -> StoreOptions {
+    let segment_size = 16 << 20;
+    let segments = (2 * bytes).div_ceil(segment_size) + 8;
+    StoreOptions {
+        segment_size,
+        max_segments: segments.clamp(64, 65536) as u32,
+        engine: EngineKind::Auto,
+        ..StoreOptions::default()
+    }
+}
+
+/// The log in the directory `site`.
+pub fn log(site: &Path) -> PathBuf {
+    site.join("log")
+}
+
+/// The image of disk number `disk` in the directory `site`.
+pub fn image(site: &Path, disk: usize) -> PathBuf {
+    site.join(format!("disk-{disk}.img"))
+}
+
+/// Opens the log in the directory `site` with its first `disks` disks.
+///
+/// # Errors
+/// If the store can't.
+pub fn open(
+    site: &Path,
+    disks: usize,
+    cache: CacheMode,
+    options: &StoreOptions,
+) -> Result<Store, CommandError> {
+    let disks: Vec<DiskOptions> = (0..disks)
+        .map(|disk| DiskOptions {
+            cache,
+            ..DiskOptions::new(image(site, disk))
+        })
+        .collect();
+    Store::open(&log(site), &disks, options).map_err(CommandError::failed)
+}

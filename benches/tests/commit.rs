@@ -1,0 +1,154 @@
+//! `walvisor-bench commit`: what it measures, what it writes, and how it is cut short.
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use walvisor_tests::leash;
+
+/// No cell takes this long on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+    command.current_dir(dir).arg("commit");
+    command.args(arguments);
+    command
+}
+
+/// Runs it; what it printed as JSON.
+fn json(dir: &std::path::Path, arguments: &[&str]) -> Value {
+    let output = compare(dir, arguments).arg("--json").output().unwrap();
+    report(&output)
+}
+
+fn report(output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().or_else(|| value["median"].as_f64()).unwrap()
+}
+
+#[test]
+fn groups_need_fewer_syncs_and_fewer_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = [
+        "--quick",
+        "--only",
+        "clients,waiters,wait,disks,mode,medium",
+        // How many find their way into a group depends on the time of a sync, next to which even a slow processor is fast.
+        "--sync-latency-us",
+        "2000",
+    ];
+    let report = json(dir.path(), &arguments);
+    let section = |key: &str| {
+        let sections = report["sections"].as_array().unwrap();
+        let section = sections.iter().find(|section| section["key"] == key);
+        section.unwrap()["rows"].as_array().unwrap().clone()
+    };
+    for row in section("clients") {
+        assert_eq!(number(&row["off_syncs_per_commit"]), 1.0, "{row}");
+        let on = number(&row["on_syncs_per_commit"]);
+        match number(&row["clients"]) {
+            1.0 => assert_eq!(on, 1.0, "{row}"),
+            clients => assert!(on < 6.0 / clients, "{row}"),
+        }
+    }
+    for row in section("waiters") {
+        // A waiter may find its write made by a group that it came too late for.
+        assert!(number(&row["write_each_writes_per_commit"]) > 0.9, "{row}");
+        assert!(number(&row["one_write_writes_per_commit"]) < 0.2, "{row}");
+    }
+    let medium = &section("medium")[0];
+    assert!(
+        number(&medium["write_each_operations_per_commit"]) > 1.0,
+        "{medium}"
+    );
+    assert!(
+        number(&medium["one_write_operations_per_commit"]) < 0.7,
+        "{medium}"
+    );
+    for key in ["wait", "disks", "mode"] {
+        assert!(!section(key).is_empty());
+    }
+    assert_eq!(report["interrupted"], false);
+    assert!(report["machine"]["kernel"].is_string());
+}
+
+#[test]
+fn a_page_and_plots_are_written_and_need_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = ["--html", "page.html", "--svg", "a/plots"];
+    let arguments = [&["--quick", "--only", "mode"][..], &files].concat();
+    let output = compare(dir.path(), &arguments).output().unwrap();
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("writethrough: syncs/commit"), "{text}");
+    let page = std::fs::read_to_string(dir.path().join("page.html")).unwrap();
+    assert!(page.contains("<svg") && page.contains("Writeback beside writethrough"));
+    // The name of SVG's elements is no address that is fetched.
+    let rest = page.replace("http://www.w3.org/2000/svg", "");
+    for word in ["http", "<script", "url(", "@import", "src="] {
+        assert!(!rest.contains(word), "{word}");
+    }
+    let plot = std::fs::read_to_string(dir.path().join("a/plots/commit-mode.svg")).unwrap();
+    assert!(plot.starts_with("<svg") && !plot.contains("var("), "{plot}");
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+}
+
+#[test]
+fn what_was_measured_before_an_interrupt_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    // Minutes, if nobody interrupts it.
+    let arguments = ["--only", "medium,latency", "--json"];
+    let mut command = compare(dir.path(), &arguments);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = leash(child).spawn().unwrap();
+    let pid = Pid::from_child(&child);
+    // Each cell has a directory of its own, which comes when what the cell before it gave is kept.
+    let directory = || {
+        let mut entries = std::fs::read_dir(dir.path()).unwrap();
+        entries.next().map(|entry| entry.unwrap().file_name())
+    };
+    let (began, mut first) = (Instant::now(), None);
+    while first.is_none() || directory().is_none_or(|now| Some(now) == first) {
+        first = first.or_else(directory);
+        assert!(began.elapsed() < PATIENCE, "no second cell");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    kill_process(pid, Signal::INT).unwrap();
+    let report = report(&child.wait_with_output().unwrap());
+    assert_eq!(report["interrupted"], true);
+    let sections = report["sections"].as_array().unwrap();
+    assert_eq!(sections.len(), 2);
+    let rows = |at: usize| sections[at]["rows"].as_array().unwrap().len();
+    assert!(rows(0) + rows(1) > 0 && rows(0) + rows(1) < 47, "{report}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_cannot_be_written_is_told_first() {
+    let dir = tempfile::tempdir().unwrap();
+    for (arguments, status, told) in [
+        (
+            ["--html", "no/page.html"],
+            1,
+            "no/page.html: cannot write the page: ",
+        ),
+        (["--dir", "no"], 1, "no: can't work there"),
+        (["--only", "everything"], 2, "invalid value 'everything'"),
+    ] {
+        let output = compare(dir.path(), &arguments).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert!(
+            error.contains(told) && error.lines().count() == 1,
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,88 @@
+//! `walvisor-bench peers`: rows for the peers that are here and for answers from memory, and a word for those that are not.
+
+use std::process::Command;
+
+use serde_json::Value;
+use walvisor_tests::{binary, have};
+
+fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+    command
+        .current_dir(dir)
+        .env("WALVISOR", binary())
+        .args(["peers", "--quick"]);
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn the_same_job_on_both_sides() {
+    let needs = [
+        ("qemu-storage-daemon", "qemu-system-common"),
+        ("qemu-nbd", "qemu-utils"),
+        ("fio", "fio"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let only = [
+        "--only",
+        "vhost-user,nbd",
+        "--job",
+        "write + flush, 1",
+        "--json",
+    ];
+    let output = compare(dir.path(), &only).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["sections"][0]["rows"].as_array().unwrap();
+    let told: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            format!(
+                "{} {}",
+                row["peer"].as_str().unwrap(),
+                row["job"].as_str().unwrap()
+            )
+        })
+        .collect();
+    let expected = [
+        "qemu-storage-daemon write + flush, 1 client",
+        "qemu-storage-daemon write + flush, 16 clients, 4 queues",
+        "qemu-nbd write + flush, 1 connection",
+        "walvisor, answer=memory write + flush, 1 connection",
+        "qemu-nbd write + flush, 16 connections",
+        "walvisor, answer=memory write + flush, 16 connections",
+    ];
+    assert_eq!(told, expected);
+    for row in rows {
+        for side in ["walvisor_per_s", "peer_per_s"] {
+            assert!(row[side]["median"].as_f64().unwrap() > 0.0, "{row}");
+        }
+        assert!(row["ratio"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_peer_that_is_not_here_is_told_with_its_package() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = compare(dir.path(), &[]);
+    let output = command.env("PATH", dir.path()).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for told in [
+        "Not measured: qemu-storage-daemon is missing: install the package qemu-system-common",
+        "Not measured: qemu-nbd is missing: install the package qemu-utils",
+        "Not measured: qemu-system-x86_64 is missing: install the package qemu-system-x86",
+        "Not measured: linux.uml is missing: install the package user-mode-linux",
+    ] {
+        assert!(text.contains(told), "{text}");
+    }
+}
