@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
 
 use crate::commands::{self, CommandError};
 
@@ -93,14 +94,22 @@ pub const WARNINGS: &str = "warn,virtio_queue=off";
 /// # Panics
 /// If this process shows warnings already.
 pub fn show_warnings(otherwise: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(otherwise));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let asked = std::env::var("RUST_LOG").ok();
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .with_target(false)
-        .without_time()
+        .without_time();
+    tracing_subscriber::registry()
+        .with(filter(asked.as_deref(), otherwise))
+        .with(lines)
         .init();
+}
+
+/// What passes: what `asked` says, where it can be understood.
+fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
+    let asked = asked.and_then(|asked| asked.parse().ok());
+    asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
 }
 
 /// Prints help and version of `program` as clap does, and every error as one line on stderr; the exit status for that.
@@ -165,6 +174,21 @@ mod tests {
         let error = Cli::try_parse_from(["walvisor", "run"]).unwrap_err();
         let line = one_line(&error.to_string());
         assert!(!line.contains('\n') && line.contains("--kernel"), "{line}");
+    }
+
+    #[test]
+    fn what_is_shown_is_what_was_asked_for() {
+        use tracing::Level;
+        let shown = filter(None, WARNINGS);
+        assert!(shown.would_enable("walvisor", &Level::WARN));
+        assert!(!shown.would_enable("walvisor", &Level::INFO));
+        assert!(!shown.would_enable("virtio_queue::queue", &Level::ERROR));
+        assert!(!filter(None, "off").would_enable("walvisor", &Level::ERROR));
+        let asked = filter(Some("info,walvisor_storage=debug"), WARNINGS);
+        assert!(asked.would_enable("walvisor_storage::log", &Level::DEBUG));
+        assert!(!asked.would_enable("walvisor_devices", &Level::DEBUG));
+        let nonsense = filter(Some("walvisor=loud"), WARNINGS);
+        assert!(!nonsense.would_enable("walvisor", &Level::INFO));
     }
 
     #[test]
