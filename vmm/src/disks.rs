@@ -84,7 +84,7 @@ pub fn open(
                 in_order: spec.in_order,
                 worker_cpus: spec.worker_cpus.clone(),
                 poll: spec.poll,
-                answer: spec.answer.unwrap_or_default(),
+                answer: spec.answer,
             },
             limits: spec.limits,
         })
@@ -241,9 +241,13 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::disk_spec::DiskCommand;
 
     fn specs(texts: &[&str]) -> Vec<DiskSpec> {
-        texts.iter().map(|text| text.parse().unwrap()).collect()
+        texts
+            .iter()
+            .map(|text| DiskSpec::parse(text, DiskCommand::Run).unwrap())
+            .collect()
     }
 
     #[test]

@@ -169,6 +169,7 @@ mod tests {
     use walvisor_devices::backend::{Buffer, Operation, flush};
 
     use super::*;
+    use crate::disk_spec::DiskCommand;
     use crate::disks::{make_logs, open};
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
@@ -180,8 +181,8 @@ mod tests {
             return;
         };
         let open_before = File::open(dir.join("secret")).unwrap();
-        let spec = format!("path={}", dir.join("disk.img").display()).parse();
-        let specs = [spec.unwrap()];
+        let text = format!("path={}", dir.join("disk.img").display());
+        let specs = [DiskSpec::parse(&text, DiskCommand::Run).unwrap()];
         make_logs(&specs).unwrap();
         Places::of(&specs).restrict(Landlock::On);
 

@@ -23,7 +23,8 @@ use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
 use walvisor::control::Control;
-use walvisor::control_socket::{Controlled, Kind, Power, Server};
+use walvisor::control_socket::{Controlled, Power, Server};
+use walvisor::disk_spec::DiskCommand;
 use walvisor_devices_fuzz::bounded::Bounded;
 
 use guest::Guest;
@@ -44,14 +45,14 @@ fn run(input: &[u8]) {
     let (kind, power) = if options & 1 == 0 {
         let end = Arc::clone(&ended);
         let end = move || end.store(true, Ordering::SeqCst);
-        (Kind::Nbd, Power::Daemon(Box::new(end)))
+        (DiskCommand::Nbd, Power::Daemon(Box::new(end)))
     } else {
         let power = Power::Guest {
             control: Arc::clone(&control),
             exits: vec![Arc::default()],
             first_run: Arc::default(),
         };
-        (Kind::Run, power)
+        (DiskCommand::Run, power)
     };
     let controlled = Controlled::new(kind, Instant::now(), guest.controlled(), power);
     let address = SocketAddr::from_abstract_name(format!("walvisor-fuzz-{}", std::process::id()));
@@ -61,7 +62,7 @@ fn run(input: &[u8]) {
     let connect = || UnixStream::connect_addr(&address).expect("somebody listens");
 
     let pieces = words::pieces(input, 1 << (options & 6));
-    let mut judge = Judge::new(guest.sizes(), kind == Kind::Run);
+    let mut judge = Judge::new(guest.sizes(), kind == DiskCommand::Run);
     let answers = client::converse(&connect(), &pieces, &mut guest);
     judge.check(&pieces, answers);
     // The end comes when its answer is on its way.

@@ -6,6 +6,7 @@ pub mod demo;
 pub mod disk;
 pub mod log;
 mod metrics_file;
+mod process;
 pub mod run;
 pub mod serve;
 mod socket;

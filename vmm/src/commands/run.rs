@@ -9,18 +9,17 @@ use clap::Args;
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
-use super::socket;
+use super::process::ProcessArguments;
 use super::socket_names::SocketNames;
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
 use crate::control::Ended;
-use crate::control_socket::{CONTROL_MODE, Controlled, Server};
+use crate::control_socket::{Controlled, Server};
 use crate::devices::console::Console;
-use crate::disk_spec::{self, DiskSpec};
+use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
-use crate::landlock::{Landlock, Places};
+use crate::landlock::Places;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
-use crate::seccomp::Seccomp;
 use crate::size::parse_size;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
@@ -69,24 +68,15 @@ pub struct RunArguments {
     /// Guest memory, with K, M or G
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
     pub memory: u64,
-    /// A disk: path=FILE[,key=value ...]; may be given several times
-    #[arg(long = "disk", value_name = "SPEC", long_help = disk_spec::help())]
+    /// A disk: path=FILE[,key=value ...]; may be given several times; 'help' lists the keys
+    #[arg(long = "disk", value_name = "SPEC", value_parser = DiskArgument(DiskCommand::Run))]
     pub disks: Vec<DiskSpec>,
     /// Serial console: stdio, off or file:PATH
     #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]
     pub console: ConsoleTarget,
-    /// Write metrics in Prometheus text when the guest ends, to a file or - for stdout
-    #[arg(long, value_name = "FILE")]
-    pub metrics: Option<PathBuf>,
-    /// Listen here for 'walvisor ctl'; only this user can connect
-    #[arg(long, value_name = "SOCKET")]
-    pub control: Option<PathBuf>,
-    /// Seccomp filter: on, log or off. It stops system calls that the VMM does not need
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-    pub seccomp: Seccomp,
-    /// Landlock: on or off. It takes away all files and ports that the VMM does not need, as far as the kernel supports that
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-    pub landlock: Landlock,
+    /// Metrics, control, and what the process gives up.
+    #[command(flatten)]
+    pub process: ProcessArguments,
     /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
@@ -107,22 +97,13 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // Before any disk is opened, which may give it a log: bad input changes nothing.
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
-    let metrics = arguments
-        .metrics
-        .as_deref()
-        .map(MetricsFile::open)
-        .transpose()?;
+    let metrics = arguments.process.metrics()?;
     // While there is one thread, and before disks are opened, which may take long after a crash.
     let mut names = SocketNames::default();
-    let control = arguments.control.as_deref();
-    let control = control.map(|path| socket::bind(path, CONTROL_MODE));
-    let control = control.transpose()?.map(|(listener, file)| {
-        names.add(file);
-        listener
-    });
+    let control = arguments.process.control(&mut names)?;
     names.entrust().map_err(CommandError::failed)?;
     disks::make_logs(&arguments.disks).map_err(CommandError::failed)?;
-    places(arguments).restrict(arguments.landlock);
+    places(arguments).restrict(arguments.process.landlock);
     // The logs' threads start with the disks, before the VM is built.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
@@ -146,10 +127,6 @@ fn places(arguments: &RunArguments) -> Places {
 
 /// Refuses what no VM can have.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
-    for disk in &arguments.disks {
-        disk.check_not_served()
-            .map_err(|error| CommandError::Usage(format!("disk '{}': {error}", disk.name())))?;
-    }
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
     if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
@@ -177,7 +154,7 @@ fn run_on(
         .memory(arguments.memory)
         .console(console)
         .measure_memory(metrics.is_some())
-        .seccomp(arguments.seccomp)
+        .seccomp(arguments.process.seccomp)
         .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
     for disk in disks {
         builder = builder.disk(disk);

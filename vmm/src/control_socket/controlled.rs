@@ -10,34 +10,10 @@ use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::{self, Throttle};
 
 use crate::control::Control;
+use crate::disk_spec::DiskCommand;
 use crate::metrics::DiskMetrics;
 use crate::vm::exits::ExitCounters;
 use crate::vm::{AttachedDisk, Vm};
-
-/// What the process is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// `walvisor run`
-    Run,
-    /// `walvisor serve nbd`
-    Nbd,
-    /// `walvisor serve vhost-user`
-    VhostUser,
-    /// `walvisor serve tcmu`
-    Tcmu,
-}
-
-impl Kind {
-    /// As the command line says it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Run => "run",
-            Self::Nbd => "nbd",
-            Self::VhostUser => "vhost-user",
-            Self::Tcmu => "tcmu",
-        }
-    }
-}
 
 /// A disk in use.
 #[derive(Clone)]
@@ -86,7 +62,7 @@ pub enum Power {
 
 /// What there is to control. See the module's documentation.
 pub struct Controlled {
-    pub(super) kind: Kind,
+    pub(super) kind: DiskCommand,
     pub(super) started: Instant,
     pub(super) disks: Vec<ControlledDisk>,
     pub(super) power: Power,
@@ -100,7 +76,12 @@ pub struct Controlled {
 
 impl Controlled {
     /// `started` is when the process began.
-    pub fn new(kind: Kind, started: Instant, disks: Vec<ControlledDisk>, power: Power) -> Self {
+    pub fn new(
+        kind: DiskCommand,
+        started: Instant,
+        disks: Vec<ControlledDisk>,
+        power: Power,
+    ) -> Self {
         Self {
             kind,
             started,
@@ -120,7 +101,7 @@ impl Controlled {
             first_run: vm.first_run(),
         };
         let disks = vm.disks().iter().map(ControlledDisk::from).collect();
-        Self::new(Kind::Run, started, disks, power)
+        Self::new(DiskCommand::Run, started, disks, power)
     }
 
     /// The end has come, which no limit is to hold up, whoever sets one now.

@@ -209,7 +209,7 @@ mod tests {
     use walvisor_devices::control::DeviceControl;
 
     use super::*;
-    use crate::control_socket::Kind;
+    use crate::disk_spec::DiskCommand;
 
     /// A device that takes as long as the test wants to change its cache mode, or to pause.
     struct Slow {
@@ -255,7 +255,7 @@ mod tests {
             }),
         };
         let power = Power::Daemon(Box::new(|| ()));
-        let controlled = Controlled::new(Kind::Nbd, Instant::now(), vec![disk], power);
+        let controlled = Controlled::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
         (controlled, comes, go)
     }
 

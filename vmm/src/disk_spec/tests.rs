@@ -1,10 +1,32 @@
 //! What SPECs are taken, and what they mean.
 
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::TypedValueParser;
+use clap::error::ErrorKind;
+use walvisor_devices::backend::Answer;
+use walvisor_storage::CommitWait;
+
+use super::key::Key;
+use super::table::KEYS;
 use super::*;
 
+/// A command that takes every key of `text` that exists, or else the last.
+fn command(text: &str) -> DiskCommand {
+    let keys = text.split(',').filter_map(|part| part.split_once('='));
+    let keys: Vec<_> = keys
+        .filter_map(|(name, _)| KEYS.iter().find(|key| key.name == name))
+        .collect();
+    let takes = |command: &DiskCommand| keys.iter().all(|key| key.commands.contains(command));
+    let found = DiskCommand::ALL.into_iter().find(takes);
+    found.unwrap_or(DiskCommand::Tcmu)
+}
+
 fn parse(text: &str) -> Result<DiskSpec, String> {
-    text.parse()
-        .map_err(|error: DiskSpecError| error.to_string())
+    DiskSpec::parse(text, command(text)).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -51,9 +73,9 @@ fn every_key_is_carried_out() {
     };
     assert_eq!(waiting.commit_wait, wait);
     for (text, answer) in [
-        ("path=a", None),
-        ("path=a,answer=written", Some(Answer::Written)),
-        ("path=a,answer=memory", Some(Answer::Memory)),
+        ("path=a", Answer::Written),
+        ("path=a,answer=written", Answer::Written),
+        ("path=a,answer=memory", Answer::Memory),
     ] {
         assert_eq!(parse(text).unwrap().answer, answer, "{text}");
     }
@@ -65,12 +87,156 @@ fn every_key_is_carried_out() {
     assert_eq!(ram.log_directory(), None);
 }
 
+/// A disk with `key=value` that has all else that it needs.
+fn with(key: &Key, value: &str, backend: BackendKind) -> String {
+    let mut text = match backend {
+        BackendKind::Ram => "size=1M".to_owned(),
+        _ => "path=a".to_owned(),
+    };
+    if backend != BackendKind::Wal {
+        let _ = write!(text, ",backend={}", backend.name());
+    }
+    text.push_str(match key.name {
+        "ops-burst" => ",ops-per-second=9",
+        "bytes-burst" => ",bytes-per-second=9",
+        "address" => ",port=1",
+        _ => "",
+    });
+    let name = key.name;
+    match text
+        .split(',')
+        .any(|part| part.starts_with(&format!("{name}=")))
+    {
+        true => text,
+        false => format!("{text},{name}={value}"),
+    }
+}
+
+/// A value that `key` takes.
+fn example(key: &Key) -> &'static str {
+    match key.name {
+        "path" | "log" | "socket" | "name" | "serial" => "a",
+        "wwn" => "naa.0123456789abcdef",
+        "worker-cpus" => "0",
+        "ops-per-second" | "ops-burst" | "bytes-per-second" | "bytes-burst" => "1",
+        "commit-wait-usec" | "commit-wait-count" | "command-timeout" | "queues" | "port" => "1",
+        "size" => "1M",
+        _ => key.default,
+    }
+}
+
 #[test]
-fn help_names_the_keys() {
-    let help = help();
+fn a_key_is_taken_by_its_commands_and_backends_alone() {
+    let mut tried = [0, 0];
+    for key in KEYS {
+        for command in DiskCommand::ALL {
+            for backend in BackendKind::ALL {
+                // An example is the default, where that is a value.
+                let text = with(key, example(key), backend);
+                let text = match key.name {
+                    "backend" => "backend=wal,path=a".to_owned(),
+                    _ => text,
+                };
+                let parsed = DiskSpec::parse(&text, command);
+                let (ours, fits) = (
+                    key.commands.contains(&command),
+                    key.backends.contains(&backend),
+                );
+                match parsed {
+                    Ok(_) => assert!(ours && fits, "{text} was taken by {command:?}"),
+                    Err(error) => {
+                        let error = error.to_string();
+                        assert!(!ours || !fits, "{text}, {command:?}: {error}");
+                        let told = format!("{}= is for ", key.name);
+                        let remedy = format!("leave {}= out", key.name);
+                        let told = error.contains(&told) && error.contains(&remedy);
+                        assert!(
+                            told || key.name == "path"
+                                || key.name == "size"
+                                || key.name == "address",
+                            "{text}: {error}"
+                        );
+                    }
+                }
+                tried[usize::from(ours && fits)] += 1;
+            }
+        }
+    }
+    assert!(tried[0] > 100 && tried[1] > 100, "{tried:?}");
+}
+
+#[test]
+fn a_default_that_is_a_value_changes_nothing() {
+    let mut values = 0;
+    for key in KEYS.iter().filter(|key| !key.default.contains(' ')) {
+        values += 1;
+        let command = key.commands[0];
+        let parse = |text: &str| DiskSpec::parse(text, key.commands[0]).unwrap();
+        let port = if key.name == "address" { ",port=1" } else { "" };
+        let without = parse(&format!("path=a{port}"));
+        let given = parse(&format!("path=a{port},{}={}", key.name, key.default));
+        assert_eq!(given, without, "{} of {command:?}", key.name);
+    }
+    assert!(values > 10, "{values}");
+}
+
+#[test]
+fn names_are_unique_and_help_is_a_phrase() {
+    for (index, key) in KEYS.iter().enumerate() {
+        assert!(KEYS[..index].iter().all(|other| other.name != key.name));
+        assert!(!key.help.ends_with('.') && !key.commands.is_empty() && !key.backends.is_empty());
+        assert!(!format!("{}{}{}", key.help, key.default, key.value.expected()).contains('|'));
+    }
+}
+
+#[test]
+fn help_shows_the_keys_of_a_command() {
+    for command in DiskCommand::ALL {
+        let mut clap = clap::Command::new("x");
+        clap.build();
+        let shown = DiskArgument(command).parse_ref(&clap, None, "help".as_ref());
+        let shown = shown.unwrap_err();
+        assert_eq!(shown.kind(), ErrorKind::DisplayHelp);
+        let shown = shown.to_string();
+        for key in KEYS {
+            let there = shown.contains(&format!("  {}=\n      {}", key.name, key.help));
+            assert_eq!(there, key.commands.contains(&command), "{}", key.name);
+        }
+    }
+}
+
+/// The table of all keys for the manual, in Markdown.
+fn page() -> String {
+    let mut text =
+        "| key | value | default | commands | backends | what |\n|---|---|---|---|---|---|\n"
+            .to_owned();
+    let some = |names: Vec<&str>, all: usize| match names.len() == all {
+        true => "all".to_owned(),
+        false => names.join(", "),
+    };
+    for key in KEYS {
+        let commands = key.commands.iter().map(|command| command.name());
+        let commands = some(commands.collect(), DiskCommand::ALL.len());
+        let backends = key.backends.iter().map(|backend| backend.name());
+        let backends = some(backends.collect(), BackendKind::ALL.len());
+        let (name, help, default) = (key.name, key.help, key.default);
+        let expected = key.value.expected();
+        let _ = writeln!(
+            text,
+            "| `{name}` | {expected} | {default} | {commands} | {backends} | {help} |"
+        );
+    }
+    text
+}
+
+#[test]
+fn the_manual_has_the_table() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disk-options.md");
+    let manual = fs::read_to_string(path).unwrap();
+    let page = page();
     assert!(
-        help.contains("ioeventfd=off") && help.contains(KEYS),
-        "{help}"
+        manual.contains(&page),
+        "docs/disk-options.md has another table; this is the one of the program:\n{page}"
     );
 }
 
@@ -78,7 +244,7 @@ fn help_names_the_keys() {
 fn a_wrong_key_is_named_with_the_valid_ones() {
     let error = parse("path=a,cashe=unsafe").unwrap_err();
     assert!(
-        error.contains("'cashe'") && error.contains("cache, answer, readonly"),
+        error.contains("'cashe'") && error.contains("cache, readonly, serial"),
         "{error}"
     );
     assert!(!error.contains('\n'));
@@ -102,27 +268,19 @@ fn a_raw_disk_has_an_image_and_no_log() {
 }
 
 #[test]
-fn what_is_for_servers_is_refused_elsewhere() {
-    for (text, key) in [
-        ("path=a,socket=s", "socket="),
-        ("path=a,port=10809", "port="),
-        ("path=a,port=0,address=::1", "port="),
-        ("path=a,answer=memory", "answer="),
-        ("path=a,name=a", "name="),
-        ("path=a,fabric=loop", "fabric="),
-        ("path=a,wwn=naa.0123456789abcdef", "wwn="),
-        ("path=a,command-timeout=0", "command-timeout="),
-    ] {
-        let spec: DiskSpec = text.parse().unwrap();
-        let error = spec.check_not_served().unwrap_err().to_string();
-        assert!(
-            error.contains(key) && error.contains("walvisor serve"),
-            "{error}"
-        );
-    }
+fn a_refusal_names_the_commands_that_take_the_key() {
+    let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     assert_eq!(
-        "path=a".parse::<DiskSpec>().unwrap().check_not_served(),
-        Ok(())
+        refused("path=a,answer=written", DiskCommand::Run),
+        "answer= is for 'walvisor serve vhost-user' and 'walvisor serve nbd', and this is 'walvisor run': leave answer= out"
+    );
+    assert_eq!(
+        refused("path=a,transport=mmio", DiskCommand::Nbd),
+        "transport= is for 'walvisor run', and this is 'walvisor serve nbd': leave transport= out"
+    );
+    assert_eq!(
+        refused("path=a,backend=raw,log=l", DiskCommand::Tcmu),
+        "log= is for backend=wal, and this disk has backend=raw: leave log= out"
     );
 }
 
@@ -167,6 +325,7 @@ fn wrong_values_are_refused() {
         "path=a,commit-wait-count=0",
         "path=a,socket=",
         "path=a,socket=s,port=1",
+        "path=a,fabric=none,wwn=naa.0123456789abcdef",
         "path=a,port=65536",
         "path=a,port=1,address=localhost",
         "path=a,address=::1",

@@ -22,7 +22,7 @@ fn refused(output: &Output, status: i32, parts: &[&str]) {
 
 #[test]
 fn wrong_usage_is_one_line_and_status_2() {
-    let cases: [(&str, &[&str]); 14] = [
+    let cases: [(&str, &[&str]); 15] = [
         ("", &["command is missing", "--help"]),
         ("fly", &["'fly'"]),
         ("run", &["--kernel"]),
@@ -55,6 +55,10 @@ fn wrong_usage_is_one_line_and_status_2() {
             &["backend=wal", "leave log= out"],
         ),
         (
+            "run --kernel k --disk path=a,answer=written",
+            &["answer= is for 'walvisor serve", "leave answer= out"],
+        ),
+        (
             "run --kernel k --disk backend=ram,size=1000",
             &["size=1000", "multiple of 512"],
         ),
@@ -66,7 +70,15 @@ fn wrong_usage_is_one_line_and_status_2() {
 
 #[test]
 fn help_and_version_are_no_errors() {
-    for arguments in ["--help", "--version", "run --help"] {
+    for arguments in [
+        "--help",
+        "--version",
+        "run --help",
+        "run --disk help",
+        "serve nbd --disk help",
+        "serve vhost-user --disk path=a,socket=s --disk help",
+        "serve tcmu --disk help",
+    ] {
         let output = walvisor(arguments, &[]);
         assert_eq!(output.status.code(), Some(0));
         assert!(!output.stdout.is_empty() && output.stderr.is_empty());

@@ -192,6 +192,10 @@ fn bad_input_is_told_in_a_line() {
             &["disk.img", "socket=PATH or port=N"],
         ),
         (
+            "--disk path=disk.img,socket=s,queue-size=256",
+            &["queue-size= is for", "leave queue-size= out"],
+        ),
+        (
             "--disk path=disk.img,socket=s,port=1",
             &["socket= and port="],
         ),
@@ -201,7 +205,7 @@ fn bad_input_is_told_in_a_line() {
         ),
         (
             "--disk path=disk.img,socket=s,transport=pci",
-            &["for virtio"],
+            &["transport= is for 'walvisor run'", "leave transport= out"],
         ),
         ("--disk path=disk.img,socket=s --mode 9", &["octal"]),
         (

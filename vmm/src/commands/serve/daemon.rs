@@ -3,48 +3,37 @@
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
+use crate::commands::process::ProcessArguments;
 use crate::commands::socket_names::SocketNames;
-use crate::commands::{CommandError, socket};
-use crate::control_socket::{
-    CONTROL_MODE, Controlled, ControlledDisk, Kind, Power, Server as ControlServer,
-};
-use crate::disk_spec::DiskSpec;
+use crate::control_socket::{Controlled, ControlledDisk, Power, Server as ControlServer};
+use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, OpenLogs};
-use crate::landlock::{Landlock, Places};
+use crate::landlock::Places;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::readiness;
-use crate::seccomp::Seccomp;
 use crate::vm::{DiskConfig, TerminationSignals};
 
 /// What every daemon takes.
 #[derive(Args, Debug)]
 pub struct DaemonArguments {
-    /// A disk and where to serve it: path=FILE,socket=PATH or, NBD only, path=FILE,port=N[,address=IP]; may be given several times
-    #[arg(long = "disk", value_name = "SPEC", required = true)]
+    // Each daemon has its own keys: see `Door`.
+    #[allow(missing_docs)]
+    #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskArgument(DiskCommand::Nbd))]
     pub disks: Vec<DiskSpec>,
     /// Permissions of the sockets, octal
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub mode: u32,
-    /// Write metrics in Prometheus text at the end, to a file or - for stdout
-    #[arg(long, value_name = "FILE")]
-    pub metrics: Option<PathBuf>,
-    /// Listen here for 'walvisor ctl'; only this user can connect
-    #[arg(long, value_name = "SOCKET")]
-    pub control: Option<PathBuf>,
-    /// Seccomp filter: on, log or off. It stops system calls that the daemon does not need
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-    pub seccomp: Seccomp,
-    /// Landlock: on or off. It takes away all files and ports that the daemon does not need, as far as the kernel supports that
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-    pub landlock: Landlock,
+    /// Metrics, control, and what the process gives up.
+    #[command(flatten)]
+    pub process: ProcessArguments,
 }
 
 /// Parses the argument of `--mode`.
@@ -66,13 +55,8 @@ impl DaemonArguments {
         disks::make_logs(&self.disks).map_err(CommandError::failed)?;
         let mut places = Places::of(&self.disks);
         more(&mut places);
-        places.restrict(self.landlock);
+        places.restrict(self.process.landlock);
         Ok(())
-    }
-
-    /// Where metrics go, if they are wanted.
-    pub(super) fn metrics(&self) -> Result<Option<MetricsFile>, CommandError> {
-        self.metrics.as_deref().map(MetricsFile::open).transpose()
     }
 }
 
@@ -107,7 +91,7 @@ pub(super) struct Ending {
     signals: TerminationSignals,
     /// Where to listen for `walvisor ctl`.
     socket: Option<UnixListener>,
-    kind: Kind,
+    kind: DiskCommand,
     started: Instant,
 }
 
@@ -117,16 +101,11 @@ impl Ending {
     pub(super) fn prepare(
         arguments: &DaemonArguments,
         names: &mut SocketNames,
-        kind: Kind,
+        kind: DiskCommand,
         started: Instant,
     ) -> Result<Self, CommandError> {
         let signals = TerminationSignals::block().map_err(CommandError::failed)?;
-        let bound = arguments.control.as_deref();
-        let bound = bound.map(|path| socket::bind(path, CONTROL_MODE));
-        let socket = bound.transpose()?.map(|(listener, file)| {
-            names.add(file);
-            listener
-        });
+        let socket = arguments.process.control(names)?;
         Ok(Self {
             signals,
             socket,

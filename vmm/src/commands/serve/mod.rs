@@ -12,6 +12,7 @@ use clap::{Args, Subcommand};
 pub use daemon::DaemonArguments;
 
 use super::CommandError;
+use crate::disk_spec::{DiskArgument, DiskCommand};
 
 /// The arguments of `walvisor serve`.
 #[derive(Args, Debug)]
@@ -25,15 +26,21 @@ pub struct ServeArguments {
 #[derive(Debug, Subcommand)]
 pub enum Door {
     /// NBD, until SIGTERM or SIGINT; prints where each disk is, as a URI, when it can be had
+    #[command(mut_arg("disks", |arg| arg
+        .help("A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys")))]
     Nbd(nbd::NbdArguments),
     /// vhost-user-blk, until SIGTERM or SIGINT; prints where each disk is when it can be had
+    #[command(mut_arg("disks", |arg| arg
+        .value_parser(DiskArgument(DiskCommand::VhostUser))
+        .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several times; 'help' lists the keys")))]
     VhostUser(DaemonArguments),
     /// The kernel's SCSI target (TCMU), until SIGTERM or SIGINT; prints which disk each one is when it can be had
     #[command(
         mut_arg("disks", |arg| arg
             .required(false)
+            .value_parser(DiskArgument(DiskCommand::Tcmu))
             .required_unless_present_any(["list", "remove"])
-            .help("A disk: path=FILE[,name=NAME][,fabric=loop|vhost|none][,wwn=naa.N]; may be given several times")),
+            .help("A disk: path=FILE[,name=NAME][,fabric=loop|vhost|none][,wwn=naa.N]; may be given several times; 'help' lists the keys")),
         mut_arg("mode", |arg| arg.hide(true))
     )]
     Tcmu(tcmu::TcmuArguments),

@@ -1,6 +1,6 @@
 //! `walvisor serve nbd`: disks as NBD exports.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,8 +13,8 @@ use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{DEFAULT_QUEUE_SIZE, DiskSpec, Notifications, TransportKind};
+use crate::control_socket::ControlledDisk;
+use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
@@ -104,10 +104,10 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     let specs = &arguments.disks;
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments.metrics()?;
+    let metrics = arguments.process.metrics()?;
     // They go after all that listens there.
     let mut names = SocketNames::default();
-    let ending = Ending::prepare(arguments, &mut names, Kind::Nbd, started)?;
+    let ending = Ending::prepare(arguments, &mut names, DiskCommand::Nbd, started)?;
     // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
     let bound = groups
         .iter()
@@ -116,7 +116,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     sockets.finish()?;
     arguments.restrict(&mut names, |_| ())?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
-    let served = seccomp::restrict(arguments.seccomp, Duty::Nbd)
+    let served = seccomp::restrict(arguments.process.seccomp, Duty::Nbd)
         .map_err(CommandError::failed)
         .and_then(|()| serve(specs, &open, &groups, bound, &tls, ending));
     drop(names);
@@ -149,7 +149,7 @@ fn serve(
                 member,
                 ControlledDisk {
                     name: disk.name.clone(),
-                    transport: Kind::Nbd.name(),
+                    transport: DiskCommand::Nbd.name(),
                     backend: Arc::clone(&disk.backend),
                     metrics: export.metrics(),
                     throttle: export.throttle(),
@@ -178,21 +178,6 @@ fn serve(
 fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
     let mut groups: Vec<Group> = Vec::new();
     for (index, spec) in specs.iter().enumerate() {
-        let virtio = spec.transport != TransportKind::default()
-            || spec.queues.is_some()
-            || spec.queue_size != DEFAULT_QUEUE_SIZE
-            || spec.block_size != 512
-            || spec.in_order
-            || !spec.worker_cpus.is_empty()
-            || !spec.poll.is_zero()
-            || spec.notifications != Notifications::default();
-        if virtio {
-            let name = spec.name();
-            return Err(format!(
-                "disk '{name}': transport=, queues=, queue-size=, block-size=, in-order=, worker-cpus=, poll-usec= and ioeventfd= are for virtio: leave them out"
-            ));
-        }
-        spec.check_no_target().map_err(|error| error.to_string())?;
         let place = place(spec)?;
         match groups.iter_mut().find(|group| group.place == place) {
             Some(group) => group.members.push(index),
@@ -222,10 +207,7 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
 fn place(spec: &DiskSpec) -> Result<Place, String> {
     match (&spec.socket, spec.port) {
         (Some(path), _) => Ok(Place::Unix(disks::real_path(path))),
-        (None, Some(port)) => {
-            let address = spec.address.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
-            Ok(Place::Tcp(SocketAddr::new(address, port)))
-        }
+        (None, Some(port)) => Ok(Place::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
             "disk '{}': say where to serve it: socket=PATH or port=N (10809 is NBD's)",
             spec.name()
@@ -304,7 +286,10 @@ mod tests {
     use super::*;
 
     fn groups(texts: &[&str]) -> Result<Vec<Group>, String> {
-        let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+        let specs: Vec<DiskSpec> = texts
+            .iter()
+            .map(|text| DiskSpec::parse(text, DiskCommand::Nbd).unwrap())
+            .collect();
         group(&specs)
     }
 
@@ -326,7 +311,6 @@ mod tests {
         for (texts, part) in [
             (&["path=a"][..], "socket=PATH or port=N"),
             (&["path=x/a,socket=s", "path=y/a,socket=s"], "called 'a'"),
-            (&["path=a,port=1,queues=2"], "for virtio"),
         ] {
             let error = groups(texts).err().unwrap();
             assert!(error.contains(part), "{texts:?}: {error}");

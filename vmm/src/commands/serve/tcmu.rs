@@ -15,10 +15,8 @@ use walvisor_devices::tcmu::Device;
 use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{
-    BackendKind, CacheMode, DEFAULT_QUEUE_SIZE, DiskSpec, Fabric, Notifications, TransportKind,
-};
+use crate::control_socket::ControlledDisk;
+use crate::disk_spec::{BackendKind, CacheMode, DiskCommand, DiskSpec, is_backstore_name};
 use crate::disks;
 use crate::landlock::Places;
 use crate::lio::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
@@ -58,14 +56,14 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     let specs = &arguments.disks;
     let wanted = wanted(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments.metrics()?;
+    let metrics = arguments.process.metrics()?;
     // They go after all that listens there.
     let mut names = SocketNames::default();
-    let ending = Ending::prepare(arguments, &mut names, Kind::Tcmu, started)?;
+    let ending = Ending::prepare(arguments, &mut names, DiskCommand::Tcmu, started)?;
     let target = Target::open().map_err(CommandError::failed)?;
     // Before the disks are opened, which may take long after a crash: initiators of before wait, and get no errors.
     let raised = specs.iter().zip(&wanted).map(|(spec, wanted)| {
-        let fabric = spec.fabric.unwrap_or_default();
+        let fabric = spec.fabric;
         Standing::raise(&target, wanted, fabric, &wwn(spec, wanted))
     });
     let mut standing = raised
@@ -80,7 +78,7 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
             .for_each(|disk| reach(places, &target, disk));
     })?;
     let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
-    let served = seccomp::restrict(arguments.seccomp, Duty::Tcmu)
+    let served = seccomp::restrict(arguments.process.seccomp, Duty::Tcmu)
         .map_err(CommandError::failed)
         .and_then(|()| serve(specs, &wanted, &open, &mut standing, events.ok(), ending));
     let down: Vec<_> = standing.into_iter().map(Standing::dismantle).collect();
@@ -163,7 +161,7 @@ fn serve(
         });
         controlled.push(ControlledDisk {
             name: wanted.name.clone(),
-            transport: Kind::Tcmu.name(),
+            transport: DiskCommand::Tcmu.name(),
             backend: Arc::clone(&disk.backend),
             metrics: device.metrics(),
             throttle: device.throttle(),
@@ -295,35 +293,6 @@ fn listen(events: Events, disks: &[Changeable], stop: &impl std::os::fd::AsFd) {
 fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
     let mut all: Vec<Wanted> = Vec::new();
     for spec in specs {
-        let disk = spec.name();
-        let virtio = spec.transport != TransportKind::default()
-            || spec.queues.is_some()
-            || spec.queue_size != DEFAULT_QUEUE_SIZE
-            || spec.in_order
-            || !spec.worker_cpus.is_empty()
-            || !spec.poll.is_zero()
-            || spec.notifications != Notifications::default();
-        if virtio {
-            return Err(format!(
-                "disk '{disk}': transport=, queues=, queue-size=, in-order=, worker-cpus=, poll-usec= and ioeventfd= are for virtio: \
-                 leave them out"
-            ));
-        }
-        if spec.answer.is_some() {
-            return Err(format!(
-                "disk '{disk}': answer= is for serve nbd and serve vhost-user: leave it out"
-            ));
-        }
-        if spec.socket.is_some() || spec.port.is_some() {
-            return Err(format!(
-                "disk '{disk}': socket= and port= are for other servers: name= and fabric= say where it is to be"
-            ));
-        }
-        if spec.fabric == Some(Fabric::None) && spec.wwn.is_some() {
-            return Err(format!(
-                "disk '{disk}': wwn= is the name of a target in a fabric, and fabric=none has none: leave one of them out"
-            ));
-        }
         let image = match &spec.path {
             Some(path) => disks::real_path(path).display().to_string(),
             None => "ram".to_owned(),
@@ -354,10 +323,9 @@ fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     }
     let stem = spec.path.as_deref().and_then(Path::file_stem);
     let name = stem.map_or("ram".into(), |stem| stem.to_string_lossy());
-    let parsed = format!("backend=ram,size=512,name={name}").parse::<DiskSpec>();
-    match parsed.ok().and_then(|spec| spec.backstore) {
-        Some(name) => Ok(name),
-        None => Err(format!(
+    match is_backstore_name(&name) {
+        true => Ok(name.into_owned()),
+        false => Err(format!(
             "disk '{}': '{name}' is no name for a back store: give it a name=",
             spec.name()
         )),
@@ -465,7 +433,10 @@ mod tests {
     use super::*;
 
     fn named(texts: &[&str]) -> Result<Vec<Wanted>, String> {
-        let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+        let specs: Vec<DiskSpec> = texts
+            .iter()
+            .map(|text| DiskSpec::parse(text, DiskCommand::Tcmu).unwrap())
+            .collect();
         wanted(&specs)
     }
 
@@ -482,7 +453,7 @@ mod tests {
         assert_eq!((disks[1].serial.as_str(), disks[0].serial.len()), ("S", 16));
         assert_ne!(disks[0].serial, disks[2].serial);
         assert_eq!(disks[0].max_blocks as usize * 4096, MAX_REQUEST_BYTES);
-        let spec = "path=/x/a.img".parse().unwrap();
+        let spec = DiskSpec::parse("path=/x/a.img", DiskCommand::Tcmu).unwrap();
         let first = wwn(&spec, &disks[0]);
         assert_eq!((first.len(), &first[..11]), (20, "naa.5001405"));
         assert_eq!(first, wwn(&spec, &disks[0]));
@@ -493,13 +464,7 @@ mod tests {
     fn what_cannot_stand_in_the_target_is_told() {
         for (texts, part) in [
             (&["path=x/a.img", "path=y/a.img"][..], "called 'a'"),
-            (&["path=a,queues=2"], "for virtio"),
-            (&["path=a,port=1"], "name= and fabric="),
             (&["path=ä.img"], "give it a name="),
-            (
-                &["path=a,fabric=none,wwn=naa.0123456789abcdef"],
-                "leave one of them out",
-            ),
         ] {
             let error = named(texts).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");

@@ -16,8 +16,8 @@ use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{ControlledDisk, Kind};
-use crate::disk_spec::{DiskSpec, MAX_QUEUES, Notifications, TransportKind};
+use crate::control_socket::ControlledDisk;
+use crate::disk_spec::{DiskCommand, DiskSpec, MAX_QUEUES};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
@@ -29,10 +29,10 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     let mut sockets = Sockets::take(arguments.mode)?;
     let places = places(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments.metrics()?;
+    let metrics = arguments.process.metrics()?;
     // They go after all that listens there.
     let mut names = SocketNames::default();
-    let ending = Ending::prepare(arguments, &mut names, Kind::VhostUser, started)?;
+    let ending = Ending::prepare(arguments, &mut names, DiskCommand::VhostUser, started)?;
     raise_descriptor_limit();
     // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
     let bound = places
@@ -42,7 +42,7 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     sockets.finish()?;
     arguments.restrict(&mut names, |_| ())?;
     let (open, logs) = disks::open(specs, default_queues()).map_err(CommandError::failed)?;
-    let served = seccomp::restrict(arguments.seccomp, Duty::VhostUser)
+    let served = seccomp::restrict(arguments.process.seccomp, Duty::VhostUser)
         .map_err(CommandError::failed)
         .and_then(|()| serve(&open, &places, bound, ending));
     drop(names);
@@ -96,7 +96,7 @@ fn serve(
         let service = Service::new(listener, device, &disk.name).map_err(CommandError::failed)?;
         controlled.push(ControlledDisk {
             name: disk.name.clone(),
-            transport: Kind::VhostUser.name(),
+            transport: DiskCommand::VhostUser.name(),
             backend: Arc::clone(&disk.backend),
             metrics,
             throttle,
@@ -116,14 +116,6 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
     let mut places: Vec<PathBuf> = Vec::new();
     for spec in specs {
         let name = spec.name();
-        let of_a_vm = spec.transport != TransportKind::default()
-            || spec.notifications != Notifications::default();
-        if of_a_vm {
-            return Err(format!(
-                "disk '{name}': transport= and ioeventfd= are for guests of walvisor run: leave them out"
-            ));
-        }
-        spec.check_no_target().map_err(|error| error.to_string())?;
         let Some(socket) = spec.socket.as_deref() else {
             return Err(format!("disk '{name}': say where to serve it: socket=PATH"));
         };
@@ -146,7 +138,10 @@ mod tests {
     #[test]
     fn every_disk_has_a_socket_of_its_own() {
         let places = |texts: &[&str]| {
-            let specs: Vec<DiskSpec> = texts.iter().map(|text| text.parse().unwrap()).collect();
+            let specs: Vec<DiskSpec> = texts
+                .iter()
+                .map(|text| DiskSpec::parse(text, DiskCommand::VhostUser).unwrap())
+                .collect();
             places(&specs)
         };
         assert_eq!(
@@ -157,10 +152,7 @@ mod tests {
         );
         for (texts, part) in [
             (&["path=a"][..], "socket=PATH"),
-            (&["path=a,port=1"], "socket=PATH"),
             (&["path=a,socket=s", "path=b,socket=./s"], "name another"),
-            (&["path=a,socket=s,transport=pci"], "leave them out"),
-            (&["path=a,socket=s,ioeventfd=off"], "leave them out"),
         ] {
             let error = places(texts).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");

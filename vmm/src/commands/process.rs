@@ -1,0 +1,50 @@
+//! What every process takes that has disks in use: where its metrics go, who controls it, what it gives up.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::metrics_file::MetricsFile;
+use super::socket_names::SocketNames;
+use super::{CommandError, socket};
+use crate::control_socket::CONTROL_MODE;
+use crate::landlock::Landlock;
+use crate::seccomp::Seccomp;
+
+/// The arguments that `walvisor run` and the daemons share.
+#[derive(Args, Debug)]
+pub struct ProcessArguments {
+    /// Write metrics in Prometheus text at the end, to a file or - for stdout
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Listen here for 'walvisor ctl'; only this user can connect
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// Seccomp filter: on, log or off. It stops system calls that the process does not need
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
+    /// Landlock: on or off. It takes away all files and ports that the process does not need, as far as the kernel supports that
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub landlock: Landlock,
+}
+
+impl ProcessArguments {
+    /// Opens the place where metrics go, if they are wanted.
+    pub(super) fn metrics(&self) -> Result<Option<MetricsFile>, CommandError> {
+        self.metrics.as_deref().map(MetricsFile::open).transpose()
+    }
+
+    /// Makes the control socket, if one is wanted, and adds its name to `names`. To be called while the process has one thread.
+    pub(super) fn control(
+        &self,
+        names: &mut SocketNames,
+    ) -> Result<Option<UnixListener>, CommandError> {
+        let Some(path) = &self.control else {
+            return Ok(None);
+        };
+        let (listener, file) = socket::bind(path, CONTROL_MODE)?;
+        names.add(file);
+        Ok(Some(listener))
+    }
+}

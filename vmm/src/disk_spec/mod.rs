@@ -1,0 +1,24 @@
+//! SPEC: a disk as the command line describes it, `path=disk.img,transport=pci,queues=4`.
+//!
+//! ```text
+//!   --disk SPEC ──▶ argument (clap) ──▶ parse ──▶ spec: DiskSpec
+//!                       │ help            │
+//!                       └───────▶ table ◀─┘  one row a key: its values, default, commands, backends, help
+//!                                   │
+//!                                  key       what a row is, and how it is read and shown
+//! ```
+
+mod argument;
+mod key;
+mod parse;
+mod spec;
+mod table;
+#[cfg(test)]
+mod tests;
+
+pub use argument::DiskArgument;
+pub use parse::DiskSpecError;
+pub use spec::{
+    BackendKind, CacheMode, DiskCommand, DiskSpec, Fabric, Notifications, TransportKind,
+};
+pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name};

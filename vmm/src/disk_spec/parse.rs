@@ -1,0 +1,173 @@
+//! Reads a SPEC, and refuses what its command or its backend does not take.
+
+use walvisor_devices::backend::Answer;
+
+use super::key::{Key, listed};
+use super::spec::{BackendKind, CacheMode, DiskCommand, DiskSpec, Fabric};
+use super::table::KEYS;
+
+/// Why a SPEC was refused. Its text is one line and names the key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DiskSpecError {
+    /// A part has no `=`.
+    #[error("'{0}' has no '=': a disk is path=FILE[,key=value ...] ('--disk help' lists the keys)")]
+    NoValue(String),
+    /// A key that does not exist.
+    #[error("unknown key '{key}': 'walvisor {}' takes {} ('--disk help' explains them)", command.words(), names(*command))]
+    UnknownKey {
+        /// The key.
+        key: String,
+        /// The command that got it.
+        command: DiskCommand,
+    },
+    /// A key given twice.
+    #[error("key '{0}' is given twice: give it once")]
+    Twice(&'static str),
+    /// A key of other commands.
+    #[error("{key}= is for {commands}, and this is 'walvisor {}': leave {key}= out", command.words())]
+    Command {
+        /// The key.
+        key: &'static str,
+        /// Who takes it.
+        commands: String,
+        /// The command that got it.
+        command: DiskCommand,
+    },
+    /// A key of other backends.
+    #[error("{key}= is for {backends}, and this disk has backend={}: leave {key}= out", backend.name())]
+    Backend {
+        /// The key.
+        key: &'static str,
+        /// Which backends have it.
+        backends: String,
+        /// The disk's own.
+        backend: BackendKind,
+    },
+    /// A value that its key does not take.
+    #[error("{key}={value}: give {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value as given.
+        value: String,
+        /// What it takes.
+        expected: String,
+    },
+    /// A disk with no `path`.
+    #[error("a disk needs path=FILE (or backend=ram,size=N)")]
+    NoPath,
+    /// Keys that contradict each other, or that need another.
+    #[error("{0}")]
+    Conflict(&'static str),
+}
+
+/// The keys that `command` takes.
+pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
+    KEYS.iter()
+        .filter(move |key| key.commands.contains(&command))
+}
+
+fn names(command: DiskCommand) -> String {
+    let names: Vec<_> = keys_of(command).map(|key| key.name).collect();
+    names.join(", ")
+}
+
+impl DiskSpec {
+    /// Reads a SPEC that `command` was given.
+    ///
+    /// # Errors
+    /// If a key is unknown, or not one of this command or of the disk's backend, whatever its value; if a value is wrong; if
+    /// keys contradict each other.
+    pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
+        let mut spec = Self::default();
+        let mut given: Vec<&'static Key> = Vec::new();
+        for part in text.split(',') {
+            let Some((name, value)) = part.split_once('=') else {
+                return Err(DiskSpecError::NoValue(part.to_owned()));
+            };
+            let Some(key) = KEYS.iter().find(|key| key.name == name) else {
+                let key = name.to_owned();
+                return Err(DiskSpecError::UnknownKey { key, command });
+            };
+            if given.iter().any(|other| other.name == name) {
+                return Err(DiskSpecError::Twice(key.name));
+            }
+            if !key.commands.contains(&command) {
+                let commands = key.commands.iter().map(|command| command.words());
+                let commands: Vec<_> = commands
+                    .map(|words| format!("'walvisor {words}'"))
+                    .collect();
+                let commands: Vec<_> = commands.iter().map(String::as_str).collect();
+                return Err(DiskSpecError::Command {
+                    key: key.name,
+                    commands: listed(&commands, "and"),
+                    command,
+                });
+            }
+            if key.value.set(&mut spec, value).is_none() {
+                return Err(DiskSpecError::Value {
+                    key: key.name,
+                    value: value.to_owned(),
+                    expected: key.value.expected(),
+                });
+            }
+            given.push(key);
+        }
+        check(&spec, &given)?;
+        Ok(spec)
+    }
+}
+
+/// Refuses keys of another backend, keys that contradict each other, and a disk that lacks one.
+fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
+    let foreign = given
+        .iter()
+        .find(|key| !key.backends.contains(&spec.backend));
+    if let Some(key) = foreign {
+        let backends: Vec<_> = key.backends.iter().map(|backend| backend.name()).collect();
+        return Err(DiskSpecError::Backend {
+            key: key.name,
+            backends: format!("backend={}", listed(&backends, "or")),
+            backend: spec.backend,
+        });
+    }
+    match spec.backend {
+        BackendKind::Wal | BackendKind::Raw if spec.path.is_none() => {
+            return Err(DiskSpecError::NoPath);
+        }
+        BackendKind::Ram if spec.size.is_none() => {
+            return Err(DiskSpecError::Conflict(
+                "backend=ram needs size=N, such as size=64M",
+            ));
+        }
+        _ => {}
+    }
+    let has = |name: &str| given.iter().any(|key| key.name == name);
+    let conflicts = [
+        (
+            has("socket") && has("port"),
+            "socket= and port= are two places: give one of them",
+        ),
+        (
+            has("address") && !has("port"),
+            "address= is where a port is: give port=N too",
+        ),
+        (
+            (has("ops-burst") && !has("ops-per-second"))
+                || (has("bytes-burst") && !has("bytes-per-second")),
+            "a burst is of a limit: give ops-per-second=N or bytes-per-second=SIZE too",
+        ),
+        (
+            spec.answer == Answer::Memory && spec.cache == CacheMode::Writethrough,
+            "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
+        ),
+        (
+            has("wwn") && spec.fabric == Fabric::None,
+            "wwn= is the name of a target in a fabric, and fabric=none has none: leave one of them out",
+        ),
+    ];
+    match conflicts.into_iter().find(|(found, _)| *found) {
+        Some((_, text)) => Err(DiskSpecError::Conflict(text)),
+        None => Ok(()),
+    }
+}

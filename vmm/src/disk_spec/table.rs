@@ -1,0 +1,405 @@
+//! Every key of `--disk`. Parser, refusals, `--disk help` and the manual's page read this table.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use walvisor_devices::backend::{Answer, SECTOR_SIZE};
+use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
+
+use super::key::{Key, Value};
+use super::spec::{BackendKind, CacheMode, DiskCommand, Fabric, Notifications, TransportKind};
+
+/// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// Most queues of one disk.
+pub const MAX_QUEUES: u16 = 64;
+/// Longest wait for more FLUSHes to join a commit group, in microseconds.
+const MAX_COMMIT_WAIT_US: u64 = 1_000_000;
+/// Most FLUSHes that a commit group can be told to wait for.
+const MAX_COMMIT_WAIT_COUNT: u64 = 65_536;
+/// Largest number of a processor: more than the kernel knows of.
+const MAX_CPU: u16 = 1023;
+/// Longest name of a disk in the kernel's SCSI target, in bytes.
+const MAX_BACKSTORE_BYTES: usize = 32;
+/// Longest time that the kernel can be told to give a command, in seconds.
+const MAX_COMMAND_TIMEOUT: u64 = 86_400;
+
+const EVERYWHERE: &[DiskCommand] = &DiskCommand::ALL;
+const GUEST: &[DiskCommand] = &[DiskCommand::Run];
+const VIRTIO: &[DiskCommand] = &[DiskCommand::Run, DiskCommand::VhostUser];
+const SOCKETS: &[DiskCommand] = &[DiskCommand::VhostUser, DiskCommand::Nbd];
+const NBD: &[DiskCommand] = &[DiskCommand::Nbd];
+const TCMU: &[DiskCommand] = &[DiskCommand::Tcmu];
+
+const ANY: &[BackendKind] = &BackendKind::ALL;
+const LOGGED: &[BackendKind] = &[BackendKind::Wal];
+const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
+const MEMORY: &[BackendKind] = &[BackendKind::Ram];
+
+/// The keys, in the order of the manual. A default that is one word is a value that the key takes.
+pub const KEYS: &[Key] = &[
+    Key {
+        name: "path",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.path = Some(path)),
+        },
+        default: "none: required",
+        commands: EVERYWHERE,
+        backends: IMAGE,
+        help: "The base image, a raw file or a block device",
+    },
+    Key {
+        name: "log",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.log = Some(path)),
+        },
+        default: "the image's path and .wal",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "The log's directory; disks that name the same one share the log and its syncs",
+    },
+    Key {
+        name: "backend",
+        value: Value::Choice(&[
+            ("wal", |spec| spec.backend = BackendKind::Wal),
+            ("raw", |spec| spec.backend = BackendKind::Raw),
+            ("ram", |spec| spec.backend = BackendKind::Ram),
+        ]),
+        default: "wal",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "What keeps the data: an image with a log, an image alone, or memory that is gone at the end",
+    },
+    Key {
+        name: "size",
+        value: Value::Size {
+            multiple: SECTOR_SIZE,
+            set: |spec, bytes| spec.size = Some(bytes),
+        },
+        default: "none: required",
+        commands: EVERYWHERE,
+        backends: MEMORY,
+        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' gave it",
+    },
+    Key {
+        name: "cache",
+        value: Value::Choice(&[
+            ("writeback", |spec| spec.cache = CacheMode::Writeback),
+            ("writethrough", |spec| spec.cache = CacheMode::Writethrough),
+            ("unsafe", |spec| spec.cache = CacheMode::Unsafe),
+        ]),
+        default: "writeback",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "FLUSH makes writes durable; each write is durable before it completes; or nothing ever is, for throw-away guests",
+    },
+    Key {
+        name: "readonly",
+        value: Value::Switch(|spec, on| spec.read_only = on),
+        default: "off",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "The disk can only be read",
+    },
+    Key {
+        name: "serial",
+        value: Value::Text {
+            expected: "1 to 20 printable ASCII characters",
+            set: |spec, text| {
+                let printable = text.bytes().all(|byte| byte.is_ascii_graphic());
+                let fits = (1..=MAX_SERIAL_BYTES).contains(&text.len()) && printable;
+                fits.then(|| spec.serial = Some(text.to_owned()))
+            },
+        },
+        default: "the image's file name (serve tcmu: made from name and path)",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "The serial number that a guest reads; for serve nbd the name of the export",
+    },
+    Key {
+        name: "transport",
+        value: Value::Choice(&[
+            ("mmio", |spec| spec.transport = TransportKind::Mmio),
+            ("pci", |spec| spec.transport = TransportKind::Pci),
+        ]),
+        default: "mmio",
+        commands: GUEST,
+        backends: ANY,
+        help: "How the guest reaches the disk: virtio-mmio or virtio-pci",
+    },
+    Key {
+        name: "ioeventfd",
+        value: Value::Switch(|spec, on| {
+            spec.notifications = match on {
+                true => Notifications::Eventfds,
+                false => Notifications::Exits,
+            };
+        }),
+        default: "on",
+        commands: GUEST,
+        backends: ANY,
+        help: "KVM turns doorbells and interrupts into eventfds; off: a doorbell is an exit to user space, an interrupt an ioctl",
+    },
+    Key {
+        name: "queues",
+        value: Value::Number {
+            least: 1,
+            most: MAX_QUEUES as u64,
+            set: |spec, number| spec.queues = Some(number as u16),
+        },
+        default: "one for each vCPU (serve vhost-user: for each CPU of the host)",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Request queues",
+    },
+    Key {
+        name: "queue-size",
+        value: Value::PowerOfTwo {
+            least: MIN_QUEUE_SIZE as u64,
+            most: MAX_QUEUE_SIZE as u64,
+            set: |spec, number| spec.queue_size = number as u16,
+        },
+        default: "256",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Descriptors in each queue",
+    },
+    Key {
+        name: "in-order",
+        value: Value::Switch(|spec, on| spec.in_order = on),
+        default: "off",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Offers IN_ORDER, with which a READ waits for the FLUSH before it",
+    },
+    Key {
+        name: "worker-cpus",
+        value: Value::Text {
+            expected: "CPU numbers and ranges joined by '+', such as 0-3+8",
+            set: |spec, text| cpus(text).map(|cpus| spec.worker_cpus = cpus),
+        },
+        default: "any CPU",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Processors that the queues' workers keep to, by queue, again from the first when there are more queues",
+    },
+    Key {
+        name: "poll-usec",
+        value: Value::Number {
+            least: 0,
+            most: MAX_POLL.as_micros() as u64,
+            set: |spec, number| spec.poll = Duration::from_micros(number),
+        },
+        default: "0",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Microseconds that an idle worker looks at its ring before it sleeps",
+    },
+    Key {
+        name: "block-size",
+        value: Value::Choice(&[
+            ("512", |spec| spec.block_size = 512),
+            ("4096", |spec| spec.block_size = 4096),
+        ]),
+        default: "512",
+        commands: &[DiskCommand::Run, DiskCommand::VhostUser, DiskCommand::Tcmu],
+        backends: ANY,
+        help: "The logical block that the guest is told, in bytes",
+    },
+    Key {
+        name: "answer",
+        value: Value::Choice(&[
+            ("written", |spec| spec.answer = Answer::Written),
+            ("memory", |spec| spec.answer = Answer::Memory),
+        ]),
+        default: "written",
+        commands: SOCKETS,
+        backends: LOGGED,
+        help: "A write is answered when it outlives a kill of the server, or at once, when a kill may lose it",
+    },
+    Key {
+        name: "ops-per-second",
+        value: Value::Number {
+            least: 1,
+            most: u64::MAX,
+            set: |spec, number| spec.limits.ops_per_second = number,
+        },
+        default: "no limit",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Requests a second",
+    },
+    Key {
+        name: "ops-burst",
+        value: Value::Number {
+            least: 1,
+            most: u64::MAX,
+            set: |spec, number| spec.limits.ops_burst = number,
+        },
+        default: "as many as a second's",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Requests that may come at once after a rest",
+    },
+    Key {
+        name: "bytes-per-second",
+        value: Value::Size {
+            multiple: 1,
+            set: |spec, bytes| spec.limits.bytes_per_second = bytes,
+        },
+        default: "no limit",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Bytes read and written a second",
+    },
+    Key {
+        name: "bytes-burst",
+        value: Value::Size {
+            multiple: 1,
+            set: |spec, bytes| spec.limits.bytes_burst = bytes,
+        },
+        default: "as many as a second's",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Bytes that may come at once after a rest",
+    },
+    Key {
+        name: "commit-wait-usec",
+        value: Value::Number {
+            least: 0,
+            most: MAX_COMMIT_WAIT_US,
+            set: |spec, number| spec.commit_wait.longest = Some(Duration::from_micros(number)),
+        },
+        default: "adaptive, from what recent groups held",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Microseconds that a commit group waits at most for more FLUSHes to join; 0 turns the wait off",
+    },
+    Key {
+        name: "commit-wait-count",
+        value: Value::Number {
+            least: 1,
+            most: MAX_COMMIT_WAIT_COUNT,
+            set: |spec, number| spec.commit_wait.count = Some(number as u32),
+        },
+        default: "adaptive, from what recent groups held",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "FLUSHes with which a commit group waits no longer",
+    },
+    Key {
+        name: "socket",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.socket = Some(path)),
+        },
+        default: "none: required (serve nbd: or port)",
+        commands: SOCKETS,
+        backends: ANY,
+        help: "The Unix socket where the disk is served",
+    },
+    Key {
+        name: "port",
+        value: Value::Number {
+            least: 0,
+            most: u16::MAX as u64,
+            set: |spec, number| spec.port = Some(number as u16),
+        },
+        default: "none: required, or socket",
+        commands: NBD,
+        backends: ANY,
+        help: "The TCP port where the disk is served, 10809 by custom; 0 is any that is free",
+    },
+    Key {
+        name: "address",
+        value: Value::Text {
+            expected: "an IP address, such as 127.0.0.1 or ::",
+            set: |spec, text| text.parse().ok().map(|address| spec.address = address),
+        },
+        default: "127.0.0.1",
+        commands: NBD,
+        backends: ANY,
+        help: "The address of that port",
+    },
+    Key {
+        name: "name",
+        value: Value::Text {
+            expected: "1 to 32 of the characters A-Z, a-z, 0-9, '.', '_' and '-'",
+            set: |spec, text| {
+                is_backstore_name(text).then(|| spec.backstore = Some(text.to_owned()))
+            },
+        },
+        default: "the image's file name without .img",
+        commands: TCMU,
+        backends: ANY,
+        help: "What the disk is called in the kernel's SCSI target",
+    },
+    Key {
+        name: "fabric",
+        value: Value::Choice(&[
+            ("loop", |spec| spec.fabric = Fabric::Loop),
+            ("vhost", |spec| spec.fabric = Fabric::Vhost),
+            ("none", |spec| spec.fabric = Fabric::None),
+        ]),
+        default: "loop",
+        commands: TCMU,
+        backends: ANY,
+        help: "Who reaches the disk: this machine as /dev/sdX, a guest of QEMU by vhost-scsi, or nobody until it is exported otherwise",
+    },
+    Key {
+        name: "wwn",
+        value: Value::Text {
+            expected: "naa. and 16 hexadecimal digits in lower case",
+            set: |spec, text| is_wwn(text).then(|| spec.wwn = Some(text.to_owned())),
+        },
+        default: "made from name and path",
+        commands: TCMU,
+        backends: ANY,
+        help: "The target's name in its fabric",
+    },
+    Key {
+        name: "command-timeout",
+        value: Value::Number {
+            least: 0,
+            most: MAX_COMMAND_TIMEOUT,
+            set: |spec, number| spec.command_timeout = Some(number as u32),
+        },
+        default: "the kernel's own",
+        commands: TCMU,
+        backends: ANY,
+        help: "Seconds that the kernel gives a command before it fails it; 0: any",
+    },
+];
+
+/// Whether `name` can stand in configfs, where it is also a part of a UIO device's name.
+pub fn is_backstore_name(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let dots = name.bytes().all(|byte| byte == b'.');
+    name.len() <= MAX_BACKSTORE_BYTES && !dots && name.bytes().all(allowed)
+}
+
+fn is_wwn(text: &str) -> bool {
+    let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    text.strip_prefix("naa.")
+        .is_some_and(|digits| digits.len() == 16 && digits.bytes().all(digit))
+}
+
+fn path(text: &str) -> Option<PathBuf> {
+    (!text.is_empty()).then(|| PathBuf::from(text))
+}
+
+/// A list of processors: numbers and ranges joined by `+`, for a comma ends the value.
+fn cpus(text: &str) -> Option<Vec<u16>> {
+    let mut list = Vec::new();
+    for part in text.split('+') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u16, u16) = (first.parse().ok()?, last.parse().ok()?);
+        if first > last || last > MAX_CPU {
+            return None;
+        }
+        list.extend(first..=last);
+    }
+    Some(list)
+}
