@@ -46,15 +46,11 @@ setup:
 	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
 	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
 
-# The embedded guest and the fuzz targets are workspaces of their own.
-GUEST = guest-images/guest
-
 # The devices for a program that brings its own disk: without the store, its log and its io_uring.
 EMBEDDED = --package walvisor-devices --no-default-features
 
 format:
 	$(CARGO) fmt --all --check
-	cd $(GUEST) && $(CARGO) fmt --check
 	cd storage/fuzz && $(CARGO) fmt --check
 	cd devices/fuzz && $(CARGO) fmt --check
 	cd vmm/fuzz && $(CARGO) fmt --check
@@ -63,12 +59,14 @@ lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --all-targets --features shuttle --locked -- -D warnings
 	$(CARGO) clippy $(EMBEDDED) --all-targets --locked -- -D warnings
-	cd $(GUEST) && $(CARGO) clippy --all-targets --locked -- -D warnings
+	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
+PACKED = --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor
+
 doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
-	$(CARGO) package --package walvisor-storage --package walvisor-devices --no-verify --allow-dirty --offline --quiet
+	$(CARGO) package $(PACKED) --no-verify --allow-dirty --offline --quiet
 
 # The output of passed tests is needed to count those that could not run here. What failed is repeated at the end.
 check:
@@ -83,7 +81,7 @@ check:
 	grep '^left over: ' target/test.log; \
 	exit $$status
 
-TESTS = test-workspace test-interleavings test-embedded test-guest
+TESTS = test-workspace test-interleavings test-embedded
 .PHONY: $(TESTS)
 
 test-workspace:
@@ -95,9 +93,6 @@ test-interleavings:
 test-embedded:
 	! $(CARGO) tree $(EMBEDDED) --edges normal --locked | grep -E 'io-uring|kvm'
 	$(CARGO) test $(EMBEDDED) --example embed --locked -- --show-output
-
-test-guest:
-	cd $(GUEST) && $(CARGO) test --locked -- --show-output
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

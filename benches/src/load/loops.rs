@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::histogram::Histogram;
 use super::measured::Measured;
 use super::point::{BLOCK, Job};
+use walvisor_guest::histogram::Histogram;
 
 /// What a loop does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! What the VMM and the guest agree on; both compile this file.
+//! What the VMM and the guest agree on; both are built with it.
 //!
 //! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's entry.
 //! 2. [`Line`]: what the guest reports over the serial console. Lines that begin with `@` are for the VMM: for

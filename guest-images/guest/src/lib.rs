@@ -11,8 +11,12 @@
 //!   contract                              what the VMM and the guest agree on
 //! ```
 //!
-//! The library builds on the host too: its tests run there.
+//! The library builds on the host too: its tests run there, and the VMM takes the [`contract`] and the `IMAGE` from it.
 #![cfg_attr(not(test), no_std)]
+
+/// The image: a static ELF executable, whose entry takes the address of a [`contract::BootInfo`].
+#[cfg(feature = "image")]
+pub static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/walvisor-guest"));
 
 pub mod block;
 pub mod conformance;

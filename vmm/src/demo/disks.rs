@@ -7,10 +7,10 @@ use walvisor_devices::block::{BlockConfig, MAX_QUEUE_SIZE};
 use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
 
-use super::contract::Task;
 use super::error::DemoError;
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::vm::DiskConfig;
+use walvisor_guest::contract::Task;
 
 /// Names of the disks, which are also those of the transports in the guest's reports.
 pub const NAMES: [&str; 2] = ["mmio", "pci"];

@@ -6,7 +6,6 @@ use std::sync::{Arc, OnceLock, mpsc};
 use linux_loader::loader::{Elf, KernelLoader};
 use vm_memory::{Bytes, GuestAddress};
 
-use super::contract::{BootInfo, MMIO_SLOTS, Task};
 use super::error::DemoError;
 use super::listener::{self, Listener, Transcript};
 use super::recorder::{Recorder, Sources};
@@ -18,9 +17,8 @@ use crate::devices::console::Console;
 use crate::seccomp::Seccomp;
 use crate::vm::kvm_stats::KvmCounter;
 use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder};
-
-/// The guest, as `build.rs` built it.
-static IMAGE: &[u8] = include_bytes!(env!("WALVISOR_GUEST_IMAGE"));
+use walvisor_guest::IMAGE;
+use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
 /// Guest memory: the image, a MiB of rings and buffers, and room.
 const MEMORY: u64 = 64 << 20;

@@ -6,9 +6,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::contract::{Line, Loaded, Outcome};
 use super::recorder::{Event, Measured};
 use crate::control::{Control, Ended};
+use walvisor_guest::contract::{Line, Loaded, Outcome};
 
 /// Longest silence of a guest. Its whole job takes a second or so; a loaded machine gets many times that.
 pub const PATIENCE: Duration = Duration::from_secs(60);

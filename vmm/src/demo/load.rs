@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::contract::{Counts, Load, Task};
 use super::error::DemoError;
 use super::guest::run_guest;
 use crate::disk_spec::TransportKind;
@@ -11,6 +10,7 @@ use crate::probe;
 use crate::seccomp::Seccomp;
 use crate::vm::DiskConfig;
 use crate::vm::exits::ExitReason;
+use walvisor_guest::contract::{Counts, Load, Task};
 
 /// What a load came to: the guest's own counts, and those of the VMM meanwhile.
 #[derive(Clone, Debug, PartialEq)]
@@ -116,8 +116,8 @@ mod tests {
     use walvisor_devices::throttle::Limits;
 
     use super::*;
-    use crate::demo::contract::LoadKind;
     use crate::disk_spec::Notifications;
+    use walvisor_guest::contract::LoadKind;
 
     const REQUESTS: u64 = 500;
 

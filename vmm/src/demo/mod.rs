@@ -12,8 +12,6 @@
 //! afterwards is checked here, from a digest that the guest reports.
 
 mod conformance;
-#[path = "../../../guest-images/guest/src/contract.rs"]
-pub mod contract;
 mod disks;
 mod error;
 mod guest;
@@ -30,13 +28,14 @@ pub use conformance::{CaseReport, ConformanceReport};
 pub use error::DemoError;
 pub use load::{ALL_EXITS, LoadReport, run_load, ticks};
 pub use report::{DemoReport, TransportReport};
+pub use walvisor_guest::contract;
 
 use crate::probe;
 use crate::seccomp::Seccomp;
 use crate::vm::{VmError, block_termination_signals};
-use contract::Task;
 use disks::DemoDisks;
 use guest::run_guest;
+use walvisor_guest::contract::Task;
 
 /// Runs the embedded guest and tells what it and the VMM counted. `say` gets each line that the guest says to
 /// people. The disks are made in a directory of their own under `parent`, and removed again. `seccomp` is for the whole

@@ -7,11 +7,11 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::contract::Line;
 use crate::processor_time;
 use crate::vm::AttachedDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::kvm_stats::KvmCounter;
+use walvisor_guest::contract::Line;
 
 /// Longest line that is kept; the rest of a longer one is dropped.
 const LONGEST_LINE: usize = 512;

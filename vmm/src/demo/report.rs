@@ -7,10 +7,10 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::contract::{Digest, Outcome};
 use super::disks::ClosedImage;
 use super::error::DemoError;
 use super::listener::{Job, Transcript};
+use walvisor_guest::contract::{Digest, Outcome};
 
 /// Bytes of a block of the guest's digest.
 const BLOCK: usize = 4096;
@@ -170,9 +170,9 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::demo::contract::Counts;
     use crate::demo::listener::Job;
     use crate::demo::recorder::Measured;
+    use walvisor_guest::contract::Counts;
 
     const COUNTS: Counts = Counts {
         requests: 9,
