@@ -38,6 +38,7 @@ const VMM: &[&[&str]] = &[
     &[
         "arch",
         "bus",
+        "disk",
         "disk_spec",
         "processor_time",
         "progress",

@@ -10,9 +10,9 @@ use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{CommitWait, DiskOptions, Image, Store, StoreOptions};
 
+use crate::disk::OpenDisk;
 use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
 use crate::progress::with_bar;
-use crate::vm::DiskConfig;
 
 /// The logs behind a command line's disks. Dropping them closes them too, but swallows errors.
 #[derive(Default)]
@@ -38,7 +38,7 @@ impl OpenLogs {
 pub fn open(
     specs: &[DiskSpec],
     cpus: u8,
-) -> Result<(Vec<DiskConfig>, OpenLogs), walvisor_storage::Error> {
+) -> Result<(Vec<OpenDisk>, OpenLogs), walvisor_storage::Error> {
     let mut logs = OpenLogs::default();
     let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
     for (log, members) in group_by_log(specs) {
@@ -71,11 +71,9 @@ pub fn open(
             Some(backend) => backend,
             None => open_without_log(spec)?,
         };
-        Ok(DiskConfig {
+        Ok(OpenDisk {
             name: spec.serial.clone().unwrap_or_else(|| spec.name()),
             backend,
-            transport: spec.transport,
-            notifications: spec.notifications,
             device: BlockConfig {
                 queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
                 queue_size: spec.queue_size,

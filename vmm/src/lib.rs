@@ -16,6 +16,7 @@ pub mod control;
 pub mod control_socket;
 pub mod demo;
 pub mod devices;
+pub mod disk;
 pub mod disk_spec;
 pub mod disks;
 pub mod landlock;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use walvisor_devices::backend::LogCounters;
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 
+use crate::disk::DiskInUse;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
 
@@ -145,6 +146,18 @@ pub struct DiskMetrics {
     pub block: Arc<BlockMetrics>,
     /// What its log did, where it has one.
     pub log: Option<LogCounters>,
+}
+
+impl From<&DiskInUse> for DiskMetrics {
+    fn from(disk: &DiskInUse) -> Self {
+        Self {
+            disk: disk.name.clone(),
+            transport: disk.transport,
+            counts: disk.metrics.counts(),
+            block: Arc::clone(&disk.metrics),
+            log: disk.backend.log_counters(),
+        }
+    }
 }
 
 impl DiskMetrics {

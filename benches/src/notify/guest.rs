@@ -6,6 +6,7 @@ use std::time::Duration;
 use walvisor::commands::CommandError;
 use walvisor::demo::contract::Load;
 use walvisor::demo::{self, DemoError};
+use walvisor::disk::OpenDisk;
 use walvisor::disk_spec::{Notifications, TransportKind};
 use walvisor::vm::DiskConfig;
 use walvisor_devices::backend::ram::RamDisk;
@@ -66,15 +67,17 @@ impl GuestDoor {
             _ => Arc::clone(&self.ram) as _,
         };
         let disk = DiskConfig {
-            name: point.backend.name().to_owned(),
-            backend,
+            disk: OpenDisk {
+                name: point.backend.name().to_owned(),
+                backend,
+                device: BlockConfig {
+                    queues: QUEUES,
+                    ..BlockConfig::default()
+                },
+                limits: Limits::default(),
+            },
             transport,
             notifications,
-            device: BlockConfig {
-                queues: QUEUES,
-                ..BlockConfig::default()
-            },
-            limits: Limits::default(),
         };
         let load = Load {
             pci: transport == TransportKind::Pci,

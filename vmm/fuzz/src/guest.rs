@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use tempfile::NamedTempFile;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor::control_socket::ControlledDisk;
+use walvisor::disk::DiskInUse;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::raw::{RawCache, RawDisk};
@@ -32,7 +32,7 @@ struct Driver {
 /// The guest.
 pub struct Guest {
     drivers: Vec<Driver>,
-    disks: Vec<ControlledDisk>,
+    disks: Vec<DiskInUse>,
     /// Keeps the image.
     _file: NamedTempFile,
 }
@@ -58,7 +58,7 @@ impl Guest {
             let irq = EventFd::new(EFD_NONBLOCK).expect("a descriptor");
             let transport = MmioTransport::new(device, Arc::clone(&guest.memory), irq);
             let transport = Arc::new(Mutex::new(transport));
-            disks.push(ControlledDisk {
+            disks.push(DiskInUse {
                 name: name.to_owned(),
                 transport: "mmio",
                 backend,
@@ -77,7 +77,7 @@ impl Guest {
     }
 
     /// What the control socket is to control.
-    pub fn controlled(&self) -> Vec<ControlledDisk> {
+    pub fn controlled(&self) -> Vec<DiskInUse> {
         self.disks.clone()
     }
 

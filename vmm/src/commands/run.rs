@@ -16,6 +16,7 @@ use crate::arch::x86_64::{crash, layout, start_state};
 use crate::control::Ended;
 use crate::control_socket::{Controlled, Server};
 use crate::devices::console::Console;
+use crate::disk::OpenDisk;
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::Places;
@@ -144,7 +145,7 @@ fn run_on(
     arguments: &RunArguments,
     started: Instant,
     image: &LinuxImage,
-    disks: Vec<DiskConfig>,
+    disks: Vec<OpenDisk>,
     console: Console,
     metrics: Option<MetricsFile>,
     control: Option<UnixListener>,
@@ -156,8 +157,12 @@ fn run_on(
         .measure_memory(metrics.is_some())
         .seccomp(arguments.process.seccomp)
         .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
-    for disk in disks {
-        builder = builder.disk(disk);
+    for (disk, spec) in disks.into_iter().zip(&arguments.disks) {
+        builder = builder.disk(DiskConfig {
+            disk,
+            transport: spec.transport,
+            notifications: spec.notifications,
+        });
     }
     let mut vm = builder.build().map_err(CommandError::failed)?;
     let entry = linux::load(vm.memory(), image).map_err(CommandError::failed)?;
@@ -181,10 +186,7 @@ fn run_on(
             started,
             first_run: outcome.first_run,
             exits: &exits,
-            disks: attached
-                .iter()
-                .map(|disk| DiskMetrics::from(&disk.into()))
-                .collect(),
+            disks: attached.iter().map(DiskMetrics::from).collect(),
             memory: outcome.memory,
         }))?;
     }

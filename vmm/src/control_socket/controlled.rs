@@ -4,46 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use walvisor_devices::backend::Backend;
-use walvisor_devices::block::BlockMetrics;
-use walvisor_devices::control::DeviceControl;
-use walvisor_devices::throttle::{self, Throttle};
+use walvisor_devices::throttle;
 
 use crate::control::Control;
+use crate::disk::DiskInUse;
 use crate::disk_spec::DiskCommand;
-use crate::metrics::DiskMetrics;
+use crate::vm::Vm;
 use crate::vm::exits::ExitCounters;
-use crate::vm::{AttachedDisk, Vm};
-
-/// A disk in use.
-#[derive(Clone)]
-pub struct ControlledDisk {
-    /// What requests call it.
-    pub name: String,
-    /// How it is reached: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
-    pub transport: &'static str,
-    /// What keeps its data.
-    pub backend: Arc<dyn Backend>,
-    /// What was asked of it.
-    pub metrics: Arc<BlockMetrics>,
-    /// How much of it may be used.
-    pub throttle: Arc<Throttle>,
-    /// How its users are told.
-    pub device: Arc<dyn DeviceControl>,
-}
-
-impl From<&AttachedDisk> for ControlledDisk {
-    fn from(disk: &AttachedDisk) -> Self {
-        Self {
-            name: disk.name.clone(),
-            transport: disk.transport(),
-            backend: Arc::clone(&disk.backend),
-            metrics: Arc::clone(&disk.metrics),
-            throttle: Arc::clone(&disk.throttle),
-            device: Arc::clone(&disk.device),
-        }
-    }
-}
 
 /// Who is told that the end was asked for.
 pub enum Power {
@@ -64,7 +31,7 @@ pub enum Power {
 pub struct Controlled {
     pub(super) kind: DiskCommand,
     pub(super) started: Instant,
-    pub(super) disks: Vec<ControlledDisk>,
+    pub(super) disks: Vec<DiskInUse>,
     pub(super) power: Power,
     /// Locked by whoever changes anything, which may take long.
     pub(super) changing: Mutex<()>,
@@ -76,12 +43,7 @@ pub struct Controlled {
 
 impl Controlled {
     /// `started` is when the process began.
-    pub fn new(
-        kind: DiskCommand,
-        started: Instant,
-        disks: Vec<ControlledDisk>,
-        power: Power,
-    ) -> Self {
+    pub fn new(kind: DiskCommand, started: Instant, disks: Vec<DiskInUse>, power: Power) -> Self {
         Self {
             kind,
             started,
@@ -100,7 +62,7 @@ impl Controlled {
             exits: vm.exits().to_vec(),
             first_run: vm.first_run(),
         };
-        let disks = vm.disks().iter().map(ControlledDisk::from).collect();
+        let disks = vm.disks().to_vec();
         Self::new(DiskCommand::Run, started, disks, power)
     }
 
@@ -120,17 +82,5 @@ impl Controlled {
     /// Whether everything rests: from the end of a pause to the beginning of the next resume.
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
-    }
-}
-
-impl From<&ControlledDisk> for DiskMetrics {
-    fn from(disk: &ControlledDisk) -> Self {
-        Self {
-            disk: disk.name.clone(),
-            transport: disk.transport,
-            counts: disk.metrics.counts(),
-            block: Arc::clone(&disk.metrics),
-            log: disk.backend.log_counters(),
-        }
     }
 }

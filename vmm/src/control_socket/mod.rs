@@ -23,7 +23,7 @@ mod stats;
 
 pub use client::ask;
 pub use command::{CacheChoice, Command, ControlError, Format, Limits};
-pub use controlled::{Controlled, ControlledDisk, Power};
+pub use controlled::{Controlled, Power};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};
 

@@ -7,11 +7,12 @@ use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
 
 use super::command::{CacheChoice, Command, ControlError, Format, Limits};
-use super::controlled::{Controlled, ControlledDisk, Power};
+use super::controlled::{Controlled, Power};
 use super::stats;
+use crate::disk::DiskInUse;
 
 impl Controlled {
-    fn limit(&self, disk: &ControlledDisk, limits: throttle::Limits) {
+    fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
         // Looked at last: either this sees the end, or the end sees the limits.
         if self.ending.load(Ordering::SeqCst) {
@@ -55,7 +56,7 @@ impl Controlled {
     }
 
     /// The disk of that name, or the only one.
-    fn disk(&self, name: Option<&str>) -> Result<&ControlledDisk, ControlError> {
+    fn disk(&self, name: Option<&str>) -> Result<&DiskInUse, ControlError> {
         let names = || {
             let names: Vec<_> = self.disks.iter().map(|disk| disk.name.as_str()).collect();
             names.join(", ")
@@ -243,7 +244,7 @@ mod tests {
     /// A daemon with one slow disk; who comes to its device, and who lets it go on.
     fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
-        let disk = ControlledDisk {
+        let disk = DiskInUse {
             name: "disk".into(),
             transport: "nbd",
             backend: Arc::new(RamDisk::new(8)),

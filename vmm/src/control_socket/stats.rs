@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
 
-use super::controlled::{Controlled, ControlledDisk, Power};
+use super::controlled::{Controlled, Power};
+use crate::disk::DiskInUse;
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
@@ -50,7 +51,7 @@ pub(super) fn json(controlled: &Controlled) -> Value {
     all
 }
 
-fn disk(disk: &ControlledDisk) -> Value {
+fn disk(disk: &DiskInUse) -> Value {
     let counts = disk.metrics.counts();
     json!({
         "name": disk.name,

@@ -8,6 +8,7 @@ use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
 
 use super::error::DemoError;
+use crate::disk::OpenDisk;
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::vm::DiskConfig;
 use walvisor_guest::contract::Task;
@@ -76,12 +77,14 @@ impl DemoDisks {
             .iter()
             .flat_map(move |(name, transport, _, store)| {
                 store.disks().iter().map(move |disk| DiskConfig {
-                    limits: Limits::default(),
-                    name: (*name).to_owned(),
-                    backend: Arc::new(disk.clone()),
+                    disk: OpenDisk {
+                        name: (*name).to_owned(),
+                        backend: Arc::new(disk.clone()),
+                        device: device(name, task),
+                        limits: Limits::default(),
+                    },
                     transport: *transport,
                     notifications: Notifications::default(),
-                    device: device(name, task),
                 })
             })
     }

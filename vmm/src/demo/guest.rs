@@ -16,7 +16,7 @@ use crate::devices::acpi_pm;
 use crate::devices::console::Console;
 use crate::seccomp::Seccomp;
 use crate::vm::kvm_stats::KvmCounter;
-use crate::vm::{DiskConfig, DiskLocation, Vm, VmBuilder};
+use crate::vm::{DiskConfig, Vm, VmBuilder};
 use walvisor_guest::IMAGE;
 use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
@@ -89,10 +89,7 @@ fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     long_mode::write_tables(memory).map_err(|e| failed(&e))?;
 
     let mut mmio_lines = [0; MMIO_SLOTS];
-    let mmio = vm.disks().iter().filter_map(|disk| match disk.location {
-        DiskLocation::Mmio(slot) => Some(slot.gsi as u8),
-        DiskLocation::Pci(_) => None,
-    });
+    let mmio = vm.mmio_slots().iter().map(|slot| slot.gsi as u8);
     mmio_lines
         .iter_mut()
         .zip(mmio)

@@ -68,7 +68,7 @@ pub fn run_load(mut disk: DiskConfig, load: Load) -> Result<LoadReport, DemoErro
     let pci = disk.transport == TransportKind::Pci;
     let transport = if pci { "pci" } else { "mmio" };
     // As the guest calls it, and the recorder looks for it.
-    transport.clone_into(&mut disk.name);
+    transport.clone_into(&mut disk.disk.name);
     let task = Task::Load(Load { pci, ..load });
     let transcript = run_guest([disk], task, Seccomp::Off, |_| ())?;
     let failed = transcript
@@ -116,6 +116,7 @@ mod tests {
     use walvisor_devices::throttle::Limits;
 
     use super::*;
+    use crate::disk::OpenDisk;
     use crate::disk_spec::Notifications;
     use walvisor_guest::contract::LoadKind;
 
@@ -131,16 +132,18 @@ mod tests {
             return None;
         }
         let disk = DiskConfig {
-            name: "any".to_owned(),
-            backend: Arc::new(RamDisk::new(16 << 11)),
+            disk: OpenDisk {
+                name: "any".to_owned(),
+                backend: Arc::new(RamDisk::new(16 << 11)),
+                device: BlockConfig {
+                    queues: 4,
+                    queue_size: 64,
+                    ..BlockConfig::default()
+                },
+                limits: Limits::default(),
+            },
             transport,
             notifications,
-            device: BlockConfig {
-                queues: 4,
-                queue_size: 64,
-                ..BlockConfig::default()
-            },
-            limits: Limits::default(),
         };
         Some(run_load(disk, load).expect("the guest ends"))
     }

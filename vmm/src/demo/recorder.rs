@@ -7,8 +7,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::disk::DiskInUse;
 use crate::processor_time;
-use crate::vm::AttachedDisk;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::kvm_stats::KvmCounter;
 use walvisor_guest::contract::Line;
@@ -25,7 +25,7 @@ pub struct Sources {
     /// Whether the processor time of the whole machine is wanted.
     pub host_cpu: bool,
     /// The disks, named as the guest names their transports.
-    pub disks: Vec<AttachedDisk>,
+    pub disks: Vec<DiskInUse>,
 }
 
 impl Sources {
@@ -178,7 +178,6 @@ mod tests {
     use walvisor_devices::block::BlockMetrics;
 
     use super::*;
-    use crate::vm::DiskLocation;
 
     #[test]
     fn only_what_happens_between_begin_and_the_next_line_is_measured() {
@@ -186,10 +185,10 @@ mod tests {
             Arc::new(ExitCounters::default()),
             Arc::new(BlockMetrics::default()),
         );
-        let disk = AttachedDisk {
+        let disk = DiskInUse {
             name: "pci".to_owned(),
             backend: Arc::new(RamDisk::new(8)),
-            location: DiskLocation::Pci(1),
+            transport: "pci",
             metrics: metrics.clone(),
             throttle: Arc::default(),
             device: Arc::new(std::sync::Weak::<

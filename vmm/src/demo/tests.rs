@@ -10,9 +10,11 @@ use walvisor_devices::backend::{
     Backend, BackendQueue, Capabilities, Completion, Failure, Operation,
 };
 use walvisor_devices::block::BlockConfig;
+use walvisor_devices::throttle::Limits;
 
 use super::listener::Transcript;
 use super::*;
+use crate::disk::OpenDisk;
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::seccomp::Seccomp;
 use crate::vm::DiskConfig;
@@ -168,17 +170,19 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
         return None;
     }
     let disk = |name: &str, transport, fault| DiskConfig {
-        limits: walvisor_devices::throttle::Limits::default(),
-        name: name.to_owned(),
-        backend: Arc::new(Faulty::new(fault)),
+        disk: OpenDisk {
+            name: name.to_owned(),
+            backend: Arc::new(Faulty::new(fault)),
+            device: BlockConfig {
+                queues: 2,
+                queue_size: 64,
+                serial: name.to_owned(),
+                ..BlockConfig::default()
+            },
+            limits: Limits::default(),
+        },
         transport,
         notifications: Notifications::default(),
-        device: BlockConfig {
-            queues: 2,
-            queue_size: 64,
-            serial: name.to_owned(),
-            ..BlockConfig::default()
-        },
     };
     let disks = [
         disk("mmio", TransportKind::Mmio, fault),
@@ -261,16 +265,18 @@ fn every_byte_is_right_without_eventfds_too() {
     let disks =
         [("mmio", TransportKind::Mmio), ("pci", TransportKind::Pci)].map(|(name, transport)| {
             DiskConfig {
-                limits: walvisor_devices::throttle::Limits::default(),
-                name: name.to_owned(),
-                backend: Arc::new(RamDisk::new(64 << 11)),
+                disk: OpenDisk {
+                    name: name.to_owned(),
+                    backend: Arc::new(RamDisk::new(64 << 11)),
+                    device: BlockConfig {
+                        queues: 4,
+                        queue_size: 64,
+                        ..BlockConfig::default()
+                    },
+                    limits: Limits::default(),
+                },
                 transport,
                 notifications: Notifications::Exits,
-                device: BlockConfig {
-                    queues: 4,
-                    queue_size: 64,
-                    ..BlockConfig::default()
-                },
             }
         });
     let transcript = run_guest(disks, Task::Job, Seccomp::Off, |_| ()).expect("the guest ends");

@@ -97,6 +97,16 @@ pub enum TransportKind {
     Pci,
 }
 
+impl TransportKind {
+    /// As the command line says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mmio => "mmio",
+            Self::Pci => "pci",
+        }
+    }
+}
+
 /// How doorbells and interrupts cross between a guest and the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notifications {

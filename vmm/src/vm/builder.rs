@@ -10,15 +10,13 @@ use kvm_bindings::{
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_devices::backend::Backend;
-use walvisor_devices::block::{BlockConfig, VirtioBlock, WorkerPool};
+use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::control::DeviceControl;
-use walvisor_devices::throttle::Limits;
 use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
 
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
-use super::machine::{AttachedDisk, DiskLocation, SerialLine, Vm, VmError};
+use super::machine::{SerialLine, Vm, VmError};
 use super::memory_use;
 use super::signals::TerminationSignals;
 use super::starter::Starters;
@@ -32,6 +30,7 @@ use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
 use crate::devices::panic::{self, PanicPort};
 use crate::devices::serial::{self, SerialPort};
+use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{Notifications, TransportKind};
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
 use crate::probe;
@@ -44,18 +43,12 @@ const PCI_PORTS_SIZE: u64 = 8;
 
 /// A disk to attach.
 pub struct DiskConfig {
-    /// What messages and metrics call it.
-    pub name: String,
-    /// What keeps its data.
-    pub backend: Arc<dyn Backend>,
+    /// The open disk.
+    pub disk: OpenDisk,
     /// How the guest reaches it.
     pub transport: TransportKind,
     /// How doorbells and interrupts cross.
     pub notifications: Notifications,
-    /// How the device looks.
-    pub device: BlockConfig,
-    /// How much of it may be used.
-    pub limits: Limits,
 }
 
 /// What a VM is to have. One vCPU, 512 MiB of memory, no console and no disk unless told otherwise.
@@ -257,6 +250,7 @@ impl VmBuilder {
             machine: Arc::new(machine),
             serial: SerialLine { port, room, stdin },
             disks,
+            slots,
             measure_memory: self.measure_memory,
             signals,
             power,
@@ -371,17 +365,20 @@ struct Attach {
     pci: Arc<PciBus>,
     mmio: Bus,
     slots: Vec<MmioSlot>,
-    disks: Vec<AttachedDisk>,
+    disks: Vec<DiskInUse>,
 }
 
 impl Attach {
     /// Makes a disk a device behind its transport.
     fn disk(&mut self, disk: DiskConfig) -> Result<(), VmError> {
         let DiskConfig {
-            name,
-            backend,
+            disk,
             transport,
             notifications,
+        } = disk;
+        let OpenDisk {
+            name,
+            backend,
             device,
             limits,
         } = disk;
@@ -391,29 +388,27 @@ impl Attach {
         device.serve_with(Arc::clone(&self.workers));
         let (metrics, throttle) = (device.metrics(), device.throttle());
         throttle.set(limits);
-        let (location, device): (_, Arc<dyn DeviceControl>) = match transport {
+        let device: Arc<dyn DeviceControl> = match transport {
             TransportKind::Mmio => {
                 let slot = self.next_slot()?;
                 let device = self
                     .mmio(device, slot, notifications)
                     .map_err(|error| failed(error.to_string()))?;
-                (DiskLocation::Mmio(slot), Arc::new(device))
+                Arc::new(device)
             }
             TransportKind::Pci => {
                 let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
                 let function = PciTransport::new(device, self.memory.clone(), vectors);
                 let function = Arc::new(Mutex::new(function));
                 let device = Arc::new(Arc::downgrade(&function));
-                (
-                    DiskLocation::Pci(self.pci.add(function, notifications)?),
-                    device,
-                )
+                self.pci.add(function, notifications)?;
+                device
             }
         };
-        self.disks.push(AttachedDisk {
+        self.disks.push(DiskInUse {
             name,
+            transport: transport.name(),
             backend,
-            location,
             metrics,
             throttle,
             device,

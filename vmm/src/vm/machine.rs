@@ -10,10 +10,8 @@ use kvm_ioctls::VcpuFd;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::signal::Killable;
-use walvisor_devices::backend::{Backend, flush};
-use walvisor_devices::block::BlockMetrics;
-use walvisor_devices::control::DeviceControl;
-use walvisor_devices::throttle::{Limits, Throttle};
+use walvisor_devices::backend::flush;
+use walvisor_devices::throttle::Limits;
 
 use super::exits::ExitCounters;
 use super::memory_use::{self, MemoryUse};
@@ -25,6 +23,7 @@ use crate::control::{Control, Ended, kick_signal};
 use crate::devices::acpi_pm::AcpiPm;
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
+use crate::disk::DiskInUse;
 use crate::pci::PciError;
 use crate::probe::ProbeError;
 use crate::readiness;
@@ -70,42 +69,6 @@ pub enum VmError {
     System(&'static str, io::Error),
 }
 
-/// Where the guest finds a disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskLocation {
-    /// Registers and interrupt of a virtio-mmio device.
-    Mmio(MmioSlot),
-    /// Device number on PCI bus 0.
-    Pci(u8),
-}
-
-/// A disk of a VM. Its counters stay readable when the VM is gone.
-#[derive(Clone)]
-pub struct AttachedDisk {
-    /// What messages and metrics call it.
-    pub name: String,
-    /// What keeps its data.
-    pub backend: Arc<dyn Backend>,
-    /// Where the guest finds it.
-    pub location: DiskLocation,
-    /// The device's counters.
-    pub metrics: Arc<BlockMetrics>,
-    /// How much of the disk may be used.
-    pub throttle: Arc<Throttle>,
-    /// The device while the VM is there.
-    pub device: Arc<dyn DeviceControl>,
-}
-
-impl AttachedDisk {
-    /// How the guest reaches it, as metrics say it.
-    pub fn transport(&self) -> &'static str {
-        match self.location {
-            DiskLocation::Mmio(_) => "mmio",
-            DiskLocation::Pci(_) => "pci",
-        }
-    }
-}
-
 /// The serial line, its input event, and whether stdin feeds it.
 pub(super) struct SerialLine {
     pub(super) port: Arc<Mutex<SerialPort>>,
@@ -118,7 +81,8 @@ pub struct Vm {
     pub(super) vcpus: Vec<VcpuFd>,
     pub(super) machine: Arc<Machine>,
     pub(super) serial: SerialLine,
-    pub(super) disks: Vec<AttachedDisk>,
+    pub(super) disks: Vec<DiskInUse>,
+    pub(super) slots: Vec<MmioSlot>,
     pub(super) measure_memory: bool,
     pub(super) signals: TerminationSignals,
     pub(super) power: Arc<Mutex<AcpiPm>>,
@@ -168,8 +132,13 @@ impl Vm {
     }
 
     /// The disks, in the order they were given.
-    pub fn disks(&self) -> &[AttachedDisk] {
+    pub fn disks(&self) -> &[DiskInUse] {
         &self.disks
+    }
+
+    /// Where the guest finds the disks behind virtio-mmio, in their order.
+    pub fn mmio_slots(&self) -> &[MmioSlot] {
+        &self.slots
     }
 
     /// Exits of each vCPU. The counters live on after the VM.

@@ -13,19 +13,19 @@ use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
 use crate::commands::process::ProcessArguments;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Controlled, ControlledDisk, Power, Server as ControlServer};
+use crate::control_socket::{Controlled, Power, Server as ControlServer};
+use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, OpenLogs};
 use crate::landlock::Places;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::readiness;
-use crate::vm::{DiskConfig, TerminationSignals};
+use crate::vm::TerminationSignals;
 
 /// What every daemon takes.
 #[derive(Args, Debug)]
 pub struct DaemonArguments {
-    // Each daemon has its own keys: see `Door`.
-    #[allow(missing_docs)]
+    /// The disks. [`Door`](super::Door) gives each daemon help and keys of its own.
     #[arg(long = "disk", value_name = "SPEC", required = true, value_parser = DiskArgument(DiskCommand::Nbd))]
     pub disks: Vec<DiskSpec>,
     /// Permissions of the sockets, octal
@@ -65,7 +65,7 @@ impl DaemonArguments {
 pub(super) fn conclude(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
-    open: Vec<DiskConfig>,
+    open: Vec<OpenDisk>,
     logs: OpenLogs,
 ) -> Result<(), CommandError> {
     let told = match (&served, metrics) {
@@ -115,7 +115,7 @@ impl Ending {
     }
 
     /// Lets `disks` be controlled, and waits until a signal or a client asks for the end.
-    pub(super) fn wait(mut self, disks: Vec<ControlledDisk>) -> Result<(), CommandError> {
+    pub(super) fn wait(mut self, disks: Vec<DiskInUse>) -> Result<(), CommandError> {
         let asked = EventFd::new(EFD_NONBLOCK).map_err(CommandError::failed)?;
         let asks = asked.try_clone().map_err(CommandError::failed)?;
         // A full counter is readable all the same.

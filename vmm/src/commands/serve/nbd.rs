@@ -13,12 +13,11 @@ use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::ControlledDisk;
+use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
-use crate::vm::DiskConfig;
 
 /// The arguments of `walvisor serve nbd`.
 #[derive(Args, Debug)]
@@ -126,7 +125,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
 /// Serves open disks until a signal comes. Returns what was done with them.
 fn serve(
     specs: &[DiskSpec],
-    disks: &[DiskConfig],
+    disks: &[OpenDisk],
     groups: &[Group],
     bound: Vec<Bound>,
     tls: &Tls,
@@ -147,7 +146,7 @@ fn serve(
             lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
             controlled.push((
                 member,
-                ControlledDisk {
+                DiskInUse {
                     name: disk.name.clone(),
                     transport: DiskCommand::Nbd.name(),
                     backend: Arc::clone(&disk.backend),

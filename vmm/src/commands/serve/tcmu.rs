@@ -15,14 +15,13 @@ use walvisor_devices::tcmu::Device;
 use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::ControlledDisk;
+use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{BackendKind, CacheMode, DiskCommand, DiskSpec, is_backstore_name};
 use crate::disks;
 use crate::landlock::Places;
 use crate::lio::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
-use crate::vm::DiskConfig;
 
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
@@ -122,7 +121,7 @@ fn reach(places: &mut Places, target: &Target, disk: &Standing) {
 fn serve(
     specs: &[DiskSpec],
     wanted: &[Wanted],
-    disks: &[DiskConfig],
+    disks: &[OpenDisk],
     standing: &mut [Standing],
     events: Option<Events>,
     ending: Ending,
@@ -159,7 +158,7 @@ fn serve(
             backend: Arc::clone(&disk.backend),
             device: device.control(),
         });
-        controlled.push(ControlledDisk {
+        controlled.push(DiskInUse {
             name: wanted.name.clone(),
             transport: DiskCommand::Tcmu.name(),
             backend: Arc::clone(&disk.backend),

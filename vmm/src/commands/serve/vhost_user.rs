@@ -16,12 +16,11 @@ use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::ControlledDisk;
+use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec, MAX_QUEUES};
 use crate::disks;
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
-use crate::vm::DiskConfig;
 
 /// Serves until a signal asks to stop.
 pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), CommandError> {
@@ -72,7 +71,7 @@ fn default_queues() -> u8 {
 
 /// Serves open disks until a signal comes. Returns what was done with them.
 fn serve(
-    disks: &[DiskConfig],
+    disks: &[OpenDisk],
     places: &[PathBuf],
     bound: Vec<UnixListener>,
     ending: Ending,
@@ -94,7 +93,7 @@ fn serve(
         let (metrics, throttle) = (device.metrics(), device.throttle());
         throttle.set(disk.limits);
         let service = Service::new(listener, device, &disk.name).map_err(CommandError::failed)?;
-        controlled.push(ControlledDisk {
+        controlled.push(DiskInUse {
             name: disk.name.clone(),
             transport: DiskCommand::VhostUser.name(),
             backend: Arc::clone(&disk.backend),
