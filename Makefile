@@ -7,12 +7,48 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: all demo test soak setup format lint doc check fuzz
+.PHONY: all install uninstall deb demo test soak setup format lint doc check fuzz
 
 ## all: the program, target/release/walvisor; then this list
 all: setup
 	$(CARGO) build --release --package walvisor
 	@echo; sed -n 's/^## \([a-z]*\): /make \1: /p' $(MAKEFILE_LIST)
+
+# Where the installation goes. DESTDIR is put before every place, for who makes a package.
+PREFIX ?= /usr/local
+DESTDIR ?=
+# The profile that the installation is built with: `release`, or `dev`, which the test of the installation takes.
+PROFILE ?= release
+BIN = $(DESTDIR)$(PREFIX)/bin
+SHARE = $(DESTDIR)$(PREFIX)/share
+SYSTEMD = $(DESTDIR)$(PREFIX)/lib/systemd/system
+UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.service docs/vhost-user/*.socket)
+
+## install: the program, its manual pages, completions for bash, zsh and fish, systemd units; PREFIX=/usr/local DESTDIR=
+install: setup
+	$(CARGO) build --profile $(PROFILE) --locked --package walvisor --bin walvisor --example manual
+	install -D -m 755 $(BUILT)/walvisor $(BIN)/walvisor
+	umask 022 && $(BUILT)/examples/manual $(SHARE)
+	install -d $(SYSTEMD)
+	for unit in $(UNITS); do \
+	  sed 's|/usr/local/bin/|$(PREFIX)/bin/|' $$unit | install -m 644 /dev/stdin $(SYSTEMD)/$${unit##*/} || exit; done
+
+BUILT = $${CARGO_TARGET_DIR:-target}/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+
+## uninstall: removes what `make install` with the same PREFIX and DESTDIR has placed
+uninstall:
+	rm -f $(BIN)/walvisor $(SHARE)/man/man1/walvisor.1 $(SHARE)/man/man1/walvisor-*.1 \
+	  $(SHARE)/bash-completion/completions/walvisor $(SHARE)/zsh/site-functions/_walvisor \
+	  $(SHARE)/fish/vendor_completions.d/walvisor.fish $(addprefix $(SYSTEMD)/,$(notdir $(UNITS)))
+
+## deb: a Debian package of the same files in `target/debian`; installs cargo-deb in `target/tools` if there is none
+deb:
+	rm -rf target/deb-root
+	$(MAKE) install PREFIX=/usr DESTDIR=$(CURDIR)/target/deb-root
+	strip target/deb-root/usr/bin/walvisor
+	export PATH="$$PATH:$(CURDIR)/target/tools/bin"; command -v cargo-deb >/dev/null || \
+	  $(CARGO) install cargo-deb --locked --root target/tools; \
+	$(CARGO) deb --package walvisor --no-build --no-strip --output target/debian/
 
 ## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup

@@ -1,0 +1,130 @@
+//! `make install`: what it places can be used, and `make uninstall` removes all of it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use walvisor_tests::have;
+
+/// Runs `program` and returns what it prints, on either stream.
+#[track_caller]
+fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
+    let mut command = Command::new(program);
+    // What an outer make or cargo was told is not for these.
+    command.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
+    let output = command.args(arguments).current_dir(dir).output().unwrap();
+    let told = [output.stdout, output.stderr].concat();
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?}: {}: {told}",
+        output.status
+    );
+    told
+}
+
+/// The files below `folder`.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(files(&path)),
+            false => found.push(path),
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn what_is_installed_can_be_used_and_goes_again() {
+    let programs = [
+        ("make", "make"),
+        ("groff", "groff-base"),
+        ("systemd-analyze", "systemd"),
+    ];
+    if !programs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let place = tempfile::tempdir().unwrap();
+    let destination = format!("DESTDIR={}", place.path().display());
+    let make = |target| {
+        let arguments = ["-s", target, "PROFILE=dev", "PREFIX=/usr", &destination];
+        run("make", &arguments, &root)
+    };
+    make("install");
+    let usr = place.path().join("usr");
+    let program = usr.join("bin/walvisor");
+    let version = run(program.to_str().unwrap(), &["--version"], &usr);
+    assert!(version.starts_with("walvisor "), "{version}");
+
+    // A page for each command; the formatter has nothing to complain of.
+    let pages = files(&usr.join("share/man/man1"));
+    let names = pages.iter().map(|page| page.file_name().unwrap());
+    let names: Vec<_> = names.map(|name| name.to_str().unwrap()).collect();
+    for name in [
+        "walvisor.1",
+        "walvisor-run.1",
+        "walvisor-serve-nbd.1",
+        "walvisor-disk-create.1",
+    ] {
+        assert!(names.contains(&name), "{name}: {names:?}");
+    }
+    for page in &pages {
+        let page = page.to_str().unwrap();
+        let complaints = run("groff", &["-man", "-Tutf8", "-ww", "-z", page], &usr);
+        assert_eq!(complaints, "", "{page}");
+    }
+    let shown = run(
+        "groff",
+        &["-man", "-Tascii", "-P-c", "share/man/man1/walvisor-run.1"],
+        &usr,
+    );
+    assert!(
+        shown.contains("disk") && shown.contains("kernel"),
+        "{shown}"
+    );
+
+    // What a shell would offer behind `walvisor serve n`, and behind `walvisor serve nbd --sec`.
+    for (words, count, word, before, offered) in [
+        ("walvisor serve n", 2, "n", "serve", "nbd"),
+        ("walvisor serve nbd --sec", 3, "--sec", "nbd", "--seccomp"),
+    ] {
+        let script = format!(
+            "source share/bash-completion/completions/walvisor && complete -p walvisor >/dev/null && \
+             COMP_WORDS=({words}) && COMP_CWORD={count} && _walvisor walvisor {word} {before}; \
+             echo \"${{COMPREPLY[@]}}\""
+        );
+        let told = run("bash", &["-euc", &script], &usr);
+        assert_eq!(told.trim(), offered);
+    }
+    for place in [
+        "share/zsh/site-functions/_walvisor",
+        "share/fish/vendor_completions.d/walvisor.fish",
+    ] {
+        let text = fs::read_to_string(usr.join(place)).unwrap();
+        assert!(text.contains("seccomp"), "{place}");
+    }
+
+    let units = files(&usr.join("lib/systemd/system"));
+    assert_eq!(units.len(), 4, "{units:?}");
+    for unit in &units {
+        let text = fs::read_to_string(unit).unwrap();
+        let service = unit.extension().is_some_and(|kind| kind == "service");
+        assert_eq!(text.contains("ExecStart=/usr/bin/walvisor "), service);
+        // It is looked for, and is not there yet.
+        let text = text.replace("/usr/bin/walvisor", program.to_str().unwrap());
+        fs::write(unit, text).unwrap();
+    }
+    let units: Vec<_> = units.iter().map(|unit| unit.to_str().unwrap()).collect();
+    let verify = [&["verify", "--man=no"][..], &units].concat();
+    run("systemd-analyze", &verify, &usr);
+
+    make("uninstall");
+    assert_eq!(files(place.path()), [PathBuf::new(); 0]);
+}
