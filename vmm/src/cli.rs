@@ -1,5 +1,6 @@
 //! The command line: its grammar (clap), exit statuses, and errors as one line on stderr.
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -116,8 +117,12 @@ fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
 pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A reader that closed the pipe early has what it wanted.
-            let _ = error.print();
+            // A reader that closed the pipe early has what it wanted. What '--disk help' shows is for clap an error's text.
+            let text = error.to_string();
+            let _ = match text.strip_prefix("error: ") {
+                Some(help) => io::stdout().write_all(help.as_bytes()),
+                None => error.print(),
+            };
             ExitCode::SUCCESS
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {

@@ -70,18 +70,28 @@ fn wrong_usage_is_one_line_and_status_2() {
 
 #[test]
 fn help_and_version_are_no_errors() {
-    for arguments in [
-        "--help",
-        "--version",
-        "run --help",
-        "run --disk help",
-        "serve nbd --disk help",
-        "serve vhost-user --disk path=a,socket=s --disk help",
-        "serve tcmu --disk help",
+    for (arguments, first) in [
+        ("--help", "A small KVM VMM"),
+        ("--version", "walvisor "),
+        ("run --help", "Boot a Linux guest"),
+        ("run --disk help", "A disk of 'walvisor run': "),
+        ("serve nbd --disk help", "A disk of 'walvisor serve nbd': "),
+        (
+            "serve vhost-user --disk path=a,socket=s --disk help",
+            "A disk of 'walvisor serve vhost-user': ",
+        ),
+        (
+            "serve tcmu --disk help",
+            "A disk of 'walvisor serve tcmu': ",
+        ),
     ] {
         let output = walvisor(arguments, &[]);
         assert_eq!(output.status.code(), Some(0));
-        assert!(!output.stdout.is_empty() && output.stderr.is_empty());
+        let shown = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            shown.starts_with(first) && output.stderr.is_empty(),
+            "{shown}"
+        );
     }
 }
 
