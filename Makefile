@@ -26,13 +26,15 @@ UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.servic
 
 ## install: the program, its manual pages, completions for bash, zsh and fish, systemd units; PREFIX=/usr/local DESTDIR=
 install: setup
-	$(CARGO) build --profile $(PROFILE) --locked --package walvisor --bin walvisor --example manual
+	$(CARGO) build --profile $(PROFILE) --locked $(OF) --bin walvisor --example manual
 	install -D -m 755 $(BUILT)/walvisor $(BIN)/walvisor
 	umask 022 && $(BUILT)/examples/manual $(SHARE)
 	install -d $(SYSTEMD)
 	for unit in $(UNITS); do \
 	  sed 's|/usr/local/bin/|$(PREFIX)/bin/|' $$unit | install -m 644 /dev/stdin $(SYSTEMD)/$${unit##*/} || exit; done
 
+# A test takes what the tests of the workspace have built, with the features of dependencies that those take.
+OF = $(if $(filter dev,$(PROFILE)),--workspace --example embed,--package walvisor)
 BUILT = $${CARGO_TARGET_DIR:-target}/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 
 ## uninstall: removes what `make install` with the same PREFIX and DESTDIR has placed

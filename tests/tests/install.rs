@@ -12,6 +12,12 @@ fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
     let mut command = Command::new(program);
     // What an outer make or cargo was told is not for these.
     command.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
+    for (name, _) in std::env::vars() {
+        let told = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_"];
+        if told.iter().any(|start| name.starts_with(start)) {
+            command.env_remove(name);
+        }
+    }
     let output = command.args(arguments).current_dir(dir).output().unwrap();
     let told = [output.stdout, output.stderr].concat();
     let told = String::from_utf8_lossy(&told).into_owned();
