@@ -33,6 +33,7 @@
 pub mod backend;
 pub mod block;
 pub mod control;
+pub mod event_loop;
 pub mod interrupt;
 mod latency;
 pub mod listen;

@@ -24,7 +24,8 @@ const STORAGE: &[&[&str]] = &[
 
 /// Modules of `devices`.
 const DEVICES: &[&[&str]] = &[
-    &["listen", "memory", "backend"],
+    &["event_loop", "memory", "backend"],
+    &["listen"],
     &["control", "latency", "throttle"],
     &["metrics"],
     &["interrupt"],

@@ -1,0 +1,200 @@
+//! The event loop of every thread that waits on descriptors, on rust-vmm's `event-manager`.
+//!
+//! ```text
+//!   descriptor ─┐                     ┌─ Event::Ready(key, what), …
+//!   descriptor ─┼─▶ EventLoop::wait ──┤                                  one list, worked off by the thread that waits
+//!   Remote ─────┘                     └─ Event::Message(message), …
+//! ```
+//! `event-manager` calls a subscriber for each descriptor that is ready. Most threads here want to know of all that are
+//! ready before they act on one: they take requests from all queues, hand all of them in, and answer all of them. So a
+//! loop has one subscriber, which only notes what is ready, and [`EventLoop::wait`] returns its notes. Messages of other
+//! threads come through the manager's remote endpoint. They stand behind all descriptors in the list: a message that
+//! removes or adds a descriptor cannot change what an event before it is about.
+//!
+//! The manager waits in whole milliseconds. A timeout is rounded up to the next one; whoever needs it finer watches a timer
+//! (`timerfd_create`), as the limits of disks do.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+use event_manager::{
+    Error, EventManager, EventOps, Events, MutEventSubscriber, RemoteEndpoint, SubscriberId,
+    SubscriberOps,
+};
+
+pub use event_manager::EventSet;
+
+/// Descriptors that one wait tells of, at most. The others are told of by the next.
+const MOST_READY: usize = 64;
+
+/// What a thread has waited for.
+#[derive(Debug)]
+pub enum Event<K, M> {
+    /// The descriptor of this key is ready.
+    Ready(K, EventSet),
+    /// Another thread has sent this.
+    Message(M),
+}
+
+/// Descriptors that one thread watches, each with a key of type `K`, and an inbox for messages of type `M`.
+#[derive(Debug)]
+pub struct EventLoop<K, M> {
+    manager: EventManager<Notes<K, M>>,
+    notes: SubscriberId,
+}
+
+/// The one subscriber of a loop.
+#[derive(Debug)]
+struct Notes<K, M> {
+    /// The keys of watched descriptors, by descriptor. The system gives out the lowest free number, so they are few.
+    keys: Vec<Option<K>>,
+    events: Vec<Event<K, M>>,
+}
+
+impl<K: Copy, M> MutEventSubscriber for Notes<K, M> {
+    fn process(&mut self, events: Events, _: &mut EventOps<'_>) {
+        if let Some(Some(key)) = self.keys.get(events.fd() as usize) {
+            self.events.push(Event::Ready(*key, events.event_set()));
+        }
+    }
+
+    fn init(&mut self, _: &mut EventOps<'_>) {}
+}
+
+impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
+    /// A loop that watches nothing yet.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor: a loop takes two.
+    pub fn new() -> io::Result<Self> {
+        let mut manager = EventManager::new_with_capacity(MOST_READY).map_err(system)?;
+        let notes = manager.add_subscriber(Notes {
+            keys: Vec::new(),
+            events: Vec::new(),
+        });
+        Ok(Self { manager, notes })
+    }
+
+    /// The way for messages to this loop.
+    pub fn remote(&self) -> Remote<K, M> {
+        Remote {
+            endpoint: self.manager.remote_endpoint(),
+            notes: self.notes,
+        }
+    }
+
+    /// Watches a descriptor: the loop tells of it with `key` when one of `events` is true of it, or it is at its end.
+    /// [`unwatch`](Self::unwatch) it before it is closed: if another process or thread holds it open too, the system
+    /// goes on to tell of it.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if it is watched already; `PermissionDenied` if nobody can wait for it: regular files and
+    /// `/dev/null` are always ready. Otherwise what the system says.
+    pub fn watch(&mut self, fd: impl AsFd, key: K, events: EventSet) -> io::Result<()> {
+        let fd = fd.as_fd().as_raw_fd();
+        self.ops()
+            .add(Events::new_raw(fd, events))
+            .map_err(system)?;
+        let (keys, at) = (&mut self.notes().keys, fd as usize);
+        if keys.len() <= at {
+            keys.resize(at + 1, None);
+        }
+        keys[at] = Some(key);
+        Ok(())
+    }
+
+    /// Watches for other events of a descriptor that is watched.
+    ///
+    /// # Errors
+    /// If it is not watched, or the system refuses.
+    pub fn rewatch(&mut self, fd: impl AsFd, events: EventSet) -> io::Result<()> {
+        let fd = fd.as_fd().as_raw_fd();
+        self.ops()
+            .modify(Events::new_raw(fd, events))
+            .map_err(system)
+    }
+
+    /// Watches a descriptor no longer.
+    ///
+    /// # Errors
+    /// If it is not watched.
+    pub fn unwatch(&mut self, fd: impl AsFd) -> io::Result<()> {
+        let fd = fd.as_fd().as_raw_fd();
+        self.ops().remove(Events::empty_raw(fd)).map_err(system)?;
+        self.notes().keys[fd as usize] = None;
+        Ok(())
+    }
+
+    /// Waits until a descriptor is ready or a message comes, no longer than `timeout`, rounded up to milliseconds, and puts
+    /// what happened into `events`, in place of what was there. A signal may end the wait early, with nothing.
+    ///
+    /// # Errors
+    /// If the system refuses to wait.
+    pub fn wait(
+        &mut self,
+        timeout: Option<Duration>,
+        events: &mut Vec<Event<K, M>>,
+    ) -> io::Result<()> {
+        events.clear();
+        let milliseconds = timeout.map_or(-1, |timeout| {
+            i32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
+        });
+        self.manager
+            .run_with_timeout(milliseconds)
+            .map_err(system)?;
+        std::mem::swap(&mut self.notes().events, events);
+        Ok(())
+    }
+
+    fn notes(&mut self) -> &mut Notes<K, M> {
+        let notes = self.manager.subscriber_mut(self.notes);
+        notes.expect("the loop's subscriber is never removed")
+    }
+
+    fn ops(&mut self) -> EventOps<'_> {
+        let ops = self.manager.event_ops(self.notes);
+        ops.expect("the loop's subscriber is never removed")
+    }
+}
+
+/// Sends messages to a loop, from any thread.
+#[derive(Debug)]
+pub struct Remote<K, M> {
+    endpoint: RemoteEndpoint<Notes<K, M>>,
+    notes: SubscriberId,
+}
+
+impl<K, M> Clone for Remote<K, M> {
+    fn clone(&self) -> Self {
+        Self {
+            endpoint: self.endpoint.clone(),
+            notes: self.notes,
+        }
+    }
+}
+
+impl<K: Copy, M: Send + 'static> Remote<K, M> {
+    /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later drops the
+    /// messages that it has not read.
+    pub fn send(&self, message: M) -> bool {
+        let notes = self.notes;
+        let sent = self.endpoint.fire(move |manager| {
+            if let Ok(notes) = manager.subscriber_mut(notes) {
+                notes.events.push(Event::Message(message));
+            }
+        });
+        sent.is_ok()
+    }
+}
+
+fn system(error: Error) -> io::Error {
+    match error {
+        Error::Epoll(errno) | Error::EventFd(errno) => errno.into(),
+        Error::FdAlreadyRegistered => io::ErrorKind::AlreadyExists.into(),
+        error => io::Error::other(error),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,132 @@
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread;
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::*;
+
+const SOON: Option<Duration> = Some(Duration::ZERO);
+
+fn event() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+}
+
+fn ring(event: &OwnedFd) {
+    rustix::io::write(event, &1_u64.to_ne_bytes()).unwrap();
+}
+
+/// What the loop tells of, in its order: keys as they are, messages in brackets.
+fn told(events: &mut EventLoop<u8, u8>, timeout: Option<Duration>) -> Vec<String> {
+    let mut list = vec![Event::Message(99)];
+    events.wait(timeout, &mut list).unwrap();
+    let text = |event: &Event<u8, u8>| match event {
+        Event::Ready(key, _) => key.to_string(),
+        Event::Message(message) => format!("({message})"),
+    };
+    list.iter().map(text).collect()
+}
+
+#[test]
+fn messages_stand_behind_descriptors_whoever_was_first() {
+    let mut events = EventLoop::new().unwrap();
+    let (a, b) = (event(), event());
+    events.watch(&a, 1, EventSet::IN).unwrap();
+    events.watch(&b, 2, EventSet::IN).unwrap();
+    assert_eq!(told(&mut events, SOON), [""; 0]);
+    assert!(events.remote().send(7));
+    assert!(events.remote().send(8));
+    ring(&b);
+    ring(&a);
+    assert_eq!(told(&mut events, None), ["2", "1", "(7)", "(8)"]);
+    // A message comes once, a descriptor as long as it is ready.
+    assert_eq!(told(&mut events, None), ["2", "1"]);
+}
+
+#[test]
+fn a_message_ends_the_wait_of_another_thread() {
+    let mut events = EventLoop::<u8, u8>::new().unwrap();
+    let remote = events.remote();
+    let waiting = thread::spawn(move || told(&mut events, None));
+    assert!(remote.send(1));
+    assert_eq!(waiting.join().unwrap(), ["(1)"]);
+}
+
+#[test]
+fn what_is_sent_to_a_loop_that_ends_is_dropped() {
+    let events = EventLoop::<u8, Arc<()>>::new().unwrap();
+    let (remote, message) = (events.remote(), Arc::new(()));
+    assert!(remote.send(Arc::clone(&message)));
+    drop(events);
+    assert_eq!(Arc::strong_count(&message), 1);
+    assert!(!remote.send(Arc::clone(&message)));
+    assert_eq!(Arc::strong_count(&message), 1);
+}
+
+#[test]
+fn an_edge_is_told_once() {
+    let mut events = EventLoop::new().unwrap();
+    let bell = event();
+    let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
+    events.watch(&bell, 1, edges).unwrap();
+    ring(&bell);
+    assert_eq!(told(&mut events, None), ["1"]);
+    assert_eq!(told(&mut events, SOON), [""; 0]);
+    ring(&bell);
+    assert_eq!(told(&mut events, None), ["1"]);
+}
+
+/// The other side of a shared descriptor keeps it open, and ringing.
+#[test]
+fn a_descriptor_that_is_not_watched_is_not_told_of_and_its_number_is_free() {
+    let mut events = EventLoop::new().unwrap();
+    let ours = event();
+    let theirs = ours.try_clone().unwrap();
+    events.watch(&ours, 1, EventSet::IN).unwrap();
+    let twice = events.watch(&ours, 2, EventSet::IN).unwrap_err();
+    assert_eq!(twice.kind(), io::ErrorKind::AlreadyExists);
+    events.unwatch(&ours).unwrap();
+    assert_eq!(
+        events.unwatch(&ours).unwrap_err().kind(),
+        io::ErrorKind::NotFound
+    );
+    drop(ours);
+    ring(&theirs);
+    assert_eq!(told(&mut events, SOON), [""; 0]);
+    events.watch(&theirs, 3, EventSet::OUT).unwrap();
+    assert_eq!(told(&mut events, None), ["3"]);
+    events.rewatch(&theirs, EventSet::empty()).unwrap();
+    assert_eq!(told(&mut events, SOON), [""; 0]);
+}
+
+#[test]
+fn more_than_one_wait_can_tell_come_with_the_next() {
+    let mut events = EventLoop::new().unwrap();
+    let bells = [(); MOST_READY + 5].map(|()| event());
+    for (key, bell) in bells.iter().enumerate() {
+        events.watch(bell, key as u8, EventSet::IN).unwrap();
+        ring(bell);
+    }
+    let mut all = told(&mut events, None);
+    assert_eq!(all.len(), MOST_READY);
+    all.extend(told(&mut events, None));
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), bells.len());
+}
+
+#[test]
+fn a_wait_below_a_millisecond_ends() {
+    let mut events = EventLoop::new().unwrap();
+    let brief = Some(Duration::from_nanos(1));
+    assert_eq!(told(&mut events, brief), [""; 0]);
+}
+
+#[test]
+fn what_is_always_ready_cannot_be_watched() {
+    let mut events = EventLoop::<u8, u8>::new().unwrap();
+    let null = File::open("/dev/null").unwrap();
+    let refused = events.watch(&null, 1, EventSet::IN).unwrap_err();
+    assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+}
