@@ -6,8 +6,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::event::epoll::EventFlags;
-
 use super::ended::Ended;
 use super::export::Export;
 use super::handshake::Agreed;
@@ -18,6 +16,7 @@ use super::request::{Action, Pending, Rules, judge, refuse};
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
 use crate::control::Pass;
+use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 
@@ -101,10 +100,10 @@ impl Connection {
     }
 
     /// What the socket is to be watched for.
-    pub(super) fn interest(&self) -> EventFlags {
-        let mut interest = EventFlags::empty();
-        interest.set(EventFlags::IN, self.is_listening());
-        interest.set(EventFlags::OUT, self.has_unsent());
+    pub(super) fn interest(&self) -> EventSet {
+        let mut interest = EventSet::empty();
+        interest.set(EventSet::IN, self.is_listening());
+        interest.set(EventSet::OUT, self.has_unsent());
         interest
     }
 

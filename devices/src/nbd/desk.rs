@@ -6,7 +6,7 @@ use std::time::Instant;
 use slab::Slab;
 
 use super::export::Export;
-use super::inbox::{Inbox, Mapped};
+use super::inbox::{Inbox, Mail, Mapped};
 use super::protocol::command;
 use super::request::Pending;
 use crate::backend::Answer;
@@ -41,11 +41,11 @@ impl Desk {
             Some(question) => {
                 let inbox = Arc::clone(inbox);
                 let asker = Box::new(move |extents| {
-                    inbox.answer(Mapped {
+                    inbox.send(Mail::Answer(Mapped {
                         desk: key,
                         token,
                         extents,
-                    });
+                    }));
                 });
                 let Export {
                     mapper, backend, ..

@@ -1,7 +1,6 @@
-//! How connections and threads end, and what is told of it.
+//! How connections end, and what is told of it.
 
 use std::io;
-use std::thread::JoinHandle;
 
 use rustix::io::Errno;
 
@@ -22,12 +21,6 @@ pub(super) enum Ended {
 impl From<Errno> for Ended {
     fn from(error: Errno) -> Self {
         Self::Socket(error.into())
-    }
-}
-
-pub(super) fn join(thread: JoinHandle<()>) {
-    if thread.join().is_err() {
-        tracing::error!("an NBD thread has panicked");
     }
 }
 

@@ -1,13 +1,8 @@
 //! The handshake: which export the client wants, and what replies look like.
 
 use std::io::{self, ErrorKind, IoSlice};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
-use rustix::time::Timespec;
 
 use super::ended::Ended;
 use super::export::Export;
@@ -18,6 +13,8 @@ use super::protocol::{
 use super::tls::{Tls, TlsConfig};
 use super::wire::Wire;
 use crate::backend::SECTOR_SIZE;
+use crate::event_loop::EventSet;
+use crate::listen::{Stop, Waited, Waiter};
 
 /// How long a client may take to choose its export.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -40,35 +37,28 @@ pub(super) struct Agreed {
 /// A non-blocking socket that is waited for, but not forever.
 struct Channel<'a> {
     wire: &'a mut Wire,
-    stop: BorrowedFd<'a>,
+    waiter: Waiter,
     end: Instant,
 }
 
 impl Channel<'_> {
-    fn wait(&self, events: PollFlags) -> Result<(), Ended> {
-        let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+    fn wait(&mut self, events: EventSet) -> Result<(), Ended> {
+        let now = Instant::now();
+        if now >= self.end {
             return Err(Ended::Broken(TOO_LONG));
         }
-        let decrypted = events.contains(PollFlags::IN) && self.wire.may_have_data();
-        let timeout = match decrypted {
-            true => Some(Timespec::default()),
-            false => Timespec::try_from(left).ok(),
-        };
-        let mut fds = [
-            PollFd::new(self.wire, events),
-            PollFd::from_borrowed_fd(self.stop, PollFlags::IN),
-        ];
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) if !decrypted => Err(Ended::Broken(TOO_LONG)),
-            Ok(_) if !fds[1].revents().is_empty() => Err(Ended::Gone),
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
+        // What is decrypted need not be waited for, but the end of the server is looked for all the same.
+        let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
+        let end = if decrypted { now } else { self.end };
+        match self.waiter.wait(&*self.wire, events, Some(end))? {
+            Waited::Stopped => Err(Ended::Gone),
+            Waited::Late if !decrypted => Err(Ended::Broken(TOO_LONG)),
+            Waited::Ready | Waited::Late => Ok(()),
         }
     }
 
     /// Waits after `error`, unless it is a real one.
-    fn wait_after(&self, error: io::Error, events: PollFlags) -> Result<(), Ended> {
+    fn wait_after(&mut self, error: io::Error, events: EventSet) -> Result<(), Ended> {
         match error.kind() {
             ErrorKind::WouldBlock => self.wait(events),
             ErrorKind::Interrupted => Ok(()),
@@ -82,7 +72,7 @@ impl Channel<'_> {
             match self.wire.read(&mut bytes[done..]) {
                 Ok(0) => return Err(Ended::Gone),
                 Ok(read) => done += read,
-                Err(error) => self.wait_after(error, PollFlags::IN)?,
+                Err(error) => self.wait_after(error, EventSet::IN)?,
             }
         }
         Ok(())
@@ -98,7 +88,7 @@ impl Channel<'_> {
         while !bytes.is_empty() {
             match self.wire.write(&[IoSlice::new(bytes)]) {
                 Ok(written) => bytes = &bytes[written..],
-                Err(error) => self.wait_after(error, PollFlags::OUT)?,
+                Err(error) => self.wait_after(error, EventSet::OUT)?,
             }
         }
         self.flush()
@@ -110,7 +100,7 @@ impl Channel<'_> {
             if !self.wire.has_unsent() {
                 return Ok(());
             }
-            self.wait(PollFlags::OUT)?;
+            self.wait(EventSet::OUT)?;
         }
     }
 
@@ -119,7 +109,7 @@ impl Channel<'_> {
         self.wire.start_tls(config)?;
         while self.wire.is_shaking_hands() {
             if let Err(error) = self.wire.shake_hands() {
-                self.wait_after(error, PollFlags::IN)?;
+                self.wait_after(error, EventSet::IN)?;
             }
             self.flush()?;
         }
@@ -130,16 +120,16 @@ impl Channel<'_> {
 /// Talks until the client has chosen one of `exports`.
 ///
 /// # Errors
-/// If it goes, breaks the protocol or takes too long, or `stop` becomes readable.
+/// If it goes, breaks the protocol or takes too long, or `stop` is told.
 pub(super) fn negotiate(
     wire: &mut Wire,
-    stop: BorrowedFd<'_>,
+    stop: &Stop,
     exports: &[Arc<Export>],
     tls: &Tls,
 ) -> Result<Agreed, Ended> {
     let mut channel = Channel {
+        waiter: Waiter::new(&*wire, stop)?,
         wire,
-        stop,
         end: Instant::now() + LIMIT,
     };
     let mut greeting = Vec::from(GREETING.to_be_bytes());
@@ -154,7 +144,7 @@ pub(super) fn negotiate(
     let mut talk = Talk::new(exports);
     loop {
         // Also for a client that never stops to send options.
-        channel.wait(PollFlags::IN)?;
+        channel.wait(EventSet::IN)?;
         let header: [u8; 16] = channel.array()?;
         let mut fields = Fields(&header);
         let (magic, option, len) = (fields.u64(), fields.u32(), fields.u32());

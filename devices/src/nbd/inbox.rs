@@ -1,31 +1,34 @@
-//! What other threads bring to a worker: connections, and how disks are kept.
+//! What other threads bring to a worker: connections, how disks are kept, and the end.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use rustix::event::{EventfdFlags, eventfd};
 
 use super::connection::Connection;
 use crate::backend::Extent;
 use crate::control::Wake;
+use crate::event_loop::Remote;
 
-/// Where a worker gets its connections from, and the answers to what it has had asked.
-pub(super) struct Inbox {
-    mail: Mutex<Mail>,
-    event: OwnedFd,
-    /// Connections that the worker has.
-    pub(super) load: AtomicUsize,
+/// A descriptor that a worker watches.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Source {
+    /// The disk of this desk has something to say.
+    Desk(usize),
+    /// A client's socket.
+    Client(usize),
 }
 
-/// What lies in an inbox.
-#[derive(Default)]
-pub(super) struct Mail {
-    pub(super) connections: Vec<Connection>,
-    pub(super) answers: Vec<Mapped>,
+/// What a worker is sent.
+pub(super) enum Mail {
+    /// A client to serve.
+    Connection(Box<Connection>),
+    /// The answer to a question.
+    Answer(Mapped),
+    /// A gate has opened, or closed.
+    Gate,
     /// No more connections will come.
-    pub(super) closed: bool,
+    Closed,
+    /// The same, and those that there are end.
+    Stop,
 }
 
 /// How a disk is kept: the answer to the request of this token at this desk.
@@ -35,64 +38,32 @@ pub(super) struct Mapped {
     pub(super) extents: io::Result<Vec<Extent>>,
 }
 
-impl Inbox {
-    /// # Errors
-    /// If the system refuses a descriptor.
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self {
-            mail: Mutex::default(),
-            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            load: AtomicUsize::new(0),
-        })
-    }
+/// The way to a worker.
+pub(super) struct Inbox {
+    remote: Remote<Source, Mail>,
+    /// Connections that the worker has.
+    pub(super) load: AtomicUsize,
+}
 
-    fn lock(&self) -> MutexGuard<'_, Mail> {
-        // Lists and a flag are right between any two steps.
-        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+impl Inbox {
+    pub(super) fn new(remote: Remote<Source, Mail>) -> Self {
+        let load = AtomicUsize::new(0);
+        Self { remote, load }
     }
 
     pub(super) fn put(&self, connection: Connection) {
         self.load.fetch_add(1, Ordering::Relaxed);
-        self.lock().connections.push(connection);
-        self.ring();
+        self.send(Mail::Connection(Box::new(connection)));
     }
 
-    pub(super) fn answer(&self, answer: Mapped) {
-        self.lock().answers.push(answer);
-        self.ring();
-    }
-
-    pub(super) fn close(&self) {
-        self.lock().closed = true;
-        self.ring();
-    }
-
-    /// Takes what is there.
-    pub(super) fn open(&self) -> Mail {
-        // Cleared first: who comes from here on rings again.
-        let _ = rustix::io::read(&self.event, &mut [0; 8]);
-        let mut mail = self.lock();
-        Mail {
-            connections: std::mem::take(&mut mail.connections),
-            answers: std::mem::take(&mut mail.answers),
-            closed: mail.closed,
-        }
-    }
-
-    fn ring(&self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
-    }
-}
-
-impl AsFd for Inbox {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+    /// A worker that is gone needs to know nothing.
+    pub(super) fn send(&self, mail: Mail) {
+        self.remote.send(mail);
     }
 }
 
 impl Wake for Inbox {
     fn wake(&self) {
-        self.ring();
+        self.send(Mail::Gate);
     }
 }

@@ -11,8 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use super::ended::join;
 use crate::backend::{Backend, Extent};
+use crate::listen::join;
 
 /// A range of sectors, and at most how many extents are to be told of it.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +75,7 @@ impl Drop for Mapper {
         let running = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(Running { questions, thread }) = running.take() {
             drop(questions);
-            join(thread);
+            join(thread, "NBD");
         }
     }
 }

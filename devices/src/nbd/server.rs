@@ -6,18 +6,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
-
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::thread;
 
 use super::connection::{Connection, Seat};
-use super::ended::{Ended, join, report};
+use super::ended::{Ended, report};
 use super::export::Export;
 use super::handshake::negotiate;
 use super::tls::Tls;
 use super::wire::Wire;
 use super::worker::Pool;
-use crate::listen::accepted;
+use crate::listen::{Stop, Threads, accept_each};
 
 /// Most connections of one listener at a time. One more is closed at once.
 pub const MAX_CONNECTIONS: usize = 128;
@@ -78,9 +76,9 @@ pub struct Service {
 
 /// A running server. Dropping it stops it.
 pub struct Server {
-    /// Readable once the server is to stop; never read.
-    stop: Arc<OwnedFd>,
-    listeners: Vec<JoinHandle<()>>,
+    stop: Stop,
+    /// Waited for before the pool: they bring connections to it.
+    listeners: Threads,
     pool: Arc<Pool>,
 }
 
@@ -90,12 +88,10 @@ impl Server {
     /// # Errors
     /// If the system refuses a descriptor or a thread.
     pub fn start(services: Vec<Service>) -> io::Result<Self> {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop = Arc::new(stop);
         let mut server = Self {
-            pool: Arc::new(Pool::new(Arc::clone(&stop))),
-            stop,
-            listeners: Vec::new(),
+            stop: Stop::new()?,
+            listeners: Threads::new("NBD"),
+            pool: Arc::default(),
         };
         for service in services {
             let Service {
@@ -105,11 +101,11 @@ impl Server {
             } = service;
             listener.set_nonblocking()?;
             let exports = exports.into_iter().map(Arc::new).collect();
-            let (stop, pool) = (Arc::clone(&server.stop), Arc::clone(&server.pool));
-            let thread = thread::Builder::new()
-                .name("nbd-listener".into())
-                .spawn(move || listen(&listener, &exports, &tls, &stop, &pool))?;
-            server.listeners.push(thread);
+            let (stop, pool) = (server.stop.clone(), Arc::clone(&server.pool));
+            let thread = thread::Builder::new().name("nbd-listener".into());
+            server.listeners.start(thread, move || {
+                listen(&listener, &exports, &tls, &stop, &pool);
+            })?;
         }
         Ok(server)
     }
@@ -124,62 +120,37 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        for thread in self.listeners.drain(..) {
-            join(thread);
-        }
-        self.pool.join();
+        self.stop.tell();
     }
 }
 
-/// Accepts clients until `stop` is readable, then waits for those that still choose.
+/// Accepts clients until `stop` is told, then waits for those that still choose.
 fn listen(
     listener: &Listener,
     exports: &Arc<[Arc<Export>]>,
     tls: &Tls,
-    stop: &Arc<OwnedFd>,
+    stop: &Stop,
     pool: &Arc<Pool>,
 ) {
     let seats = Arc::new(AtomicUsize::new(0));
-    let mut choosing: Vec<JoinHandle<()>> = Vec::new();
-    loop {
-        let mut fds = [
-            PollFd::new(listener, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-        ];
-        if let Err(error) = poll(&mut fds, None)
-            && error != rustix::io::Errno::INTR
-        {
-            tracing::error!("NBD: no more clients are accepted: {error}");
-            break;
-        }
-        if !fds[1].revents().is_empty() {
-            break;
-        }
-        for ended in choosing.extract_if(.., |thread| thread.is_finished()) {
-            join(ended);
-        }
-        let Some(socket) = accepted(listener.accept(), "NBD") else {
-            continue;
-        };
+    let mut choosing = Threads::new("NBD");
+    accept_each(listener, stop, "NBD", Listener::accept, |socket| {
         if seats.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
             tracing::warn!(
                 "NBD: {MAX_CONNECTIONS} clients are connected: one more was turned away"
             );
-            continue;
+            return;
         }
         let (exports, tls, seat) = (Arc::clone(exports), tls.clone(), Seat::take(&seats));
-        let (stop, pool) = (Arc::clone(stop), Arc::clone(pool));
-        let spawned = thread::Builder::new()
-            .name("nbd-handshake".into())
-            .spawn(move || report(choose(socket, &exports, &tls, &stop, seat, &pool)));
-        match spawned {
-            Ok(thread) => choosing.push(thread),
-            Err(error) => tracing::warn!("NBD: a client could not be served: {error}"),
+        let (stop, pool) = (stop.clone(), Arc::clone(pool));
+        let thread = thread::Builder::new().name("nbd-handshake".into());
+        let started = choosing.start(thread, move || {
+            report(choose(socket, &exports, &tls, &stop, seat, &pool));
+        });
+        if let Err(error) = started {
+            tracing::warn!("NBD: a client could not be served: {error}");
         }
-    }
-    choosing.into_iter().for_each(join);
+    });
 }
 
 /// Lets a client choose its export, and gives it to a worker.
@@ -187,12 +158,12 @@ fn choose(
     socket: OwnedFd,
     exports: &[Arc<Export>],
     tls: &Tls,
-    stop: &OwnedFd,
+    stop: &Stop,
     seat: Seat,
     pool: &Pool,
 ) -> Result<(), Ended> {
     let mut wire = Wire::new(socket);
-    match negotiate(&mut wire, stop.as_fd(), exports, tls) {
+    match negotiate(&mut wire, stop, exports, tls) {
         Ok(agreed) => Ok(pool.serve(Connection::new(agreed, wire, seat))?),
         Err(ended) => {
             wire.close();

@@ -5,48 +5,34 @@
 //! the disk as one batch, and a commit group wakes the thread once for all whom it served.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::io::Errno;
-use rustix::time::Timespec;
 use slab::Slab;
 use walvisor_storage::short_slice;
 
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};
-use super::ended::Ended;
-use super::ended::{join, report};
+use super::ended::{Ended, report};
 use super::export::Export;
-use super::inbox::{Inbox, Mail, Mapped};
+use super::inbox::{Inbox, Mail, Mapped, Source};
 use crate::backend::{Buffer, Completion, Failure};
 use crate::block::most_threads;
 use crate::control::Wake;
+use crate::event_loop::{Event, EventLoop, EventSet};
+use crate::listen::join;
 use crate::throttle::ThrottledQueue;
 
 /// How long clients may take to read their last replies when the server stops.
 const PARTING: Duration = Duration::from_secs(2);
-/// Events taken at once.
-const EVENTS: usize = 64;
 /// How often disks are asked for what has ended before sockets are looked at again: steps of one long request may end as
 /// they are submitted, for a long time.
 const ROUNDS: usize = 64;
 
-/// What an event is about: a kind in the upper half, a key in the lower.
-const INBOX: u64 = 0;
-const STOP: u64 = 1 << 32;
-const DESK: u64 = 2 << 32;
-const CLIENT: u64 = 3 << 32;
-const KEY: u64 = (1 << 32) - 1;
-
 /// The threads of a server. They are started as connections come, up to [`most_threads`].
 pub(super) struct Pool {
-    /// Readable once the server is to stop.
-    stop: Arc<OwnedFd>,
     most: usize,
     workers: Mutex<Vec<Handle>>,
 }
@@ -58,15 +44,16 @@ struct Handle {
     thread: JoinHandle<()>,
 }
 
-impl Pool {
-    pub(super) fn new(stop: Arc<OwnedFd>) -> Self {
+impl Default for Pool {
+    fn default() -> Self {
         Self {
-            stop,
             most: most_threads(),
             workers: Mutex::default(),
         }
     }
+}
 
+impl Pool {
     fn lock(&self) -> MutexGuard<'_, Vec<Handle>> {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -78,7 +65,7 @@ impl Pool {
     pub(super) fn serve(&self, connection: Connection) -> io::Result<()> {
         let mut workers = self.lock();
         for ended in workers.extract_if(.., |worker| worker.thread.is_finished()) {
-            join(ended.thread);
+            join(ended.thread, "NBD");
         }
         // A read that blocks must not hold up other clients.
         let alone = connection.export().backend.blocks();
@@ -93,33 +80,37 @@ impl Pool {
                 worker.inbox.put(connection);
             }
             _ => {
-                let worker = start(&self.stop, alone)?;
+                let worker = start(alone)?;
                 worker.inbox.put(connection);
                 if alone {
-                    worker.inbox.close();
+                    worker.inbox.send(Mail::Closed);
                 }
                 workers.push(worker);
             }
         }
         Ok(())
     }
+}
 
-    /// Waits until every connection has ended, which they do once the server is to stop. To be called when no more come.
-    pub(super) fn join(&self) {
+impl Drop for Pool {
+    /// Ends every connection, and waits for it.
+    fn drop(&mut self) {
         let workers: Vec<Handle> = self.lock().drain(..).collect();
-        workers.iter().for_each(|worker| worker.inbox.close());
-        workers.into_iter().for_each(|worker| join(worker.thread));
+        workers
+            .iter()
+            .for_each(|worker| worker.inbox.send(Mail::Stop));
+        workers
+            .into_iter()
+            .for_each(|worker| join(worker.thread, "NBD"));
     }
 }
 
-fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
-    let inbox = Arc::new(Inbox::new()?);
-    let events = epoll::create(CreateFlags::CLOEXEC)?;
-    watch(&events, &*inbox, INBOX, EventFlags::IN)?;
-    watch(&events, stop, STOP, EventFlags::IN)?;
+fn start(alone: bool) -> io::Result<Handle> {
+    let events = EventLoop::new()?;
+    let inbox = Arc::new(Inbox::new(events.remote()));
     let worker = Worker {
         events,
-        stop: Arc::clone(stop),
+        happened: Vec::new(),
         inbox: Arc::clone(&inbox),
         desks: Slab::new(),
         clients: Slab::new(),
@@ -140,10 +131,6 @@ fn start(stop: &Arc<OwnedFd>, alone: bool) -> io::Result<Handle> {
     })
 }
 
-fn watch(events: &OwnedFd, what: impl AsFd, data: u64, flags: EventFlags) -> io::Result<()> {
-    Ok(epoll::add(events, what, EventData::new_u64(data), flags)?)
-}
-
 struct Client {
     /// `None`: it is gone, but not all of its requests have ended.
     connection: Option<Connection>,
@@ -151,14 +138,15 @@ struct Client {
     left: usize,
     desk: usize,
     /// What its socket is watched for; nothing: it is not.
-    watched: EventFlags,
+    watched: EventSet,
     /// It is in the list of those that were touched.
     touched: bool,
 }
 
 struct Worker {
-    events: OwnedFd,
-    stop: Arc<OwnedFd>,
+    events: EventLoop<Source, Mail>,
+    /// What was waited for; empty between turns, kept for its memory.
+    happened: Vec<Event<Source, Mail>>,
     inbox: Arc<Inbox>,
     desks: Slab<Desk>,
     clients: Slab<Client>,
@@ -192,52 +180,35 @@ impl Worker {
 
     /// Waits for something to do, and does it.
     fn turn(&mut self) -> io::Result<()> {
-        let mut list = [const {
-            epoll::Event {
-                flags: EventFlags::empty(),
-                data: EventData::new_u64(0),
-            }
-        }; EVENTS];
-        let timeout = self.timeout();
-        let count = match epoll::wait(&self.events, &mut list[..], timeout.as_ref()) {
-            Ok(count) => count,
-            Err(Errno::INTR) => 0,
-            Err(error) => return Err(error.into()),
-        };
-        let mut newcomers = false;
+        let mut happened = std::mem::take(&mut self.happened);
+        self.events.wait(self.timeout(), &mut happened)?;
         for key in std::mem::take(&mut self.decrypted) {
             self.receive(key);
         }
-        for event in &list[..count] {
-            let (data, flags) = (event.data.u64(), event.flags);
-            let key = (data & KEY) as usize;
-            match data & !KEY {
-                INBOX => newcomers = true,
-                STOP => self.part()?,
-                DESK => {
+        for event in happened.drain(..) {
+            match event {
+                Event::Ready(Source::Desk(key), _) => {
                     if let Some(desk) = self.desks.get_mut(key) {
                         desk.rung = true;
                     }
                 }
                 // Whatever happened to the socket, a read or a write tells.
-                _ if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) => {
+                Event::Ready(Source::Client(key), what) if what != EventSet::OUT => {
                     self.receive(key);
                 }
-                _ => self.touch(key),
+                Event::Ready(Source::Client(key), _) => self.touch(key),
+                Event::Message(mail) => self.open(mail),
             }
         }
+        self.happened = happened;
         self.serve_desks();
         self.settle();
-        // Last: no event in the list is about them, whatever key they get.
-        if newcomers {
-            self.open_inbox();
-        }
         Ok(())
     }
 
-    fn timeout(&self) -> Option<Timespec> {
+    fn timeout(&self) -> Option<Duration> {
         if !self.decrypted.is_empty() || self.busy_desk().is_some() {
-            return Some(Timespec::default());
+            return Some(Duration::ZERO);
         }
         let waits = |client: &Client| {
             client
@@ -248,64 +219,60 @@ impl Worker {
         let end = self
             .end
             .filter(|_| self.clients.iter().any(|(_, client)| waits(client)))?;
-        let left = end.saturating_duration_since(Instant::now());
-        Some(Timespec::try_from(left).unwrap_or_default())
+        Some(end.saturating_duration_since(Instant::now()))
+    }
+
+    /// Does what another thread wants.
+    fn open(&mut self, mail: Mail) {
+        match mail {
+            Mail::Connection(connection) => self.welcome(*connection),
+            Mail::Answer(answer) => self.end_question(answer),
+            // What has come waits or goes on, and sockets are watched or not.
+            Mail::Gate => self.keys().into_iter().for_each(|key| self.submit(key)),
+            Mail::Closed => self.closed = true,
+            Mail::Stop => {
+                self.closed = true;
+                self.part();
+            }
+        }
+    }
+
+    fn keys(&self) -> Vec<usize> {
+        self.clients.iter().map(|(key, _)| key).collect()
     }
 
     /// The server is to stop: clients get what they have asked for, and that is all.
-    fn part(&mut self) -> io::Result<()> {
-        epoll::delete(&self.events, &self.stop)?;
+    fn part(&mut self) {
         self.end = Some(Instant::now() + PARTING);
-        let keys: Vec<usize> = self.clients.iter().map(|(key, _)| key).collect();
-        for key in keys {
+        for key in self.keys() {
             if let Some(connection) = &mut self.clients[key].connection {
                 connection.close();
             }
             self.touch(key);
         }
-        Ok(())
     }
 
-    /// Takes answers and new connections, and looks at all others again.
-    fn open_inbox(&mut self) {
-        let Mail {
-            connections,
-            answers,
-            closed,
-        } = self.inbox.open();
-        self.closed = closed;
-        answers
-            .into_iter()
-            .for_each(|answer| self.end_question(answer));
-        // A gate may have opened, or closed: what has come waits, and sockets are watched or not.
-        let keys: Vec<usize> = self.clients.iter().map(|(key, _)| key).collect();
-        keys.into_iter().for_each(|key| self.submit(key));
-        for mut connection in connections {
-            let desk = match self.desk(connection.export()) {
-                Ok(desk) => desk,
-                Err(error) => {
-                    let name = connection.export().name();
-                    tracing::error!("NBD export '{name}': {error}: a client was turned away");
-                    self.inbox.load.fetch_sub(1, Ordering::Relaxed);
-                    continue;
-                }
-            };
-            self.desks[desk].count(1);
-            if self.end.is_some() {
-                connection.close();
+    /// Takes a new client.
+    fn welcome(&mut self, connection: Connection) {
+        let desk = match self.desk(connection.export()) {
+            Ok(desk) => desk,
+            Err(error) => {
+                let name = connection.export().name();
+                tracing::error!("NBD export '{name}': {error}: a client was turned away");
+                self.inbox.load.fetch_sub(1, Ordering::Relaxed);
+                return;
             }
-            let key = self.clients.insert(Client {
-                connection: Some(connection),
-                left: 0,
-                desk,
-                watched: EventFlags::empty(),
-                touched: false,
-            });
-            // It may have sent something already that lies decrypted.
-            self.receive(key);
-        }
-        self.serve_desks();
-        self.settle();
+        };
+        self.desks[desk].count(1);
+        let key = self.clients.insert(Client {
+            connection: Some(connection),
+            left: 0,
+            desk,
+            watched: EventSet::empty(),
+            touched: false,
+        });
+        // It may have sent something already that lies decrypted.
+        self.receive(key);
     }
 
     /// The way to an export's disk.
@@ -317,12 +284,7 @@ impl Worker {
         let queue = ThrottledQueue::open(&*export.backend, &export.throttle)?;
         let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
-        let vacant = self.desks.vacant_entry();
-        let key = vacant.key();
-        for event in [queue.event(), queue.timer()] {
-            watch(&self.events, event, DESK | key as u64, EventFlags::IN)?;
-        }
-        vacant.insert(Desk {
+        let key = self.desks.insert(Desk {
             export: Arc::clone(export),
             part: part(export),
             queue,
@@ -331,7 +293,22 @@ impl Worker {
             submitted: false,
             rung: false,
         });
+        let (queue, source) = (&self.desks[key].queue, Source::Desk(key));
+        let watched = self.events.watch(queue.event(), source, EventSet::IN);
+        watched
+            .and_then(|()| self.events.watch(queue.timer(), source, EventSet::IN))
+            .inspect_err(|_| self.close_desk(key))?;
         Ok(key)
+    }
+
+    /// Nobody uses the disk any more.
+    fn close_desk(&mut self, key: usize) {
+        let desk = self.desks.remove(key);
+        for event in [desk.queue.event(), desk.queue.timer()] {
+            if let Err(error) = self.events.unwatch(event) {
+                tracing::debug!("NBD: a queue's event was not watched: {error}");
+            }
+        }
     }
 
     /// Reads what a client has sent, and submits what it asks for.
@@ -499,16 +476,13 @@ impl Worker {
             if connection.has_decrypted() {
                 self.decrypted.push(key);
             }
-            let (wanted, data) = (
-                connection.interest(),
-                EventData::new_u64(CLIENT | key as u64),
-            );
+            let wanted = connection.interest();
             let watched = match (client.watched.is_empty(), wanted.is_empty()) {
                 _ if client.watched == wanted => Ok(()),
-                (true, _) => epoll::add(&self.events, &*connection, data, wanted),
+                (true, _) => self.events.watch(&*connection, Source::Client(key), wanted),
                 // A client that is neither read from nor written to, and goes, would wake this thread over and over.
-                (_, true) => epoll::delete(&self.events, &*connection),
-                _ => epoll::modify(&self.events, &*connection, data, wanted),
+                (_, true) => self.events.unwatch(&*connection),
+                _ => self.events.rewatch(&*connection, wanted),
             };
             match watched {
                 Ok(()) => client.watched = wanted,
@@ -531,6 +505,11 @@ impl Worker {
     fn leave(&mut self, key: usize, outcome: Result<(), Ended>) {
         let client = &mut self.clients[key];
         if let Some(mut connection) = client.connection.take() {
+            if !client.watched.is_empty()
+                && let Err(error) = self.events.unwatch(&connection)
+            {
+                tracing::debug!("NBD: a client's socket was not watched: {error}");
+            }
             connection.say_goodbye();
             client.left = connection.requests();
             report(outcome);
@@ -549,13 +528,7 @@ impl Worker {
         self.inbox.load.fetch_sub(1, Ordering::Relaxed);
         self.desks[desk].count(-1);
         if self.desks[desk].clients == 0 {
-            let desk = self.desks.remove(desk);
-            // A waiter on its way elsewhere may keep the descriptor open for a moment.
-            for event in [desk.queue.event(), desk.queue.timer()] {
-                if let Err(error) = epoll::delete(&self.events, event) {
-                    tracing::debug!("NBD: a queue's event was not watched: {error}");
-                }
-            }
+            self.close_desk(desk);
         }
     }
 }
