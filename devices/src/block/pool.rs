@@ -12,33 +12,39 @@
 
 use std::any::Any;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
+use std::time::Duration;
 
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_setaffinity};
-use rustix::time::Timespec;
 use slab::Slab;
 use walvisor_storage::short_slice;
 
-/// Events taken at once.
-const EVENTS: usize = 64;
+use crate::event_loop::{Event, EventLoop, EventSet, Remote};
+
 /// How often queues are served before descriptors are looked at again.
 const ROUNDS: usize = 64;
 /// When the backend has something to say to one queue, so many others with requests in flight are asked too: one sync
 /// serves many.
 const ASKED: usize = 32;
 
-/// What an event is about: a source in the upper half, a queue's key in the lower.
-const INBOX: u64 = 0;
-const DOORBELL: u64 = 1 << 32;
-const BACKEND: u64 = 2 << 32;
-const KEY: u64 = (1 << 32) - 1;
+/// A descriptor that a thread watches, with its queue's key.
+#[derive(Clone, Copy)]
+enum Source {
+    Doorbell(usize),
+    Backend(usize),
+}
+
+/// What a thread is sent.
+enum Mail {
+    /// A queue to serve.
+    Newcomer(Seat),
+    /// A queue is to stop: its control says so.
+    Stop,
+}
 
 /// Carries out jobs in a thread of its own: what threads inherit from the one that starts them, such as a system call
 /// filter, queue workers then have from it and not from a vCPU.
@@ -120,10 +126,10 @@ impl WorkerPool {
         }
         // A list is right between any two steps.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.retain(|inbox| !inbox.lock().closed);
+        shared.retain(|inbox| !inbox.closed());
         let least = shared
             .iter()
-            .min_by_key(|inbox| inbox.load.load(Ordering::Relaxed));
+            .min_by_key(|inbox| inbox.load.load(Ordering::SeqCst));
         if let Some(inbox) = least.filter(|_| shared.len() >= self.most) {
             seat = match inbox.put(seat) {
                 None => {
@@ -222,7 +228,7 @@ impl Handle {
     /// Tells the queue to drain, without waiting for it.
     pub(super) fn request_stop(&self) {
         self.control.stop.store(true, Ordering::SeqCst);
-        self.inbox.ring();
+        self.inbox.remote.send(Mail::Stop);
     }
 
     /// Whether the queue is drained and gone.
@@ -268,53 +274,46 @@ impl Drop for Seat {
 
 /// Where a thread gets its queues from.
 struct Inbox {
-    state: Mutex<InboxState>,
-    event: OwnedFd,
-    /// Queues that it has.
+    remote: Remote<Source, Mail>,
+    /// Queues that it has, those on their way to it included, or [`CLOSED`].
     load: AtomicUsize,
 }
 
-#[derive(Default)]
-struct InboxState {
-    newcomers: Vec<Seat>,
-    /// The thread has ended.
-    closed: bool,
-}
+/// The load of a thread that ends, and takes no queue any more.
+const CLOSED: usize = usize::MAX;
 
 impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        // A list and a flag are right between any two steps.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn closed(&self) -> bool {
+        self.load.load(Ordering::SeqCst) == CLOSED
     }
 
     /// Hands over a queue; it comes back if the thread has ended.
     fn put(&self, seat: Seat) -> Option<Seat> {
-        let mut state = self.lock();
-        if state.closed {
+        let more = |load| (load != CLOSED).then(|| load + 1);
+        let (set, fetched) = (Ordering::SeqCst, Ordering::SeqCst);
+        if self.load.fetch_update(set, fetched, more).is_err() {
             return Some(seat);
         }
-        self.load.fetch_add(1, Ordering::Relaxed);
-        state.newcomers.push(seat);
-        drop(state);
-        self.ring();
+        self.remote.send(Mail::Newcomer(seat));
         None
     }
 
-    fn ring(&self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    /// Ends the thread, unless it has a queue or one is on its way.
+    fn close(&self) -> bool {
+        let (set, read) = (Ordering::SeqCst, Ordering::SeqCst);
+        self.load.compare_exchange(0, CLOSED, set, read).is_ok()
     }
 }
 
 /// Starts a thread with its first queue.
 fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
+    let events = EventLoop::new()?;
     let inbox = Arc::new(Inbox {
-        state: Mutex::default(),
-        event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        remote: events.remote(),
         load: AtomicUsize::new(0),
     });
-    let events = epoll::create(CreateFlags::CLOEXEC)?;
-    watch(&events, &inbox.event, INBOX)?;
+    // Before the thread begins: one without a queue ends.
+    drop(inbox.put(seat));
     let own = Arc::clone(&inbox);
     thread::Builder::new().name(name.into()).spawn(move || {
         short_slice();
@@ -323,6 +322,7 @@ fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
         }
         let mut worker = Thread {
             events,
+            happened: Vec::new(),
             inbox: own,
             seats: Slab::new(),
             busy: Vec::new(),
@@ -333,18 +333,7 @@ fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
             worker.fell(&*reason);
         }
     })?;
-    // A new thread waits for its first.
-    drop(inbox.put(seat));
     Ok(inbox)
-}
-
-fn watch(events: &OwnedFd, what: impl AsFd, data: u64) -> io::Result<()> {
-    Ok(epoll::add(
-        events,
-        what,
-        EventData::new_u64(data),
-        EventFlags::IN,
-    )?)
 }
 
 /// Keeps the calling thread on one processor. Where the system takes it away again, slower is better than not at all.
@@ -357,7 +346,9 @@ fn pin(cpu: u16) {
 }
 
 struct Thread {
-    events: OwnedFd,
+    events: EventLoop<Source, Mail>,
+    /// What was waited for, the last first. If a queue panics, the others hear the rest of it.
+    happened: Vec<Event<Source, Mail>>,
     inbox: Arc<Inbox>,
     seats: Slab<Seat>,
     /// Those that have something to do.
@@ -371,7 +362,7 @@ struct Thread {
 impl Thread {
     /// Serves queues until there is none.
     fn run(&mut self) {
-        loop {
+        while !(self.seats.is_empty() && self.inbox.close()) {
             if let Err(error) = self.wait() {
                 let reason = format!("its worker cannot wait: {error}");
                 for (_, seat) in &mut self.seats {
@@ -386,46 +377,31 @@ impl Thread {
                 }
                 self.turn();
             }
-            if self.seats.is_empty() {
-                let mut state = self.inbox.lock();
-                state.closed = state.newcomers.is_empty();
-                if state.closed {
-                    return;
-                }
-            }
         }
     }
 
     /// Waits for something to do.
     fn wait(&mut self) -> io::Result<()> {
-        let mut list = [const {
-            epoll::Event {
-                flags: EventFlags::empty(),
-                data: EventData::new_u64(0),
-            }
-        }; EVENTS];
-        let timeout = (!self.busy.is_empty()).then(Timespec::default);
-        let count = match epoll::wait(&self.events, &mut list[..], timeout.as_ref()) {
-            Ok(count) => count,
-            Err(Errno::INTR) => 0,
-            Err(error) => return Err(error.into()),
-        };
-        let (mut newcomers, mut backend) = (false, false);
-        for event in &list[..count] {
-            let data = event.data.u64();
-            let key = (data & KEY) as usize;
-            match data & !KEY {
-                INBOX => newcomers = true,
-                DOORBELL => {
+        if self.happened.is_empty() {
+            let timeout = (!self.busy.is_empty()).then_some(Duration::ZERO);
+            self.events.wait(timeout, &mut self.happened)?;
+            self.happened.reverse();
+        }
+        let (mut backend, mut stops) = (false, false);
+        while let Some(event) = self.happened.pop() {
+            match event {
+                Event::Ready(Source::Doorbell(key), _) => {
                     if let Some(served) = self.queue(key) {
                         served.rung();
                         self.mark(key);
                     }
                 }
-                _ => {
+                Event::Ready(Source::Backend(key), _) => {
                     backend = true;
                     self.mark(key);
                 }
+                Event::Message(Mail::Newcomer(seat)) => self.welcome(seat),
+                Event::Message(Mail::Stop) => stops = true,
             }
         }
         if backend {
@@ -434,9 +410,8 @@ impl Thread {
             let others: Vec<usize> = others.map(|(key, _)| key).take(ASKED).collect();
             others.into_iter().for_each(|key| self.mark(key));
         }
-        // Last: no event in the list is about them, whatever key they get.
-        if newcomers {
-            self.welcome();
+        if stops {
+            self.see_off();
         }
         Ok(())
     }
@@ -455,30 +430,29 @@ impl Thread {
         }
     }
 
-    /// Takes new queues, and looks which are to stop.
-    fn welcome(&mut self) {
-        // Cleared first: who comes from here on rings again.
-        let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
-        let newcomers = std::mem::take(&mut self.inbox.lock().newcomers);
-        for seat in newcomers {
-            let key = self.seats.insert(seat);
-            let Some(served) = &self.seats[key].served else {
-                continue;
-            };
-            // Each ring is told once, and need not be taken back: whoever else has the descriptor can take it first.
-            let data = EventData::new_u64(DOORBELL | key as u64);
-            let edges = EventFlags::IN | EventFlags::ET;
-            let mut watched =
-                epoll::add(&self.events, served.doorbell(), data, edges).map_err(Into::into);
-            for event in served.backend() {
-                watched = watched.and(watch(&self.events, event, BACKEND | key as u64));
-            }
-            if let (Err(error), Some(served)) = (watched, self.queue(key)) {
-                served.give_up(&format!("its worker cannot wait for it: {error}"));
-            }
-            // A doorbell may have rung before anybody was there to hear it.
-            self.mark(key);
+    /// Takes a new queue.
+    fn welcome(&mut self, seat: Seat) {
+        let key = self.seats.insert(seat);
+        let Some(served) = &self.seats[key].served else {
+            return;
+        };
+        // Each ring is told once, and need not be taken back: whoever else has the descriptor can take it first.
+        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        let doorbell = Source::Doorbell(key);
+        let mut watched = self.events.watch(served.doorbell(), doorbell, edges);
+        for event in served.backend() {
+            let backend = Source::Backend(key);
+            watched = watched.and_then(|()| self.events.watch(event, backend, EventSet::IN));
         }
+        if let (Err(error), Some(served)) = (watched, self.queue(key)) {
+            served.give_up(&format!("its worker cannot wait for it: {error}"));
+        }
+        // A doorbell may have rung before anybody was there to hear it.
+        self.mark(key);
+    }
+
+    /// Looks which queues are to stop.
+    fn see_off(&mut self) {
         let stopping = |seat: &Seat| seat.control.stopping() && !seat.leaving;
         let leaving = self.seats.iter().filter(|(_, seat)| stopping(seat));
         for key in leaving.map(|(key, _)| key).collect::<Vec<_>>() {
@@ -486,7 +460,7 @@ impl Thread {
             seat.leaving = true;
             // From here on only the backend is listened to.
             if let Some(served) = &seat.served
-                && let Err(error) = epoll::delete(&self.events, served.doorbell())
+                && let Err(error) = self.events.unwatch(served.doorbell())
             {
                 tracing::debug!("a queue's doorbell was not watched: {error}");
             }
@@ -530,14 +504,14 @@ impl Thread {
             return;
         };
         if let Some(served) = &seat.served {
-            // A doorbell lives on. A waiter on its way elsewhere may keep the others open for a moment.
+            // Before they are closed: somebody else has the doorbell too.
             let [event, timer] = served.backend();
             for fd in [served.doorbell(), event, timer] {
                 // Not watched any more is as good.
-                let _ = epoll::delete(&self.events, fd);
+                let _ = self.events.unwatch(fd);
             }
         }
-        self.inbox.load.fetch_sub(1, Ordering::Relaxed);
+        self.inbox.load.fetch_sub(1, Ordering::SeqCst);
         drop(seat);
     }
 
@@ -560,15 +534,15 @@ impl Thread {
             self.seats[key].busy = false;
             self.mark(key);
         }
+        // It may have been said just now.
+        self.see_off();
     }
 }
 
 impl Drop for Thread {
     /// Nobody hands over a queue any more.
     fn drop(&mut self) {
-        let mut state = self.inbox.lock();
-        state.closed = true;
-        state.newcomers.clear();
+        self.inbox.load.store(CLOSED, Ordering::SeqCst);
     }
 }
 

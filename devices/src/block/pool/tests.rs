@@ -1,3 +1,7 @@
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{EventfdFlags, eventfd};
+
 use super::*;
 
 /// What was done with which queue.
@@ -172,7 +176,7 @@ fn a_thread_ends_with_its_last_queue_and_another_takes_its_place() {
     let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
     let first = Queue::new(&pool, 'a', &diary);
     first.handle.stop();
-    while !first.handle.inbox.lock().closed {
+    while !first.handle.inbox.closed() {
         thread::yield_now();
     }
     let second = Queue::new(&pool, 'b', &diary);
