@@ -13,15 +13,11 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rustix::buffer::spare_capacity;
-use rustix::event::epoll::{self, EventData, EventFlags};
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use slab::Slab;
 use walvisor_storage::short_slice;
@@ -30,7 +26,9 @@ use super::device::WriteCacheHook;
 use super::{Command, CommandData, Device, Entry, Response, Ring, RingError, Ticket};
 use crate::backend::{Completion, Operation};
 use crate::control::Wake;
+use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 use crate::latency::{OperationKind, add};
+use crate::listen::join;
 use crate::metrics::BlockMetrics;
 use crate::scsi::{DataBuffer, LogicalUnit, Step, Task};
 use crate::throttle::ThrottledQueue;
@@ -40,9 +38,8 @@ const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 /// Most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
 
-const KERNEL: u64 = 0;
-const BACKEND: u64 = 1;
-const BELL: u64 = 2;
+/// How often commands are taken and answered before messages are looked for again.
+const ROUNDS: usize = 64;
 
 /// The token of the flush after which the disk counts as one without a volatile cache.
 const SETTLE: u64 = u64::MAX;
@@ -55,25 +52,34 @@ enum Failure {
     #[error("the UIO device fails, or was removed: {0}")]
     Device(Errno),
     #[error("the event loop fails: {0}")]
-    Events(Errno),
+    Events(io::Error),
 }
 
-/// Tells the worker to look: it is to stop, or the gate has moved.
-struct Bell {
-    event: OwnedFd,
-    stop: AtomicBool,
+/// A descriptor that the worker watches.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    Kernel,
+    Backend,
 }
 
-impl Wake for Bell {
+/// What the worker is sent.
+#[derive(Debug)]
+enum Mail {
+    /// The gate has opened, or closed.
+    Gate,
+    Stop,
+}
+
+impl Wake for Remote<Source, Mail> {
     fn wake(&self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+        self.send(Mail::Gate);
     }
 }
 
 /// A device that is served. Dropping it drains it: commands in flight end and are answered, others stay in the ring.
 pub struct Worker {
-    bell: Arc<Bell>,
+    /// Kept as long as the device is served: the gate knows it by a weak reference.
+    remote: Arc<Remote<Source, Mail>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -85,32 +91,26 @@ impl Worker {
     /// # Errors
     /// If the system refuses a descriptor or a thread.
     pub fn start(device: &Device, ring: Ring, uio: OwnedFd) -> io::Result<Self> {
-        let bell = Arc::new(Bell {
-            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            stop: AtomicBool::new(false),
-        });
         rustix::io::ioctl_fionbio(&uio, true)?;
         let queue = ThrottledQueue::open(&**device.unit.backend(), &device.throttle)?;
-        let events = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let watch = |what: &dyn AsFd, data| {
-            epoll::add(&events, what, EventData::new_u64(data), EventFlags::IN)
-        };
-        watch(&uio, KERNEL)?;
-        watch(&queue.event(), BACKEND)?;
-        watch(&queue.timer(), BACKEND)?;
-        watch(&bell.event, BELL)?;
-        let watcher: Arc<dyn Wake> = Arc::clone(&bell) as _;
+        let mut events = EventLoop::new()?;
+        events.watch(&uio, Source::Kernel, EventSet::IN)?;
+        events.watch(queue.event(), Source::Backend, EventSet::IN)?;
+        events.watch(queue.timer(), Source::Backend, EventSet::IN)?;
+        let remote = Arc::new(events.remote());
+        let watcher: Arc<dyn Wake> = Arc::clone(&remote) as _;
         device.gate.watch(Arc::downgrade(&watcher));
         let server = Server {
             name: device.name.clone(),
             unit: Arc::clone(&device.unit),
             gate: Arc::clone(&device.gate),
             metrics: Arc::clone(&device.metrics),
-            bell: Arc::clone(&bell),
             ring,
             uio,
             queue,
             events,
+            happened: Vec::new(),
+            stopping: false,
             in_flight: Slab::new(),
             bytes: 0,
             blocked: VecDeque::new(),
@@ -127,7 +127,7 @@ impl Worker {
             .name("tcmu".into())
             .spawn(move || server.run())?;
         Ok(Self {
-            bell,
+            remote,
             thread: Some(thread),
         })
     }
@@ -145,12 +145,9 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.bell.stop.store(true, Ordering::SeqCst);
-        self.bell.wake();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("a TCMU worker has panicked");
+        self.remote.send(Mail::Stop);
+        if let Some(thread) = self.thread.take() {
+            join(thread, "TCMU");
         }
     }
 }
@@ -172,11 +169,13 @@ struct Server {
     unit: Arc<LogicalUnit>,
     gate: Arc<crate::control::Gate>,
     metrics: Arc<BlockMetrics>,
-    bell: Arc<Bell>,
     ring: Ring,
     uio: OwnedFd,
     queue: ThrottledQueue,
-    events: OwnedFd,
+    events: EventLoop<Source, Mail>,
+    /// What was waited for; empty between waits, kept for its memory.
+    happened: Vec<Event<Source, Mail>>,
+    stopping: bool,
     in_flight: Slab<Flying>,
     bytes: usize,
     /// Commands that wait for others of the unit, the oldest first.
@@ -208,7 +207,7 @@ impl Server {
         }
         // What the backend has, it ends; whoever cannot be told of it is not.
         while !self.in_flight.is_empty() {
-            if self.wait().is_err() {
+            if self.wait(None).is_err() {
                 break;
             }
             self.complete();
@@ -219,56 +218,49 @@ impl Server {
         }
     }
 
-    fn stopping(&self) -> bool {
-        self.bell.stop.load(Ordering::SeqCst)
-    }
-
     fn serve_until_stopped(&mut self) -> Result<(), Failure> {
         // There may be commands of before.
         loop {
-            self.serve()?;
-            if self.stopping() {
+            let more = self.serve()?;
+            if self.stopping {
                 return Ok(());
             }
-            self.wait()?;
+            self.wait(more.then_some(Duration::ZERO))?;
         }
     }
 
     /// Waits for something to do.
-    fn wait(&mut self) -> Result<(), Failure> {
-        let mut list = Vec::with_capacity(4);
-        match epoll::wait(&self.events, spare_capacity(&mut list), None) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(Failure::Events(error)),
-        }
-        for event in list {
-            match event.data.u64() {
-                KERNEL => {
-                    // How many times it has rung; nobody needs to know.
-                    match rustix::io::read(&self.uio, &mut [0; 4]) {
-                        Ok(4) => add(&self.metrics.doorbells, 1),
-                        Err(Errno::AGAIN | Errno::INTR) => {}
-                        outcome => {
-                            // It would be readable for ever.
-                            let _ = epoll::delete(&self.events, &self.uio);
-                            return Err(Failure::Device(outcome.err().unwrap_or(Errno::IO)));
-                        }
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Failure> {
+        let mut happened = std::mem::take(&mut self.happened);
+        let waited = self.events.wait(timeout, &mut happened);
+        waited.map_err(Failure::Events)?;
+        for event in happened.drain(..) {
+            match event {
+                // How many times it has rung; nobody needs to know.
+                Event::Ready(Source::Kernel, _) => match rustix::io::read(&self.uio, &mut [0; 4]) {
+                    Ok(4) => add(&self.metrics.doorbells, 1),
+                    Err(Errno::AGAIN | Errno::INTR) => {}
+                    outcome => {
+                        // It would be readable for ever.
+                        let _ = self.events.unwatch(&self.uio);
+                        return Err(Failure::Device(outcome.err().unwrap_or(Errno::IO)));
                     }
-                }
-                BELL => {
-                    let _ = rustix::io::read(&self.bell.event, &mut [0; 8]);
-                }
+                },
                 // The completions clear it.
-                _ => {}
+                Event::Ready(Source::Backend, _) => {}
+                // It is looked at before a command is taken.
+                Event::Message(Mail::Gate) => {}
+                Event::Message(Mail::Stop) => self.stopping = true,
             }
         }
+        self.happened = happened;
         Ok(())
     }
 
-    /// Works until there is nothing to do but wait.
-    fn serve(&mut self) -> Result<(), Failure> {
-        loop {
-            let taken = match self.stopping() {
+    /// Works until there is nothing to do but wait; `true`: messages are to be looked for, and there may be more.
+    fn serve(&mut self) -> Result<bool, Failure> {
+        for _ in 0..ROUNDS {
+            let taken = match self.stopping {
                 true => Ok(0),
                 false => self.take(),
             };
@@ -276,9 +268,10 @@ impl Server {
             self.complete();
             let told = self.tell()?;
             if taken? == 0 && told == 0 {
-                return Ok(());
+                return Ok(false);
             }
         }
+        Ok(true)
     }
 
     /// Takes commands until none is left or there is no more room. Returns how many.
