@@ -9,7 +9,6 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -17,6 +16,8 @@ use rustix::net::{
 };
 
 use super::outcome::{Ended, Outcome, refused};
+use super::owner::{Inbox, Wish};
+use crate::event_loop::EventSet;
 
 const HEADER: usize = 12;
 const VERSION: u32 = 1;
@@ -77,32 +78,22 @@ impl Message {
 /// A front-end's socket. Non-blocking; whoever waits for it waits for the end of the server too.
 pub(super) struct Channel<'a> {
     socket: BorrowedFd<'a>,
-    /// Readable once the server is to stop.
-    stop: BorrowedFd<'a>,
+    inbox: &'a mut Inbox,
 }
 
 impl<'a> Channel<'a> {
-    pub(super) fn new(socket: BorrowedFd<'a>, stop: BorrowedFd<'a>) -> Self {
-        Self { socket, stop }
+    pub(super) fn new(socket: BorrowedFd<'a>, inbox: &'a mut Inbox) -> Outcome<Self> {
+        inbox.watch(socket)?;
+        Ok(Self { socket, inbox })
     }
 
-    /// Waits for what comes first: a message (`true`), or `other` being readable.
-    pub(super) fn wait_for_message(&self, other: BorrowedFd<'_>) -> Outcome<bool> {
-        loop {
-            let mut fds = [self.socket, self.stop, other]
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            match poll(&mut fds, None) {
-                Ok(_) if !fds[1].revents().is_empty() => return Err(Ended::Gone),
-                Ok(_) if !fds[2].revents().is_empty() => return Ok(false),
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(true),
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
+    /// Waits for a wish, or for `None`: a message.
+    pub(super) fn wait_for_message(&mut self) -> Outcome<Option<Wish>> {
+        self.inbox.next(self.socket)
     }
 
     /// The next message.
-    pub(super) fn receive(&self) -> Outcome<Message> {
+    pub(super) fn receive(&mut self) -> Outcome<Message> {
         let mut header = [0; HEADER];
         let mut files = Vec::new();
         self.fill(&mut header, &mut files, true)?;
@@ -128,10 +119,9 @@ impl<'a> Channel<'a> {
     }
 
     /// Reads until `bytes` is full. `first`: a message begins here, so it may be missing.
-    fn fill(&self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
+    fn fill(&mut self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
         let mut done = 0;
         while done < bytes.len() {
-            self.wait(PollFlags::IN)?;
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let received = recvmsg(
@@ -156,7 +146,8 @@ impl<'a> Channel<'a> {
                     return Err(refused("a message has too many descriptors"));
                 }
                 Ok(received) => done += received.bytes,
-                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.inbox.wait(self.socket, EventSet::IN)?,
+                Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Err(Ended::Gone),
                 Err(error) => return Err(error.into()),
             }
@@ -165,7 +156,12 @@ impl<'a> Channel<'a> {
     }
 
     /// Answers `request`.
-    pub(super) fn reply(&self, request: u32, payload: &[u8], file: Option<&File>) -> Outcome<()> {
+    pub(super) fn reply(
+        &mut self,
+        request: u32,
+        payload: &[u8],
+        file: Option<&File>,
+    ) -> Outcome<()> {
         let mut bytes = Vec::with_capacity(HEADER + payload.len());
         for field in [request, VERSION | REPLY, payload.len() as u32] {
             bytes.extend_from_slice(&field.to_ne_bytes());
@@ -174,7 +170,6 @@ impl<'a> Channel<'a> {
         let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
         let mut done = 0;
         while done < bytes.len() {
-            self.wait(PollFlags::OUT)?;
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if done == 0 && !fds.is_empty() {
@@ -184,27 +179,19 @@ impl<'a> Channel<'a> {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match sendmsg(self.socket, &slices, &mut control, flags) {
                 Ok(sent) => done += sent,
-                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.inbox.wait(self.socket, EventSet::OUT)?,
+                Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Gone),
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(())
     }
+}
 
-    fn wait(&self, what: PollFlags) -> Outcome<()> {
-        loop {
-            let mut fds = [
-                PollFd::from_borrowed_fd(self.socket, what),
-                PollFd::from_borrowed_fd(self.stop, PollFlags::IN),
-            ];
-            match poll(&mut fds, None) {
-                Ok(_) if !fds[1].revents().is_empty() => return Err(Ended::Gone),
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(()),
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
+impl Drop for Channel<'_> {
+    fn drop(&mut self) {
+        self.inbox.unwatch(self.socket);
     }
 }
 

@@ -1,28 +1,27 @@
 //! Sockets: a thread each, one front-end at a time.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
-
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::thread;
 
 use super::message::Channel;
 use super::outcome::{Ended, Outcome};
-use super::owner::{Owner, ServiceControl};
+use super::owner::{Inbox, Mail, ServiceControl, Wish};
 use super::session::Session;
 use super::signal::Bell;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
-use crate::listen::accepted;
+use crate::event_loop::Remote;
+use crate::listen::{Threads, accepted};
 
 /// A socket with the disk that is to be had there.
 pub struct Service {
     listener: UnixListener,
     device: VirtioBlock,
     name: String,
-    owner: Arc<Owner>,
+    inbox: Inbox,
     bell: Arc<Bell>,
 }
 
@@ -37,7 +36,7 @@ impl Service {
             listener,
             device,
             name: name.to_owned(),
-            owner: Arc::new(Owner::new()?),
+            inbox: Inbox::new()?,
             bell: Arc::new(Bell::new()?),
         })
     }
@@ -45,26 +44,16 @@ impl Service {
     /// The disk in use, for its owner.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
-            owner: Arc::clone(&self.owner),
+            thread: self.inbox.remote(),
             cache: Arc::clone(self.device.cache()),
         })
     }
 }
 
-/// Tells the owner that nobody serves the disk any more, after a panic too.
-struct OverGuard<'a>(&'a Owner);
-
-impl Drop for OverGuard<'_> {
-    fn drop(&mut self) {
-        self.0.over();
-    }
-}
-
 /// A running server. Dropping it stops it.
 pub struct Server {
-    /// Readable once the server is to stop; never read.
-    stop: Arc<OwnedFd>,
-    sockets: Vec<JoinHandle<()>>,
+    inboxes: Vec<Remote<(), Mail>>,
+    threads: Threads,
 }
 
 impl Server {
@@ -73,18 +62,20 @@ impl Server {
     /// # Errors
     /// If the system refuses a descriptor or a thread.
     pub fn start(services: Vec<Service>) -> io::Result<Self> {
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let mut server = Self {
-            stop: Arc::new(stop),
-            sockets: Vec::new(),
+            inboxes: Vec::new(),
+            threads: Threads::new("vhost-user"),
         };
-        for service in services {
+        for mut service in services {
             service.listener.set_nonblocking(true)?;
-            let stop = Arc::clone(&server.stop);
-            let thread = thread::Builder::new()
-                .name("vhost-user".into())
-                .spawn(move || listen(&service, &stop))?;
-            server.sockets.push(thread);
+            server.inboxes.push(service.inbox.remote());
+            let thread = thread::Builder::new().name("vhost-user".into());
+            server.threads.start(thread, move || {
+                if let Err(Ended::System(error)) = service.listen() {
+                    let name = &service.name;
+                    tracing::error!("disk '{name}': nobody more is served: {error}");
+                }
+            })?;
         }
         Ok(server)
     }
@@ -97,79 +88,78 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        for socket in self.sockets.drain(..) {
-            if socket.join().is_err() {
-                tracing::error!("a vhost-user thread has panicked");
-            }
+        for inbox in &self.inboxes {
+            inbox.send(Mail::Stop);
         }
     }
 }
 
-/// Serves one front-end after the other until `stop` is readable.
-fn listen(service: &Service, stop: &OwnedFd) {
-    let (name, owner) = (&service.name, &*service.owner);
-    let _over = OverGuard(owner);
-    loop {
-        let mut fds = [
-            PollFd::new(&service.listener, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-            PollFd::from_borrowed_fd(owner.event(), PollFlags::IN),
-        ];
-        if let Err(error) = poll(&mut fds, None)
-            && error != rustix::io::Errno::INTR
-        {
-            tracing::error!("disk '{name}': nobody more is served: {error}");
-            return;
-        }
-        if !fds[1].revents().is_empty() {
-            return;
-        }
-        if !fds[2].revents().is_empty() {
-            let wishes = owner.hear();
-            // Whoever comes reads the configuration as it is then.
-            service.device.refresh_capacity();
-            owner.rests(wishes.rest);
-            continue;
-        }
-        let outcome = service.listener.accept().and_then(|(stream, _)| {
-            stream.set_nonblocking(true)?;
-            Ok(stream)
-        });
-        let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
-            continue;
-        };
-        match serve(service, stream.as_fd(), stop.as_fd()) {
-            Ok(()) | Err(Ended::Gone) => {}
-            Err(Ended::Refused(why)) => {
-                tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
+impl Service {
+    /// Serves one front-end after the other until the server stops.
+    fn listen(&mut self) -> Outcome<()> {
+        // The owner wants no ring to run.
+        let mut resting = false;
+        self.inbox.watch(&self.listener)?;
+        loop {
+            if let Some(wish) = self.inbox.next(&self.listener)? {
+                match wish {
+                    // Whoever comes reads the configuration as it is then.
+                    Wish::Announce => drop(self.device.refresh_capacity()),
+                    Wish::Rest(rests) => {
+                        resting = true;
+                        // Who has lost patience does not wait for it.
+                        let _ = rests.send(());
+                    }
+                    Wish::Resume => resting = false,
+                }
+                continue;
             }
-            Err(Ended::System(error)) => {
-                tracing::warn!("disk '{name}': a front-end was disconnected: {error}");
+            let outcome = self.listener.accept().and_then(|(stream, _)| {
+                stream.set_nonblocking(true)?;
+                Ok(stream)
+            });
+            let name = &self.name;
+            let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
+                continue;
+            };
+            // Others wait until it has gone.
+            self.inbox.unwatch(&self.listener);
+            match self.serve(stream.as_fd(), &mut resting) {
+                Ok(()) | Err(Ended::Gone) => {}
+                Err(Ended::Refused(why)) => {
+                    let name = &self.name;
+                    tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
+                }
+                Err(Ended::System(error)) => {
+                    let name = &self.name;
+                    tracing::warn!("disk '{name}': a front-end was disconnected: {error}");
+                }
             }
+            self.inbox.watch(&self.listener)?;
         }
     }
-}
 
-/// Serves one front-end to its end. Its rings are drained when this returns.
-fn serve(service: &Service, socket: BorrowedFd<'_>, stop: BorrowedFd<'_>) -> Outcome<()> {
-    let owner = &*service.owner;
-    let channel = Channel::new(socket, stop);
-    let mut session = Session::new(&service.device, &service.bell);
-    // What was wanted before it came.
-    service.device.refresh_capacity();
-    session.set_resting(owner.hear().rest)?;
-    loop {
-        if channel.wait_for_message(owner.event())? {
-            session.handle(channel.receive()?, &channel)?;
-            continue;
-        }
-        let wishes = owner.hear();
-        session.set_resting(wishes.rest)?;
-        owner.rests(wishes.rest);
-        if wishes.announce {
-            session.capacity_changed();
+    /// Serves one front-end to its end. Its rings are drained when this returns.
+    fn serve(&mut self, socket: BorrowedFd<'_>, resting: &mut bool) -> Outcome<()> {
+        let mut channel = Channel::new(socket, &mut self.inbox)?;
+        let mut session = Session::new(&self.device, &self.bell);
+        // What was wanted before it came.
+        self.device.refresh_capacity();
+        session.set_resting(*resting)?;
+        loop {
+            match channel.wait_for_message()? {
+                None => session.handle(channel.receive()?, &mut channel)?,
+                Some(Wish::Announce) => session.capacity_changed(),
+                Some(Wish::Rest(rests)) => {
+                    *resting = true;
+                    session.set_resting(true)?;
+                    let _ = rests.send(());
+                }
+                Some(Wish::Resume) => {
+                    *resting = false;
+                    session.set_resting(false)?;
+                }
+            }
         }
     }
 }

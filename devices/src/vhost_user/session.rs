@@ -233,7 +233,11 @@ impl Drop for Session<'_> {
 
 impl Session<'_> {
     /// Does what a message asks for, and answers it.
-    pub(super) fn handle(&mut self, mut message: Message, channel: &Channel<'_>) -> Outcome<()> {
+    pub(super) fn handle(
+        &mut self,
+        mut message: Message,
+        channel: &mut Channel<'_>,
+    ) -> Outcome<()> {
         let answer = self.answer(&mut message);
         let acknowledge = message.need_reply && self.protocol & REPLY_ACK != 0;
         match answer {
