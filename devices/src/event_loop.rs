@@ -165,15 +165,6 @@ pub struct Remote<K, M> {
     notes: SubscriberId,
 }
 
-impl<K, M> Clone for Remote<K, M> {
-    fn clone(&self) -> Self {
-        Self {
-            endpoint: self.endpoint.clone(),
-            notes: self.notes,
-        }
-    }
-}
-
 impl<K: Copy, M: Send + 'static> Remote<K, M> {
     /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later drops the
     /// messages that it has not read.

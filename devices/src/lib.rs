@@ -3,21 +3,22 @@
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
 //!     │                     └─ one DeviceState: status, features, queues, reset
-//!     └─doorbell (eventfd)─▶ queue worker, one thread a queue           block/worker.rs
+//!     └─doorbell (eventfd)─▶ queue workers, at a few shared threads      block/{pool,worker}.rs
 //!                               take chains ─▶ parse ─▶ BackendQueue    block/{virtqueue,request}.rs
 //!                               publish used index once ─▶ Interrupt    interrupt.rs
 //!
-//!  vhost-user front-end ──socket──▶ a thread a socket ─▶ queue workers   vhost_user/
-//!  NBD client ──socket──▶ a thread a connection ─▶ BackendQueue            nbd/
+//!  vhost-user front-end ──socket──▶ a thread a listener ─▶ queue workers  vhost_user/
+//!  NBD clients ──sockets──▶ a few shared threads ─▶ BackendQueue            nbd/
 //!  the kernel's SCSI target ──UIO ring──▶ a thread a disk ─▶ SCSI tasks     tcmu/, scsi/
 //! ```
+//! A few: one for two processors. Each of these threads waits in an [`event_loop`].
 //!
 //! # In a program of your own
 //!
 //! Write a [`backend::Backend`], make a [`block::VirtioBlock`] over it, and give that to a transport: the program passes
 //! on register accesses and the guest's memory, and gets its interrupts through an eventfd (MMIO) or an
-//! [`interrupt::MsiRouter`] (PCI). Each queue has a worker thread of the device's own; the backend may do its part in any
-//! thread or event loop. `examples/embed` does it in one of about the smallest kind: `cargo run --example embed`.
+//! [`interrupt::MsiRouter`] (PCI). The queues are served by threads of the device's own, or of a [`block::WorkerPool`] that
+//! devices share; the backend may do its part in any thread or event loop. `examples/embed` does it in one of about the smallest kind: `cargo run --example embed`.
 //!
 //! # Features
 //!

@@ -1,5 +1,6 @@
 //! What servers are made of: listeners, threads that all end when the server is to stop, and waits that end then too.
 
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::event_loop::{Event, EventLoop, EventSet};
+use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 
 /// How long a listener rests when the system has no descriptors left.
 const REST: Duration = Duration::from_millis(100);
@@ -39,46 +40,87 @@ impl AsFd for Stop {
     }
 }
 
-/// What a [`Waiter`] has waited for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a [`Waiter`] has waited for, the most urgent last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Waited {
-    /// The descriptor is ready, or at its end.
-    Ready,
-    /// The thread is to end.
-    Stopped,
     /// The time is over.
     Late,
+    /// The descriptor is ready, or at its end.
+    Ready,
+    /// A message has come.
+    Told,
+    /// The thread is to end.
+    Stopped,
 }
 
-/// Waits for one descriptor, unless the thread is to end first.
-pub struct Waiter {
-    events: EventLoop<Waited, ()>,
-    happened: Vec<Event<Waited, ()>>,
+/// Waits for one descriptor at a time, unless a message comes first or the thread is to end.
+pub struct Waiter<M = ()> {
+    events: EventLoop<Waited, M>,
+    happened: Vec<Event<Waited, M>>,
+    messages: VecDeque<M>,
     /// What the descriptor is watched for; `None`: it is always ready, as regular files are.
     watched: Option<EventSet>,
 }
 
 impl Waiter {
-    /// Waits for `fd`, which stays open as long as the value lives, or for `stop`.
+    /// Waits for `fd`, and for no message. See [`watch`](Self::watch).
     ///
     /// # Errors
     /// If the system refuses a descriptor.
     pub fn new(fd: impl AsFd, stop: &Stop) -> io::Result<Self> {
+        let mut waiter = Self::idle(stop)?;
+        waiter.watch(fd)?;
+        Ok(waiter)
+    }
+}
+
+impl<M: Send + 'static> Waiter<M> {
+    /// Waits for `stop` and for messages, and for no descriptor yet.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub fn idle(stop: &Stop) -> io::Result<Self> {
         let mut events = EventLoop::new()?;
         events.watch(stop, Waited::Stopped, EventSet::IN)?;
-        let watched = match events.watch(fd, Waited::Ready, EventSet::IN) {
+        Ok(Self {
+            events,
+            happened: Vec::new(),
+            messages: VecDeque::new(),
+            watched: None,
+        })
+    }
+
+    /// The way for messages.
+    pub fn remote(&self) -> Remote<Waited, M> {
+        self.events.remote()
+    }
+
+    /// The oldest message that was not taken.
+    pub fn message(&mut self) -> Option<M> {
+        self.messages.pop_front()
+    }
+
+    /// Waits for `fd` from here on, until [`unwatch`](Self::unwatch) or its own end.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn watch(&mut self, fd: impl AsFd) -> io::Result<()> {
+        self.watched = match self.events.watch(fd, Waited::Ready, EventSet::IN) {
             Ok(()) => Some(EventSet::IN),
             Err(error) if error.kind() == ErrorKind::PermissionDenied => None,
             Err(error) => return Err(error),
         };
-        Ok(Self {
-            events,
-            happened: Vec::new(),
-            watched,
-        })
+        Ok(())
     }
 
-    /// Waits until `wanted` is true of `fd`, which is the same at each call, until `end` at most.
+    /// Waits for `fd`, which is still open, no longer.
+    pub fn unwatch(&mut self, fd: impl AsFd) {
+        if let Err(error) = self.events.unwatch(fd) {
+            tracing::debug!("a descriptor was not watched: {error}");
+        }
+    }
+
+    /// Waits until `wanted` is true of `fd`, which is watched, until `end` at most.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -100,16 +142,19 @@ impl Waiter {
             };
             self.events.wait(left, &mut self.happened)?;
             let mut waited = always.then_some(Waited::Ready);
-            for event in &self.happened {
-                match event {
-                    Event::Ready(Waited::Stopped, _) => return Ok(Waited::Stopped),
-                    Event::Ready(what, _) => waited = Some(*what),
-                    Event::Message(()) => {}
-                }
+            for event in self.happened.drain(..) {
+                let what = match event {
+                    Event::Ready(what, _) => what,
+                    Event::Message(message) => {
+                        self.messages.push_back(message);
+                        Waited::Told
+                    }
+                };
+                waited = waited.max(Some(what));
             }
             match waited {
                 Some(waited) => return Ok(waited),
-                None if left.is_some_and(|left| left.is_zero()) => return Ok(Waited::Late),
+                None if left == Some(Duration::ZERO) => return Ok(Waited::Late),
                 None => {}
             }
         }

@@ -53,7 +53,7 @@ impl Channel<'_> {
         match self.waiter.wait(&*self.wire, events, Some(end))? {
             Waited::Stopped => Err(Ended::Gone),
             Waited::Late if !decrypted => Err(Ended::Broken(TOO_LONG)),
-            Waited::Ready | Waited::Late => Ok(()),
+            _ => Ok(()),
         }
     }
 

@@ -3,7 +3,8 @@
 //! ```text
 //!   Server     a thread a listener: accept                                    server.rs
 //!     ├─────   a thread a client that chooses: TLS, export, kind of replies   handshake.rs, tls.rs
-//!     └ Pool   a thread a processor: an event loop over sockets and ports     worker.rs
+//!     └ Pool   a thread for two processors, and one for each connection to a
+//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, desk.rs
 //!         Connection                                                          connection.rs
 //!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
 //!           Wire   the socket, bare or under TLS                              wire.rs
@@ -18,7 +19,7 @@
 //!
 //! TLS sits between the socket and both halves of a connection: a socket never blocks, and rustls never touches one, so
 //! the loops are the same. The one difference: bytes may be decrypted already when no byte is left in the socket, so that
-//! epoll would not tell of them.
+//! the event loop would not tell of them.
 //!
 //! Not from a crate: of those on crates.io `nbd` calls itself a first sketch and serves one request at a time from
 //! anything that can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another

@@ -16,8 +16,9 @@ use rustix::net::{
 };
 
 use super::outcome::{Ended, Outcome, refused};
-use super::owner::{Inbox, Wish};
+use super::owner::Wish;
 use crate::event_loop::EventSet;
+use crate::listen::{Waited, Waiter};
 
 const HEADER: usize = 12;
 const VERSION: u32 = 1;
@@ -78,18 +79,18 @@ impl Message {
 /// A front-end's socket. Non-blocking; whoever waits for it waits for the end of the server too.
 pub(super) struct Channel<'a> {
     socket: BorrowedFd<'a>,
-    inbox: &'a mut Inbox,
+    waiter: &'a mut Waiter<Wish>,
 }
 
 impl<'a> Channel<'a> {
-    pub(super) fn new(socket: BorrowedFd<'a>, inbox: &'a mut Inbox) -> Outcome<Self> {
-        inbox.watch(socket)?;
-        Ok(Self { socket, inbox })
+    pub(super) fn new(socket: BorrowedFd<'a>, waiter: &'a mut Waiter<Wish>) -> Outcome<Self> {
+        waiter.watch(socket)?;
+        Ok(Self { socket, waiter })
     }
 
     /// Waits for a wish, or for `None`: a message.
     pub(super) fn wait_for_message(&mut self) -> Outcome<Option<Wish>> {
-        self.inbox.next(self.socket)
+        next(self.waiter, self.socket)
     }
 
     /// The next message.
@@ -146,7 +147,7 @@ impl<'a> Channel<'a> {
                     return Err(refused("a message has too many descriptors"));
                 }
                 Ok(received) => done += received.bytes,
-                Err(Errno::AGAIN) => self.inbox.wait(self.socket, EventSet::IN)?,
+                Err(Errno::AGAIN) => self.wait(EventSet::IN)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Err(Ended::Gone),
                 Err(error) => return Err(error.into()),
@@ -179,7 +180,7 @@ impl<'a> Channel<'a> {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match sendmsg(self.socket, &slices, &mut control, flags) {
                 Ok(sent) => done += sent,
-                Err(Errno::AGAIN) => self.inbox.wait(self.socket, EventSet::OUT)?,
+                Err(Errno::AGAIN) => self.wait(EventSet::OUT)?,
                 Err(Errno::INTR) => {}
                 Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Gone),
                 Err(error) => return Err(error.into()),
@@ -187,11 +188,36 @@ impl<'a> Channel<'a> {
         }
         Ok(())
     }
+
+    /// Waits in the middle of a message. Wishes have to wait too.
+    fn wait(&mut self, what: EventSet) -> Outcome<()> {
+        loop {
+            match self.waiter.wait(self.socket, what, None)? {
+                Waited::Stopped => return Err(Ended::Gone),
+                Waited::Ready => return Ok(()),
+                Waited::Told | Waited::Late => {}
+            }
+        }
+    }
+}
+
+/// Waits for a wish, or for `None`: something can be read from `fd`, which is watched.
+pub(super) fn next(waiter: &mut Waiter<Wish>, fd: impl AsFd) -> Outcome<Option<Wish>> {
+    loop {
+        if let Some(wish) = waiter.message() {
+            return Ok(Some(wish));
+        }
+        match waiter.wait(&fd, EventSet::IN, None)? {
+            Waited::Stopped => return Err(Ended::Gone),
+            Waited::Ready => return Ok(None),
+            Waited::Told | Waited::Late => {}
+        }
+    }
 }
 
 impl Drop for Channel<'_> {
     fn drop(&mut self) {
-        self.inbox.unwatch(self.socket);
+        self.waiter.unwatch(self.socket);
     }
 }
 

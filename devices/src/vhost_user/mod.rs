@@ -1,7 +1,7 @@
 //! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's `docs/interop/vhost-user.rst`).
 //!
 //! ```text
-//!  front-end ──messages──▶ a thread a socket ──▶ Session ──▶ VirtioBlock ──▶ block::Worker, one a queue
+//!  front-end ──messages──▶ a thread a listener ▶ Session ──▶ VirtioBlock ──▶ block::Worker, one a queue
 //!   (a VMM)   descriptors     message.rs        memory, rings                │         ▲
 //!       └── rings and buffers in shared memory ◀───────────────────────────┴── kick, call
 //! ```

@@ -1,4 +1,4 @@
-//! Sockets: a thread each, one front-end at a time.
+//! Listeners: a thread each, one front-end at a time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,22 +6,22 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread;
 
-use super::message::Channel;
+use super::message::{Channel, next};
 use super::outcome::{Ended, Outcome};
-use super::owner::{Inbox, Mail, ServiceControl, Wish};
+use super::owner::{ServiceControl, Wish};
 use super::session::Session;
 use super::signal::Bell;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
-use crate::event_loop::Remote;
-use crate::listen::{Threads, accepted};
+use crate::listen::{Stop, Threads, Waiter, accepted};
 
 /// A socket with the disk that is to be had there.
 pub struct Service {
     listener: UnixListener,
     device: VirtioBlock,
     name: String,
-    inbox: Inbox,
+    stop: Stop,
+    waiter: Waiter<Wish>,
     bell: Arc<Bell>,
 }
 
@@ -32,11 +32,13 @@ impl Service {
     /// # Errors
     /// If the system refuses a descriptor, or has no way to signal a front-end without waiting for it.
     pub fn new(listener: UnixListener, device: VirtioBlock, name: &str) -> io::Result<Self> {
+        let stop = Stop::new()?;
         Ok(Self {
             listener,
             device,
             name: name.to_owned(),
-            inbox: Inbox::new()?,
+            waiter: Waiter::idle(&stop)?,
+            stop,
             bell: Arc::new(Bell::new()?),
         })
     }
@@ -44,7 +46,7 @@ impl Service {
     /// The disk in use, for its owner.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
-            thread: self.inbox.remote(),
+            thread: self.waiter.remote(),
             cache: Arc::clone(self.device.cache()),
         })
     }
@@ -52,7 +54,7 @@ impl Service {
 
 /// A running server. Dropping it stops it.
 pub struct Server {
-    inboxes: Vec<Remote<(), Mail>>,
+    stops: Vec<Stop>,
     threads: Threads,
 }
 
@@ -63,12 +65,12 @@ impl Server {
     /// If the system refuses a descriptor or a thread.
     pub fn start(services: Vec<Service>) -> io::Result<Self> {
         let mut server = Self {
-            inboxes: Vec::new(),
+            stops: Vec::new(),
             threads: Threads::new("vhost-user"),
         };
         for mut service in services {
             service.listener.set_nonblocking(true)?;
-            server.inboxes.push(service.inbox.remote());
+            server.stops.push(service.stop.clone());
             let thread = thread::Builder::new().name("vhost-user".into());
             server.threads.start(thread, move || {
                 if let Err(Ended::System(error)) = service.listen() {
@@ -88,9 +90,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        for inbox in &self.inboxes {
-            inbox.send(Mail::Stop);
-        }
+        self.stops.iter().for_each(Stop::tell);
     }
 }
 
@@ -99,9 +99,9 @@ impl Service {
     fn listen(&mut self) -> Outcome<()> {
         // The owner wants no ring to run.
         let mut resting = false;
-        self.inbox.watch(&self.listener)?;
+        self.waiter.watch(&self.listener)?;
         loop {
-            if let Some(wish) = self.inbox.next(&self.listener)? {
+            if let Some(wish) = next(&mut self.waiter, &self.listener)? {
                 match wish {
                     // Whoever comes reads the configuration as it is then.
                     Wish::Announce => drop(self.device.refresh_capacity()),
@@ -123,7 +123,7 @@ impl Service {
                 continue;
             };
             // Others wait until it has gone.
-            self.inbox.unwatch(&self.listener);
+            self.waiter.unwatch(&self.listener);
             match self.serve(stream.as_fd(), &mut resting) {
                 Ok(()) | Err(Ended::Gone) => {}
                 Err(Ended::Refused(why)) => {
@@ -135,13 +135,13 @@ impl Service {
                     tracing::warn!("disk '{name}': a front-end was disconnected: {error}");
                 }
             }
-            self.inbox.watch(&self.listener)?;
+            self.waiter.watch(&self.listener)?;
         }
     }
 
     /// Serves one front-end to its end. Its rings are drained when this returns.
     fn serve(&mut self, socket: BorrowedFd<'_>, resting: &mut bool) -> Outcome<()> {
-        let mut channel = Channel::new(socket, &mut self.inbox)?;
+        let mut channel = Channel::new(socket, &mut self.waiter)?;
         let mut session = Session::new(&self.device, &self.bell);
         // What was wanted before it came.
         self.device.refresh_capacity();

@@ -23,6 +23,7 @@ struct Noted {
     fds: [OwnedFd; 3],
     diary: Diary,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
+    panic_at_the_bell: Arc<AtomicBool>,
 }
 
 impl Noted {
@@ -45,6 +46,7 @@ impl Served for Noted {
     }
 
     fn rung(&mut self) {
+        assert!(!self.panic_at_the_bell.load(Ordering::SeqCst));
         rustix::io::read(&self.fds[0], &mut [0; 8]).unwrap();
         self.note("rung");
     }
@@ -83,22 +85,28 @@ struct Queue {
     handle: Handle,
     doorbell: OwnedFd,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
+    panic_at_the_bell: Arc<AtomicBool>,
 }
 
 impl Queue {
     fn new(pool: &Arc<WorkerPool>, name: char, diary: &Diary) -> Self {
+        Self::start(pool, None, name, diary)
+    }
+
+    fn start(pool: &Arc<WorkerPool>, alone: Option<Alone>, name: char, diary: &Diary) -> Self {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let fds = [(); 3].map(|()| eventfd(0, flags).unwrap());
         let doorbell = fds[0].try_clone().unwrap();
-        let gate = Arc::default();
+        let (gate, panic_at_the_bell) = (Arc::default(), Arc::default());
         let noted = Noted {
             name,
             control: Arc::default(),
             fds,
             diary: diary.clone(),
             gate: Arc::clone(&gate),
+            panic_at_the_bell: Arc::clone(&panic_at_the_bell),
         };
-        let handle = pool.serve(None, move || Ok(Box::new(noted))).unwrap();
+        let handle = pool.serve(alone, move || Ok(Box::new(noted))).unwrap();
         // The first look at its ring.
         diary.wait_for(("answer", name));
         diary.0.lock().unwrap().clear();
@@ -106,6 +114,7 @@ impl Queue {
             handle,
             doorbell,
             gate,
+            panic_at_the_bell,
         }
     }
 
@@ -184,4 +193,36 @@ fn a_thread_ends_with_its_last_queue_and_another_takes_its_place() {
     assert_eq!(pool.shared.lock().unwrap().len(), 1);
     second.ring();
     diary.wait_for(("answer", 'b'));
+}
+
+#[test]
+fn a_thread_ends_when_its_only_queue_panics() {
+    let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
+    let alone = Alone {
+        name: "alone".into(),
+        cpu: None,
+    };
+    let queue = Queue::start(&pool, Some(alone), 'a', &diary);
+    drop(queue.hold_up());
+    diary.wait_for(("give up", 'a'));
+    while !queue.handle.inbox.closed() {
+        thread::yield_now();
+    }
+    assert_eq!(queue.handle.stop(), 7);
+}
+
+/// What a thread hears in the turn in which one of its queues panics is for the others too.
+#[test]
+fn a_queue_is_stopped_although_another_panics_in_the_same_turn() {
+    let (_pool, diary, [first, second, third]) = three();
+    let opens = first.hold_up();
+    diary.wait_for(("take", 'a'));
+    second.panic_at_the_bell.store(true, Ordering::SeqCst);
+    second.ring();
+    third.handle.request_stop();
+    opens.send(()).unwrap();
+    assert_eq!(third.handle.stop(), 7);
+    assert_eq!(second.handle.stop(), 7);
+    first.ring();
+    diary.wait_for(("answer", 'a'));
 }
