@@ -2,14 +2,12 @@
 //! client which sends half a line, or never reads, holds up nobody.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::io::Errno;
-use walvisor_devices::listen::accepted;
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Threads, Waited, Waiter, accept_each};
 
 use super::command::{ControlError, Request};
 use super::controlled::Controlled;
@@ -18,14 +16,21 @@ use super::lines::{Line, Lines, MAX_LINE};
 /// Most clients at a time. One more is told so, and disconnected.
 pub const MAX_CLIENTS: usize = 32;
 
-/// Threads of clients do little.
-const STACK: usize = 256 << 10;
+/// What messages call the server.
+const OWNER: &str = "control socket";
+
+/// A thread of the server's. They do little.
+fn thread(name: &str) -> thread::Builder {
+    thread::Builder::new()
+        .name(name.into())
+        .stack_size(256 << 10)
+}
 
 /// A control socket that is being listened at. Dropping it ends the conversations, and returns when requests that are
 /// being carried out are done.
 pub struct Server {
-    stop: Arc<OwnedFd>,
-    listener: Option<JoinHandle<()>>,
+    stop: Stop,
+    _threads: Threads,
 }
 
 impl Server {
@@ -35,92 +40,47 @@ impl Server {
     /// If the system refuses a descriptor or a thread.
     pub fn start(listener: UnixListener, controlled: Arc<Controlled>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop = Arc::new(stop);
-        let ends = Arc::clone(&stop);
-        let thread = thread::Builder::new()
-            .name("control".into())
-            .stack_size(STACK)
-            .spawn(move || listen(&listener, &controlled, &ends))?;
+        let stop = Stop::new()?;
+        let ends = stop.clone();
+        let mut threads = Threads::new(OWNER);
+        threads.start(thread("control"), move || {
+            listen(&listener, &controlled, &ends);
+        })?;
         Ok(Self {
             stop,
-            listener: Some(thread),
+            _threads: threads,
         })
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        self.listener.take().into_iter().for_each(join);
+        self.stop.tell();
     }
 }
 
-fn join(thread: JoinHandle<()>) {
-    if thread.join().is_err() {
-        tracing::error!("a thread of the control socket has panicked");
-    }
-}
-
-/// Waits until `what` is ready; `false`: the server is to stop.
-fn wait(what: impl AsFd, flags: PollFlags, stop: BorrowedFd<'_>) -> io::Result<bool> {
-    loop {
-        let mut fds = [
-            PollFd::from_borrowed_fd(what.as_fd(), flags),
-            PollFd::from_borrowed_fd(stop, PollFlags::IN),
-        ];
-        match poll(&mut fds, None) {
-            Ok(_) if !fds[1].revents().is_empty() => return Ok(false),
-            Ok(_) if !fds[0].revents().is_empty() => return Ok(true),
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-fn listen(listener: &UnixListener, controlled: &Arc<Controlled>, stop: &Arc<OwnedFd>) {
-    let mut clients: Vec<JoinHandle<()>> = Vec::new();
-    loop {
-        match wait(listener, PollFlags::IN, stop.as_fd()) {
-            Ok(true) => {}
-            Ok(false) => break,
-            Err(error) => {
-                tracing::error!("control socket: nobody more is heard: {error}");
-                break;
-            }
-        }
-        for ended in clients.extract_if(.., |client| client.is_finished()) {
-            join(ended);
-        }
-        let outcome = listener.accept().and_then(|(stream, _)| {
-            stream.set_nonblocking(true)?;
-            Ok(stream)
-        });
-        let Some(stream) = accepted(outcome, "control socket") else {
-            continue;
-        };
-        if clients.len() >= MAX_CLIENTS {
+fn listen(listener: &UnixListener, controlled: &Arc<Controlled>, stop: &Stop) {
+    let accept = |listener: &UnixListener| {
+        let (stream, _) = listener.accept()?;
+        stream.set_nonblocking(true)?;
+        Ok(stream)
+    };
+    let mut clients = Threads::new(OWNER);
+    accept_each(listener, stop, OWNER, accept, |stream| {
+        if clients.count() >= MAX_CLIENTS {
             turn_away(&stream);
-            continue;
+            return;
         }
-        let (controlled, stop) = (Arc::clone(controlled), Arc::clone(stop));
-        let spawned = thread::Builder::new()
-            .name("control-client".into())
-            .stack_size(STACK)
-            .spawn(move || {
-                if let Err(error) = converse(&stream, &controlled, stop.as_fd()) {
-                    tracing::debug!("control socket: a client is gone: {error}");
-                }
-            });
-        match spawned {
-            Ok(client) => clients.push(client),
-            Err(error) => {
-                tracing::warn!("control socket: a client could not be served: {error}");
+        let (controlled, stop) = (Arc::clone(controlled), stop.clone());
+        let started = clients.start(thread("control-client"), move || {
+            if let Err(error) = converse(&stream, &controlled, &stop) {
+                tracing::debug!("control socket: a client is gone: {error}");
             }
+        });
+        if let Err(error) = started {
+            tracing::warn!("control socket: a client could not be served: {error}");
         }
-    }
-    clients.into_iter().for_each(join);
+    });
 }
 
 fn turn_away(mut stream: &UnixStream) {
@@ -133,15 +93,12 @@ fn turn_away(mut stream: &UnixStream) {
 }
 
 /// Answers a client's lines until it goes or the server stops.
-fn converse(
-    mut stream: &UnixStream,
-    controlled: &Controlled,
-    stop: BorrowedFd<'_>,
-) -> io::Result<()> {
+fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
+    let mut waiter = Waiter::new(stream, stop)?;
     let mut lines = Lines::default();
     let mut buffer = [0; 4096];
     loop {
-        if !wait(stream, PollFlags::IN, stop)? {
+        if waiter.wait(stream, EventSet::IN, None)? == Waited::Stopped {
             return Ok(());
         }
         let count = match stream.read(&mut buffer) {
@@ -150,7 +107,7 @@ fn converse(
                 return send(
                     stream,
                     &Request::refused(error.clone()).answer(Err(error)),
-                    stop,
+                    &mut waiter,
                 );
             }
             Ok(0) => return Ok(()),
@@ -173,7 +130,7 @@ fn converse(
                 .command
                 .clone()
                 .and_then(|command| controlled.execute(&command));
-            send(stream, &request.answer(outcome), stop)?;
+            send(stream, &request.answer(outcome), &mut waiter)?;
             // What takes effect once its answer is on its way.
             if let Ok(command) = &request.command {
                 controlled.answered(command);
@@ -183,13 +140,13 @@ fn converse(
 }
 
 /// Sends all of `bytes`, unless the server stops first.
-fn send(mut stream: &UnixStream, mut bytes: &[u8], stop: BorrowedFd<'_>) -> io::Result<()> {
+fn send(mut stream: &UnixStream, mut bytes: &[u8], waiter: &mut Waiter) -> io::Result<()> {
     while !bytes.is_empty() {
         match stream.write(bytes) {
             Ok(count) => bytes = &bytes[count..],
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if !wait(stream, PollFlags::OUT, stop)? {
+                if waiter.wait(stream, EventSet::OUT, None)? == Waited::Stopped {
                     return Err(ErrorKind::ConnectionAborted.into());
                 }
             }

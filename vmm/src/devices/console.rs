@@ -4,12 +4,14 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
-use std::os::fd::BorrowedFd;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Waited, Waiter};
 
 use super::serial::SerialPort;
 use super::terminal::RawTerminal;
@@ -67,7 +69,7 @@ impl Console {
 
 /// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the terminal.
 pub struct ConsoleInput {
-    stop: Arc<EventFd>,
+    stop: Stop,
     thread: Option<JoinHandle<()>>,
     _terminal: Option<RawTerminal>,
 }
@@ -83,12 +85,13 @@ impl ConsoleInput {
         control: Arc<Control>,
     ) -> io::Result<Self> {
         let terminal = RawTerminal::enter()?;
-        let stop = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let feeder = Feeder {
+        let stop = Stop::new()?;
+        let mut feeder = Feeder {
             serial,
+            keys: Waiter::new(rustix::stdio::stdin(), &stop)?,
+            space: Waiter::new(readiness::descriptor(&room), &stop)?,
             room,
             control,
-            stop: stop.clone(),
             on_terminal: terminal.is_some(),
         };
         let thread = std::thread::Builder::new()
@@ -104,7 +107,7 @@ impl ConsoleInput {
 
 impl Drop for ConsoleInput {
     fn drop(&mut self) {
-        let _ = self.stop.write(1);
+        self.stop.tell();
         if let Some(thread) = self.thread.take() {
             // A panic of that thread has been printed already.
             let _ = thread.join();
@@ -117,17 +120,20 @@ struct Feeder {
     serial: Arc<Mutex<SerialPort>>,
     room: Arc<EventFd>,
     control: Arc<Control>,
-    stop: Arc<EventFd>,
+    /// Waits for input.
+    keys: Waiter,
+    /// Waits for `room`.
+    space: Waiter,
     on_terminal: bool,
 }
 
 impl Feeder {
     /// Reads stdin until it ends or the run does.
-    fn run(&self) {
+    fn run(&mut self) {
         let stdin = rustix::stdio::stdin();
         let mut keys = QuitKeys::default();
         let mut buffer = [0; 256];
-        while self.wait(stdin) {
+        while ready(&mut self.keys, stdin) {
             let length = match rustix::io::read(stdin, &mut buffer) {
                 Ok(0) => return,
                 Ok(length) => length,
@@ -146,7 +152,7 @@ impl Feeder {
     }
 
     /// Hands `input` to the guest as it makes room. `false` if the run ended before all was taken.
-    fn feed(&self, mut input: &[u8]) -> bool {
+    fn feed(&mut self, mut input: &[u8]) -> bool {
         loop {
             // Clear the event before looking: room that appears after the look sets it again.
             let _ = self.room.read();
@@ -159,17 +165,16 @@ impl Feeder {
             if input.is_empty() {
                 return true;
             }
-            if taken == 0 && !self.wait(readiness::descriptor(&self.room)) {
+            if taken == 0 && !ready(&mut self.space, readiness::descriptor(&self.room)) {
                 return false;
             }
         }
     }
+}
 
-    /// Waits until `source` is readable. `false` if the run ended first.
-    fn wait(&self, source: BorrowedFd<'_>) -> bool {
-        let stop = readiness::descriptor(&self.stop);
-        matches!(readiness::wait([source, stop]), Ok([_, false]))
-    }
+/// Waits until `source` is readable. `false` if the run ended first.
+fn ready(waiter: &mut Waiter, source: impl AsFd) -> bool {
+    matches!(waiter.wait(source, EventSet::IN, None), Ok(Waited::Ready))
 }
 
 /// Finds Ctrl-A x in the input. Ctrl-A Ctrl-A sends one Ctrl-A.

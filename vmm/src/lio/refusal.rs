@@ -1,11 +1,11 @@
 //! Answers in place of a handler that is gone, while its disk is taken away.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Threads, Waited, Waiter};
 use walvisor_devices::tcmu::{Entry, Response, Ring};
 
 use super::target::Result;
@@ -24,8 +24,8 @@ const CHECK_CONDITION: u8 = 2;
 
 /// Refuses every command until it is dropped.
 pub(super) struct Refusal {
-    stop: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+    stop: Stop,
+    _thread: Threads,
 }
 
 impl Refusal {
@@ -36,23 +36,24 @@ impl Refusal {
     }
 
     fn spawn(ring: Ring, uio: Uio) -> io::Result<Self> {
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
-        let stopped = Arc::clone(&stop);
-        let thread = thread::Builder::new()
-            .name("tcmu-refusal".into())
-            .spawn(move || {
-                if let Err(error) = refuse(ring, &uio, &stopped) {
-                    tracing::warn!("commands of a disk that goes are not answered: {error}");
-                }
-            })?;
+        let stop = Stop::new()?;
+        let stopped = stop.clone();
+        let mut threads = Threads::new("TCMU");
+        let thread = thread::Builder::new().name("tcmu-refusal".into());
+        threads.start(thread, move || {
+            if let Err(error) = refuse(ring, &uio, &stopped) {
+                tracing::warn!("commands of a disk that goes are not answered: {error}");
+            }
+        })?;
         Ok(Self {
             stop,
-            thread: Some(thread),
+            _thread: threads,
         })
     }
 }
 
-fn refuse(mut ring: Ring, uio: &Uio, stop: &OwnedFd) -> io::Result<()> {
+fn refuse(mut ring: Ring, uio: &Uio, stop: &Stop) -> io::Result<()> {
+    let mut waiter = Waiter::new(&uio.device, stop)?;
     loop {
         while let Some(entry) = ring.take().map_err(io::Error::other)? {
             if let Entry::Command(command) = entry {
@@ -68,12 +69,7 @@ fn refuse(mut ring: Ring, uio: &Uio, stop: &OwnedFd) -> io::Result<()> {
             rustix::io::write(&uio.device, &1_u32.to_ne_bytes())?;
             continue;
         }
-        let mut fds = [
-            PollFd::new(&uio.device, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-        ];
-        poll(&mut fds, None)?;
-        if !fds[1].revents().is_empty() {
+        if waiter.wait(&uio.device, EventSet::IN, None)? == Waited::Stopped {
             return Ok(());
         }
         rustix::io::read(&uio.device, &mut [0; 4])?;
@@ -82,11 +78,6 @@ fn refuse(mut ring: Ring, uio: &Uio, stop: &OwnedFd) -> io::Result<()> {
 
 impl Drop for Refusal {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("the thread that refuses commands has panicked");
-        }
+        self.stop.tell();
     }
 }

@@ -11,6 +11,7 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::signal::Killable;
 use walvisor_devices::backend::flush;
+use walvisor_devices::event_loop::{Event, EventLoop, EventSet};
 use walvisor_devices::throttle::Limits;
 
 use super::exits::ExitCounters;
@@ -249,25 +250,39 @@ impl Vm {
     /// that, is asked twice, or takes too long, it is stopped.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
+        let mut events = EventLoop::<_, ()>::new()?;
+        for (source, fd) in [
+            (Source::Ended, readiness::descriptor(control.event())),
+            (Source::Signal, self.signals.as_fd()),
+            (
+                Source::PowerDown,
+                readiness::descriptor(control.power_down()),
+            ),
+        ] {
+            events.watch(fd, source, EventSet::IN)?;
+        }
+        let mut happened = Vec::new();
         // Since when, and why, the guest is to power off.
         let mut pending: Option<(Instant, Ended)> = None;
         while control.ended().is_none() {
-            let sources = [
-                readiness::descriptor(control.event()),
-                self.signals.as_fd(),
-                readiness::descriptor(control.power_down()),
-            ];
-            let end = pending.as_ref().map(|(end, _)| *end);
-            let reason = match readiness::wait_until(sources, end)? {
-                [true, ..] => continue,
-                [_, true, _] => Ended::Signal(self.signals.take()?),
-                [.., true] => {
+            let left = pending
+                .as_ref()
+                .map(|(end, _)| end.saturating_duration_since(Instant::now()));
+            events.wait(left, &mut happened)?;
+            let sources = happened.iter().filter_map(|event| match event {
+                Event::Ready(source, _) => Some(*source),
+                Event::Message(()) => None,
+            });
+            let reason = match sources.min() {
+                Some(Source::Ended) => continue,
+                Some(Source::Signal) => Ended::Signal(self.signals.take()?),
+                Some(Source::PowerDown) => {
                     // It is readable, and nobody else reads it.
                     let _ = control.power_down().read();
                     Ended::Quit
                 }
-                [false, false, false] => {
-                    if let Some((_, reason)) = pending.take() {
+                None => {
+                    if let Some((_, reason)) = pending.take_if(|_| left == Some(Duration::ZERO)) {
                         let seconds = self.power_down.as_secs();
                         tracing::warn!(
                             "the guest has not powered off in {seconds} s: it is stopped"
@@ -290,6 +305,14 @@ impl Vm {
         }
         Ok(())
     }
+}
+
+/// What the end of a run comes from, the most urgent first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Source {
+    Ended,
+    Signal,
+    PowerDown,
 }
 
 /// Takes the vCPU threads out of the guest and waits for their end.

@@ -1,13 +1,13 @@
 //! What every daemon does: its arguments, giving up rights, its end.
 
 use std::io::Write;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Waiter};
 
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
@@ -19,7 +19,6 @@ use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, OpenLogs};
 use crate::landlock::Places;
 use crate::metrics::{DiskMetrics, render_served};
-use crate::readiness;
 use crate::vm::TerminationSignals;
 
 /// What every daemon takes.
@@ -116,15 +115,14 @@ impl Ending {
 
     /// Lets `disks` be controlled, and waits until a signal or a client asks for the end.
     pub(super) fn wait(mut self, disks: Vec<DiskInUse>) -> Result<(), CommandError> {
-        let asked = EventFd::new(EFD_NONBLOCK).map_err(CommandError::failed)?;
-        let asks = asked.try_clone().map_err(CommandError::failed)?;
-        // A full counter is readable all the same.
-        let power = Power::Daemon(Box::new(move || drop(asks.write(1))));
+        let stop = Stop::new().map_err(CommandError::failed)?;
+        let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
+        let power = Power::Daemon(Box::new(move || stop.tell()));
         let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
         let server = self.socket.take();
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
         let _server = server.transpose().map_err(CommandError::failed)?;
-        let ended = readiness::wait([self.signals.as_fd(), readiness::descriptor(&asked)]);
+        let ended = waiter.wait(&self.signals, EventSet::IN, None);
         controlled.lift_limits();
         ended.map(drop).map_err(CommandError::failed)
     }

@@ -1,15 +1,17 @@
 //! `walvisor serve tcmu`: disks of this machine's own kernel, through its SCSI target.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
 use clap::Args;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use serde_json::json;
 use walvisor_devices::backend::{Backend, MAX_REQUEST_BYTES, SECTOR_SIZE};
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Waited, Waiter};
 use walvisor_devices::tcmu::Device;
 
 use super::daemon::{DaemonArguments, Ending, announce, conclude};
@@ -172,14 +174,13 @@ fn serve(
         });
     }
     announce(&lines);
-    let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(CommandError::failed)?;
+    let stop = Stop::new().map_err(CommandError::failed)?;
     let ended = thread::scope(|scope| {
-        if let Some(events) = events {
+        if let Some(events) = &events {
             scope.spawn(|| listen(events, &changed, &stop));
         }
         let ended = ending.wait(controlled.clone());
-        // A full counter is readable all the same.
-        let _ = rustix::io::write(&stop, &1_u64.to_ne_bytes());
+        stop.tell();
         ended
     });
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
@@ -216,7 +217,7 @@ impl DeviceControl for Sized {
         self.device.set_write_cache(on)
     }
 
-    fn pause(&self) -> std::io::Result<()> {
+    fn pause(&self) -> io::Result<()> {
         self.device.pause()
     }
 
@@ -261,30 +262,25 @@ impl Changeable {
     }
 }
 
-/// Carries out what is changed in configfs until `stop` is readable.
-fn listen(events: Events, disks: &[Changeable], stop: &impl std::os::fd::AsFd) {
-    loop {
-        let mut fds = [
-            PollFd::new(&events, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-        ];
-        let polled = poll(&mut fds, None).map_err(std::io::Error::from);
-        if polled.is_ok() && !fds[1].revents().is_empty() {
-            return;
-        }
-        let event = match polled.and_then(|_| events.next()) {
-            Ok(Some(event)) => event,
-            Ok(None) => continue,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-            Err(error) => {
-                tracing::warn!("changes in configfs are no longer heard of: {error}");
-                return;
+/// Carries out what is changed in configfs until `stop` is told.
+fn listen(events: &Events, disks: &[Changeable], stop: &Stop) {
+    let listening = || {
+        let mut waiter = Waiter::new(events, stop)?;
+        while waiter.wait(events, EventSet::IN, None)? == Waited::Ready {
+            let (device, change) = match events.next() {
+                Ok(Some(event)) => event,
+                Ok(None) => continue,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            if let Some(disk) = disks.iter().find(|disk| device.starts_with(&disk.uio)) {
+                disk.change(change);
             }
-        };
-        let (device, change) = event;
-        if let Some(disk) = disks.iter().find(|disk| device.starts_with(&disk.uio)) {
-            disk.change(change);
         }
+        Ok(())
+    };
+    if let Err(error) = listening() {
+        tracing::warn!("changes in configfs are no longer heard of: {error}");
     }
 }
 
