@@ -401,10 +401,14 @@ impl Identities {
         rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    fn is_answered(&self) -> bool {
+    fn unanswered(&self) -> u16 {
         let mut used = [0; 2];
         self.page.read_exact_at(&mut used, 0x202).unwrap();
-        u16::from_le_bytes(used) == self.available
+        self.available.wrapping_sub(u16::from_le_bytes(used))
+    }
+
+    fn is_answered(&self) -> bool {
+        self.unanswered() == 0
     }
 
     fn wait(&self) {
@@ -464,7 +468,10 @@ fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
                 }
             });
             for _ in 0..50 {
-                bad.ask();
+                // More than its four descriptors would break the ring.
+                if bad.unanswered() < 4 {
+                    bad.ask();
+                }
                 // One that is never answered is for the other disk to show.
                 let began = Instant::now();
                 while !bad.is_answered() && began.elapsed() < Duration::from_millis(20) {
