@@ -1,8 +1,6 @@
 //! Closed loops of requests on a disk: what they do (`point.rs`), which request comes next (`loops.rs`), a client over vhost-user
 //! that drives them (`vhost_user.rs`), and what came out (`measured.rs`, `sample.rs`).
 
-#[path = "../../../guest-images/guest/src/histogram.rs"]
-mod histogram;
 pub mod loops;
 pub mod measured;
 pub mod point;

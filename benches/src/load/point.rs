@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 
-use walvisor::demo::contract::LoadKind;
+use walvisor_guest::contract::LoadKind;
 
 /// Bytes of a request.
 pub const BLOCK: usize = 4096;

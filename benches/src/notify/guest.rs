@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use walvisor::commands::CommandError;
-use walvisor::demo::contract::Load;
 use walvisor::demo::{self, DemoError};
 use walvisor::disk::OpenDisk;
 use walvisor::disk_spec::{Notifications, TransportKind};
@@ -13,6 +12,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend as DiskBackend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
+use walvisor_guest::contract::Load;
 use walvisor_storage::Store;
 
 use super::place::Place;
