@@ -18,11 +18,17 @@ const MODULES: &str = "/usr/lib/uml/modules";
 /// The module of its disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
 
-/// What a guest over the files of this machine does first.
+/// What a guest over the files of this machine does first, with $MODULES for the directory of the modules. What it writes below
+/// /var and /mnt stays in its memory. It still sees what this machine has there, which may be the program under test.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
-mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
-for directory in /run /var /mnt; do mount -t tmpfs memory $directory; done
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs memory /run
+modprobe -d $MODULES overlay || echo guest: no overlay
+for name in var mnt; do
+    mkdir -p /run/guest/$name /run/guest/$name.work
+    mount -t overlay -o lowerdir=/$name,upperdir=/run/guest/$name,workdir=/run/guest/$name.work files /$name
+done
+mkdir /run/guest/work; cd /run/guest/work
 stty -echo </dev/tty0
 ";
 
@@ -82,7 +88,8 @@ impl UserMode {
             })
             .collect();
         let init = directory.join("init");
-        let text = format!("{BEGIN}{modules}cd /mnt\n{script}{FINISH}");
+        let begin = BEGIN.replace("$MODULES", &place.display().to_string());
+        let text = format!("{begin}{modules}{script}{FINISH}");
         fs::write(&init, text).at("write", &init)?;
         fs::set_permissions(&init, fs::Permissions::from_mode(0o755))
             .at("set the mode of", &init)?;
