@@ -256,10 +256,6 @@ impl Medium for Files {
     fn engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
         unreachable!("nothing is written behind recovery's back")
     }
-
-    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        self.engine(event)
-    }
 }
 
 /// What a disk holds: each extent with where its bytes are.

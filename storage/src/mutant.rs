@@ -5,8 +5,6 @@
 /// One fault each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A group is acknowledged without any sync.
-    AckBeforeSync,
     /// A FLUSH is satisfied by what is written, synced or not.
     AckOwnWrite,
     /// A checkpoint frees log whose copy in the base image was not synced.
@@ -29,10 +27,6 @@ pub(crate) enum Mutant {
     IndexSkipsDiscard,
     /// A write is said to be written as soon as it has an LSN.
     AnsweredUnwritten,
-    /// Only the newest of the segments that need it is synced.
-    SyncLastSegmentOnly,
-    /// A batch is synced alone while something before it is not.
-    SyncOwnWrite,
     /// A sync is taken to cover what was still being written when it began.
     SyncCoversWriting,
     /// Recovery leaves out the last batch.
@@ -53,8 +47,6 @@ pub(crate) enum Mutant {
     ControlChecksumIgnored,
     /// Recovery builds on a control slot that may be in the cache only.
     RecoveryTrustsControl,
-    /// A failed sync is taken for a good one, as a second fsync would say.
-    FailedSyncRetried,
     /// Those who wait for a full ring that can't be emptied are forgotten.
     StuckWaitersForgotten,
     /// Requests that wait when the log fails are never answered.
@@ -95,6 +87,19 @@ pub(crate) enum Mutant {
     SegmentNamedUnsynced,
     /// A segment file is used before its name is durable.
     SegmentNameUnsynced,
+    // What follows is the medium's: planted in the simulated one.
+    /// A write that is to be durable is not.
+    #[cfg(test)]
+    AckBeforeSync,
+    /// Only the newest of the segments that are to be synced is.
+    #[cfg(test)]
+    SyncLastSegmentOnly,
+    /// Of the segments that are to be synced only what was written last is.
+    #[cfg(test)]
+    SyncOwnWrite,
+    /// A failed sync is taken for a good one, as a second fsync would say.
+    #[cfg(test)]
+    FailedSyncRetried,
 }
 
 /// Whether this thread runs with this fault.
@@ -107,6 +112,15 @@ pub(crate) fn planted(mutant: Mutant) -> bool {
         let _ = mutant;
         false
     }
+}
+
+/// Whether this thread runs with any fault: the tests' oracle is to notice it then, not an assertion.
+#[inline]
+pub(crate) fn any_planted() -> bool {
+    #[cfg(test)]
+    return PLANTED.get().is_some();
+    #[cfg(not(test))]
+    false
 }
 
 #[cfg(test)]

@@ -12,18 +12,59 @@ pub(crate) use shuttle::{sync::*, thread};
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::{sync::*, thread};
 
+#[cfg(not(all(test, feature = "shuttle")))]
 use rustix::event::{PollFd, PollFlags, Timespec};
 #[cfg(all(test, feature = "shuttle"))]
 pub(crate) use scheduled::{now, sleep, wait_timeout_while};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// What a thread sleeps on until another signals it. A signal is kept until it is cleared, so none is lost.
+/// What a thread sleeps on until another calls it. A call is kept until it is taken, so none is lost. Its thread is sooner
+/// awake than one that waits for a descriptor.
+#[derive(Debug, Default)]
+pub(crate) struct Call {
+    called: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Call {
+    /// Wakes who sleeps, now or next.
+    pub(crate) fn make(&self) {
+        if !std::mem::replace(&mut *self.called.lock().expect("call"), true) {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Takes the call back.
+    pub(crate) fn clear(&self) {
+        *self.called.lock().expect("call") = false;
+    }
+
+    /// Sleeps until called or until it is `over`, or shorter.
+    pub(crate) fn sleep_until(&self, over: Option<Instant>) {
+        let left = over.map(|over| over.saturating_duration_since(now()));
+        let called = self.called.lock().expect("call");
+        match left {
+            Some(left) if left.is_zero() => {}
+            Some(left) => drop(wait_timeout_while(
+                &self.changed,
+                &self.called,
+                called,
+                left,
+                |called| !*called,
+            )),
+            None => drop(self.changed.wait_while(called, |called| !*called)),
+        }
+    }
+}
+
+/// What a thread sleeps on, among other descriptors, until another signals it. A signal is kept until it is cleared, so none
+/// is lost.
 #[derive(Debug)]
 pub(crate) struct Event {
-    /// `None`: nobody polls it among other things, and its thread is sooner awake.
-    fd: Option<EventFd>,
-    /// Of an event without a descriptor, and of all under `shuttle`, which could not schedule who reads one.
-    signalled: Arc<(Mutex<bool>, Condvar)>,
+    fd: EventFd,
+    /// `shuttle` could not schedule who reads a descriptor.
+    #[cfg(all(test, feature = "shuttle"))]
+    call: Arc<Call>,
 }
 
 impl Event {
@@ -31,17 +72,10 @@ impl Event {
     /// If the system refuses a descriptor.
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self {
-            fd: Some(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
-            signalled: Arc::default(),
+            fd: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            #[cfg(all(test, feature = "shuttle"))]
+            call: Arc::default(),
         })
-    }
-
-    /// One that has no descriptor.
-    pub(crate) fn internal() -> Self {
-        Self {
-            fd: None,
-            signalled: Arc::default(),
-        }
     }
 
     /// Another handle on the same event.
@@ -50,73 +84,54 @@ impl Event {
     /// If the system refuses a descriptor.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(Self {
-            fd: self.fd.as_ref().map(EventFd::try_clone).transpose()?,
-            signalled: self.signalled.clone(),
+            fd: self.fd.try_clone()?,
+            #[cfg(all(test, feature = "shuttle"))]
+            call: self.call.clone(),
         })
     }
 
     /// Readable while signalled, for whoever polls it among other things.
-    ///
-    /// # Panics
-    /// If it is [`internal`](Self::internal).
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        let fd = self.fd.as_ref().expect("an event with a descriptor");
         // SAFETY: the descriptor is open as long as `self.fd`, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
+        unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
     }
+}
 
-    /// Whether the descriptor is what is signalled.
-    fn polled(&self) -> Option<&EventFd> {
-        self.fd
-            .as_ref()
-            .filter(|_| !cfg!(all(test, feature = "shuttle")))
-    }
-
-    fn set(&self, signalled: bool) {
-        *self.signalled.0.lock().expect("event") = signalled;
-    }
-
+#[cfg(not(all(test, feature = "shuttle")))]
+impl Event {
     /// Wakes who sleeps, now or next.
     pub(crate) fn signal(&self) {
-        match self.polled() {
-            // Fails only if the counter is at its limit: then the event is signalled already.
-            Some(fd) => drop(fd.write(1)),
-            None => {
-                self.set(true);
-                self.signalled.1.notify_all();
-            }
-        }
+        // Fails only if the counter is at its limit: then the event is signalled already.
+        drop(self.fd.write(1));
     }
 
     /// Takes the signal back.
     pub(crate) fn clear(&self) {
-        match self.polled() {
-            Some(fd) => drop(fd.read()),
-            None => self.set(false),
-        }
+        drop(self.fd.read());
     }
 
     /// Sleeps until signalled or until it is `over`, or shorter.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
-        if left.is_some_and(|left| left.is_zero()) {
-            return;
-        }
-        if self.polled().is_some() {
-            let left = left.and_then(|left| Timespec::try_from(left).ok());
-            let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
-            // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
-            let _ = rustix::event::poll(&mut fds, left.as_ref());
-            return;
-        }
-        let (lock, condvar) = &*self.signalled;
-        let signalled = lock.lock().expect("event");
-        match left {
-            Some(left) => drop(wait_timeout_while(condvar, lock, signalled, left, |set| {
-                !*set
-            })),
-            None => drop(condvar.wait_while(signalled, |set| !*set)),
-        }
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
+        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
+        let _ = rustix::event::poll(&mut fds, left.as_ref());
+    }
+}
+
+#[cfg(all(test, feature = "shuttle"))]
+impl Event {
+    pub(crate) fn signal(&self) {
+        self.call.make();
+    }
+
+    pub(crate) fn clear(&self) {
+        self.call.clear();
+    }
+
+    pub(crate) fn sleep_until(&self, over: Option<Instant>) {
+        self.call.sleep_until(over);
     }
 }
 

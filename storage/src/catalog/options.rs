@@ -24,10 +24,9 @@ pub struct StoreOptions {
     pub group_commit: bool,
     /// How long a commit group may wait for more to join it. Default: adaptive.
     pub commit_wait: CommitWait,
-    /// Whether each client that waits for a commit group has its records written by a write of their own, in the order of
-    /// their LSNs, before the sync that all share: a client is a port. For comparison only, with what one write for the
-    /// whole group is worth; the log that comes of it differs in nothing but the size of its batches. Without
-    /// `group_commit` it changes nothing. Default off.
+    /// Whether each record is written by a write of its own, in the order of their LSNs, before the sync that all of a group
+    /// share. For comparison only, with what one write for the whole group is worth: with a record for each client that
+    /// waits, that is a write for each of them. The log that comes of it is the same. Default off.
     pub write_per_waiter: bool,
     /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
     pub sync_latency: Duration,
@@ -60,8 +59,8 @@ impl Default for StoreOptions {
 }
 
 impl StoreOptions {
-    /// Whether the log's writer leads every batch.
-    pub(crate) fn writer_alone(&self) -> bool {
+    /// Whether the log's leader makes every batch.
+    pub(crate) fn leader_alone(&self) -> bool {
         let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
         paced || self.write_per_waiter
     }

@@ -21,6 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::index::ExtentMap;
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
+use crate::log::leader::Leader;
 use crate::log::orders::{Order, Task};
 use crate::log::state::{Log, State};
 use crate::medium::file::set_size;
@@ -127,6 +128,7 @@ pub(crate) struct Keeper {
     disks: Vec<Arc<DiskState>>,
     pub(crate) control: ControlFile,
     committer: Committer,
+    leader: Leader,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
     /// The `copying_lsn` that both slots of the control file have, if this keeper wrote it.
@@ -148,6 +150,7 @@ impl Keeper {
         let committer =
             Committer::new(log.clone(), 0).map_err(|e| Error::io("open the log", &log.dir, e))?;
         Ok(Self {
+            leader: Leader::new(log.clone()),
             log,
             disks,
             control,
@@ -314,7 +317,7 @@ impl Keeper {
         // For those who draw on the last segment there may be room.
         state.starved = false;
         drop(state);
-        let flushed = self.committer.flush(lsn);
+        let flushed = self.committer.flush(lsn, &mut self.leader);
         self.log.lock().keeper.draining = None;
         match (flushed, provided) {
             (Ok(()), _) => Ok(()),

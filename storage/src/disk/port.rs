@@ -113,7 +113,7 @@ impl Port {
         }
     }
 
-    /// Ends a batch: starts what was submitted, and leads a commit group if nobody does.
+    /// Ends a batch: starts what was submitted, and calls the log's writer if somebody waits for it.
     pub fn kick(&mut self) {
         self.committer.start();
     }
@@ -136,6 +136,7 @@ impl Port {
         done.append(&mut self.done);
     }
 
+    /// Sleeps until [`event`](Self::event) is readable.
     #[cfg(test)]
     pub(crate) fn sleep_for_test(&self) {
         self.committer.sleep();
@@ -235,15 +236,9 @@ impl Port {
             sectors,
             payload,
         } = modification;
+        self.committer.appended();
         let log = &self.committer.log;
-        let lsn = match log.append(
-            &self.committer.mailbox,
-            &self.disk,
-            kind,
-            sector,
-            sectors,
-            payload,
-        ) {
+        let lsn = match log.append(&self.disk, kind, sector, sectors, payload) {
             Ok(lsn) => lsn,
             Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
             Err(Refused::HeldBack(payload)) => {
@@ -286,9 +281,10 @@ impl Port {
     }
 
     fn wait(&mut self, token: u64, lsn: u64) -> Ended {
+        let waits = !self.committer.wait_for(lsn, token)?;
         let counters = &self.committer.log.counters;
         counters.flushes.fetch_add(1, Ordering::Relaxed);
-        if self.committer.wait_for(lsn, token)? {
+        if !waits {
             return Ok(Some(None));
         }
         counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);

@@ -1,31 +1,34 @@
-//! A thread's part in group commit: waiting for an LSN, and leading what falls to it ([`Role`]) when nobody does.
+//! A thread's part in group commit: waiting for an LSN, and writing batches while the log's leader syncs.
 
 use std::io;
 
-use crate::log::group::{Role, Spare, Task};
+use crate::log::group::{Group, Spare};
+use crate::log::leader::Leader;
 use crate::log::state::{FailOnPanic, Log};
-use crate::log::waiters::{Mailbox, Waiter, deliver};
+use crate::log::waiters::{Mailbox, Waiter};
 use crate::medium::engine::{Done, Engine, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event};
 use crate::{Completion, Failure};
 
-/// Engine ids from here on belong to tasks; those below to reads.
-const TASKS: u64 = 1 << 63;
+/// Engine ids from here on belong to batches; those below to reads.
+const BATCHES: u64 = 1 << 63;
 
-/// One thread's engine, mailbox and lead.
+/// One thread's engine and mailbox.
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
     engine: Box<dyn Engine>,
-    /// What this thread leads, by engine id.
-    tasks: Vec<(u64, Task)>,
-    next_task: u64,
+    /// The batches that this thread writes, by engine id.
+    batches: Vec<(u64, Group)>,
+    next_batch: u64,
     spare: Spare,
     /// Memory for what has ended.
     ended: Vec<Done>,
-    /// Set when going away: no new group is taken.
+    /// Something was appended or is waited for since the log was last looked at.
+    unstarted: bool,
+    /// Set when going away: no new batch is taken.
     resigned: bool,
 }
 
@@ -34,47 +37,31 @@ impl Committer {
     pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
-        Ok(Self::with(log, clients, event, engine))
-    }
-
-    /// For the log's writer, which it becomes.
-    pub(crate) fn writer(log: Arc<Log>) -> io::Result<Self> {
-        let event = Event::internal();
-        let engine = log.medium.writer_engine(&event)?;
-        let writer = Self::with(log, 0, event, engine);
-        let first = writer.log.writer.set(writer.mailbox.clone());
-        debug_assert!(first.is_ok(), "a log has one writer");
-        Ok(writer)
-    }
-
-    fn with(log: Arc<Log>, clients: usize, event: Event, engine: Box<dyn Engine>) -> Self {
         let mailbox = Arc::new(Mailbox::new(event));
         let mut state = log.lock();
         state.ports.push(Arc::downgrade(&mailbox));
         state.set_clients(&mailbox, clients);
         drop(state);
-        Self {
+        Ok(Self {
             log,
             mailbox,
             engine,
-            tasks: Vec::new(),
-            next_task: TASKS,
+            batches: Vec::new(),
+            next_batch: BATCHES,
             spare: Spare::default(),
             ended: Vec::new(),
+            unstarted: false,
             resigned: false,
-        }
+        })
     }
 
-    fn role(&self) -> Role {
-        match self.log.writer.get() {
-            None => Role::All,
-            Some(writer) if Arc::ptr_eq(writer, &self.mailbox) => Role::Syncs,
-            Some(_) => Role::Batches,
-        }
+    /// Something was appended, or had no room: there may be something to write.
+    pub(crate) fn appended(&mut self) {
+        self.unstarted = true;
     }
 
     /// Completes `token` once `lsn` is durable. `Ok(true)`: it is already, nothing waits.
-    pub(crate) fn wait_for(&self, lsn: u64, token: u64) -> Result<bool, Failure> {
+    pub(crate) fn wait_for(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let mut state = self.log.lock();
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Failure::Io);
@@ -97,42 +84,50 @@ impl Committer {
             token,
             mailbox: self.mailbox.clone(),
         });
+        drop(state);
+        self.unstarted = true;
         Ok(false)
     }
 
-    /// Takes the lead if there is work and no leader, and starts all submitted I/O.
+    /// Starts what was submitted, and calls the leader if that is wanted.
     pub(crate) fn start(&mut self) {
-        let role = self.role();
-        // A group that was taken and not begun would never end.
+        if self.unstarted {
+            self.look();
+        }
+        self.engine.enter();
+    }
+
+    /// Looks at the log: writes batches that nobody waits to see durable, calls the leader for the others.
+    fn look(&mut self) {
+        self.unstarted = false;
+        // A batch that was taken and not begun would never end.
         let log = self.log.clone();
         let _failing = FailOnPanic::new(&log);
-        while !self.resigned {
+        loop {
             if self.spare.chunks.capacity() == 0 {
                 self.spare.chunks = self.engine.list();
             }
-            let mut state = self.log.lock();
-            let Some((io, task)) = self.log.lead(&mut state, &mut self.spare, role) else {
+            let mut state = log.lock();
+            let batch = match self.resigned {
+                true => None,
+                false => log.write_behind(&mut state, &mut self.spare),
+            };
+            state.check(&log);
+            let Some((io, batch)) = batch else {
                 let stuck = state.take_stuck();
-                let called = match role {
-                    Role::Batches => self.log.call_writer(&mut state),
-                    _ => {
-                        state.writer_asleep = role == Role::Syncs;
-                        None
-                    }
-                };
+                let silent = self.resigned && planted(Mutant::LeaderLeavesSilently);
+                let called = !state.led && log.wants_leader(&state) && !silent;
                 drop(state);
-                if let Some(writer) = called {
-                    writer.wake();
+                if called {
+                    log.call_leader();
                 }
-                deliver(stuck.into_iter(), Err(Failure::Io), None);
-                break;
+                return log.refuse_waiters(stuck);
             };
             drop(state);
-            self.tasks.push((self.next_task, task));
-            self.engine.submit(self.next_task, io);
-            self.next_task += 1;
+            self.batches.push((self.next_batch, batch));
+            self.engine.submit(self.next_batch, io);
+            self.next_batch += 1;
         }
-        self.engine.enter();
     }
 
     /// Submits a read. Its end comes out of [`poll`](Self::poll).
@@ -140,33 +135,33 @@ impl Committer {
         self.engine.submit(id, io);
     }
 
-    /// Ends what has ended: groups here, reads are left in `reads`, completions in `done`.
+    /// Ends what has ended: batches here, reads are left in `reads`, completions in `done`.
     pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
         // Cleared first: what is signalled from here on is seen by the next call.
         if !planted(Mutant::SignalClearedLate) {
             self.mailbox.event.clear();
         }
+        self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         let mut ended = std::mem::take(&mut self.ended);
         self.engine.poll(&mut ended);
         for end in ended.drain(..) {
-            if end.id < TASKS {
+            let batch = self.batches.iter().position(|(id, _)| *id == end.id);
+            let Some(batch) = batch else {
                 reads.push(end);
                 continue;
-            }
-            let task = self.tasks.iter().position(|(id, _)| *id == end.id);
-            // None: a wait that was given up.
-            let Some(task) = task else { continue };
-            match self.tasks.swap_remove(task).1 {
-                Task::Group(group) => {
-                    let result = end.result.map(drop);
-                    self.log
-                        .end_group(group, result, &self.mailbox, &mut self.spare);
-                }
-                Task::Wait(number) => self.log.lock().gather.over(number),
-            }
+            };
+            let (_, batch) = self.batches.swap_remove(batch);
+            let (result, own) = (end.result.map(|_| 1), Some(&self.mailbox));
+            let log = &self.log;
+            log.end_group(batch, result, own, &mut self.spare, |state| {
+                state.check(log);
+            });
+            self.unstarted = true;
         }
         self.ended = ended;
-        self.start();
+        if self.unstarted {
+            self.start();
+        }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
         if planted(Mutant::SignalClearedLate) {
             self.mailbox.event.clear();
@@ -175,49 +170,40 @@ impl Committer {
 
     /// Sleeps until there may be something to do.
     pub(crate) fn sleep(&self) {
-        self.mailbox.event.sleep_until(self.engine.due());
+        self.mailbox.event.sleep_until(None);
     }
 
-    /// Makes everything up to `lsn` durable, blocking. For the keeper, which leads nobody afterwards.
-    pub(crate) fn flush(&mut self, lsn: u64) -> Result<(), Failure> {
+    /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do then: so it leads if
+    /// nobody does.
+    pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
         self.resigned = false;
         if self.wait_for(lsn, 0)? {
             return Ok(());
         }
-        self.start();
         let (mut reads, mut done) = (Vec::new(), Vec::new());
         loop {
+            let led = leader.lead_one();
             self.poll(&mut reads, &mut done);
             if !done.is_empty() {
                 break;
             }
-            self.sleep();
+            if !led {
+                self.sleep();
+            }
         }
         self.resign();
         done.swap_remove(0).result.map(drop)
     }
 
-    /// Lets the wait that this thread keeps the time of, if any, be begun anew by another.
-    fn abandon_wait(&mut self) {
-        let mut state = self.log.lock();
-        self.tasks.retain(|(_, task)| match task {
-            Task::Wait(number) => {
-                state.gather.abandon(*number);
-                false
-            }
-            Task::Group(_) => true,
-        });
-    }
-
-    /// Ends the groups in flight and takes no more, leaving those who still wait to another leader.
+    /// Ends the batches in flight and takes no more, leaving those who still wait to others.
     fn resign(&mut self) {
         self.resigned = true;
         let (mut reads, mut done) = (Vec::new(), Vec::new());
-        self.abandon_wait();
-        while !self.tasks.is_empty() {
+        while !self.batches.is_empty() {
             self.sleep();
             self.poll(&mut reads, &mut done);
         }
+        // What this port would have written others do now.
         if !planted(Mutant::LeaderLeavesSilently) {
             self.log.wake_ports();
         }
@@ -239,15 +225,16 @@ impl Drop for Committer {
 
 impl Committer {
     /// Completes `token` once `lsn` is written. `Ok(true)`: it is already, nothing waits.
-    pub(crate) fn wait_written(&self, lsn: u64, token: u64) -> Result<bool, Failure> {
-        let covered = || match self.log.poisoned.load(Ordering::Acquire) {
+    pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
+        let log = &self.log;
+        let covered = || match log.poisoned.load(Ordering::Acquire) {
             true => Err(Failure::Io),
-            false => Ok(self.log.written.load(Ordering::Acquire) >= lsn),
+            false => Ok(log.written.load(Ordering::Acquire) >= lsn),
         };
         if covered()? || planted(Mutant::AnsweredUnwritten) {
             return Ok(true);
         }
-        let mut state = self.log.lock();
+        let mut state = log.lock();
         // Again, under the lock: a batch that ends now either covers this waiter or sees it.
         if covered()? {
             return Ok(true);
@@ -260,6 +247,8 @@ impl Committer {
             token,
             mailbox: self.mailbox.clone(),
         });
+        drop(state);
+        self.unstarted = true;
         Ok(false)
     }
 }

@@ -24,8 +24,8 @@ const MOST_MISSES: u32 = 6;
 pub(crate) enum Verdict {
     /// It starts.
     Start,
-    /// It waits: whoever asked sets a timer of this length and calls [`Gather::over`] with the number.
-    Wait(u64, Duration),
+    /// It waits: whoever asked sets a timer of this length and calls [`Gather::over`].
+    Wait(Duration),
     /// It waits already.
     Hold,
 }
@@ -34,8 +34,8 @@ pub(crate) enum Verdict {
 enum Phase {
     #[default]
     Idle,
-    /// The wait of this number is under way.
-    Waiting(u64),
+    /// A wait is under way.
+    Waiting,
     /// It has ended by time.
     Over,
 }
@@ -45,8 +45,6 @@ enum Phase {
 pub(crate) struct Gather {
     wait: CommitWait,
     phase: Phase,
-    /// Number of the newest wait.
-    number: u64,
     /// Smoothed time of a sync.
     sync_time: Duration,
     /// How many the last group served, and how many waited when it ended.
@@ -80,16 +78,15 @@ impl Gather {
                 if longest.is_zero() {
                     return Verdict::Start;
                 }
-                self.number += 1;
-                self.phase = Phase::Waiting(self.number);
-                Verdict::Wait(self.number, longest)
+                self.phase = Phase::Waiting;
+                Verdict::Wait(longest)
             }
-            Phase::Waiting(_) if enough => {
+            Phase::Waiting if enough => {
                 self.misses = 0;
                 self.phase = Phase::Idle;
                 Verdict::Start
             }
-            Phase::Waiting(_) => Verdict::Hold,
+            Phase::Waiting => Verdict::Hold,
             Phase::Over => {
                 self.misses = if enough {
                     0
@@ -105,7 +102,7 @@ impl Gather {
 
     /// Whether there is nothing to do for a group but wait; otherwise [`ask`](Self::ask).
     pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
-        matches!(self.phase, Phase::Waiting(_)) && !self.enough(waiting, complete)
+        self.phase == Phase::Waiting && !self.enough(waiting, complete)
     }
 
     /// Whether those are there who are expected.
@@ -128,17 +125,10 @@ impl Gather {
         }
     }
 
-    /// The wait of this number has lasted its time.
-    pub(crate) fn over(&mut self, number: u64) {
-        if self.phase == Phase::Waiting(number) {
+    /// The wait, if one is under way, has lasted its time.
+    pub(crate) fn over(&mut self) {
+        if self.phase == Phase::Waiting {
             self.phase = Phase::Over;
-        }
-    }
-
-    /// Whoever held the timer of this number is gone: the next to ask begins anew.
-    pub(crate) fn abandon(&mut self, number: u64) {
-        if self.phase == Phase::Waiting(number) {
-            self.phase = Phase::Idle;
         }
     }
 
@@ -163,14 +153,8 @@ mod tests {
 
     const SYNC: Duration = Duration::from_millis(1);
 
-    fn waited(gather: &mut Gather, waiting: usize) -> u64 {
-        match gather.ask(waiting, false) {
-            Verdict::Wait(number, time) => {
-                assert_eq!(time, SYNC / 2);
-                number
-            }
-            other => panic!("{other:?}"),
-        }
+    fn waited(gather: &mut Gather, waiting: usize) {
+        assert_eq!(gather.ask(waiting, false), Verdict::Wait(SYNC / 2));
     }
 
     #[test]
@@ -202,9 +186,9 @@ mod tests {
         let mut waits = 0;
         for _ in 0..1000 {
             gather.ended(SYNC, 4, 4);
-            if let Verdict::Wait(number, _) = gather.ask(4, false) {
+            if let Verdict::Wait(_) = gather.ask(4, false) {
                 waits += 1;
-                gather.over(number);
+                gather.over();
                 assert_eq!(gather.ask(5, false), Verdict::Start);
             }
         }
@@ -213,7 +197,7 @@ mod tests {
         let mut joined = 0;
         for _ in 0..100 {
             gather.ended(SYNC, 4, 4);
-            if let Verdict::Wait(..) = gather.ask(4, false) {
+            if let Verdict::Wait(_) = gather.ask(4, false) {
                 assert_eq!(gather.ask(8, false), Verdict::Start);
                 joined += 1;
             }
@@ -222,19 +206,13 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_whose_owner_is_gone_holds_nobody() {
+    fn a_wait_ends_with_its_time_and_what_is_over_late_counts_for_nothing() {
         let mut gather = Gather::default();
+        gather.over();
         gather.ended(SYNC, 4, 4);
-        let number = waited(&mut gather, 4);
-        gather.abandon(number);
-        let again = waited(&mut gather, 4);
-        gather.over(number);
-        assert_eq!(
-            gather.ask(5, false),
-            Verdict::Hold,
-            "an old timer counts for nothing"
-        );
-        gather.over(again);
+        waited(&mut gather, 4);
+        assert_eq!(gather.ask(5, false), Verdict::Hold);
+        gather.over();
         assert_eq!(gather.ask(5, false), Verdict::Start);
     }
 
@@ -248,16 +226,13 @@ mod tests {
             count: Some(3),
         });
         assert_eq!(fixed.ask(3, false), Verdict::Start);
-        assert_eq!(
-            fixed.ask(1, false),
-            Verdict::Wait(1, Duration::from_millis(7))
-        );
+        assert_eq!(fixed.ask(1, false), Verdict::Wait(Duration::from_millis(7)));
         assert_eq!(fixed.ask(2, false), Verdict::Hold);
         assert_eq!(fixed.ask(3, false), Verdict::Start);
         let count = &mut Gather::new(CommitWait {
             longest: None,
             count: Some(2),
         });
-        assert_eq!(count.ask(1, false), Verdict::Wait(1, WAIT_FOR_COUNT));
+        assert_eq!(count.ask(1, false), Verdict::Wait(WAIT_FOR_COUNT));
     }
 }

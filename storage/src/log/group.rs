@@ -5,10 +5,10 @@
 //! ```
 //! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
 //! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
-//! operation. The log's writer leads what syncs, and goes from one group to the next without waking anybody but those
-//! whom it served; the others are written by those who submit them.
+//! operation. The log's leader ([`Leader`](crate::log::leader::Leader)) makes what syncs, one group after the other; what
+//! is only written is written by the ports that submit it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use zerocopy::little_endian::{U16, U32, U64};
 
@@ -34,25 +34,6 @@ const MOST_WRITING: usize = 4;
 const MOST_UNSYNCED: usize = 8;
 /// What part of a segment is used before the next is there: the rest has room for all that may be pending.
 const GROWING_SHARE: u64 = 8;
-
-/// What a thread takes the lead of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Everything: the log has no writer.
-    All,
-    /// Groups that sync: the writer.
-    Syncs,
-    /// Batches that are written without a sync: whoever is not the writer.
-    Batches,
-}
-
-/// What a leader has in flight, and needs to end it.
-pub(crate) enum Task {
-    /// A batch, a sync, or both.
-    Group(Group),
-    /// The wait of this number, for more to join.
-    Wait(u64),
-}
 
 /// A batch being written, a sync, or both in one operation.
 pub(crate) struct Group {
@@ -87,35 +68,48 @@ struct Syncing {
 }
 
 impl Log {
-    /// Takes the lead if there is work that nobody does: the operation to run, and what ends it. To be called again
-    /// until it gives nothing.
+    /// What the log's leader does next. `Err`: nothing, but to wait for that long if a time is given.
     pub(crate) fn lead(
         &self,
         state: &mut State,
         spare: &mut Spare,
-        role: Role,
-    ) -> Option<(Io, Task)> {
+    ) -> Result<(Io, Group), Option<Duration>> {
         if self.poisoned.load(Ordering::Acquire) {
-            return None;
+            return Err(None);
         }
-        if role != Role::Batches
-            && let Some(lead) = self.lead_sync(state, spare)
-        {
-            return Some(lead);
-        }
-        let leads = match role {
-            Role::All => true,
-            // Ports that came while it wrote a batch wait behind that, and do not look again.
-            Role::Syncs => {
-                let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
-                self.writer_alone || left
+        let mut wait = None;
+        if !state.waiters.is_empty() {
+            match self.gather(state) {
+                Verdict::Start => {
+                    if let Some(group) = self.serve(state, spare) {
+                        return Ok(group);
+                    }
+                }
+                Verdict::Wait(time) => wait = Some(time),
+                Verdict::Hold => {}
             }
-            Role::Batches => !self.writer_alone,
-        };
-        if leads && self.is_behind(state) {
-            return self.batch(state, spare, false);
         }
-        None
+        if state.unsynced.len() >= MOST_UNSYNCED {
+            return Ok(self.sync_only(state));
+        }
+        // Ports that came while it wrote a batch wait behind that, and do not look again.
+        let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
+        if (left || self.leader_alone)
+            && self.is_behind(state)
+            && let Some(batch) = self.batch(state, spare, false)
+        {
+            return Ok(batch);
+        }
+        Err(wait)
+    }
+
+    /// The next batch that a port writes, while the leader may be busy with a sync; `None` if there is none.
+    pub(crate) fn write_behind(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+        let poisoned = self.poisoned.load(Ordering::Acquire);
+        match poisoned || self.leader_alone || !self.is_behind(state) {
+            true => None,
+            false => self.batch(state, spare, false),
+        }
     }
 
     /// What is pending is written without a sync: there is much of it, or somebody waits for that.
@@ -124,41 +118,15 @@ impl Log {
         state.queued_bytes >= much || self.is_awaited(state)
     }
 
-    /// Takes the lead of a group that syncs, or of what has to come before its sync.
-    fn lead_sync(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
-        if state.waiters.is_empty() {
-            state.group_end = None;
-        } else if state.group_end.is_some() {
-            // It has begun: nobody is waited for any more.
-            return self.serve_each(state, spare);
-        } else if !state.syncing {
-            match self.gather(state) {
-                Verdict::Start => {
-                    if let Some(group) = self.serve(state, spare) {
-                        return Some(group);
-                    }
-                }
-                Verdict::Wait(number, time) => return Some((Io::Wait(time), Task::Wait(number))),
-                Verdict::Hold => {}
-            }
-        }
-        if !state.syncing && state.unsynced.len() >= MOST_UNSYNCED {
-            return Some(self.sync_only(state));
-        }
-        None
-    }
-
-    /// The writer, if it sleeps and has something to do now; it is to be woken.
-    pub(crate) fn call_writer(&self, state: &mut State) -> Option<&Arc<Mailbox>> {
-        let writer = self.writer.get()?;
+    /// Whether the leader has something to do that it may not have seen.
+    pub(crate) fn wants_leader(&self, state: &State) -> bool {
         let complete = state.waiting_clients >= state.open_clients;
-        let wanted = !state.waiters.is_empty()
+        let served = !state.waiters.is_empty()
             && (self.is_urgent(state) || !state.gather.holds(state.waiters.len(), complete));
-        let wanted = wanted || state.unsynced.len() >= MOST_UNSYNCED;
-        let wanted = wanted || (self.writer_alone && self.is_behind(state));
-        let called = state.writer_asleep && !state.syncing && wanted;
-        state.writer_asleep &= !called;
-        called.then_some(writer)
+        served
+            || state.unsynced.len() >= MOST_UNSYNCED
+            || self.is_awaited(state)
+            || (self.leader_alone && self.is_behind(state))
     }
 
     /// No group waits for more to join it: without group commit nobody is waited for, a checkpoint waits for nobody,
@@ -177,13 +145,9 @@ impl Log {
         state.gather.ask(state.waiters.len(), complete)
     }
 
-    /// The next step towards a sync for those who wait. `None` if it is not this thread's: what they wait for is
-    /// being written, or has no room.
-    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
-        if self.write_per_waiter {
-            state.group_end = self.next_served(state).map(|waiter| waiter.lsn).max();
-            return self.serve_each(state, spare);
-        }
+    /// The next step towards a sync for those who wait. `None` if it is not the leader's: what they wait for is being
+    /// written by a port, or has no room.
+    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
         let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
         if state.writing.is_empty() {
             if state.pending.is_empty() {
@@ -206,29 +170,6 @@ impl Log {
         }
     }
 
-    /// The next step of a group whose waiters are written for one by one: those who waited when it began.
-    fn serve_each(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Task)> {
-        let (end, written) = (state.group_end?, self.written.load(Ordering::Acquire));
-        if state.syncing {
-            return None;
-        }
-        if state.batched < end {
-            let batch = self.batch(state, spare, false);
-            if batch.is_some() || !state.writing.is_empty() {
-                return batch;
-            }
-            // There is no room. Whoever waits only for what is written gets the sync.
-            state.group_end = None;
-            let ready = self.next_served(state).any(|waiter| waiter.lsn <= written);
-            return ready.then(|| self.sync_only(state));
-        }
-        if written < end {
-            return None;
-        }
-        state.group_end = None;
-        Some(self.sync_only(state))
-    }
-
     /// How many pending records make the next batch, and the bytes of its header and padded payloads.
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
@@ -238,23 +179,13 @@ impl Log {
         // pending, and one request more, which has a quarter; the last quarter has room for the headers.
         let draining = state.is_draining();
         let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
-        // Without group commit only what this FLUSH has to wait for is written with it; with a write for each waiter, what
-        // the next of them has to wait for, if it comes from one port.
-        let (last, port) = match state.waiters.first() {
-            _ if draining => (u64::MAX, None),
-            Some(first) if self.most_served == 1 => (first.lsn, None),
-            _ if self.write_per_waiter => {
-                let waited = state.waiters.iter().map(|waiter| waiter.lsn);
-                let next = waited.filter(|&lsn| lsn > state.batched).min();
-                let port = state.pending.front().map(|record| record.port);
-                (next.unwrap_or(u64::MAX), port)
-            }
-            _ => (u64::MAX, None),
+        // Without group commit only what this FLUSH has to wait for is written with it.
+        let last = match state.waiters.first() {
+            Some(first) if self.most_served == 1 && !draining => first.lsn,
+            _ => u64::MAX,
         };
-        let records = state
-            .pending
-            .iter()
-            .take_while(|record| record.lsn <= last && port.is_none_or(|port| port == record.port));
+        let records = state.pending.iter();
+        let records = records.take_while(|record| record.lsn <= last);
         for record in records.take(format::MAX_DESCRIPTORS) {
             let more = payload + record.payload_len();
             if count > 0 && more > most {
@@ -349,7 +280,7 @@ impl Log {
     /// Makes a batch of what is pending. `synced`: its group's sync follows it in the same operation if somebody
     /// waits for one of its records; nothing else is being written then. `None` if nothing is pending, too much is
     /// being written already, or there is no room.
-    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Task)> {
+    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Group)> {
         let (count, header_len, payload_len) = self.batch_extent(state);
         if count == 0
             || state.writing.len() >= MOST_WRITING
@@ -419,12 +350,14 @@ impl Log {
             chunks.push(chunk(block.share()));
         }
         chunks.push(chunk(head.share()));
+        let heads = chunks.len();
         chunks.extend(
             records
                 .iter()
                 .filter_map(|r| r.payload.as_ref())
                 .map(|payload| chunk(payload.bytes.clone())),
         );
+        let payloads = heads..chunks.len();
         if payload_len > payload_bytes {
             chunks.push(chunk(Buffer::zeroed(payload_len - payload_bytes).share()));
         }
@@ -443,7 +376,7 @@ impl Log {
         let (scope, sync) = match synced {
             true => {
                 let (scope, count) = scope(state, &segment);
-                (scope, Some(begin_sync(state, last_lsn, count)))
+                (scope, Some(begin_sync(last_lsn, count)))
             }
             false => (SyncScope::None, None),
         };
@@ -458,14 +391,15 @@ impl Log {
             segment,
             offset,
             chunks,
+            payloads,
             sync: scope,
         };
         let batch = Some(batch);
-        Some((io, Task::Group(Group { batch, sync })))
+        Some((io, Group { batch, sync }))
     }
 
     /// What is wanted is written already: it needs only the sync.
-    fn sync_only(&self, state: &mut State) -> (Io, Task) {
+    fn sync_only(&self, state: &mut State) -> (Io, Group) {
         let mut segments = std::mem::take(&mut state.unsynced);
         state.next_cid += 1;
         // Someone waits for more than is durable: so something is written and not synced. Only without group commit
@@ -479,18 +413,19 @@ impl Log {
             true => state.batched,
             false => self.written.load(Ordering::Acquire),
         };
-        let sync = begin_sync(state, lsn, segments.len());
+        let sync = begin_sync(lsn, segments.len());
         let io = Io::Append {
             segment,
             offset: 0,
             chunks: Vec::new(),
+            payloads: 0..0,
             sync: SyncScope::Segments(segments),
         };
         let group = Group {
             batch: None,
             sync: Some(sync),
         };
-        (io, Task::Group(group))
+        (io, group)
     }
 
     /// Those whom one group may serve.
@@ -498,23 +433,25 @@ impl Log {
         state.waiters.iter().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks, and gives everyone it served their completion. `own` is the mailbox of
-    /// the caller, who looks into it next.
-    pub(crate) fn end_group(
+    /// Ends a group that took so many writes: publishes the watermarks, and gives everyone it served their completion.
+    /// `own` is the mailbox of the caller, if it has one: it looks into that next. `then` is called with the lock held.
+    pub(crate) fn end_group<T>(
         &self,
         group: Group,
-        result: std::io::Result<()>,
-        own: &Arc<Mailbox>,
+        result: std::io::Result<u64>,
+        own: Option<&Arc<Mailbox>>,
         spare: &mut Spare,
-    ) {
+        then: impl FnOnce(&mut State) -> T,
+    ) -> T {
         let _failing = FailOnPanic::new(self);
         assert!(!planted(Mutant::PanicEndingGroup), "planted");
-        if let Err(error) = result
-            && !planted(Mutant::FailedSyncRetried)
-        {
-            self.poison(&error);
-            return;
-        }
+        let writes = match result {
+            Ok(writes) => writes,
+            Err(error) => {
+                self.poison(&error);
+                return then(&mut self.lock());
+            }
+        };
         if let Some(batch) = &group.batch {
             let mut at = batch.payload_at;
             for record in &batch.records {
@@ -530,7 +467,7 @@ impl Log {
                     at += record.payload_len() as u64;
                 }
             }
-            self.counters.writes.fetch_add(1, Ordering::Relaxed);
+            self.counters.writes.fetch_add(writes, Ordering::Relaxed);
             self.counters
                 .log_bytes
                 .fetch_add(batch.bytes, Ordering::Relaxed);
@@ -538,7 +475,7 @@ impl Log {
         let mut state = self.lock();
         if self.poisoned.load(Ordering::Acquire) {
             // Another group has failed meanwhile: everyone has got their error, and nothing becomes durable.
-            return;
+            return then(&mut state);
         }
         if let Some(batch) = &group.batch {
             self.end_batch(&mut state, batch);
@@ -550,8 +487,9 @@ impl Log {
         let waiters = state.awaiting.take(|waiter| waiter.lsn <= written);
         spare.served.extend(waiters);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
+        let then = then(&mut state);
         drop(state);
-        deliver(spare.served.drain(..), Ok(()), Some(own));
+        deliver(spare.served.drain(..), Ok(()), own);
         if held_back {
             self.wake_ports();
         }
@@ -559,6 +497,7 @@ impl Log {
             records.clear();
             spare.records.push(records);
         }
+        then
     }
 
     /// A batch is written. What is written in front of a gap, where another is still being written, counts once
@@ -579,9 +518,6 @@ impl Log {
 
     /// A sync has ended: moves those whom it served to `served`.
     fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
-        state.syncing = false;
-        // Whoever ends a sync looks for the next.
-        state.writer_asleep = false;
         self.counters
             .syncs
             .fetch_add(sync.count as u64, Ordering::Relaxed);
@@ -603,8 +539,7 @@ impl Log {
     }
 }
 
-fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
-    state.syncing = true;
+fn begin_sync(lsn: u64, count: usize) -> Syncing {
     Syncing {
         lsn,
         count,
@@ -616,19 +551,12 @@ fn begin_sync(state: &mut State, lsn: u64, count: usize) -> Syncing {
 /// everything before it is durable and its file system takes such writes.
 fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
     let alone = state.unsynced.is_empty() && !segment.needs_sync;
-    if alone || planted(Mutant::SyncOwnWrite) {
-        let scope = match planted(Mutant::AckBeforeSync) {
-            true => SyncScope::None,
-            false => SyncScope::Write,
-        };
-        return (scope, 1);
+    if alone {
+        return (SyncScope::Write, 1);
     }
     let mut segments = std::mem::take(&mut state.unsynced);
     add(&mut segments, segment);
     let count = segments.len();
-    if planted(Mutant::SyncLastSegmentOnly) {
-        segments.drain(..count - 1);
-    }
     (SyncScope::Segments(segments), count)
 }
 

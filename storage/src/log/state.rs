@@ -8,8 +8,6 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-// Not `crate::sync`: set once, before there are threads.
-use std::sync::OnceLock;
 
 use crate::error::{self, Error, ErrorKind};
 use crate::format::{Kind, Uuid};
@@ -23,9 +21,9 @@ use crate::log::waiters::{Mailbox, Waiter, WrittenWaiters, deliver};
 use crate::medium::checksum::Payload;
 use crate::medium::directory::Medium;
 use crate::medium::segment::Segment;
-use crate::mutant::{Mutant, planted};
+use crate::mutant::{Mutant, any_planted, planted};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc};
+use crate::sync::{Arc, Call, Condvar, Mutex, MutexGuard, Weak, mpsc};
 use crate::{Buffer, Failure, MAX_REQUEST_BYTES};
 
 /// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure). As much as a fast
@@ -38,8 +36,6 @@ pub(crate) const UNAPPLIED_LIMIT: u64 = 1 << 20;
 
 /// A record that has an LSN and waits to be written.
 pub(crate) struct Record {
-    /// The port that it came from, or one that is gone.
-    pub port: usize,
     pub disk: Arc<DiskState>,
     pub lsn: u64,
     pub kind: Kind,
@@ -116,8 +112,6 @@ pub(crate) struct State {
     pub waiters: Vec<Waiter>,
     /// Those who wait for `written`.
     pub awaiting: WrittenWaiters,
-    /// Up to where the group that is being written waiter by waiter goes, until its sync begins.
-    pub group_end: Option<u64>,
     /// Clients of all ports who wait, and all that there are.
     pub waiting_clients: usize,
     pub open_clients: usize,
@@ -125,10 +119,8 @@ pub(crate) struct State {
     pub writing: VecDeque<Writing>,
     /// Bytes of log up to where the next batch goes, since it was opened. What segments leave unused counts too.
     pub end: u64,
-    /// A sync is in flight.
-    pub syncing: bool,
-    /// The writer, if there is one, looks at nothing until it is woken.
-    pub writer_asleep: bool,
+    /// Somebody leads, and looks again when what is under way has ended.
+    pub led: bool,
     pub gather: Gather,
     pub tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
@@ -206,10 +198,26 @@ impl State {
         stuck
     }
 
+    /// In debug builds: panics unless this is a state that can be.
+    pub(crate) fn check(&self, log: &Log) {
+        if !cfg!(debug_assertions) || any_planted() || std::thread::panicking() {
+            return;
+        }
+        let durable = log.durable.load(Ordering::Acquire);
+        let written = log.written.load(Ordering::Acquire);
+        assert!(
+            durable <= written && written <= self.batched && self.batched <= self.appended,
+            "durable {durable}, written {written}, batched {}, appended {}",
+            self.batched,
+            self.appended
+        );
+        assert!(self.appended < self.next_lsn && self.applied <= durable);
+    }
+
     /// Nothing is in flight.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
-        self.writing.is_empty() && !self.syncing
+        self.writing.is_empty() && !self.led
     }
 }
 
@@ -247,10 +255,8 @@ pub(crate) struct Log {
     pub segment_size: u64,
     pub max_segments: u32,
     pub medium: Box<dyn Medium>,
-    /// Each waiter of a group has a write of its own.
-    pub write_per_waiter: bool,
-    /// The writer leads every batch, not only those that sync.
-    pub writer_alone: bool,
+    /// The leader makes every batch, not only those that sync.
+    pub leader_alone: bool,
     /// Most waiters that one group serves: no limit, or 1 without group commit.
     pub most_served: usize,
     pub durable: AtomicU64,
@@ -259,9 +265,9 @@ pub(crate) struct Log {
     /// Ports hold back requests until pending bytes fall.
     pub held_back: AtomicBool,
     pub counters: Counters,
-    /// The thread that leads every group that syncs; without one the ports do.
-    pub writer: OnceLock<Arc<Mailbox>>,
     pub state: Mutex<State>,
+    /// What the log's writer sleeps on.
+    pub leader_called: Call,
     pub keeper_wanted: Condvar,
 }
 
@@ -288,7 +294,6 @@ impl Log {
     /// If too much is pending or waits for a checkpoint.
     pub(crate) fn append(
         &self,
-        port: &Arc<Mailbox>,
         disk: &Arc<DiskState>,
         kind: Kind,
         sector: u64,
@@ -332,7 +337,6 @@ impl Log {
         }
         disk.last_lsn.store(lsn, Ordering::Release);
         let record = Record {
-            port: Arc::as_ptr(port).addr(),
             disk: disk.clone(),
             lsn,
             kind,
@@ -365,15 +369,19 @@ impl Log {
         let mut state = self.lock();
         let stuck = state.take_stuck();
         drop(state);
-        deliver(stuck.into_iter(), Err(Failure::Io), None);
+        self.refuse_waiters(stuck);
         self.wake_ports();
+    }
+
+    /// Gives these waiters an error.
+    pub(crate) fn refuse_waiters(&self, waiters: Vec<Waiter>) {
+        deliver(waiters.into_iter(), Err(Failure::Io), None);
     }
 
     /// Every request that waits, or comes later, gets an error; reads go on.
     pub(crate) fn refuse(&self, mut state: MutexGuard<'_, State>) {
         self.poisoned.store(true, Ordering::Release);
         state.writing.clear();
-        state.syncing = false;
         let mut waiters = state.take_waiters(|_| true);
         waiters.extend(state.awaiting.take(|_| true));
         if planted(Mutant::WaiterLostOnError) {
@@ -383,14 +391,20 @@ impl Log {
         // What was not written stays readable through the index, and will never be durable.
         state.pending.clear();
         drop(state);
-        deliver(waiters.into_iter(), Err(Failure::Io), None);
+        self.refuse_waiters(waiters);
         self.wake_ports();
     }
 
-    /// Makes all ports look at the log again.
+    /// Makes all ports, and the leader, look at the log again.
     pub(crate) fn wake_ports(&self) {
         let ports = live_ports(&mut self.lock());
         ports.iter().for_each(|port| port.wake());
+        self.call_leader();
+    }
+
+    /// Makes the leader look at the log again.
+    pub(crate) fn call_leader(&self) {
+        self.leader_called.make();
     }
 }
 

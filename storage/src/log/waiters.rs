@@ -8,11 +8,11 @@
 //! before it serves anybody.
 //!
 //! One batch at a time is written for those who wait, by the port that finds none under way; those who come meanwhile
-//! share the next one. Whoever ends a batch looks for the next, the log's writer too.
+//! share the next one. Whoever ends a batch looks for the next, the log's leader too.
 
 use smallvec::SmallVec;
 
-use crate::sync::atomic::AtomicUsize;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Event, Mutex};
 use crate::{Completion, Failure};
 
@@ -20,6 +20,8 @@ use crate::{Completion, Failure};
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
     pub event: Event,
+    /// Its port is to look at the log again.
+    pub called: AtomicBool,
     /// Its waiters in the log, and how many may wait at a time by what its owner says. Changed under the log's lock only.
     pub waiting: AtomicUsize,
     pub clients: AtomicUsize,
@@ -30,6 +32,7 @@ impl Mailbox {
         Self {
             completions: Mutex::default(),
             event,
+            called: AtomicBool::new(false),
             waiting: AtomicUsize::new(0),
             clients: AtomicUsize::new(0),
         }
@@ -37,6 +40,7 @@ impl Mailbox {
 
     /// Makes the port look at the log again.
     pub(crate) fn wake(&self) {
+        self.called.store(true, Ordering::Release);
         self.event.signal();
     }
 }
@@ -70,7 +74,7 @@ pub(crate) fn deliver(
             woken.push(waiter.mailbox);
         }
     }
-    woken.iter().for_each(|mailbox| mailbox.wake());
+    woken.iter().for_each(|mailbox| mailbox.event.signal());
 }
 
 /// Those who wait for `written` to reach an LSN.

@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::Result;
-use crate::medium::engine::{self, Engine, EngineKind};
+use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file;
 use crate::medium::filesystem::files;
-use crate::medium::pace::Pace;
+use crate::medium::pace::Slowed;
 use crate::medium::segment::Segment;
 use crate::parallel;
-use crate::sync::{Arc, Event};
+use crate::sync::Event;
 
 /// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
@@ -51,8 +51,10 @@ pub(crate) trait Medium: Send + Sync {
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 
-    /// Makes the engine of the log's writer; likewise.
-    fn writer_engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
+    /// Carries out an append of the log's leader, in the calling thread.
+    fn append(&self, io: Io) -> Appended {
+        engine::append(io)
+    }
 }
 
 /// A log directory of a file system, and the kind of engine that was found to work.
@@ -61,10 +63,8 @@ pub(crate) struct Directory {
     pub engine: EngineKind,
     /// Threads that read it while it is opened.
     pub threads: usize,
-    /// See [`StoreOptions::sync_latency`](crate::StoreOptions::sync_latency).
-    pub sync_latency: Duration,
-    /// See [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second).
-    pub pace: Arc<Pace>,
+    /// How its log is made slower than it is; `None`: in no way.
+    pub slowed: Option<Slowed>,
 }
 
 impl Medium for Directory {
@@ -101,8 +101,11 @@ impl Medium for Directory {
         engine::create(self.engine, event)
     }
 
-    fn writer_engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
-        Ok(engine::create_writer(self.sync_latency, self.pace.clone()))
+    fn append(&self, io: Io) -> Appended {
+        match &self.slowed {
+            Some(slowed) => slowed.append(io),
+            None => engine::append(io),
+        }
     }
 }
 
@@ -111,7 +114,6 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         path: log_dir.to_path_buf(),
         engine,
         threads: parallel::thread_count(None),
-        sync_latency: Duration::ZERO,
-        pace: Arc::default(),
+        slowed: None,
     }
 }

@@ -1,9 +1,10 @@
-//! A medium made slower than it is, as the small volumes of clouds are: so many operations a second, each of which takes
-//! its time.
+//! A medium made slower than it is: as the small volumes of clouds are, with so many operations a second, each of which takes
+//! its time; or with a write for each record, as a store without group commit makes them. For benchmarks only.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
+use crate::medium::engine::{Appended, Io, SyncScope, append};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: what clouds count as one, a longer write being several.
@@ -59,6 +60,87 @@ impl Pace {
 impl Default for Pace {
     fn default() -> Self {
         Self::new(None, Duration::ZERO)
+    }
+}
+
+/// What a log's leader writes to in place of the medium itself.
+#[derive(Debug, Default)]
+pub(crate) struct Slowed {
+    /// What each write and each sync waits for.
+    pub pace: Pace,
+    /// Each sync takes so much longer than the medium needs.
+    pub sync_latency: Duration,
+    /// Each payload of an append has a write of its own.
+    pub write_per_record: bool,
+}
+
+impl Slowed {
+    /// Carries out an append, in the calling thread.
+    pub(crate) fn append(&self, io: Io) -> Appended {
+        match io {
+            Io::Append {
+                segment,
+                offset,
+                chunks,
+                payloads,
+                sync,
+            } if self.write_per_record && payloads.len() > 1 => {
+                let (mut from, mut at) = (0, offset);
+                for payload in payloads.clone() {
+                    // The last has what follows the payloads.
+                    let to = match payload + 1 == payloads.end {
+                        true => chunks.len(),
+                        false => payload + 1,
+                    };
+                    let part = chunks[from..to].to_vec();
+                    let bytes: usize = part.iter().map(|chunk| chunk.len).sum();
+                    let written = self.one(Io::Append {
+                        segment: segment.clone(),
+                        offset: at,
+                        chunks: part,
+                        payloads: 0..0,
+                        sync: SyncScope::None,
+                    });
+                    if written.result.is_err() {
+                        return written;
+                    }
+                    (from, at) = (to, at + bytes as u64);
+                }
+                // A sync of the last write alone would not be one of the others.
+                let sync = match sync {
+                    SyncScope::Write => SyncScope::Segments(vec![segment.clone()]),
+                    other => other,
+                };
+                let synced = self.one(Io::Append {
+                    segment,
+                    offset,
+                    chunks: Vec::new(),
+                    payloads: 0..0,
+                    sync,
+                });
+                Appended {
+                    result: synced.result.map(|_| payloads.len() as u64),
+                    ..synced
+                }
+            }
+            io => self.one(io),
+        }
+    }
+
+    /// Carries out what has one write at most.
+    fn one(&self, io: Io) -> Appended {
+        let syncs = match &io {
+            Io::Append { sync, .. } => sync.count(),
+            _ => 0,
+        };
+        let written = io.written().map(|(_, _, chunks)| chunks.iter());
+        let bytes = written.map_or(0, |chunks| chunks.map(|chunk| chunk.len).sum());
+        self.pace.charge(bytes, syncs);
+        let appended = append(io);
+        if !self.sync_latency.is_zero() && syncs > 0 {
+            sync::sleep(self.sync_latency * syncs);
+        }
+        appended
     }
 }
 

@@ -65,6 +65,8 @@ impl Clients {
         let mut done = Vec::new();
         let (_, port) = &mut self.ports[which];
         port.kick();
+        running.step_writer();
+        let (_, port) = &mut self.ports[which];
         port.completions(&mut done);
         done.retain(|end| {
             let ask = self.unasked.remove(&end.token) && end.result.is_ok();

@@ -6,7 +6,8 @@ use super::files::Simulated;
 use super::medium::Pace;
 use crate::Buffer;
 use crate::medium::engine::{self, Done, Engine, Io, Source, SyncScope};
-use crate::sync::{Event, thread};
+use crate::mutant::{Mutant, planted};
+use crate::sync::Event;
 
 /// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
 pub(super) struct SimulatedEngine {
@@ -16,16 +17,21 @@ pub(super) struct SimulatedEngine {
     failed: Vec<Done>,
 }
 
-struct Queued {
+pub(super) struct Queued {
     id: u64,
-    io: Io,
+    pub io: Io,
     /// An append's bytes are in the cache.
     written: bool,
 }
 
 impl Queued {
+    pub(super) fn new(id: u64, io: Io) -> Self {
+        let written = false;
+        Self { id, io, written }
+    }
+
     /// Puts an append's bytes into the cache.
-    fn write(&mut self) -> io::Result<()> {
+    pub(super) fn write(&mut self) -> io::Result<()> {
         if let Io::Append {
             segment,
             offset,
@@ -73,27 +79,47 @@ impl SimulatedEngine {
             failed: Vec::new(),
         }
     }
+}
 
+impl Simulated {
     /// What is left of an operation once its bytes are written.
-    fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
+    pub(super) fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
         match io {
             Io::Append {
                 segment,
                 offset,
                 chunks,
                 sync,
-            } => match sync {
-                SyncScope::None => Ok(None),
-                SyncScope::Write => self.medium.sync_range(
-                    &segment,
-                    offset,
-                    chunks.iter().map(|chunk| chunk.len).sum(),
-                ),
-                SyncScope::Segments(segments) => segments
-                    .iter()
-                    .try_for_each(|segment| segment.file.sync_data())
-                    .map(|()| None),
-            },
+                ..
+            } => {
+                let own = || {
+                    let bytes = chunks.iter().map(|chunk| chunk.len).sum();
+                    self.sync_range(&segment, offset, bytes)
+                };
+                let synced = match sync {
+                    SyncScope::Write if planted(Mutant::AckBeforeSync) => Ok(None),
+                    SyncScope::None => Ok(None),
+                    SyncScope::Write => own(),
+                    SyncScope::Segments(_)
+                        if planted(Mutant::SyncOwnWrite) && !chunks.is_empty() =>
+                    {
+                        own()
+                    }
+                    SyncScope::Segments(segments) => {
+                        let last = match planted(Mutant::SyncLastSegmentOnly) {
+                            true => segments.len() - 1,
+                            false => 0,
+                        };
+                        let mut segments = segments[last..].iter();
+                        let synced = segments.try_for_each(|segment| segment.file.sync_data());
+                        synced.map(|()| None)
+                    }
+                };
+                match planted(Mutant::FailedSyncRetried) {
+                    true => Ok(None),
+                    false => synced,
+                }
+            }
             Io::Read {
                 source,
                 offset,
@@ -111,11 +137,6 @@ impl SimulatedEngine {
                 chunks,
             } => engine::operation::write_chunks(base.as_ref(), offset, &chunks, 0, false)
                 .map(|()| None),
-            Io::Wait(_) => {
-                // Time for others.
-                thread::yield_now();
-                Ok(None)
-            }
         }
     }
 }
@@ -132,11 +153,7 @@ impl Drop for SimulatedEngine {
 impl Engine for SimulatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
         self.event.signal();
-        let mut queued = Queued {
-            id,
-            io,
-            written: false,
-        };
+        let mut queued = Queued::new(id, io);
         if self.medium.lock().crashed {
             let result = Err(io::Error::other("power lost"));
             return self.failed.push(Done { id, result });
@@ -205,7 +222,7 @@ impl Engine for SimulatedEngine {
                 }
                 continue;
             }
-            let result = self.end(queued.io);
+            let result = self.medium.end(queued.io);
             done.push(Done { id, result });
         }
         if !self.queued.is_empty() {

@@ -15,10 +15,14 @@ use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
+use crate::log::group::Group;
+use crate::log::leader::{Leader, Next};
+use crate::log::state::Log;
+use crate::medium::engine::{Appended, Engine};
 use crate::mutant::PLANTED;
 use crate::store::open::open_log;
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Event, Mutex};
 use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk};
 
 /// How large everything is.
@@ -36,8 +40,6 @@ pub(super) struct Shape {
 pub(super) struct Fixture {
     pub medium: Simulated,
     pub shape: Shape,
-    /// See [`StoreOptions::write_per_waiter`].
-    pub write_per_waiter: bool,
     /// Base images are found elsewhere now and then, so that the next control writes change many sectors.
     pub moves: bool,
 }
@@ -46,6 +48,48 @@ pub(super) struct Fixture {
 pub(super) struct Running {
     pub disks: Vec<Disk>,
     pub keeper: Keeper,
+    writer: RefCell<SteppedWriter>,
+}
+
+/// The log's writer, which takes one step at a time.
+struct SteppedWriter {
+    medium: Simulated,
+    leader: Leader,
+    engine: Box<dyn Engine>,
+    under_way: Option<Group>,
+    /// More may join a group.
+    waits: bool,
+}
+
+impl SteppedWriter {
+    fn step(&mut self) {
+        let Some(group) = self.under_way.take() else {
+            if self.waits && self.medium.lock().is_over() {
+                self.leader.over();
+            }
+            let next = self.leader.begin();
+            self.waits |= matches!(next, Next::Wait(_));
+            if let Next::Run(io, group) = next {
+                self.waits = false;
+                self.under_way = Some(group);
+                self.engine.submit(0, io);
+            }
+            return;
+        };
+        let mut ended = Vec::new();
+        self.engine.poll(&mut ended);
+        let Some(end) = ended.pop() else {
+            self.under_way = Some(group);
+            return;
+        };
+        let ran = Appended {
+            result: end.result.map(|_| 1),
+            list: Vec::new(),
+        };
+        if self.leader.end(group, ran, true) {
+            self.step();
+        }
+    }
 }
 
 impl Fixture {
@@ -57,7 +101,6 @@ impl Fixture {
         Self {
             medium: Simulated { world },
             shape,
-            write_per_waiter: false,
             moves: false,
         }
     }
@@ -69,7 +112,6 @@ impl Fixture {
         Self {
             medium: Simulated { world },
             shape: self.shape,
-            write_per_waiter: self.write_per_waiter,
             moves: self.moves,
         }
     }
@@ -79,7 +121,6 @@ impl Fixture {
     pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
         let options = StoreOptions {
             commit_wait,
-            write_per_waiter: self.write_per_waiter,
             ..StoreOptions::default()
         };
         if self.moves && self.medium.lock().random.one_in(3) {
@@ -96,9 +137,8 @@ impl Fixture {
         let disks: Vec<_> = (0..self.shape.disks).map(disk).collect();
         let medium = Box::new(self.medium.clone());
         let _files = self.medium.enter();
-        let (_, disks, keeper) =
-            open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {})?;
-        Ok(Running { disks, keeper })
+        let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
+        Ok(Running::new(&self.medium, opened?))
     }
 
     /// Where the image of a disk is.
@@ -139,6 +179,37 @@ impl Fixture {
 }
 
 impl Running {
+    /// An open store on `medium`.
+    pub(super) fn new(medium: &Simulated, opened: (Arc<Log>, Vec<Disk>, Keeper)) -> Self {
+        let (log, disks, keeper) = opened;
+        let event = Event::new().expect("an event");
+        let writer = SteppedWriter {
+            medium: medium.clone(),
+            leader: Leader::new(log),
+            engine: medium.simulated(&event).expect("an engine"),
+            under_way: None,
+            waits: false,
+        };
+        Self {
+            disks,
+            keeper,
+            writer: RefCell::new(writer),
+        }
+    }
+
+    /// The log's writer takes a step.
+    pub(super) fn step_writer(&self) {
+        self.writer.borrow_mut().step();
+    }
+
+    /// The log's writer ends what it has begun.
+    pub(super) fn finish_writer(&self) {
+        let mut writer = self.writer.borrow_mut();
+        while writer.under_way.is_some() {
+            writer.step();
+        }
+    }
+
     /// The LSN of the newest record.
     pub(super) fn appended(&self) -> u64 {
         self.disks[0].log.lock().appended
@@ -157,7 +228,7 @@ impl Running {
                 sector: 0,
                 sectors: disk.sectors() as u32,
             };
-            let data = end(&mut port, whole)?.expect("data of a read");
+            let data = end(self, &mut port, whole)?.expect("data of a read");
             Ok(data.chunks(512).map(value_of).collect())
         };
         self.disks.iter().map(read_disk).collect()
@@ -169,7 +240,7 @@ impl Running {
             let mut port = disk.open_port().expect("a port");
             let mut sector = |sector| {
                 let sectors = 1;
-                let data = end(&mut port, Operation::Read { sector, sectors }).ok()?;
+                let data = end(self, &mut port, Operation::Read { sector, sectors }).ok()?;
                 Some(value_of(&data.expect("data of a read")))
             };
             (0..disk.sectors()).map(&mut sector).collect()
@@ -229,11 +300,16 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
 }
 
 /// Runs one request alone to its end.
-fn end(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
+fn end(
+    running: &Running,
+    port: &mut Port,
+    operation: Operation,
+) -> Result<Option<Buffer>, Failure> {
     port.submit(0, operation);
     let mut done = Vec::new();
     for _ in 0..100_000 {
         port.kick();
+        running.step_writer();
         port.completions(&mut done);
         if let Some(end) = done.pop() {
             return end.result;
@@ -253,6 +329,7 @@ pub(super) fn carry_out(
     let mut done = Vec::new();
     for _ in 0..1000 {
         port.kick();
+        running.step_writer();
         port.completions(&mut done);
         if let Some(end) = done.pop() {
             return end.result;
@@ -312,8 +389,8 @@ fn times_in_a_log_never_go_back() {
         running.keeper.step(false).unwrap();
         let mut port = running.disks[0].open_port().expect("a port");
         let data = filled(value, 8);
-        end(&mut port, Operation::Write { sector: 0, data }).unwrap();
-        end(&mut port, Operation::Flush).unwrap();
+        end(running, &mut port, Operation::Write { sector: 0, data }).unwrap();
+        end(running, &mut port, Operation::Flush).unwrap();
     };
     let mut ahead = 0;
     for opened in 0..3 {

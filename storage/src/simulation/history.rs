@@ -84,7 +84,6 @@ impl History {
             max_segments: 4 + random.below(3) as u32,
         };
         let mut fixture = Fixture::new(world, shape);
-        fixture.write_per_waiter = seed.is_multiple_of(4);
         fixture.moves = true;
         Self {
             random,
@@ -437,6 +436,7 @@ impl History {
                 _ => self.serve(&mut clients, which, running)?,
             }
         }
+        running.finish_writer();
         self.totals.refused += self.oracle.refused;
         let crashed = self.fixture.medium.lock().crashed;
         if !crashed && !self.oracle.idle() {

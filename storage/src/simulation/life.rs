@@ -248,7 +248,7 @@ impl Life {
         let disks: Vec<_> = paths.map(DiskOptions::new).collect();
         let medium = Box::new(self.medium.clone());
         let opened = open_log(medium, Path::new(LOG), &disks, &options(), &mut |_, _| {});
-        opened.map(|(_, disks, keeper)| Running { disks, keeper })
+        opened.map(|opened| Running::new(&self.medium, opened))
     }
 
     fn open(&self) -> Result<Running, Error> {

@@ -390,6 +390,11 @@ impl World {
         }
     }
 
+    /// Whether a wait is over.
+    pub(super) fn is_over(&mut self) -> bool {
+        self.pace != Pace::Random || self.random.one_in(2)
+    }
+
     pub(super) fn fail(&mut self, what: &str) -> io::Result<()> {
         self.failed = true;
         Err(io::Error::other(format!("planted {what} failure")))

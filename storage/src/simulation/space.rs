@@ -116,6 +116,7 @@ fn while_the_ring_grows_a_failed_checkpoint_refuses_nobody() {
         let mut done: Vec<Completion> = Vec::new();
         for turn in 0..400 {
             port.kick();
+            running.step_writer();
             port.completions(&mut done);
             if turn == 200 && done.is_empty() {
                 let _ = running.keeper.step(false);
@@ -179,7 +180,7 @@ fn what_may_be_pending_fits_the_last_segment() {
         let mut port = running.disks[0].open_port().unwrap();
         let mut written = 0;
         // Whether the write is taken, by a store whose keeper makes no checkpoint.
-        let mut is_taken = |sectors, port: &mut Port| {
+        let mut is_taken = |sectors, running: &Running, port: &mut Port| {
             written += 1;
             let sector = u64::from(written) * WRITE % SECTORS;
             let data = filled(written, sectors);
@@ -187,6 +188,7 @@ fn what_may_be_pending_fits_the_last_segment() {
             let mut done: Vec<Completion> = Vec::new();
             for _ in 0..100 {
                 port.kick();
+                running.step_writer();
                 port.completions(&mut done);
             }
             !done.is_empty()
@@ -194,9 +196,9 @@ fn what_may_be_pending_fits_the_last_segment() {
         while log.lock().keeper.files < SEGMENTS || log.lock().free.len() > 1 {
             log.lock().keeper.checkpoint = false;
             running.keeper.step(false).unwrap();
-            assert!(is_taken(WRITE, &mut port));
+            assert!(is_taken(WRITE, &running, &mut port));
         }
-        while is_taken(sectors, &mut port) {}
+        while is_taken(sectors, &running, &mut port) {}
         let pending = log.lock().queued_bytes;
         assert!(pending >= 32 << 10, "{sectors}: {pending}");
         let done = running.keeper.step(true);

@@ -1,8 +1,7 @@
-//! Who waits until records are written is not forgotten when the writer was in the way.
+//! Who waits until records are written is not forgotten when the leader was in the way.
 
 use super::fixture::{Fixture, Shape, filled};
 use super::medium::{Pace, World};
-use crate::log::committer::Committer;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
 use crate::{CommitWait, Completion, Operation, Port};
@@ -12,7 +11,7 @@ fn write(port: &mut Port, value: u32) {
     port.submit(u64::from(value), Operation::Write { sector, data });
 }
 
-/// Whether somebody learns that a record is written who came while the writer wrote a batch without a sync, for somebody
+/// Whether somebody learns that a record is written who came while the leader wrote a batch without a sync, for somebody
 /// who has gone.
 fn is_told() -> bool {
     let shape = Shape {
@@ -27,11 +26,10 @@ fn is_told() -> bool {
     (0..4).for_each(|_| running.keeper.step(false).unwrap());
     fixture.medium.lock().pace = Pace::Late;
     let log = running.disks[0].log.clone();
-    let mut writer = Committer::writer(log.clone()).unwrap();
     let [mut first, mut flushing, mut last] =
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
-    let mut turn = || writer.poll(&mut Vec::new(), &mut Vec::new());
-    // While the first batch is under way, the writer takes what somebody waits for who flushes.
+    let turn = || running.step_writer();
+    // While the first batch is under way, the leader takes what somebody waits for who flushes.
     write(&mut first, 1);
     assert!(!first.when_written(11));
     first.kick();
@@ -47,7 +45,7 @@ fn is_told() -> bool {
     while !done.iter().any(|end: &Completion| end.token == 11) {
         first.completions(&mut done);
     }
-    assert_eq!(log.lock().batched, 2, "both wait behind the writer's batch");
+    assert_eq!(log.lock().batched, 2, "both wait behind the leader's batch");
     (0..20).for_each(|_| turn());
     let told = log.written.load(Ordering::Acquire) == 3;
     done.clear();

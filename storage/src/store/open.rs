@@ -1,7 +1,6 @@
 //! Creating, opening, checking and closing: a log directory and the disks on it.
 
 use std::path::Path;
-use std::sync::OnceLock;
 
 use crate::catalog::control::{
     ControlFile, find_control, has_control, open_or_create_log, register,
@@ -13,20 +12,20 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
+use crate::log::leader::Writer;
 use crate::log::stamp::Stamps;
 use crate::log::state::{FailOnPanic, KeeperState, Live, Log, State};
-use crate::log::writer::Writer;
 use crate::medium::directory::{Directory, Medium, directory};
 use crate::medium::engine;
 use crate::medium::filesystem;
-use crate::medium::pace::Pace;
+use crate::medium::pace::{Pace, Slowed};
 use crate::parallel::Progress;
 use crate::recovery::replay::{Indexes, read_for_recovery, recover};
 use crate::recovery::scan::Scan;
 use crate::store::attach::{OpenBase, attach};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Arc, Condvar, Mutex};
+use crate::sync::{Arc, Call, Condvar, Mutex};
 use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) tells whether that worked.
@@ -98,11 +97,7 @@ impl Store {
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let medium = Directory {
             threads: parallel::thread_count(options.threads),
-            sync_latency: options.sync_latency,
-            pace: Arc::new(Pace::new(
-                options.operations_per_second,
-                options.operation_latency,
-            )),
+            slowed: slowed(options),
             ..directory(log_dir, engine)
         };
         let opened = open_log(Box::new(medium), log_dir, disks, options, progress)?;
@@ -239,6 +234,16 @@ fn assemble(
     Ok((log, keeper))
 }
 
+/// How the options make the log's medium slower than it is, if they do.
+fn slowed(options: &StoreOptions) -> Option<Slowed> {
+    let slow = options.leader_alone() || !options.sync_latency.is_zero();
+    slow.then(|| Slowed {
+        pace: Pace::new(options.operations_per_second, options.operation_latency),
+        sync_latency: options.sync_latency,
+        write_per_record: options.write_per_waiter,
+    })
+}
+
 fn new_log(
     log_dir: &Path,
     control: &ControlFile,
@@ -270,13 +275,11 @@ fn new_log(
         queued_bytes: 0,
         waiters: Vec::new(),
         awaiting: Default::default(),
-        group_end: None,
         waiting_clients: 0,
         open_clients: 0,
         writing: Default::default(),
         end: 0,
-        syncing: false,
-        writer_asleep: false,
+        led: false,
         gather: Gather::new(options.commit_wait),
         tail: None,
         keeper: KeeperState {
@@ -296,16 +299,15 @@ fn new_log(
         segment_size: header.segment_size.get(),
         max_segments: header.max_segments.get(),
         medium,
-        write_per_waiter: options.write_per_waiter && options.group_commit,
-        writer_alone: options.writer_alone(),
+        leader_alone: options.leader_alone(),
         most_served: if options.group_commit { usize::MAX } else { 1 },
         durable: AtomicU64::new(scan.last_lsn),
         written: AtomicU64::new(scan.last_lsn),
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
         counters: Counters::default(),
-        writer: OnceLock::new(),
         state: Mutex::new(state),
+        leader_called: Call::default(),
         keeper_wanted: Condvar::new(),
     }
 }

@@ -5,22 +5,21 @@
 //!     ▲                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
 //!     └──── poll ◀── event descriptor
 //!
-//!   the log's writer ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (inline.rs)
+//!   the log's leader ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (operation.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
 mod blocking;
-mod inline;
 pub(crate) mod operation;
 mod uring;
 
 use std::io;
-use std::time::Duration;
 
-use crate::medium::pace::Pace;
-use crate::sync::{Arc, Event};
+use crate::sync::Event;
 
-pub(crate) use operation::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope};
+pub(crate) use operation::{
+    Appended, Chunk, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope, append,
+};
 
 /// Which engine moves the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,18 +56,13 @@ pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engi
     })
 }
 
-/// Makes the engine of a log's writer, whose operations wait for `pace`, and whose syncs take `sync_latency` longer than
-/// the medium needs.
-pub(crate) fn create_writer(sync_latency: Duration, pace: Arc<Pace>) -> Box<dyn Engine> {
-    Box::new(inline::Inline::new(sync_latency, pace))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Buffer;
     use crate::medium::directory::Medium;
     use crate::medium::file::DataFile;
+    use crate::sync::Arc;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
         let mut done = Vec::new();
@@ -110,6 +104,7 @@ mod tests {
                     segment: segment.clone(),
                     offset: 8192,
                     chunks,
+                    payloads: 0..0,
                     sync,
                 },
             );
@@ -152,6 +147,7 @@ mod tests {
                     segment: segment.clone(),
                     offset: 0,
                     chunks: vec![],
+                    payloads: 0..0,
                     sync: SyncScope::Segments(vec![segment.clone()]),
                 },
             );

@@ -171,7 +171,7 @@ impl Engine for Uring {
                     let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
                     write.offset(offset).build()
                 }
-                // Syncs, and waits for more to join one, are the writer's: done here they take this thread's time.
+                // Syncs are the leader's: done here they take this thread's time.
                 None => {
                     let (result, _) = run(io);
                     return self.done.push(Done { id, result });

@@ -1,0 +1,177 @@
+//! Who makes the log durable: one leader at a time, which steps one state machine.
+//!
+//! ```text
+//!   begin ──▶ Next::Run: an operation, and what ends it ──run──▶ end ──▶ begin again, or rest
+//!         ├─▶ Next::Wait: more may join the group; nothing is under way
+//!         └─▶ Next::Rest: until somebody wants the leader
+//! ```
+//! The log's writer, a thread, does nothing else. The keeper, which would only wait for what it wants durable, leads that
+//! group itself if nobody else leads. Tests of crashes step the same machine one step at a time.
+
+use std::io;
+use std::time::Duration;
+
+use crate::log::group::{Group, Spare};
+use crate::log::state::{FailOnPanic, Log};
+use crate::medium::engine::{Appended, Io};
+use crate::schedule::short_slice;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{self, Arc};
+
+/// What a leader does next.
+pub(crate) enum Next {
+    /// Carries out the operation, then calls [`Leader::end`] with the group.
+    Run(Io, Group),
+    /// Lets so much time pass for more to join a group, then calls [`Leader::over`]; sooner, when it is called.
+    Wait(Duration),
+    /// Nothing, until it is called.
+    Rest,
+}
+
+/// One who may lead.
+pub(crate) struct Leader {
+    log: Arc<Log>,
+    spare: Spare,
+    /// The lead is here.
+    leads: bool,
+}
+
+impl Leader {
+    pub(crate) fn new(log: Arc<Log>) -> Self {
+        Self {
+            log,
+            spare: Spare::default(),
+            leads: false,
+        }
+    }
+
+    /// Takes the lead, if nobody else has it and there is something to do.
+    pub(crate) fn begin(&mut self) -> Next {
+        let mut state = self.log.lock();
+        if state.led && !self.leads {
+            return Next::Rest;
+        }
+        let led = self.log.lead(&mut state, &mut self.spare);
+        state.check(&self.log);
+        self.leads = led.is_ok();
+        state.led = self.leads;
+        match led {
+            Ok((io, group)) => Next::Run(io, group),
+            Err(Some(time)) => Next::Wait(time),
+            Err(None) => {
+                let stuck = state.take_stuck();
+                drop(state);
+                self.log.refuse_waiters(stuck);
+                Next::Rest
+            }
+        }
+    }
+
+    /// Ends what [`begin`](Self::begin) began. `goes_on`: the caller calls that next, and keeps the lead if there may be
+    /// something to do: so `true` is returned. Otherwise the writer is called for it.
+    pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
+        self.spare.chunks = ran.list;
+        let log = &self.log;
+        let wanted = log.end_group(group, ran.result, None, &mut self.spare, |state| {
+            let wanted = log.wants_leader(state);
+            state.led = wanted && goes_on;
+            state.check(log);
+            wanted
+        });
+        self.leads = wanted && goes_on;
+        if wanted && !goes_on {
+            log.call_leader();
+        }
+        self.leads
+    }
+
+    /// The time for more to join a group has passed.
+    pub(crate) fn over(&self) {
+        self.log.lock().gather.over();
+    }
+
+    /// Leads one group, in the calling thread, if nobody else leads and there is one to start; returns whether it did.
+    pub(crate) fn lead_one(&mut self) -> bool {
+        let Next::Run(io, group) = self.begin() else {
+            return false;
+        };
+        let ran = self.log.medium.append(io);
+        self.end(group, ran, false);
+        true
+    }
+}
+
+/// The running writer of a log. Dropping it ends the group that is under way; then nobody leads another.
+pub(crate) struct Writer {
+    log: Arc<Log>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Writer {
+    /// Starts the writer of a log that has none.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub(crate) fn start(log: &Arc<Log>) -> io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (stopping, leading) = (stop.clone(), log.clone());
+        let thread = thread::Builder::new()
+            .name("log-writer".into())
+            .spawn(move || {
+                let _failing = FailOnPanic::new(&leading);
+                short_slice();
+                lead(&leading, &stopping);
+            })?;
+        Ok(Self {
+            log: log.clone(),
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+/// The writer's loop.
+fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
+    let mut leader = Leader::new(log.clone());
+    // When the wait for more to join a group is over.
+    let mut over = None;
+    loop {
+        // Taken back before it looks: who calls from here on is seen by the next look.
+        log.leader_called.clear();
+        let mut goes_on = true;
+        while goes_on {
+            goes_on = match leader.begin() {
+                Next::Run(io, group) => {
+                    over = None;
+                    leader.end(group, log.medium.append(io), true)
+                }
+                Next::Wait(time) => {
+                    over = Some(sync::now() + time);
+                    false
+                }
+                Next::Rest => false,
+            };
+        }
+        if stopping.load(Ordering::Acquire) {
+            return;
+        }
+        log.leader_called.sleep_until(over);
+        if over.is_some_and(|over| over <= sync::now()) {
+            over = None;
+            leader.over();
+        }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.log.call_leader();
+        if let Some(thread) = self.thread.take() {
+            // A panic in it has been printed, and has failed the log.
+            let _ = thread.join();
+        }
+    }
+}
