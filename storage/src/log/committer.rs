@@ -24,16 +24,16 @@ pub(crate) struct Committer {
     batches: Vec<(u64, Group)>,
     next_batch: u64,
     spare: Spare,
-    /// Memory for what has ended.
+    /// Ended operations: memory for the next poll.
     ended: Vec<Done>,
-    /// Something was appended or is waited for since the log was last looked at.
+    /// The port has appended a record or added a waiter since it last looked at the log.
     unstarted: bool,
-    /// Set when going away: no new batch is taken.
+    /// Set while the port resigns: it takes no new batch.
     resigned: bool,
 }
 
 impl Committer {
-    /// For `clients` who may join a group.
+    /// A committer for a port with `clients` clients that may join a group.
     pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
         let event = Event::new()?;
         let engine = log.medium.engine(&event)?;
@@ -55,24 +55,25 @@ impl Committer {
         })
     }
 
-    /// Something was appended, or had no room: there may be something to write.
+    /// Notes that a record was appended, or had no room: there may be a batch to write.
     pub(crate) fn appended(&mut self) {
         self.unstarted = true;
     }
 
-    /// Completes `token` once `lsn` is durable. `Ok(true)`: it is already, nothing waits.
+    /// Completes `token` once `lsn` is durable. `Ok(true)`: it is durable already, and no completion comes.
     pub(crate) fn wait_for(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let mut state = self.log.lock();
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Failure::Io);
         }
-        // Looked at under the lock: a group that ends now either covers this waiter or sees it.
+        // The watermark is read under the lock: a group that ends now either covers this waiter or sees it.
         let watermark = match planted(Mutant::AckOwnWrite) {
             true => &self.log.written,
             false => &self.log.durable,
         };
         let covered = watermark.load(Ordering::Acquire) >= lsn;
-        // Without group commit not even a sync that happened to come after the write serves a second FLUSH.
+        // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync came after its
+        // writes.
         if covered && (self.log.most_served > 1 || state.tail.is_none()) {
             return Ok(true);
         }
@@ -89,7 +90,7 @@ impl Committer {
         Ok(false)
     }
 
-    /// Starts what was submitted, and calls the leader if that is wanted.
+    /// Starts the submitted operations, and calls the leader if it is wanted.
     pub(crate) fn start(&mut self) {
         if self.unstarted {
             self.look();
@@ -97,10 +98,10 @@ impl Committer {
         self.engine.enter();
     }
 
-    /// Looks at the log: writes batches that nobody waits to see durable, calls the leader for the others.
+    /// Looks at the log: writes the batches that need no sync, and calls the leader for the others.
     fn look(&mut self) {
         self.unstarted = false;
-        // A batch that was taken and not begun would never end.
+        // If this thread panicked, a batch that it has taken and not begun would never end.
         let log = self.log.clone();
         let _failing = FailOnPanic::new(&log);
         loop {
@@ -130,14 +131,14 @@ impl Committer {
         }
     }
 
-    /// Submits a read. Its end comes out of [`poll`](Self::poll).
+    /// Submits a read. [`poll`](Self::poll) returns its end.
     pub(crate) fn submit_read(&mut self, id: u64, io: Io) {
         self.engine.submit(id, io);
     }
 
-    /// Ends what has ended: batches here, reads are left in `reads`, completions in `done`.
+    /// Collects what has ended: finishes batches, appends reads to `reads` and completions to `done`.
     pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
-        // Cleared first: what is signalled from here on is seen by the next call.
+        // The event is cleared first, so that the next call sees every signal from here on.
         if !planted(Mutant::SignalClearedLate) {
             self.mailbox.event.clear();
         }
@@ -173,8 +174,8 @@ impl Committer {
         self.mailbox.event.sleep_until(None);
     }
 
-    /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do then: so it leads if
-    /// nobody does.
+    /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do meanwhile: so it
+    /// leads the group itself if there is no leader.
     pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
         self.resigned = false;
         if self.wait_for(lsn, 0)? {
@@ -195,7 +196,7 @@ impl Committer {
         done.swap_remove(0).result.map(drop)
     }
 
-    /// Ends the batches in flight and takes no more, leaving those who still wait to others.
+    /// Waits for the batches in flight and takes no more; other ports and the leader serve the remaining waiters.
     fn resign(&mut self) {
         self.resigned = true;
         let (mut reads, mut done) = (Vec::new(), Vec::new());
@@ -203,7 +204,7 @@ impl Committer {
             self.sleep();
             self.poll(&mut reads, &mut done);
         }
-        // What this port would have written others do now.
+        // Other ports now write what this port would have written.
         if !planted(Mutant::LeaderLeavesSilently) {
             self.log.wake_ports();
         }
@@ -213,7 +214,7 @@ impl Committer {
 impl Drop for Committer {
     fn drop(&mut self) {
         let mut state = self.log.lock();
-        // Nobody is told: the port is going away.
+        // The port is going away, so its waiters get no completion.
         let own = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox);
         state.take_waiters(own);
         state.awaiting.take(own).for_each(drop);
@@ -224,7 +225,7 @@ impl Drop for Committer {
 }
 
 impl Committer {
-    /// Completes `token` once `lsn` is written. `Ok(true)`: it is already, nothing waits.
+    /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no completion comes.
     pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let log = &self.log;
         let covered = || match log.poisoned.load(Ordering::Acquire) {
@@ -235,7 +236,7 @@ impl Committer {
             return Ok(true);
         }
         let mut state = log.lock();
-        // Again, under the lock: a batch that ends now either covers this waiter or sees it.
+        // The watermark is read again under the lock: a batch that ends now either covers this waiter or sees it.
         if covered()? {
             return Ok(true);
         }
@@ -269,8 +270,8 @@ mod tests {
         })
     }
 
-    /// Promise 5: after the log fails everyone who waits gets an error, later writes and flushes too, reads go
-    /// on, closing says so, and only reopening clears it, with what had been acknowledged.
+    /// Promise 5: after the log fails, every waiter and all later writes and flushes get an error, reads go on, and
+    /// closing reports the failure. Only reopening clears it, and then the acknowledged data is there.
     #[test]
     fn an_error_is_final_until_reopened() {
         let dir = tempfile::tempdir().unwrap();
@@ -278,7 +279,7 @@ mod tests {
         let log = default_log_dir(&disk);
         let options = StoreOptions {
             segment_size: 1 << 20,
-            // One of two who could wait has its group held.
+            // Of two clients only one waits, so its group is held.
             commit_wait: CommitWait {
                 longest: Some(Duration::from_secs(3600)),
                 count: Some(2),
@@ -291,7 +292,7 @@ mod tests {
         write(&mut first, 1).unwrap();
         first.end_for_test(Operation::Flush).unwrap();
         let mut ports = [first, store.disks()[0].open_port().unwrap()];
-        // One waits, not started yet, when the log fails.
+        // A FLUSH waits, its group not started yet, when the log fails.
         write(&mut ports[0], 2).unwrap();
         ports[0].submit(7, Operation::Flush);
         store.disks()[0]

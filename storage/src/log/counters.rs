@@ -1,9 +1,9 @@
-//! What a log counts.
+//! The counters of a log.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{GROUP_SIZE_CLASSES, LogCounters};
 
-/// [`LogCounters`], being counted.
+/// The live counters behind [`LogCounters`].
 #[derive(Default)]
 pub(crate) struct Counters {
     pub flushes: AtomicU64,

@@ -22,7 +22,7 @@ pub(crate) struct DiskState {
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
     pub base: Arc<dyn DataFile>,
-    /// What the base image's mark says, or will say when it is written next.
+    /// The generation in the base image's mark, or in the mark that is written next.
     pub generation: AtomicU64,
     pub read_only: bool,
     pub no_flush: bool,
@@ -33,7 +33,7 @@ pub(crate) struct DiskState {
 }
 
 impl DiskState {
-    /// Of an image that belongs to the entry.
+    /// The state of a disk from its control file entry; `base` is the image that belongs to the entry.
     pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Arc<dyn DataFile>) -> Self {
         Self {
             id: entry.id.get(),
@@ -50,8 +50,8 @@ impl DiskState {
         }
     }
 
-    /// Gives the base image its mark, and makes that and all that was written to the image durable. Returns whether its
-    /// file system has attributes.
+    /// Writes the base image's mark, and makes the mark and all earlier writes to the image durable. Returns whether
+    /// the image's file system has extended attributes.
     pub(crate) fn mark(&self, open: bool) -> Result<bool> {
         let mark = Mark {
             disk: self.uuid,

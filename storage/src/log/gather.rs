@@ -1,32 +1,32 @@
 //! How long a commit group waits for more to join it before it starts.
 //!
-//! While a group syncs, those who come collect for the next one. So with N clients that come back at once two groups
-//! take turns, each with half of them. To wait a little when a sync has ended, until those whom it served are back,
-//! makes one group of all: half the syncs. It costs the ones who wait, and gains nothing where nobody comes back: so
-//! the wait is at most half of the time that a sync takes, ends when everybody expected is there, and is given up
-//! for a while when it was for nothing.
+//! While a group syncs, new waiters collect for the next one. So with N clients that come back at once, two groups
+//! take turns, each with half of the clients. A short wait after a sync, until the clients that it served are back,
+//! makes one group of all: half the syncs. The wait costs the present waiters time, and gains nothing if no client
+//! comes back. So it takes at most half of the time of a sync, ends when all expected waiters are there, and is
+//! skipped for a while after it was in vain.
 
 use std::time::Duration;
 
 use crate::catalog::options::CommitWait;
 
-/// Longest wait for a count that is given without a time, as MariaDB has it.
+/// Longest wait if the options give a count without a time; the same as MariaDB's.
 const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
 /// A shorter adaptive wait is not worth a timer.
 const SHORTEST: Duration = Duration::from_micros(100);
 /// Longest adaptive wait, whatever a sync takes.
 const LONGEST: Duration = Duration::from_millis(20);
-/// Most groups that start at once after waits for nothing: two to the power of this.
+/// After waits in vain, fewer groups than two to the power of this start without a wait.
 const MOST_MISSES: u32 = 6;
 
-/// What a group that could start does.
+/// What a group that could start has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// It starts.
     Start,
-    /// It waits: whoever asked sets a timer of this length and calls [`Gather::over`].
+    /// It waits: the leader sets a timer of this length and calls [`Gather::over`] at its end.
     Wait(Duration),
-    /// It waits already.
+    /// It is waiting already.
     Hold,
 }
 
@@ -36,22 +36,22 @@ enum Phase {
     Idle,
     /// A wait is under way.
     Waiting,
-    /// It has ended by time.
+    /// The wait has lasted its time.
     Over,
 }
 
-/// The wait of one log. Guarded by its lock.
+/// The wait of one log's groups. Guarded by the log's lock.
 #[derive(Debug, Default)]
 pub(crate) struct Gather {
     wait: CommitWait,
     phase: Phase,
     /// Smoothed time of a sync.
     sync_time: Duration,
-    /// How many the last group served, and how many waited when it ended.
+    /// Waiters that the last group served, and those that waited when it ended, added up.
     expected: usize,
-    /// Adaptive waits in a row that ended without all who were expected.
+    /// Adaptive waits in a row that ended without all expected waiters.
     misses: u32,
-    /// Groups that start without a wait before it is tried again.
+    /// Groups that start without a wait before the next wait is tried.
     skip: u32,
 }
 
@@ -63,7 +63,8 @@ impl Gather {
         }
     }
 
-    /// Asked when `waiting` wait and no sync is under way. `complete`: nobody else can join.
+    /// Decides whether a group of `waiting` waiters starts; no sync is under way. `complete`: all clients wait
+    /// already, so none can join.
     pub(crate) fn ask(&mut self, waiting: usize, complete: bool) -> Verdict {
         let adaptive = self.wait == CommitWait::default();
         let enough = self.enough(waiting, complete);
@@ -100,12 +101,12 @@ impl Gather {
         }
     }
 
-    /// Whether there is nothing to do for a group but wait; otherwise [`ask`](Self::ask).
+    /// Whether a group only has to go on waiting; otherwise the leader calls [`ask`](Self::ask).
     pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
         self.phase == Phase::Waiting && !self.enough(waiting, complete)
     }
 
-    /// Whether those are there who are expected.
+    /// Whether the expected waiters are there.
     fn enough(&self, waiting: usize, complete: bool) -> bool {
         let target = self
             .wait
@@ -125,19 +126,20 @@ impl Gather {
         }
     }
 
-    /// The wait, if one is under way, has lasted its time.
+    /// Notes that the wait, if one is under way, has lasted its time.
     pub(crate) fn over(&mut self) {
         if self.phase == Phase::Waiting {
             self.phase = Phase::Over;
         }
     }
 
-    /// A group starts without asking.
+    /// Ends any wait, because a group starts without asking.
     pub(crate) fn interrupt(&mut self) {
         self.phase = Phase::Idle;
     }
 
-    /// A group has ended: its sync took so long, it served so many, and others wait already.
+    /// Notes that a group has ended: its sync took `sync_time`, it served `served` waiters, and `waiting` others wait
+    /// already.
     pub(crate) fn ended(&mut self, sync_time: Duration, served: usize, waiting: usize) {
         self.sync_time = match self.sync_time.is_zero() {
             true => sync_time,
@@ -169,14 +171,14 @@ mod tests {
     #[test]
     fn two_alternating_groups_become_one() {
         let mut gather = Gather::default();
-        // Four were served and four had come meanwhile: the next group is worth eight.
+        // The group served four, and four more had come meanwhile: the next group expects eight.
         gather.ended(SYNC, 4, 4);
         waited(&mut gather, 4);
         assert_eq!(gather.ask(7, false), Verdict::Hold);
         assert_eq!(gather.ask(8, false), Verdict::Start);
         gather.ended(SYNC, 8, 0);
         waited(&mut gather, 1);
-        // Nobody else can come.
+        // No other client can join.
         assert_eq!(gather.ask(3, true), Verdict::Start);
     }
 
@@ -193,7 +195,7 @@ mod tests {
             }
         }
         assert!(waits < 1000 / 40, "{waits}");
-        // They are back, in a run of groups long enough to be noticed.
+        // Now the clients do come back, and enough groups follow for that to be noticed.
         let mut joined = 0;
         for _ in 0..100 {
             gather.ended(SYNC, 4, 4);

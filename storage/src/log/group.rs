@@ -1,12 +1,12 @@
-//! Forming batches and commit groups: who writes, who syncs, and what ends with them.
+//! Forming batches and commit groups: which thread writes, which one syncs, and how a group ends.
 //!
 //! ```text
 //!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
 //! ```
-//! The stages overlap: while one group syncs, the next is collected, and what is too much to be kept is written. In
-//! the common case nothing is being written when a sync can begin: then what is pending is written and synced by one
-//! operation. The log's leader ([`Leader`](crate::log::leader::Leader)) makes what syncs, one group after the other; what
-//! is only written is written by the ports that submit it.
+//! The stages overlap: while one group syncs, the next is collected, and records beyond the limit of pending bytes
+//! are written. In the common case nothing is being written when a sync can begin: then one operation writes and
+//! syncs all pending records. The log's leader ([`Leader`](crate::log::leader::Leader)) runs the operations that
+//! sync, one group after the other; a batch that is only written is written by a port.
 
 use std::time::{Duration, Instant};
 
@@ -26,13 +26,14 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 use crate::{Buffer, SharedBuffer};
 
-/// Bytes of pending payload that are written without anyone waiting for them.
+/// From this many bytes of pending payload on, records are written although no waiter needs them yet.
 const WRITE_BEHIND: usize = 1 << 20;
 /// Most batches being written at a time.
 const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
-/// What part of a segment is used before the next is there: the rest has room for all that may be pending.
+/// Until the next segment file is made, one part in this many of a segment is used: the rest has room for all records
+/// that may be pending.
 const GROWING_SHARE: u64 = 8;
 
 /// A batch being written, a sync, or both in one operation.
@@ -41,7 +42,7 @@ pub(crate) struct Group {
     sync: Option<Syncing>,
 }
 
-/// Lists of earlier groups, to be filled again: a thread that leads allocates none for each of its groups.
+/// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
 #[derive(Default)]
 pub(crate) struct Spare {
     records: Vec<Vec<Record>>,
@@ -60,15 +61,16 @@ struct Batch {
 }
 
 struct Syncing {
-    /// Durable up to here when it ends.
+    /// When the sync ends, records up to this LSN are durable.
     lsn: u64,
-    /// Device syncs that it takes.
+    /// Number of device syncs.
     count: usize,
     began: Instant,
 }
 
 impl Log {
-    /// What the log's leader does next. `Err`: nothing, but to wait for that long if a time is given.
+    /// The next operation of the log's leader. `Err`: there is none now; if a time is given, the leader waits that
+    /// long.
     pub(crate) fn lead(
         &self,
         state: &mut State,
@@ -92,7 +94,8 @@ impl Log {
         if state.unsynced.len() >= MOST_UNSYNCED {
             return Ok(self.sync_only(state));
         }
-        // Ports that came while it wrote a batch wait behind that, and do not look again.
+        // A port that began to wait while the leader wrote a batch does not look again: the leader writes its
+        // records.
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
         if (left || self.leader_alone)
             && self.is_behind(state)
@@ -103,7 +106,7 @@ impl Log {
         Err(wait)
     }
 
-    /// The next batch that a port writes, while the leader may be busy with a sync; `None` if there is none.
+    /// The next batch for a port to write, while the leader may be busy with a sync; `None` if there is none.
     pub(crate) fn write_behind(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
         let poisoned = self.poisoned.load(Ordering::Acquire);
         match poisoned || self.leader_alone || !self.is_behind(state) {
@@ -112,7 +115,8 @@ impl Log {
         }
     }
 
-    /// What is pending is written without a sync: there is much of it, or somebody waits for that.
+    /// Whether pending records are to be written without a sync: there are many bytes of them, or a waiter waits for
+    /// `written`.
     fn is_behind(&self, state: &State) -> bool {
         let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
         state.queued_bytes >= much || self.is_awaited(state)
@@ -129,13 +133,13 @@ impl Log {
             || (self.leader_alone && self.is_behind(state))
     }
 
-    /// No group waits for more to join it: without group commit nobody is waited for, a checkpoint waits for nobody,
-    /// and a group that has no room waits for that.
+    /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
+    /// for the group, or its records have no room.
     fn is_urgent(&self, state: &State) -> bool {
         self.most_served == 1 || state.keeper.draining.is_some() || state.starved
     }
 
-    /// Whether a group starts now, for those who wait.
+    /// Whether a group starts now for the present waiters.
     fn gather(&self, state: &mut State) -> Verdict {
         if self.is_urgent(state) {
             state.gather.interrupt();
@@ -145,8 +149,8 @@ impl Log {
         state.gather.ask(state.waiters.len(), complete)
     }
 
-    /// The next step towards a sync for those who wait. `None` if it is not the leader's: what they wait for is being
-    /// written by a port, or has no room.
+    /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
+    /// records, or the records have no room.
     fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
         let (batched, written) = (state.batched, self.written.load(Ordering::Acquire));
         if state.writing.is_empty() {
@@ -157,7 +161,7 @@ impl Log {
                 return Some(group);
             }
         }
-        // Something is being written, or has no room. Whoever waits only for what is written gets the sync.
+        // A batch is being written, or has no room. Waiters whose records are written already get their sync.
         let (mut ready, mut wanted) = (false, false);
         self.next_served(state).for_each(|waiter| {
             ready |= waiter.lsn <= written;
@@ -173,13 +177,15 @@ impl Log {
     /// How many pending records make the next batch, and the bytes of its header and padded payloads.
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
-        // All that may be pending, so that one sync serves all, unless segments are small or a record is longer.
+        // A batch takes all that may be pending, so that one sync serves all waiters, unless segments are small or a
+        // record is longer.
         let quarter = self.segment_size as usize / 4;
-        // What a checkpoint waits for is written in one piece: so it fits the ring's last segment. Half a segment may be
-        // pending, and one request more, which has a quarter; the last quarter has room for the headers.
+        // Records that a checkpoint waits for are written in one piece, so that they fit the ring's last segment.
+        // Half a segment may be pending, and one request more, of a quarter at most; the last quarter has room for
+        // the headers.
         let draining = state.is_draining();
         let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
-        // Without group commit only what this FLUSH has to wait for is written with it.
+        // Without group commit, a batch takes only the records that the first waiter's FLUSH has to wait for.
         let last = match state.waiters.first() {
             Some(first) if self.most_served == 1 && !draining => first.lsn,
             _ => u64::MAX,
@@ -202,9 +208,11 @@ impl Log {
         )
     }
 
-    /// Sees to it that the tail has room for `bytes`, taking a free segment into use if it must.
+    /// Makes sure that the tail has room for `bytes`, taking a free segment into use if need be. Returns whether it
+    /// has.
     fn make_room(&self, state: &mut State, bytes: u64) -> bool {
-        // While the ring grows and no segment is ready, most of the tail is the keeper's, in case none can be made.
+        // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
+        // segment file can be made.
         let growing = state.free.is_empty() && state.keeper.files < self.max_segments;
         let usable = match growing && !state.is_draining() {
             true => self.segment_size / GROWING_SHARE,
@@ -215,8 +223,8 @@ impl Log {
             state.starved = false;
             return true;
         }
-        // The last segment of the ring is the keeper's: with it a checkpoint can always make what is pending
-        // durable, however full the ring, and so free the others.
+        // The last segment of the ring is reserved for the keeper: with it a checkpoint can always make the pending
+        // records durable, however full the ring, and so free the other segments.
         let to_come = match state.keeper.cramped {
             true => 0,
             false => self.max_segments - state.keeper.files,
@@ -224,21 +232,21 @@ impl Log {
         let left = state.free.len() as u32 + to_come;
         let allowed = left > 1 || state.is_draining();
         let Some(segment) = allowed.then(|| state.free.pop_front()).flatten() else {
-            // With none even for the keeper, it can free none.
+            // With no segment left even for the keeper, it cannot free any.
             state.keeper.failed |= state.is_draining() && left == 0;
             state.keeper.checkpoint |= !allowed;
             let stuck = state.is_stuck();
-            // Not while a segment file is to come: that makes room without a checkpoint.
+            // The log is not starved while a segment file is to come: that makes room without a checkpoint.
             state.starved = to_come == 0;
             if state.is_stuck() && !stuck {
-                // For the writes that they hold back.
+                // Woken ports try their held-back writes again; these fail now.
                 live_ports(state).iter().for_each(|port| port.wake());
             }
             self.keeper_wanted.notify_one();
             return false;
         };
         state.starved = false;
-        // What is left of the segment before counts as used.
+        // The unused end of the previous segment counts as used.
         state.end = state.end.next_multiple_of(self.segment_size);
         segment.note(Table::clear);
         let previous = state.live.back();
@@ -271,15 +279,16 @@ impl Log {
             previous_crc,
             header: Some(block),
         });
-        // The next segment is made ready, and half a ring is checkpointed, before anyone has to wait.
+        // The keeper makes the next segment ready, and checkpoints when half the ring is in use, before any write has
+        // to wait.
         state.keeper.checkpoint |= state.live.len() * 2 >= self.max_segments as usize;
         self.keeper_wanted.notify_one();
         true
     }
 
-    /// Makes a batch of what is pending. `synced`: its group's sync follows it in the same operation if somebody
-    /// waits for one of its records; nothing else is being written then. `None` if nothing is pending, too much is
-    /// being written already, or there is no room.
+    /// Makes a batch of pending records. `synced`: the same operation also syncs the batch if a waiter waits for one
+    /// of its records; the caller asks for that only while no other batch is being written. `None` if nothing is
+    /// pending, too many batches are being written already, or there is no room.
     fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Group)> {
         let (count, header_len, payload_len) = self.batch_extent(state);
         if count == 0
@@ -398,11 +407,11 @@ impl Log {
         Some((io, Group { batch, sync }))
     }
 
-    /// What is wanted is written already: it needs only the sync.
+    /// A group for records that are written already and need only the sync.
     fn sync_only(&self, state: &mut State) -> (Io, Group) {
         let mut segments = std::mem::take(&mut state.unsynced);
         state.next_cid += 1;
-        // Someone waits for more than is durable: so something is written and not synced. Only without group commit
+        // A waiter waits for more than is durable, so a segment is written and not synced. Only without group commit
         // may it be synced already.
         if segments.is_empty() {
             let tail = state.tail.as_ref().expect("something was written");
@@ -428,13 +437,14 @@ impl Log {
         (io, group)
     }
 
-    /// Those whom one group may serve.
+    /// The waiters that one group may serve.
     fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = &'a Waiter> + use<'a> {
         state.waiters.iter().take(self.most_served)
     }
 
-    /// Ends a group that took so many writes: publishes the watermarks, and gives everyone it served their completion.
-    /// `own` is the mailbox of the caller, if it has one: it looks into that next. `then` is called with the lock held.
+    /// Ends a group: publishes the watermarks, and gives each waiter that it served a completion. `result` is the
+    /// number of writes that it took. `own` is the mailbox of the caller, if it has one: the caller looks into it
+    /// next, so it is not woken. `then` is called with the lock held.
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
@@ -474,7 +484,7 @@ impl Log {
         }
         let mut state = self.lock();
         if self.poisoned.load(Ordering::Acquire) {
-            // Another group has failed meanwhile: everyone has got their error, and nothing becomes durable.
+            // Another group has failed meanwhile: every waiter has got its error, and nothing becomes durable.
             return then(&mut state);
         }
         if let Some(batch) = &group.batch {
@@ -500,8 +510,8 @@ impl Log {
         then
     }
 
-    /// A batch is written. What is written in front of a gap, where another is still being written, counts once
-    /// that is filled.
+    /// Notes that a batch is written. If an earlier batch is still being written, this one counts only once that has
+    /// ended.
     fn end_batch(&self, state: &mut State, batch: &Batch) {
         let freed: usize = batch.records.iter().map(Record::pending_bytes).sum();
         state.pending_bytes -= freed;
@@ -516,7 +526,7 @@ impl Log {
         }
     }
 
-    /// A sync has ended: moves those whom it served to `served`.
+    /// Notes that a sync has ended, and moves the waiters that it served to `served`.
     fn end_sync(&self, state: &mut State, sync: &Syncing, served: &mut Vec<Waiter>) {
         self.counters
             .syncs
@@ -547,8 +557,8 @@ fn begin_sync(lsn: u64, count: usize) -> Syncing {
     }
 }
 
-/// What the sync behind a batch in `segment` has to cover, and how many device syncs that takes: the batch alone if
-/// everything before it is durable and its file system takes such writes.
+/// What the sync after a batch in `segment` has to cover, and how many device syncs that takes. It covers the batch
+/// alone if everything before it is durable and the file system honours durable writes.
 fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
     let alone = state.unsynced.is_empty() && !segment.needs_sync;
     if alone {
@@ -560,7 +570,7 @@ fn scope(state: &mut State, segment: &Arc<Segment>) -> (SyncScope, usize) {
     (SyncScope::Segments(segments), count)
 }
 
-/// Adds a segment to a list that it may be in.
+/// Adds a segment to a list, unless it is in it already.
 fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
     if !segments.iter().any(|other| Arc::ptr_eq(other, segment)) {
         segments.push(segment.clone());
@@ -573,7 +583,8 @@ fn chunk(buffer: SharedBuffer) -> Chunk {
 }
 
 impl Log {
-    /// Somebody waits for pending records to be written, and no batch is under way that they could be behind.
+    /// Whether a waiter waits for pending records to be written, and no batch is under way whose end would start the
+    /// next.
     pub(crate) fn is_awaited(&self, state: &State) -> bool {
         let under_way = |state: &State| state.writing.iter().any(|one| !one.synced && !one.ended);
         state.awaiting.newest > state.batched && !under_way(state)

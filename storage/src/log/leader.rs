@@ -1,12 +1,13 @@
-//! Who makes the log durable: one leader at a time, which steps one state machine.
+//! The leader, which makes the log durable: one thread at a time, which steps one state machine.
 //!
 //! ```text
-//!   begin ──▶ Next::Run: an operation, and what ends it ──run──▶ end ──▶ begin again, or rest
+//!   begin ──▶ Next::Run: an operation and its group ──run──▶ end ──▶ begin again, or rest
 //!         ├─▶ Next::Wait: more may join the group; nothing is under way
-//!         └─▶ Next::Rest: until somebody wants the leader
+//!         └─▶ Next::Rest: until the leader is called
 //! ```
-//! The log's writer, a thread, does nothing else. The keeper, which would only wait for what it wants durable, leads that
-//! group itself if nobody else leads. Tests of crashes step the same machine one step at a time.
+//! The log's writer thread does nothing else. The keeper, which would otherwise only wait until its records are
+//! durable, leads that group itself if there is no other leader. Crash tests drive the same machine one step at a
+//! time.
 
 use std::io;
 use std::time::Duration;
@@ -19,21 +20,22 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{self, Arc};
 
-/// What a leader does next.
+/// The leader's next step.
 pub(crate) enum Next {
-    /// Carries out the operation, then calls [`Leader::end`] with the group.
+    /// The leader carries out the operation, then calls [`Leader::end`] with the group.
     Run(Io, Group),
-    /// Lets so much time pass for more to join a group, then calls [`Leader::over`]; sooner, when it is called.
+    /// The leader waits this long for more waiters to join a group, then calls [`Leader::over`]. A call wakes it
+    /// sooner.
     Wait(Duration),
-    /// Nothing, until it is called.
+    /// The leader does nothing until it is called.
     Rest,
 }
 
-/// One who may lead.
+/// A thread's means to lead: the writer's or the keeper's.
 pub(crate) struct Leader {
     log: Arc<Log>,
     spare: Spare,
-    /// The lead is here.
+    /// Whether this thread leads now.
     leads: bool,
 }
 
@@ -46,7 +48,7 @@ impl Leader {
         }
     }
 
-    /// Takes the lead, if nobody else has it and there is something to do.
+    /// Takes the lead, if no other thread has it and there is something to do.
     pub(crate) fn begin(&mut self) -> Next {
         let mut state = self.log.lock();
         if state.led && !self.leads {
@@ -68,8 +70,8 @@ impl Leader {
         }
     }
 
-    /// Ends what [`begin`](Self::begin) began. `goes_on`: the caller calls that next, and keeps the lead if there may be
-    /// something to do: so `true` is returned. Otherwise the writer is called for it.
+    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
+    /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
     pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
         self.spare.chunks = ran.list;
         let log = &self.log;
@@ -86,12 +88,13 @@ impl Leader {
         self.leads
     }
 
-    /// The time for more to join a group has passed.
+    /// Notes that the time for more waiters to join a group has passed.
     pub(crate) fn over(&self) {
         self.log.lock().gather.over();
     }
 
-    /// Leads one group, in the calling thread, if nobody else leads and there is one to start; returns whether it did.
+    /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
+    /// did.
     pub(crate) fn lead_one(&mut self) -> bool {
         let Next::Run(io, group) = self.begin() else {
             return false;
@@ -102,7 +105,7 @@ impl Leader {
     }
 }
 
-/// The running writer of a log. Dropping it ends the group that is under way; then nobody leads another.
+/// The running writer thread of a log. Dropping it lets the thread finish its work at hand, and waits for its end.
 pub(crate) struct Writer {
     log: Arc<Log>,
     stop: Arc<AtomicBool>,
@@ -135,10 +138,10 @@ impl Writer {
 /// The writer's loop.
 fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
     let mut leader = Leader::new(log.clone());
-    // When the wait for more to join a group is over.
+    // When the wait for more waiters to join a group ends.
     let mut over = None;
     loop {
-        // Taken back before it looks: who calls from here on is seen by the next look.
+        // The call is cleared before the leader looks, so that its next look serves every call from here on.
         log.leader_called.clear();
         let mut goes_on = true;
         while goes_on {
@@ -170,7 +173,7 @@ impl Drop for Writer {
         self.stop.store(true, Ordering::Release);
         self.log.call_leader();
         if let Some(thread) = self.thread.take() {
-            // A panic in it has been printed, and has failed the log.
+            // A panic of the thread has been printed, and has failed the log.
             let _ = thread.join();
         }
     }

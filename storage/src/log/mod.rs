@@ -1,4 +1,5 @@
-//! The log in use: records are appended, written in groups, synced, and whoever waits learns of it.
+//! The log in use: records are appended, written in groups and synced, and their waiters get
+//! completions.
 
 pub(crate) mod committer;
 pub(crate) mod counters;

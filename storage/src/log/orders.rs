@@ -1,4 +1,4 @@
-//! What somebody asks the keeper to do, and waits for: a checkpoint now, a longer disk.
+//! Orders to the keeper, whose callers wait for the result: a checkpoint now, or a longer disk.
 //!
 //! ```text
 //!   Disk::checkpoint ─┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
@@ -12,15 +12,15 @@ use crate::error::Result;
 use crate::log::disk_state::DiskState;
 use crate::sync::{Arc, mpsc};
 
-/// Something to be done once.
+/// A task for the keeper.
 pub(crate) enum Task {
     /// Bring the base images up to this LSN.
     Checkpoint(u64),
-    /// Give a disk this many bytes, no fewer than it has.
+    /// Grow a disk to this many bytes; never fewer than it has.
     Grow(Arc<DiskState>, u64),
 }
 
-/// A task, and who waits for it.
+/// A task, and the channel to the caller that waits for it.
 pub(crate) struct Order {
     pub task: Task,
     pub answer: mpsc::Sender<Result<()>>,
@@ -51,13 +51,13 @@ mod tests {
         disk
     }
 
-    /// What a crash at this moment leaves, as another disk.
+    /// A copy of what a crash at this moment leaves, as another disk.
     fn crashed(disk: &Path, to: &Path) -> std::path::PathBuf {
         let (log, copy) = (default_log_dir(disk), to.join("disk.img"));
         std::fs::create_dir_all(default_log_dir(&copy)).unwrap();
         for entry in std::fs::read_dir(&log).unwrap() {
             let entry = entry.unwrap();
-            // A segment that is still being made may get its name meanwhile.
+            // A segment file that is still being made may be renamed meanwhile.
             if !entry.file_name().to_str().unwrap().ends_with(".new") {
                 let to = default_log_dir(&copy).join(entry.file_name());
                 std::fs::copy(entry.path(), to).unwrap();
@@ -133,7 +133,7 @@ mod tests {
             assert_eq!(lsn, u64::from(round));
             let image = std::fs::read(&disk).unwrap();
             assert_eq!(image[4096..8192], [round; 4096]);
-            // With nothing new there is nothing to wait for.
+            // Without new records there is nothing to wait for.
             assert_eq!(live.checkpoint().unwrap(), lsn);
         }
         let live = live.clone();

@@ -1,4 +1,4 @@
-//! The log that disks share: what its lock guards, appending records, and failing for good.
+//! The log that disks share: the state under its lock, appending records, and permanent failure.
 //!
 //! ```text
 //!  ports ──append──▶ pending records ──group──▶ batches ──write──▶ segment ──sync──▶ durable
@@ -26,12 +26,12 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Call, Condvar, Mutex, MutexGuard, Weak, mpsc};
 use crate::{Buffer, Failure, MAX_REQUEST_BYTES};
 
-/// Bytes of payload that may wait in memory for the log; above it appends wait (backpressure). As much as a fast
-/// device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since what is copied in
-/// goes to memory that the processor's caches have long given up.
+/// Bytes of payload that may wait in memory for the log; above this limit appends wait (backpressure). The limit is
+/// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
+/// are then copied into memory that the processor's caches have long evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
-/// Most records that may wait for a checkpoint. Each takes an extent of the index or two, about 40 bytes: this
-/// bounds memory where payloads do not, against a guest that only discards.
+/// Most records that may wait for a checkpoint. Each takes one or two index extents, about 40 bytes. A guest that
+/// only discards adds no payloads, so this limit bounds the memory that it can use.
 pub(crate) const UNAPPLIED_LIMIT: u64 = 1 << 20;
 
 /// A record that has an LSN and waits to be written.
@@ -51,15 +51,15 @@ impl Record {
             .map_or(0, |payload| payload.bytes.len())
     }
 
-    /// The checksums of its payload.
+    /// The checksums of the record's payload.
     pub(crate) fn checksums(&self) -> &[u32] {
         self.payload
             .as_ref()
             .map_or(&[], |payload| &payload.checksums)
     }
 
-    /// What it counts for among the pending bytes. Without a payload it still takes a descriptor: memory stays
-    /// bounded.
+    /// The record's share of the pending bytes. A record without a payload counts too, since it takes a descriptor:
+    /// so memory stays bounded.
     pub(crate) fn pending_bytes(&self) -> usize {
         self.payload_len().max(512)
     }
@@ -76,22 +76,22 @@ pub(crate) struct Live {
 pub(crate) struct Writing {
     pub last_lsn: u64,
     pub segment: Arc<Segment>,
-    /// Its sync is part of the same operation.
+    /// The sync of the batch is part of the same operation as its write.
     pub synced: bool,
     pub ended: bool,
 }
 
-/// Where the next batch goes.
+/// The position in the log at which the next batch is written.
 pub(crate) struct Tail {
     pub segment: Arc<Segment>,
     pub salt: u64,
     pub offset: u64,
     pub previous_crc: u32,
-    /// Bytes of the segment header while it is not written yet: it goes out with the first batch.
+    /// The segment header while it is not written yet; it is written together with the first batch.
     pub header: Option<Buffer>,
 }
 
-/// What the log's lock guards. Held for memory operations only, never across I/O.
+/// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
 pub(crate) struct State {
     pub next_lsn: u64,
     /// LSN of the newest record, pending ones included. Below `next_lsn - 1` after a torn tail was dropped.
@@ -108,31 +108,31 @@ pub(crate) struct State {
     pub pending_bytes: usize,
     /// Bytes of pending records alone.
     pub queued_bytes: usize,
-    /// Those who wait for `durable`.
+    /// Waiters for `durable`.
     pub waiters: Vec<Waiter>,
-    /// Those who wait for `written`.
+    /// Waiters for `written`.
     pub awaiting: WrittenWaiters,
-    /// Clients of all ports who wait, and all that there are.
+    /// The number of waiting clients, and of all clients, of all ports.
     pub waiting_clients: usize,
     pub open_clients: usize,
-    /// Batches being written, and those written behind one that still is, in the log's order.
+    /// Batches being written, and written batches behind one that is still being written, in the log's order.
     pub writing: VecDeque<Writing>,
-    /// Bytes of log up to where the next batch goes, since it was opened. What segments leave unused counts too.
+    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     pub end: u64,
-    /// Somebody leads, and looks again when what is under way has ended.
+    /// A leader is at work; it looks at the log again when its operation has ended.
     pub led: bool,
     pub gather: Gather,
     pub tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
     pub live: VecDeque<Live>,
-    /// The one that was freed first is used first.
+    /// Free segments; the one that was freed first is used first.
     pub free: VecDeque<Arc<Segment>>,
-    /// Segments that hold batches written since the last sync, those being written left out.
+    /// Segments that hold batches written since the last sync; batches still being written do not count.
     pub unsynced: Vec<Arc<Segment>>,
-    /// The pending records fit no segment, and none is to come: a checkpoint has to free one.
+    /// The pending records fit no segment, and no new segment file is to come: a checkpoint has to free a segment.
     pub starved: bool,
     pub ports: Vec<Weak<Mailbox>>,
-    /// For the keeper.
+    /// Requests to the keeper thread, and what it has achieved.
     pub keeper: KeeperState,
 }
 
@@ -145,7 +145,7 @@ impl State {
         self.waiters.push(waiter);
     }
 
-    /// So many clients use a port from now on.
+    /// Sets the number of clients that use a port from now on.
     pub(crate) fn set_clients(&mut self, port: &Mailbox, clients: usize) {
         let before = port.clients.swap(clients, Ordering::Relaxed);
         let waiting = port.waiting.load(Ordering::Relaxed);
@@ -153,14 +153,14 @@ impl State {
         self.waiting_clients = self.waiting_clients - waiting.min(before) + waiting.min(clients);
     }
 
-    /// Takes those waiters away that `chosen` chooses.
+    /// Removes and returns the waiters for which `chosen` returns true.
     pub(crate) fn take_waiters(&mut self, chosen: impl FnMut(&mut Waiter) -> bool) -> Vec<Waiter> {
         let taken: Vec<Waiter> = self.waiters.extract_if(.., chosen).collect();
         taken.iter().for_each(|waiter| self.leave(waiter));
         taken
     }
 
-    /// A waiter is no longer among the waiters.
+    /// Updates the counts for a waiter that was removed from `waiters`.
     pub(crate) fn leave(&mut self, waiter: &Waiter) {
         let clients = waiter.mailbox.clients.load(Ordering::Relaxed);
         if waiter.mailbox.waiting.fetch_sub(1, Ordering::Relaxed) <= clients {
@@ -168,28 +168,30 @@ impl State {
         }
     }
 
-    /// The next batch is one that a checkpoint waits for.
+    /// Whether a checkpoint waits for the next batch.
     pub(crate) fn is_draining(&self) -> bool {
         self.keeper.draining.is_some_and(|lsn| self.batched < lsn)
     }
 
-    /// Somebody waits for the keeper, who is not to give way to others then.
+    /// Whether the log, its owner or an order's caller waits for the keeper, which then must not yield the medium to
+    /// others.
     pub(crate) fn is_pressing(&self) -> bool {
         self.starved || self.keeper.stop || !self.keeper.orders.is_empty()
     }
 
-    /// The ring is full and can't be emptied. What would need room fails until that has changed.
+    /// Whether the ring is full and can't be emptied. Requests that need room in the ring fail until that has
+    /// changed.
     pub(crate) fn is_stuck(&self) -> bool {
         self.starved && self.keeper.failed
     }
 
-    /// Those who wait for records that are not on their way to the ring, if it is stuck: nobody knows when those will
-    /// be durable, though they stay and will be.
+    /// If the ring is stuck, removes and returns the waiters for records that are in no batch yet. Those records stay
+    /// and will become durable, but at an unknown time.
     pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
         if !self.is_stuck() {
             return Vec::new();
         }
-        // Not the keeper's own, which would wait for ever.
+        // The planted fault spares the keeper's own waiter (token 0), which would wait for ever.
         let forgotten =
             |waiter: &Waiter| planted(Mutant::StuckWaitersForgotten) && waiter.token > 0;
         let batched = self.batched;
@@ -198,7 +200,7 @@ impl State {
         stuck
     }
 
-    /// In debug builds: panics unless this is a state that can be.
+    /// In debug builds: panics if the state breaks an invariant.
     pub(crate) fn check(&self, log: &Log) {
         if !cfg!(debug_assertions) || any_planted() || std::thread::panicking() {
             return;
@@ -214,41 +216,41 @@ impl State {
         assert!(self.appended < self.next_lsn && self.applied <= durable);
     }
 
-    /// Nothing is in flight.
+    /// Whether nothing is in flight.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
         self.writing.is_empty() && !self.led
     }
 }
 
-/// What the keeper thread is asked to do.
+/// Requests to the keeper thread, and what it has achieved.
 #[derive(Default)]
 pub(crate) struct KeeperState {
     pub stop: bool,
     pub checkpoint: bool,
-    /// A checkpoint waits for pending records: they may use the ring's last segment.
+    /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
     pub draining: Option<u64>,
     /// Number of segment files made so far.
     pub files: u32,
-    /// The last attempt to make a segment file failed: what is there is the whole ring until one succeeds.
+    /// The last attempt to make a segment file failed: until one succeeds, the existing files are the whole ring.
     pub cramped: bool,
-    /// The last attempt to make room failed, by a checkpoint or by a segment file.
+    /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
     pub failed: bool,
-    /// What somebody waits for.
+    /// Orders whose callers wait for the keeper.
     pub orders: Vec<Order>,
-    /// There is no keeper any more.
+    /// The keeper thread has ended.
     pub gone: bool,
 }
 
 /// Why a record was not appended.
 pub(crate) enum Refused {
-    /// Too much waits for the log. The payload, to be tried again when woken.
+    /// Too much waits for the log. Gives the payload back; the port tries again when it is woken.
     HeldBack(Option<Payload>),
     /// The ring is full and can't be emptied.
     Stuck,
 }
 
-/// What is the same for the life of the open log.
+/// An open log: its constants, its watermarks, its counters, and the state under its lock.
 pub(crate) struct Log {
     pub dir: PathBuf,
     pub uuid: Uuid,
@@ -262,11 +264,11 @@ pub(crate) struct Log {
     pub durable: AtomicU64,
     pub written: AtomicU64,
     pub poisoned: AtomicBool,
-    /// Ports hold back requests until pending bytes fall.
+    /// Ports hold back requests until the pending bytes fall.
     pub held_back: AtomicBool,
     pub counters: Counters,
     pub state: Mutex<State>,
-    /// What the log's writer sleeps on.
+    /// The writer thread sleeps on this.
     pub leader_called: Call,
     pub keeper_wanted: Condvar,
 }
@@ -280,10 +282,10 @@ impl Log {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         match self.state.lock() {
             Ok(state) => state,
-            // A thread that panics already may clean up; it can't make things worse.
+            // A thread that is panicking already may clean up; it can't make things worse.
             Err(poisoned) if std::thread::panicking() => poisoned.into_inner(),
-            // Somebody panicked while holding the lock: a bug that has been printed. What it guards may be half
-            // changed, so going on would risk the promises.
+            // Another thread panicked while it held the lock: a bug whose message has been printed. The state may be
+            // half changed, so going on would risk the promises.
             Err(_) => panic!("the log's state was left half changed"),
         }
     }
@@ -306,13 +308,13 @@ impl Log {
             state.keeper.checkpoint = true;
             self.keeper_wanted.notify_one();
         }
-        // Half a segment at most, so that whatever is pending fits the keeper's last segment.
+        // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
         let full = state.pending_bytes >= PENDING_LIMIT.min(self.segment_size as usize / 2);
         let many = unapplied >= UNAPPLIED_LIMIT;
         if (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(Refused::Stuck);
         }
-        // Once closing has begun nothing may come behind what it copies; who is held back learns of the end.
+        // Once closing has begun, no record may come behind those that its checkpoint copies.
         if full || many || state.keeper.stop {
             self.held_back.store(true, Ordering::Relaxed);
             return Err(Refused::HeldBack(payload));
@@ -329,7 +331,7 @@ impl Log {
                 unmap: kind == Kind::Discard,
             },
         };
-        // Under the log's lock, so that the index sees records in LSN order.
+        // The index changes under the log's lock, so that it sees records in LSN order.
         if !(kind == Kind::Discard && planted(Mutant::IndexSkipsDiscard)) {
             disk.index_mut()
                 .active
@@ -353,7 +355,7 @@ impl Log {
     /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.
     pub(crate) fn poison(&self, error: &std::io::Error) {
         let state = self.lock();
-        // The first failure counts: those behind it have nobody to tell.
+        // Only the first failure counts: it gave every waiter its error.
         if self.poisoned.load(Ordering::Acquire) {
             return;
         }
@@ -364,7 +366,7 @@ impl Log {
         self.refuse(state);
     }
 
-    /// Tells those who wait in vain for a ring that is stuck.
+    /// Fails the waiters that a stuck ring cannot serve, and wakes all ports.
     pub(crate) fn refuse_stuck(&self) {
         let mut state = self.lock();
         let stuck = state.take_stuck();
@@ -385,10 +387,10 @@ impl Log {
         let mut waiters = state.take_waiters(|_| true);
         waiters.extend(state.awaiting.take(|_| true));
         if planted(Mutant::WaiterLostOnError) {
-            // All but the keeper's own, which would wait for ever.
+            // The planted fault keeps only the keeper's own waiter (token 0), which would wait for ever.
             waiters.retain(|waiter| waiter.token == 0);
         }
-        // What was not written stays readable through the index, and will never be durable.
+        // Records that were not written stay readable through the index, but never become durable.
         state.pending.clear();
         drop(state);
         self.refuse_waiters(waiters);
@@ -408,11 +410,11 @@ impl Log {
     }
 }
 
-/// Fails the log if the thread panics before this is dropped: what the thread was about to do nobody else does, and those
-/// who wait for it would wait for ever.
+/// Fails the log if the thread panics before this is dropped: no other thread does what this one was about to do, so
+/// its waiters would wait for ever.
 pub(crate) struct FailOnPanic<'a> {
     log: &'a Log,
-    /// It panicked before: whoever cleans up after a panic elsewhere does no harm.
+    /// The thread was panicking before: cleaning up after a panic elsewhere does no harm.
     before: bool,
 }
 
@@ -442,14 +444,15 @@ pub(crate) fn live_ports(state: &mut State) -> Vec<Arc<Mailbox>> {
 }
 
 impl Log {
-    /// Has the keeper carry out `task`, and waits for that.
+    /// Orders the keeper to carry out `task`, and waits until it has.
     ///
     /// # Errors
-    /// As the task; or the log is being closed.
+    /// Those of the task; or the log is being closed.
     pub(crate) fn order(&self, task: Task) -> error::Result<()> {
         let (answer, answered) = mpsc::channel();
         let mut state = self.lock();
-        // Before this is looked at again, the keeper takes its leave under the same lock.
+        // The keeper sets `gone`, and drops the orders left, under the same lock: so every order is answered or
+        // refused.
         if !state.keeper.gone && !state.keeper.stop {
             state.keeper.orders.push(Order { task, answer });
             self.keeper_wanted.notify_all();

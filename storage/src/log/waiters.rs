@@ -1,14 +1,14 @@
-//! Those who wait for the log: until records are durable, or until they are *written*, and how they learn of it.
+//! Waiters of the log: they wait until records are durable, or until these are *written*, and get a completion then.
 //!
-//! What is written outlives this process, but not a power cut.
+//! A written record outlives this process, but not a power cut.
 //!
-//! A client that connects again after this process was killed does not repeat a write that was answered. So its writes
-//! are answered when their batch is in its segment: on the device, perhaps in the device's volatile cache, or in the
-//! kernel's page cache where the file system refuses O_DIRECT. The next start finds them there and makes them durable
-//! before it serves anybody.
+//! A client that connects again after this process was killed does not repeat a write that was answered. So this
+//! process answers its writes only when their batch is in its segment: on the device, perhaps in the device's
+//! volatile cache, or in the kernel's page cache where the file system refuses O_DIRECT. The next start finds the
+//! writes there and makes them durable before it serves any client.
 //!
-//! One batch at a time is written for those who wait, by the port that finds none under way; those who come meanwhile
-//! share the next one. Whoever ends a batch looks for the next, the log's leader too.
+//! One batch at a time is written for these waiters, by the port that finds none under way; waiters that come
+//! meanwhile share the next one. The thread that ends a batch, a port's or the log's leader, looks for the next.
 
 use smallvec::SmallVec;
 
@@ -20,9 +20,10 @@ use crate::{Completion, Failure};
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
     pub event: Event,
-    /// Its port is to look at the log again.
+    /// The port has to look at the log again.
     pub called: AtomicBool,
-    /// Its waiters in the log, and how many may wait at a time by what its owner says. Changed under the log's lock only.
+    /// The port's waiters in the log, and how many its owner says may wait at a time. Changed under the log's lock
+    /// only.
     pub waiting: AtomicUsize,
     pub clients: AtomicUsize,
 }
@@ -45,21 +46,22 @@ impl Mailbox {
     }
 }
 
-/// Someone who waits for `durable`, or for `written`, to reach an LSN.
+/// A request that waits for `durable`, or for `written`, to reach an LSN.
 pub(crate) struct Waiter {
     pub lsn: u64,
     pub token: u64,
     pub mailbox: Arc<Mailbox>,
 }
 
-/// Gives waiters their completion, and wakes each of their ports once: not `own`, whose thread is here and looks next.
-/// All have theirs before the first is woken, so that none is woken for a part.
+/// Gives waiters their completions, and wakes each of their ports once, except `own`: its thread is the caller, which
+/// looks next. All completions are delivered before the first port is woken, so that no port is woken for a part of
+/// them.
 pub(crate) fn deliver(
     waiters: impl Iterator<Item = Waiter>,
     result: Result<(), Failure>,
     own: Option<&Arc<Mailbox>>,
 ) {
-    // Few have more ports: no memory is allocated then.
+    // Few groups have waiters of more ports: so usually no memory is allocated.
     let mut woken: SmallVec<[Arc<Mailbox>; 32]> = SmallVec::new();
     for waiter in waiters {
         let mailbox = &waiter.mailbox;
@@ -77,11 +79,11 @@ pub(crate) fn deliver(
     woken.iter().for_each(|mailbox| mailbox.event.signal());
 }
 
-/// Those who wait for `written` to reach an LSN.
+/// The waiters for `written` to reach an LSN.
 #[derive(Default)]
 pub(crate) struct WrittenWaiters {
     waiters: Vec<Waiter>,
-    /// The highest LSN that any of them has waited for.
+    /// The highest LSN that any waiter has waited for.
     pub newest: u64,
 }
 
@@ -91,7 +93,7 @@ impl WrittenWaiters {
         self.waiters.push(waiter);
     }
 
-    /// Takes those away that `chosen` chooses.
+    /// Removes and returns the waiters for which `chosen` returns true.
     pub(crate) fn take(
         &mut self,
         chosen: impl FnMut(&mut Waiter) -> bool,
