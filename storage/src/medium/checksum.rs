@@ -1,8 +1,8 @@
 //! A CRC-32C for each block of a record's payload, and which bytes of a segment each of them covers.
 //!
-//! The log is read in parts: a later write may have replaced half of an earlier one. So a payload has a checksum for each
-//! [`BLOCK`] of it, and whoever reads a part reads the whole blocks that it lies in and verifies them. A segment keeps
-//! the checksums of what it holds in memory, 8 bytes a block.
+//! The log is read in parts: a later write may have replaced half of an earlier one. So a payload has a checksum for
+//! each [`BLOCK`] of it, and a reader of a part reads and verifies the whole blocks that hold this part. A segment
+//! keeps the checksums of its payloads in memory, 8 bytes a block.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ pub(crate) fn of(payload: &[u8]) -> Checksums {
     payload.chunks(BLOCK).map(crc32c::crc32c).collect()
 }
 
-/// The CRC-32C of a whole payload of `len` bytes, from those of its blocks.
+/// The CRC-32C of a whole payload of `len` bytes, computed from those of its blocks.
 pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
     let lengths = (0..len).step_by(BLOCK);
     let lengths = lengths.map(|at| (len - at).min(BLOCK as u64) as usize);
@@ -40,8 +40,8 @@ pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
 /// One block of a payload in a segment.
 #[derive(Clone, Copy, Debug)]
 struct Block {
-    /// Its first sector in the segment, shifted by [`LENGTH_BITS`], and one less than its sectors. A segment has at most
-    /// 2^21 sectors.
+    /// The block's first sector in the segment, shifted by [`LENGTH_BITS`], plus its number of sectors less one. A
+    /// segment has at most 2^21 sectors.
     place: u32,
     crc: u32,
 }
@@ -70,12 +70,12 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Forgets all: the segment begins another life.
+    /// Empties the table, because the segment is taken into use again.
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
     }
 
-    /// A payload of `len` bytes begins at byte `offset` of the segment, behind all that were added before.
+    /// Adds a payload of `len` bytes at byte `offset` of the segment, behind all payloads added before.
     pub(crate) fn add(&mut self, offset: u64, len: u64, checksums: &[u32]) {
         debug_assert!(self.blocks.last().is_none_or(|last| last.end() <= offset));
         debug_assert_eq!(checksums.len() as u64, len.div_ceil(BLOCK as u64));
@@ -87,8 +87,8 @@ impl Table {
         }
     }
 
-    /// The whole blocks in which `len` bytes at `offset` lie: from where to where. Bytes that are no payload are their own
-    /// range, which then fails to be [verified](Self::verify).
+    /// The byte range of the whole blocks that hold `len` bytes at `offset`. Bytes outside any payload are in the
+    /// range too, which then fails to be [verified](Self::verify).
     pub(crate) fn cover(&self, offset: u64, len: u64) -> Range<u64> {
         let first = self.blocks.partition_point(|block| block.end() <= offset);
         let behind = self
@@ -99,10 +99,11 @@ impl Table {
         start.min(offset)..last.unwrap_or(0).max(offset + len)
     }
 
-    /// Whether `bytes`, which are those from `offset` on, are what was written: whole blocks, each with its checksum.
+    /// Checks that `bytes`, which were read at `offset`, are whole blocks, each with the checksum of what was
+    /// written.
     ///
     /// # Errors
-    /// The offset of the first block that is not.
+    /// The offset of the first block that does not match.
     pub(crate) fn verify(&self, offset: u64, bytes: &[u8]) -> Result<(), u64> {
         if planted(Mutant::ReadSkipsChecksum) {
             return Ok(());
@@ -131,7 +132,8 @@ mod tests {
 
     use super::*;
 
-    /// A segment with payloads of these sectors, with a gap before each where it says so, and its table.
+    /// The bytes of a segment with these payloads (sectors of gap before it, sectors of payload), its table, and the
+    /// place and length of each payload.
     fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, Table, Vec<(u64, u64)>) {
         let (mut bytes, mut table, mut places) = (Vec::new(), Table::default(), Vec::new());
         for (number, (gap, sectors)) in payloads.iter().enumerate() {
@@ -148,8 +150,8 @@ mod tests {
     }
 
     proptest! {
-        /// Any part of any payload is verified by the blocks around it, at most seven sectors more on each side; a bit
-        /// that changed in them is noticed, and one that changed elsewhere is not.
+        /// Any part of any payload is verified by the blocks around it, at most seven sectors more on each side; a
+        /// changed bit in these blocks is noticed, and one elsewhere is not.
         #[test]
         fn a_part_is_verified_by_the_blocks_around_it(
             payloads in prop::collection::vec((0_u64..3, 1_u64..40), 1..12),
@@ -179,7 +181,7 @@ mod tests {
             }
         }
 
-        /// The checksum of the whole comes from those of the blocks.
+        /// The checksum of a whole payload can be computed from those of its blocks.
         #[test]
         fn the_whole_has_the_checksum_of_its_bytes(sectors in 1_usize..40) {
             let bytes: Vec<u8> = (0..sectors * 512).map(|at| (at / 3) as u8).collect();

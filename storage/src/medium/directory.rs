@@ -14,7 +14,8 @@ use crate::medium::segment::Segment;
 use crate::parallel;
 use crate::sync::Event;
 
-/// Where a log lives. The store knows no other way to its segments, so that a simulated medium can stand in.
+/// The place where a log lives. The store reaches its segments only through this trait, so that a simulated medium
+/// can stand in.
 pub(crate) trait Medium: Send + Sync {
     /// Creates segment file number `slot`: a blank header, every other byte written with zero, and synced, so that later
     /// syncs touch no file-system metadata. A crash leaves either nothing or the whole file. `between` is called between
@@ -29,21 +30,22 @@ pub(crate) trait Medium: Send + Sync {
     /// Opens the segment files there are, in the order of their numbers.
     fn segments(&self) -> Result<Vec<(u32, Segment)>>;
 
-    /// A number that no earlier segment had: random.
+    /// A random number, which no earlier segment had.
     fn salt(&self) -> u64;
 
-    /// A segment as the page cache has it, if it can; whoever overwrites the segment is seen through it.
+    /// Opens a segment through the page cache, if the medium can; every later write to the segment is seen through
+    /// it.
     fn cached(&self, segment: &Segment) -> Option<File> {
         let _ = segment;
         None
     }
 
-    /// Whether its engines read in the thread that submits.
+    /// Whether the medium's engines read in the submitting thread.
     fn blocks(&self) -> bool {
         true
     }
 
-    /// How many threads may read it at a time.
+    /// How many threads may read the medium at a time.
     fn threads(&self) -> usize {
         1
     }
@@ -61,9 +63,9 @@ pub(crate) trait Medium: Send + Sync {
 pub(crate) struct Directory {
     pub path: PathBuf,
     pub engine: EngineKind,
-    /// Threads that read it while it is opened.
+    /// Number of threads that read the log while it is opened.
     pub threads: usize,
-    /// How its log is made slower than it is; `None`: in no way.
+    /// How the log is slowed down, for benchmarks; `None`: not at all.
     pub slowed: Option<Slowed>,
 }
 

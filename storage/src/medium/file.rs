@@ -17,14 +17,15 @@ use crate::medium::mark::{Inode, Mark};
 use crate::mutant::{Mutant, planted};
 use crate::{Buffer, SECTOR_SIZE, sync};
 
-/// What the store asks of a file that holds data: a segment, the control file, a base image.
+/// The store's operations on a file that holds data: a segment, the control file, a base image.
 pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     /// Fills `buffer` from `offset`, or fails.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Writes some of `slices`, which follow each other at `offset`; returns how many bytes. `durably`: they are
-    /// durable then, and nothing else need be, but where the file system has to be told of a sync ([`is_served`]).
+    /// Writes all or a part of `slices`, which follow each other at `offset`; returns how many bytes. `durably`:
+    /// these bytes are then durable, and earlier ones need not be. That does not hold on a file system that needs an
+    /// explicit sync ([`is_served`]).
     fn write_slices_at(
         &self,
         slices: &[io::IoSlice<'_>],
@@ -33,30 +34,31 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     ) -> io::Result<usize>;
     /// Makes everything written durable.
     fn sync_data(&self) -> io::Result<()>;
-    /// Makes everything written durable and forgets what is cached: what is read next is what the medium holds. A sync that
-    /// failed may have left bytes in the cache that look written, are not, and that no later sync writes.
+    /// Makes everything written durable and drops the page cache, so that the next read comes from the medium. A sync
+    /// that failed may have left bytes in the cache that look written but are not, and that no later sync writes.
     fn drop_cache(&self) -> io::Result<()>;
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
-    /// Gives the file another length. What is new reads as zeroes.
+    /// Gives the file another length. New bytes read as zeroes.
     fn set_len(&self, len: u64) -> io::Result<()>;
-    /// Reserves space for the first `len` bytes, so that what does not fit fails before the file system is full.
+    /// Reserves space for the first `len` bytes, so that a file that does not fit fails now, and not when a write
+    /// finds the file system full.
     fn allocate(&self, len: u64) -> io::Result<()>;
     /// Makes everything written durable, length and attributes too.
     fn sync_all(&self) -> io::Result<()>;
-    /// Takes the exclusive lock that every opener takes (`flock`), unless somebody has it.
+    /// Takes the exclusive lock that every opener takes (`flock`). `false`: another opener has it.
     fn try_lock(&self) -> io::Result<bool>;
     /// Makes a range read as zeroes, giving its space back if `unmap`.
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
-    /// Which file it is, by the file system's numbers.
+    /// The file's identity, by the file system's numbers.
     fn inode(&self) -> io::Result<Inode>;
     /// Reads the mark of a base image, if it has one.
     fn read_mark(&self) -> io::Result<Option<Mark>>;
-    /// Sets or removes the mark of a base image. `false`: the file system has no attributes.
+    /// Sets or removes the mark of a base image. `false`: the file system has no extended attributes.
     fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool>;
     /// The descriptor, for engines.
     fn raw_fd(&self) -> RawFd;
-    /// The file itself, for what the host alone can do; `None` if it is none of the host's.
+    /// The file itself, for operations that only the host has; `None` if the file is not on the host.
     fn host(&self) -> Option<&File>;
 }
 
@@ -92,7 +94,7 @@ impl DataFile for File {
     }
 
     fn len(&self) -> io::Result<u64> {
-        // fstat(2) tells no length of a block device; where it ends is one.
+        // fstat(2) reports no length for a block device; a seek to its end does.
         (&mut &*self).seek(io::SeekFrom::End(0))
     }
 
@@ -117,7 +119,8 @@ impl DataFile for File {
             locked => locked.map(|()| true),
         };
         match lock(FlockOperation::NonBlockingLockExclusive) {
-            // NFS makes an exclusive lock of a descriptor that writes, and this one reads only: writers are kept out.
+            // NFS gives an exclusive lock only to a descriptor that is open for writing, and this one is read-only: a
+            // shared lock keeps writers out.
             Err(Errno::BADF) => Ok(lock(FlockOperation::NonBlockingLockShared)?),
             locked => Ok(locked?),
         }
@@ -155,8 +158,9 @@ impl DataFile for File {
     }
 }
 
-/// Whether a server does the work of a file system: of FUSE, or over a network. Past the page cache some of these hand
-/// `RWF_DSYNC` to the server at most, and few servers look at it; all of them are told of a sync.
+/// Whether a server does the work of a file system: one of FUSE, or one in a network. For direct I/O some of these
+/// file systems at most pass `RWF_DSYNC` on to the server, and few servers honour it; all servers get an explicit
+/// sync.
 pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
     const FUSE: u64 = 0x6573_5546;
     const NFS: u64 = 0x6969;
@@ -167,7 +171,7 @@ pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
     Ok([FUSE, NFS, NINE_P, CIFS, SMB2].contains(&kind))
 }
 
-/// Opens a file for aligned I/O: with O_DIRECT if I/O of sectors works that way, else buffered.
+/// Opens a file for aligned I/O: with O_DIRECT if sector-sized I/O works that way, else buffered.
 pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
     open_direct_with(path, write, OFlags::empty())
 }
@@ -183,7 +187,7 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
         .clone()
         .custom_flags((flags | OFlags::DIRECT).bits() as i32)
         .open(path);
-    // Closed before the next attempt: a block device is opened once.
+    // The file is closed before the next attempt, because a block device is opened only once at a time.
     if let Ok(file) = direct
         && does_sectors(&file)?
     {
@@ -192,8 +196,8 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
     options.open(path)
 }
 
-/// Whether a file that is open with O_DIRECT takes I/O of sectors. Some file systems accept the flag and refuse the I/O; some
-/// devices have sectors of 4 KiB.
+/// Whether a file that is open with O_DIRECT takes sector-sized I/O. Some file systems accept the flag and refuse the
+/// I/O; some devices have sectors of 4 KiB.
 fn does_sectors(file: &File) -> io::Result<bool> {
     // STATX_DIOALIGN, of Linux 6.1.
     let wanted = StatxFlags::from_bits_retain(0x2000);
@@ -202,7 +206,8 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     {
         return Ok((1..=SECTOR_SIZE as u32).contains(&told.stx_dio_offset_align));
     }
-    // Where nothing is told a read tells, of data: a hole is read at any offset. A server answers reads of holes too.
+    // Without that report, a trial read decides. It has to read data, because a hole can be read at any offset; a
+    // server's file system answers reads of holes too.
     let data = match is_served(file)? {
         true => Ok(0),
         false => rustix::fs::seek(file, SeekFrom::Data(0)),
@@ -217,8 +222,8 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
 }
 
-/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. A file system that has neither gets zeroes
-/// written where it holds anything else, and so no longer file than before.
+/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. On a file system that has neither,
+/// zeroes are written over non-zero data only, so that the file does not grow.
 fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
     let flags = match unmap {
         true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
@@ -230,7 +235,7 @@ fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()>
     }
 }
 
-/// Writes zeroes over what is not zero in a range: a hole stays one, and what is zero takes no write.
+/// Writes zeroes over the non-zero bytes in a range: a hole stays a hole, and zero bytes cost no write.
 fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
     let end = offset + len;
     let (zeroes, mut read) = (
@@ -242,7 +247,7 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
         at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
             Ok(data) => at.max(data / SECTOR_SIZE * SECTOR_SIZE),
             Err(Errno::NXIO) => break,
-            // No holes are told here: all of it is read.
+            // The file system reports no holes: the whole range is read.
             Err(_) => at,
         };
         let part = STEP.min(end.saturating_sub(at)) as usize;
@@ -262,7 +267,7 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that background work moves at once: a sync of the log waits for them at most.
+/// Bytes that background work moves at once: a sync of the log waits for one such step at most.
 pub(crate) const STEP: u64 = 256 << 10;
 
 /// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
@@ -285,7 +290,7 @@ pub(crate) fn write_zeroes(
     Ok(())
 }
 
-/// Gives a base image its length, durably.
+/// Sets the length of a base image, durably.
 pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()> {
     let sized = file.set_len(size);
     let sized = match planted(Mutant::LengthUnsynced) {
@@ -295,7 +300,7 @@ pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()
     sized.map_err(|error| size_error(path, size, error))
 }
 
-/// Why a base image cannot have a length.
+/// The error of a failed attempt to give a base image this length.
 pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
     match error.kind() {
         std::io::ErrorKind::FileTooLarge => invalid(format!(
@@ -321,10 +326,10 @@ pub(crate) fn random<const N: usize>() -> [u8; N] {
     bytes
 }
 
-/// The attribute of a base image that holds its mark.
+/// The extended attribute of a base image that holds its mark.
 const ATTRIBUTE: &str = "user.walvisor.disk";
 
-/// Whether a file system says so that it has no attributes.
+/// Whether the error means that the file system has no extended attributes.
 fn lacks_attributes(errno: Errno) -> bool {
     matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
 }
@@ -368,7 +373,7 @@ fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
 mod tests {
     use super::*;
 
-    /// Zeroes where data was, and nothing where none was.
+    /// Data is overwritten with zeroes, and holes stay holes.
     #[test]
     fn without_holes_only_data_is_overwritten() {
         let file = tempfile::tempfile().unwrap();
@@ -383,7 +388,7 @@ mod tests {
         assert!(bytes.iter().all(|&byte| byte == 0));
     }
 
-    /// Others have the medium between any two steps, however long the whole.
+    /// Other users get the medium between any two steps, however long the range.
     #[test]
     fn zeroes_are_written_step_by_step() {
         let file = tempfile::tempfile().unwrap();

@@ -15,19 +15,19 @@ use crate::error::{Error, Result};
 use crate::medium::file::{DataFile, open_direct};
 use crate::mutant::{Mutant, planted};
 
-/// How a file is opened, for reading and writing unless it says otherwise.
+/// How a file is opened: for reading and writing, unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Open {
-    /// One that is there, past the page cache if the file system does I/O of sectors that way.
+    /// An existing file, past the page cache if the file system does sector-sized I/O that way.
     Direct,
-    /// One that is there.
+    /// An existing file.
     Existing,
-    /// One that is there, for reading.
+    /// An existing file, for reading only.
     Read,
-    /// One that is there, else it is made, for users whom `mode` names (and the process's umask leaves). Links are not
-    /// followed.
+    /// An existing file, else a new one for the users that `mode` names (and the process's umask leaves). Symbolic
+    /// links are not followed.
     Kept { mode: u32 },
-    /// One that is there is emptied, else it is made, for its owner alone. Links are not followed.
+    /// An existing file, which is emptied, else a new one for its owner alone. Symbolic links are not followed.
     Emptied,
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum PathKind {
     Other,
 }
 
-/// What the store asks of a file system. Names are durable when their directory was synced.
+/// The store's operations on a file system. Names are durable once their directory is synced.
 pub(crate) trait FileSystem: Send + Sync + Debug {
     /// Opens a file.
     fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>>;
@@ -47,7 +47,7 @@ pub(crate) trait FileSystem: Send + Sync + Debug {
     fn create_dir(&self, path: &Path) -> io::Result<()>;
     /// Gives a file another name in the same directory, whatever had that name before.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// The same if nothing has that name; else it fails.
+    /// Gives a file another name if that name is free; else it fails.
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Removes a file's name.
     fn remove(&self, path: &Path) -> io::Result<()>;
@@ -57,16 +57,17 @@ pub(crate) trait FileSystem: Send + Sync + Debug {
     fn sync_dir(&self, dir: &Path) -> io::Result<()>;
     /// What the path leads to, links followed.
     fn kind(&self, path: &Path) -> io::Result<PathKind>;
-    /// Whether anything is at the path, a link to nothing included.
+    /// Whether anything is at the path, a dangling symbolic link included.
     fn exists(&self, path: &Path) -> io::Result<bool>;
     /// The path without links.
     fn real_path(&self, path: &Path) -> io::Result<PathBuf>;
 }
 
-/// The mode of what is its owner's alone: to read and to write.
+/// The mode of a file that only its owner may read and write.
 pub(crate) const OWNER: u32 = 0o600;
 
-/// Opens a file that is made if need be. One that is there, left by an earlier attempt, loses what the mode does not have.
+/// Opens a file, which is made if need be. An existing file, left by an earlier attempt, loses the permissions that
+/// `mode` does not have.
 fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
     let no_link = OFlags::NOFOLLOW.bits() as i32;
     let made = options.create(true).mode(mode).custom_flags(no_link);
@@ -118,7 +119,7 @@ impl FileSystem for HostFiles {
 
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
         match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-            // Not on this file system.
+            // This file system has no `RENAME_NOREPLACE`.
             Err(Errno::INVAL | Errno::NOSYS) => match self.exists(to)? {
                 true => Err(io::ErrorKind::AlreadyExists.into()),
                 false => self.rename(from, to),
@@ -190,15 +191,15 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::io("sync the directory", path, error))
 }
 
-/// Makes a name durable that is there: who made it may have been killed before it was, and what is acknowledged from now on
-/// is lost with it.
+/// Makes an existing name durable. The process that made it may have been killed before that; if the name is lost, so
+/// is all that is acknowledged from now on.
 pub(crate) fn settle_name(path: &Path) -> Result<()> {
     if planted(Mutant::OpenTrustsNames) {
         return Ok(());
     }
     let dir = parent(path);
     match files().sync_dir(dir) {
-        // A process that may not open the directory leaves that to others, or did it before it gave up the right:
+        // A process that may not open the directory leaves the sync to others, or did it before it gave up the right:
         // see `Store::make_log`.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced.map_err(|error| Error::io("sync the directory", dir, error)),

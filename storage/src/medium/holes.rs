@@ -9,19 +9,20 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
-/// The parts of a byte range of a file that are no holes, in order. Where the file system knows no holes that is all.
+/// The parts of a byte range of a file that are not holes, in order. On a file system without holes that is the whole
+/// range.
 pub(crate) struct DataRanges<'a, F> {
-    /// `None` for one that is not the host's, of whose holes nothing is known.
+    /// `None` for a file that is not the host's: its holes are unknown.
     file: Option<&'a F>,
     path: &'a Path,
     rest: Range<u64>,
-    /// Up to here there is no hole.
+    /// There is no hole from the start of `rest` up to here.
     data_end: u64,
     most: u64,
 }
 
 impl<'a, F: AsFd> DataRanges<'a, F> {
-    /// Each of at most `most` bytes, which is not zero.
+    /// The parts of `range`, each of at most `most` bytes; `most` is not zero.
     pub(crate) fn new(file: Option<&'a F>, path: &'a Path, range: Range<u64>, most: u64) -> Self {
         Self {
             file,
@@ -32,7 +33,7 @@ impl<'a, F: AsFd> DataRanges<'a, F> {
         }
     }
 
-    /// Goes on to the next data, if there is any.
+    /// Moves on to the next data; returns whether there is any.
     fn seek(&mut self) -> rustix::io::Result<bool> {
         let at = self.rest.start;
         let Some(file) = self.file else {

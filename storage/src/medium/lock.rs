@@ -1,4 +1,4 @@
-//! Files that one user has at a time: opened, locked, and still at their path.
+//! Opening a file for one user at a time: it is locked, and is then still the one at its path.
 
 use std::io;
 use std::path::Path;
@@ -8,31 +8,33 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
 
-/// Whom an opener waits for when a file is locked.
+/// The holder that an opener waits for when a file is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// Perhaps another user, who may keep it for long. One that was just killed lets go soon.
+    /// Perhaps another user, which may keep the lock for long. A user that was just killed releases it soon.
     User,
-    /// A process that was killed: no other user can be. What it had in flight holds the file until it is done.
+    /// A process that was killed, since there can be no other user. Its writes in flight hold the lock until they
+    /// end.
     Writes,
 }
 
 /// How often a locked file is tried again.
 const LOCK_TRY: Duration = Duration::from_millis(10);
 
-/// How long at least a user is waited for, and writes in flight.
+/// How long an opener waits at least: here for another user, below for writes in flight.
 const USER_PATIENCE: Duration = Duration::from_secs(3);
 
 const WRITES_PATIENCE: Duration = Duration::from_secs(120);
 
-/// After so long whoever waits is told what for.
+/// After this time the opener logs what it waits for.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How often a file is opened anew because another took its place while its lock was waited for.
+/// How often an opener opens a file anew because another file took its place while the opener waited for the lock.
 const PLACES: u32 = 100;
 
-/// Opens a file, for `doing` something, and takes its lock as [`lock`] does. Whoever waits may get the lock of a file that was
-/// renamed over or removed meanwhile, which keeps nobody from what is at the path now: that is opened then.
+/// Opens a file, for `doing` something, and takes its lock as [`lock`] does. While this function waits, the file may
+/// be renamed over or removed. A lock on that file does not protect the one that is at the path now, so that one is
+/// opened instead.
 ///
 /// # Errors
 /// As [`lock`]; or if the file cannot be opened.
@@ -60,7 +62,7 @@ pub(crate) fn open_locked<F>(
     ))
 }
 
-/// The same for a file of the store's.
+/// The same for a file of the store.
 pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
@@ -71,8 +73,9 @@ pub(crate) fn open_store_file(
     open_locked(path, doing, open, |file| file.as_ref(), holder)
 }
 
-/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, gone with the last descriptor of the file).
-/// A write that a process had in flight in an io_uring keeps the file open, and so locked, after the process was killed.
+/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, released with the last descriptor of
+/// the open file). A write that a process had in flight in an io_uring keeps the file open, and so locked, after the
+/// process was killed.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
@@ -121,7 +124,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// Whoever waited for a lock has that of the file that is at the path in the end.
+    /// A waiter for a lock gets that of the file that is at the path in the end.
     #[test]
     fn a_lock_is_of_the_file_that_is_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
@@ -132,7 +135,7 @@ mod tests {
         let first = open().unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(open);
-            // It waits, or comes later: either way it may only have the newer.
+            // The waiter waits by now, or comes later: either way it may only get the newer file.
             thread::sleep(5 * LOCK_TRY);
             std::fs::rename(&newer, &path).unwrap();
             drop(first);

@@ -1,8 +1,8 @@
-//! What tells one base image from another: the mark that it carries, and its inode.
+//! The identity of a base image: the mark that it carries, and its inode.
 
 use crate::format::Uuid;
 
-/// What the attribute of a base image says.
+/// The content of the extended attribute of a base image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub disk: Uuid,
@@ -12,13 +12,13 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// As text, always of the same length: what fits once can always be replaced.
+    /// The mark as text, always of the same length: so a mark that fitted once can always be replaced.
     pub(crate) fn encode(&self) -> String {
         let state = if self.open { "open" } else { "closed" };
         format!("{} {:016x} {state:<6}", hex(&self.disk), self.generation)
     }
 
-    /// Reads the text. The UUID alone is what version 1 of the format put on the images of open disks.
+    /// Reads a mark from its text. Version 1 of the format put the UUID alone on the images of open disks.
     pub(crate) fn decode(text: &str) -> Option<Self> {
         let mut words = text.split_whitespace();
         let disk = u128::from_str_radix(words.next()?, 16).ok()?;
@@ -41,11 +41,11 @@ pub(crate) fn hex(uuid: &Uuid) -> String {
     format!("{:032x}", u128::from_be_bytes(*uuid))
 }
 
-/// A file by its file system's numbers.
+/// The identity of a file, by its file system's numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Inode {
     pub device: u64,
     pub number: u64,
-    /// When it was made, in nanoseconds since 1970; 0: the file system does not tell.
+    /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
     pub born: u64,
 }

@@ -1,4 +1,4 @@
-//! Where bytes are: files and their locks, segments, the engines that reach them. Knows nothing of disks.
+//! The medium: files and their locks, segments, the engines that reach them. It knows nothing of disks.
 
 pub(crate) mod checksum;
 pub(crate) mod directory;

@@ -1,5 +1,5 @@
-//! A medium made slower than it is: as the small volumes of clouds are, with so many operations a second, each of which takes
-//! its time; or with a write for each record, as a store without group commit makes them. For benchmarks only.
+//! An artificially slow medium, for benchmarks only. It is slow like a small cloud volume, with a limit of operations
+//! a second and a latency of each; or it takes a write for each record, like a store without group commit.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 use crate::medium::engine::{Appended, Io, SyncScope, append};
 use crate::sync::{self, Mutex};
 
-/// Most bytes of one operation: what clouds count as one, a longer write being several.
+/// Most bytes of one operation: clouds count a longer write as several.
 const OPERATION_BYTES: usize = 256 << 10;
-/// For how long unused operations are kept: whoever sleeps a little too long loses none.
+/// How long unused operations are kept, so that a thread that sleeps a little too long loses none.
 const KEPT: Duration = Duration::from_millis(10);
 
-/// What a medium that is made slower keeps its users waiting for; threads that use the medium share it. For benchmarks: a
-/// log has its own, see [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second); a baseline
-/// beside it charges the same.
+/// The delays of an artificially slow medium; threads that use the medium share them. For benchmarks: a log has its
+/// own, see [`StoreOptions::operations_per_second`](crate::StoreOptions::operations_per_second); a baseline that is
+/// measured beside it charges the same.
 #[derive(Debug)]
 pub struct Pace {
-    /// Between two operations; zero without a limit.
+    /// Time between two operations; zero without a limit.
     interval: Duration,
     latency: Duration,
     /// When the next operation may begin.
@@ -25,7 +25,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// A medium of so many operations a second (`None`: no limit), each with `latency` added.
+    /// A medium of `operations_per_second` (`None`: no limit), each with `latency` added.
     pub fn new(operations_per_second: Option<NonZeroU32>, latency: Duration) -> Self {
         let interval =
             operations_per_second.map_or(Duration::ZERO, |n| Duration::from_secs(1) / n.get());
@@ -36,9 +36,9 @@ impl Pace {
         }
     }
 
-    /// Waits, before a write of `bytes` bytes (zero for none) and then so many `syncs`, for as long as the medium would
-    /// keep the caller beyond its own time. A write is an operation for each 256 KiB begun, a sync is one. The latency
-    /// counts once for a write, however long.
+    /// Waits, before a write of `bytes` bytes (zero for none) and then `syncs` syncs, for as long as the slow medium
+    /// would take beyond the real one. A write is an operation for each 256 KiB begun, a sync is one. The latency
+    /// counts once for a write, however long, and once for each sync.
     ///
     /// # Panics
     /// If another thread panicked in here.
@@ -56,19 +56,19 @@ impl Pace {
     }
 }
 
-/// A medium as fast as it is.
+/// A medium without added delays.
 impl Default for Pace {
     fn default() -> Self {
         Self::new(None, Duration::ZERO)
     }
 }
 
-/// What a log's leader writes to in place of the medium itself.
+/// The slow medium that a log's leader writes to in place of the medium itself.
 #[derive(Debug, Default)]
 pub(crate) struct Slowed {
-    /// What each write and each sync waits for.
+    /// The delays of each write and each sync.
     pub pace: Pace,
-    /// Each sync takes so much longer than the medium needs.
+    /// Time that each sync takes in addition to the medium's own.
     pub sync_latency: Duration,
     /// Each payload of an append has a write of its own.
     pub write_per_record: bool,
@@ -87,7 +87,7 @@ impl Slowed {
             } if self.write_per_record && payloads.len() > 1 => {
                 let (mut from, mut at) = (0, offset);
                 for payload in payloads.clone() {
-                    // The last has what follows the payloads.
+                    // The last write also takes the chunks that follow the payloads.
                     let to = match payload + 1 == payloads.end {
                         true => chunks.len(),
                         false => payload + 1,
@@ -106,7 +106,7 @@ impl Slowed {
                     }
                     (from, at) = (to, at + bytes as u64);
                 }
-                // A sync of the last write alone would not be one of the others.
+                // A durable last write would not make the other writes durable, so the segment is synced.
                 let sync = match sync {
                     SyncScope::Write => SyncScope::Segments(vec![segment.clone()]),
                     other => other,
@@ -127,7 +127,7 @@ impl Slowed {
         }
     }
 
-    /// Carries out what has one write at most.
+    /// Carries out an operation that has one write at most.
     fn one(&self, io: Io) -> Appended {
         let syncs = match &io {
             Io::Append { sync, .. } => sync.count(),
@@ -144,7 +144,7 @@ impl Slowed {
     }
 }
 
-/// Takes so many operations, at least one: when the last of them may begin.
+/// Takes this many operations, at least one, and returns when the last of them may begin.
 fn take(next: &mut Instant, now: Instant, interval: Duration, operations: u32) -> Instant {
     let oldest = now.checked_sub(KEPT).unwrap_or(now);
     let begin = (*next).max(oldest) + interval * (operations - 1);
@@ -163,15 +163,15 @@ mod tests {
         let start = Instant::now() + Duration::from_secs(1);
         let mut next = start;
         let after = |at: Instant| (at - start).as_millis();
-        // At once; then as fast as the medium goes, however fast they are asked for.
+        // The first begins at once, the others at the medium's rate, however fast they are asked for.
         assert_eq!(after(take(&mut next, start, interval, 1)), 0);
         assert_eq!(after(take(&mut next, start, interval, 1)), 5);
         assert_eq!(after(take(&mut next, start, interval, 3)), 20);
-        // After a long rest two are kept, not all.
+        // After a long rest two operations are kept, not all.
         let rested = start + Duration::from_secs(60);
         let begins = [0; 4].map(|_| take(&mut next, rested, interval, 1));
         assert!(begins[1] < rested && begins[2] == rested && begins[3] == rested + interval);
-        // No limit: never later than asked.
+        // Without a limit no operation begins later than asked.
         let mut next = start;
         assert!((0..1000).all(|_| take(&mut next, start, Duration::ZERO, 9) <= start));
     }

@@ -1,5 +1,5 @@
-//! The medium: segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and
-//! the engines that reach them.
+//! Segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and verified reads of
+//! them.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,20 @@ use crate::medium::lock::Holder;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, RwLock};
 
-/// One segment file. Whoever holds it in an `Arc` pins it: it is recycled only when nobody does.
+/// One segment file. Each `Arc` of it pins it: the segment is recycled only when no user holds one.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
-    /// Whether its file system has to be told of a sync: a write that is durable by itself is not enough there.
+    /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
-    /// The checksums of what it holds.
+    /// The checksums of the payloads that the segment holds.
     checksums: RwLock<Table>,
 }
 
 impl Segment {
     pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
-        // A sync is right everywhere.
+        // An explicit sync is right on every file system.
         let needs_sync = |file| file::is_served(file).unwrap_or(true);
         Self {
             needs_sync: file.host().is_some_and(needs_sync),
@@ -39,7 +39,7 @@ impl Segment {
         }
     }
 
-    /// Changes the table of checksums, whose change is done when `change` returns.
+    /// Lets `change` change the table of checksums, under the table's lock.
     pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
         change(&mut self.checksums.write().expect("checksums lock"));
     }
@@ -62,7 +62,8 @@ impl Segment {
         let mut fill = || {
             let file = files.open(&unfinished, Open::Emptied)?;
             file.allocate(size)?;
-            // Past the cache and bit by bit: written back at once, a segment would keep the medium from the log's syncs.
+            // The zeroes bypass the page cache and go out in steps: a segment written back at once would keep the
+            // medium from the log's syncs.
             let direct = files.open(&unfinished, Open::Direct)?;
             file::write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
@@ -83,8 +84,8 @@ impl Segment {
         Self::open(files, path)
     }
 
-    /// Opens and locks an existing segment file. The log's control file is locked: nobody else uses the segment but what a
-    /// process that was killed had in flight, and that must be there before it is read.
+    /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
+    /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
     fn open(files: &dyn FileSystem, path: PathBuf) -> Result<Self> {
         let file = files.open(&path, Open::Direct);
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
@@ -111,7 +112,7 @@ impl Segment {
                 .to_str()
                 .and_then(|name| name.strip_prefix("segment-"))
                 .and_then(|n| n.parse().ok());
-            // A name that a person made, as `segment-7`, is none of the log's.
+            // A file that a person named, such as `segment-7`, is not one of the log's.
             if let Some(slot) = slot
                 && Self::path(dir, slot) == dir.join(&name)
             {
@@ -123,19 +124,19 @@ impl Segment {
     }
 }
 
-/// Payload bytes of a segment that are to be read. The blocks that they lie in are read whole, and verified.
+/// A read of payload bytes of a segment. The blocks that hold these bytes are read whole, and verified.
 #[derive(Clone, Debug)]
 pub(crate) struct LogRead {
-    /// Pinned: the table of checksums stays as it is.
+    /// Pinned, so that the checksums of these blocks stay in its table.
     segment: Arc<Segment>,
-    /// The blocks, in bytes of the segment.
+    /// The blocks, as a byte range of the segment.
     blocks: Range<u64>,
-    /// The wanted bytes in them.
+    /// The wanted bytes, as a byte range of the blocks.
     wanted: Range<usize>,
 }
 
 impl LogRead {
-    /// For `len` bytes at byte `offset` of the segment.
+    /// A read of `len` bytes at byte `offset` of the segment.
     pub(crate) fn new(segment: Arc<Segment>, offset: u64, len: usize) -> Self {
         let blocks = segment
             .checksums
@@ -160,10 +161,10 @@ impl LogRead {
         (self.blocks.end - self.blocks.start) as usize
     }
 
-    /// Reads them, in this thread.
+    /// Reads the wanted bytes, in the calling thread.
     ///
     /// # Errors
-    /// If that fails, or as [`verified`](Self::verified).
+    /// If the read fails, or as [`verified`](Self::verified).
     pub(crate) fn read(&self) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(self.bytes());
         let read = self.segment.file.read_exact_at(&mut buffer, self.offset());
@@ -171,7 +172,7 @@ impl LogRead {
         self.verified(buffer)
     }
 
-    /// The wanted bytes among those that were read.
+    /// Verifies the blocks, which are in `read`, and returns the wanted bytes.
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if the medium does not have what was written.

@@ -25,7 +25,7 @@ impl Blocking {
             .spawn(move || {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);
-                    // A receiver or event that is gone belongs to a port that is being dropped: nobody waits.
+                    // A receiver or event that is gone belongs to a port that is being dropped, so no request waits.
                     let _ = report.send(Done { id, result });
                     event.signal();
                 }
@@ -71,7 +71,7 @@ impl Drop for Blocking {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // It ends once its queue is empty; a panic in it has been printed already.
+            // The thread ends once its queue is empty; a panic of the thread has been printed already.
             let _ = thread.join();
         }
     }

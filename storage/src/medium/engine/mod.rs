@@ -33,7 +33,7 @@ pub enum EngineKind {
     Blocking,
 }
 
-/// The kind that `kind` comes to on this kernel.
+/// The kind of engine that `kind` stands for on this kernel.
 pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     match kind {
         EngineKind::Blocking => Ok(kind),

@@ -1,4 +1,4 @@
-//! What an engine is asked to do, and what it answers.
+//! The operations of engines, and their results.
 
 use std::io;
 use std::ops::Range;
@@ -17,7 +17,7 @@ pub(crate) struct Chunk {
     pub len: usize,
 }
 
-/// What is read: the base image or a segment, which it pins.
+/// The source of a read: the base image or a segment, which the read pins.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     Base(Arc<dyn DataFile>),
@@ -63,7 +63,7 @@ pub(crate) enum Io {
 pub(crate) const MAX_CHUNKS: usize = 256;
 
 impl Io {
-    /// What it writes, and where.
+    /// The file, the offset and the chunks that the operation writes.
     pub(crate) fn written(&self) -> Option<(&dyn DataFile, u64, &[Chunk])> {
         match self {
             Self::Append {
@@ -81,7 +81,7 @@ impl Io {
         }
     }
 
-    /// Whether it ends with a sync.
+    /// Whether the operation ends with a sync.
     pub(super) fn syncs(&self) -> bool {
         match self {
             Self::Append { sync, .. } => sync.count() > 0,
@@ -89,7 +89,7 @@ impl Io {
         }
     }
 
-    /// The list of an append, emptied, for the next.
+    /// Takes the chunk list of an append, emptied, for the next append.
     pub(super) fn take_list(&mut self) -> Vec<Chunk> {
         match self {
             Self::Append { chunks, .. } => {
@@ -106,8 +106,8 @@ impl Io {
 pub(crate) enum SyncScope {
     /// Nothing yet.
     None,
-    /// What it writes itself, and not necessarily what was written before: a write with `RWF_DSYNC`, which a medium
-    /// with FUA takes as one command.
+    /// Its own write, and not necessarily earlier ones: a write with `RWF_DSYNC`, which a medium with FUA takes as
+    /// one command.
     Write,
     /// All that was written to these segments, by an fdatasync of each.
     Segments(Vec<Arc<Segment>>),
@@ -121,7 +121,7 @@ impl SyncScope {
         }
     }
 
-    /// Device syncs that it takes.
+    /// Number of device syncs.
     pub(crate) fn count(&self) -> u32 {
         match self {
             Self::None => 0,
@@ -139,18 +139,18 @@ pub(crate) struct Done {
     pub result: io::Result<Option<Buffer>>,
 }
 
-/// The end of an append that its own thread carried out.
+/// The end of an append that the calling thread carried out.
 #[derive(Debug)]
 pub(crate) struct Appended {
     /// How many writes it took.
     pub result: io::Result<u64>,
-    /// The list of its chunks, emptied, for the next.
+    /// The append's chunk list, emptied, for the next append.
     pub list: Vec<Chunk>,
 }
 
-/// Carries out an append in the calling thread: the fastest way to a durable group. It is one system call, and the medium's
-/// answer wakes nobody else. Of an asynchronous write with `RWF_DSYNC` a kernel worker does the sync. It is bound to one
-/// processor: if a guest computes there, each sync takes a tick of the scheduler.
+/// Carries out an append in the calling thread: the fastest way to a durable group. It is one system call, and the
+/// medium's answer wakes no other thread. In an asynchronous write with `RWF_DSYNC` a kernel worker does the sync.
+/// The worker is bound to one processor: if a guest computes there, each sync takes a tick of the scheduler.
 pub(crate) fn append(io: Io) -> Appended {
     let (result, list) = run(io);
     Appended {
@@ -165,15 +165,15 @@ pub(crate) trait Engine: Send {
     fn submit(&mut self, id: u64, io: Io);
     /// Starts everything submitted.
     fn enter(&mut self);
-    /// Appends what has ended to `done`. The event given at creation is written at each end.
+    /// Appends the ended operations to `done`. The event given at creation is signalled at each end.
     fn poll(&mut self, done: &mut Vec<Done>);
-    /// An empty list, of an append that has ended if there is one: the next need not allocate its own.
+    /// An empty chunk list, from an ended append if there is one: so the next append need not allocate its own.
     fn list(&mut self) -> Vec<Chunk> {
         Vec::new()
     }
 }
 
-/// Does it now, in the calling thread: how it ended, and an append's list, empty.
+/// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.
 pub(super) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     let written = match (&io, io.written()) {
         (_, None) => Ok(()),
@@ -223,7 +223,7 @@ pub(crate) fn write_chunks(
     let mut done = skip;
     while done < total {
         let mut passed = 0;
-        // Groups are seldom larger: no memory is allocated then.
+        // Groups seldom have more chunks, so usually no memory is allocated.
         let mut slices: SmallVec<[io::IoSlice<'_>; 128]> = SmallVec::new();
         for chunk in chunks {
             let from = done.saturating_sub(passed).min(chunk.len);

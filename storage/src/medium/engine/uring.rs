@@ -33,10 +33,10 @@ pub(super) fn probe() -> io::Result<()> {
 
 /// An operation in the kernel, with all the memory that the kernel may touch.
 struct InFlight {
-    /// The caller's number for it.
+    /// The caller's number for the operation.
     id: u64,
     io: Io,
-    /// What `Writev` points at. Never touched while in flight.
+    /// The list that `Writev` points at. Never touched while in flight.
     slices: Slices,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Uring {
     /// Entries that did not fit the submission queue.
     waiting: VecDeque<squeue::Entry>,
     done: Vec<Done>,
-    /// Memory for the next operation's slices, and for what has ended.
+    /// Memory for the next operations: their slices and chunk lists, and the entries that have ended.
     slices: Vec<Slices>,
     lists: Vec<Vec<Chunk>>,
     ended: Vec<(u64, i32)>,
@@ -63,7 +63,7 @@ pub(super) struct Uring {
 
 impl Uring {
     pub(super) fn new(event: &Event) -> io::Result<Self> {
-        // Completions interrupt nobody who runs: the next system call takes them. Linux 5.19.
+        // Completions do not interrupt the thread while it runs: its next system call takes them. Linux 5.19.
         let cooperative = IoUring::builder().setup_coop_taskrun().build(ENTRIES);
         let ring = cooperative.or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_eventfd(event.fd().as_raw_fd())?;
@@ -111,7 +111,8 @@ impl Uring {
             slices.0.clear();
             self.slices.push(slices);
         }
-        // Interrupted, or for want of memory not begun: plain calls do all of it, as they do what a short one left.
+        // An operation that was interrupted, or not begun for want of memory, has moved nothing: plain calls carry it
+        // out, as they do the rest of a short one.
         let result = match result {
             interrupted if [-libc::EINTR, -libc::EAGAIN].contains(&interrupted) => 0,
             result => result,
@@ -130,8 +131,8 @@ impl Uring {
     }
 }
 
-/// Ends what has moved so many bytes: how it ended, and an append's list, empty. Fewer bytes than asked for are no
-/// error: plain calls do the rest, or tell why not.
+/// Ends an operation that has moved `moved` bytes. Returns its result, and an append's chunk list, emptied. Fewer
+/// bytes than asked for are no error: plain calls do the rest, or report why they cannot.
 fn end(mut io: Io, moved: usize) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     let written = match io.written() {
         Some((file, offset, chunks)) => write_chunks(file, offset, chunks, moved, false),
@@ -171,7 +172,7 @@ impl Engine for Uring {
                     let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
                     write.offset(offset).build()
                 }
-                // Syncs are the leader's: done here they take this thread's time.
+                // Syncs are the leader's work: one that is done here takes this thread's time.
                 None => {
                     let (result, _) = run(io);
                     return self.done.push(Done { id, result });
@@ -194,8 +195,8 @@ impl Engine for Uring {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again;
-                // without, nothing would: wait here.
+                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again; without
+                // any, nothing would, so wait here.
                 Err(_) if self.open > self.ring.submission().len() => return,
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
             }
@@ -256,7 +257,8 @@ mod tests {
     use crate::medium::file::DataFile;
     use crate::sync::Arc;
 
-    /// What the kernel was interrupted in, or had no memory for, is done all the same; any other error is told.
+    /// An operation that was interrupted, or for which the kernel had no memory, is still done; any other error is
+    /// reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
         if let Err(error) = probe() {
