@@ -1,4 +1,5 @@
-//! How an open disk is kept: which parts are data, zeroes, holes; the log over the base image.
+//! How an open disk is stored: which ranges are data, zeroes or holes, in the log over the base
+//! image.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -7,9 +8,9 @@ use crate::error::Result;
 use crate::medium::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
-/// Sectors looked up at once: the pieces of so many are kept in memory.
+/// Sectors looked up at once: their pieces are kept in memory.
 pub(crate) const STEP: u64 = 1 << 18;
-/// Most sectors told about at once: 8 GiB.
+/// Most sectors reported at once: 8 GiB.
 pub(crate) const LIMIT: u64 = 1 << 24;
 
 /// Appends to extents, joining neighbours of one kind.
@@ -24,7 +25,7 @@ pub(crate) fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocati
     }
 }
 
-/// Appends how a file keeps `sectors` sectors from `sector` on.
+/// Appends the extents of a file for `sectors` sectors from `sector` on.
 pub(crate) fn file_extents(
     file: impl AsFd,
     path: &Path,

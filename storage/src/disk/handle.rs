@@ -1,4 +1,4 @@
-//! An open disk: what its ports share.
+//! An open disk, which its ports share.
 
 use std::os::fd::BorrowedFd;
 
@@ -42,18 +42,18 @@ impl Disk {
         self.state.write_cache.store(on, Ordering::Release);
     }
 
-    /// Whether a [`Port`] reads in the thread that submits: so with the blocking engine.
+    /// Whether a [`Port`] reads in the submitting thread, as it does with the blocking engine.
     pub fn reads_block(&self) -> bool {
         self.log.medium.blocks()
     }
 
-    /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), less where the log's segments
+    /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), or less if the log's segments
     /// are small.
     pub fn max_request_bytes(&self) -> usize {
         self.log.max_request_bytes()
     }
 
-    /// Opens a way in for one thread.
+    /// Opens a port for one thread.
     ///
     /// # Errors
     /// If the system refuses a ring, a thread or a descriptor.
@@ -62,8 +62,8 @@ impl Disk {
             .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
     }
 
-    /// Copies all that has been written so far to the base images of the disk's log, while requests go on. Returns the
-    /// LSN up to which they hold everything now.
+    /// Copies all that has been written so far to the base images of the disk's log, while requests go on. Returns
+    /// the LSN up to which the images now hold everything.
     ///
     /// # Errors
     /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
@@ -73,12 +73,12 @@ impl Disk {
         Ok(newest)
     }
 
-    /// Makes the disk longer while it is in use: `size` in bytes. What is new reads as zeroes. A crash leaves the old or
-    /// the new size. A live disk does not shrink: see [`resize_disk`](crate::resize_disk).
+    /// Makes the disk longer while it is in use: `size` in bytes. The new part reads as zeroes. A crash leaves the
+    /// old or the new size. A live disk does not shrink: see [`resize_disk`](crate::resize_disk).
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the present one or more
-    /// than the file system holds; or the files cannot be changed. The disk is as it was then.
+    /// than the file system holds; or the files cannot be changed. The disk is then unchanged.
     pub fn grow(&self, size: u64) -> Result<Resize> {
         let disk = Arc::clone(&self.state);
         check_size(&disk.path, size)?;
@@ -98,8 +98,8 @@ impl Disk {
         self.log.counters.snapshot()
     }
 
-    /// How the disk keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
-    /// `sectors` sectors in all or fewer. Nothing beyond the disk is told about.
+    /// How the disk stores the range that begins at `sector`: extents that follow each other, at most `most` (and at
+    /// least one), of `sectors` sectors in all or fewer. Sectors beyond the disk's end are not reported.
     ///
     /// # Errors
     /// If the base image cannot be asked for its holes.
@@ -109,7 +109,7 @@ impl Disk {
             .min(self.sectors());
         let (mut extents, mut pieces) = (Vec::new(), Vec::new());
         let mut at = sector;
-        // One more than asked for: then the last one is told in full.
+        // One extent more than asked for is looked up, so that the last one is reported in full.
         while at < end && extents.len() <= most {
             let step = STEP.min(end - at);
             self.state.index().pieces(at, step, &mut pieces);
@@ -133,7 +133,7 @@ impl Disk {
         Ok(extents)
     }
 
-    /// The same for what only the base image has.
+    /// Appends the extents of a range that only the base image holds.
     fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
         // SAFETY: the base image is open as long as `self.state`, which outlives this call.
         let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };

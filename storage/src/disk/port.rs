@@ -19,10 +19,10 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
-/// A read whose parts are on their way.
+/// A read whose parts are in flight.
 struct Read {
     token: u64,
-    /// `None` while one part is the whole: its buffer becomes the result.
+    /// `None` if one part is the whole read: the part's buffer becomes the result.
     buffer: Option<Buffer>,
     open: u32,
     /// The parts that come from the log, by their first sector in the read.
@@ -30,11 +30,11 @@ struct Read {
     failed: bool,
 }
 
-/// One thread's way to a disk. Dropping it waits for what is in flight; completions not taken are lost.
+/// One thread's way to a disk. Dropping it waits for the operations in flight; completions not taken are lost.
 ///
 /// A port may write a batch of records that other ports of the log wait for. So its owner has to call
-/// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while it waits for nothing
-/// itself, or drop it.
+/// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while the owner waits for
+/// nothing itself, or drop the port.
 pub struct Port {
     pub(crate) disk: Arc<DiskState>,
     pub(crate) committer: Committer,
@@ -43,9 +43,10 @@ pub struct Port {
     pub(crate) newest_lsn: u64,
     /// Writes held back by a full log, in order.
     parked: VecDeque<(u64, Modification)>,
-    /// The engine id of a part: its read's key here, then the sector of the read where it belongs in 32 bits.
+    /// The reads in flight. The engine id of a part is the key of its read here, then, in 32 bits, the part's first
+    /// sector in the read.
     reads: Slab<Read>,
-    /// Memory for the next read's pieces, and for what has ended.
+    /// Memory for the next read's pieces, and for ended operations.
     pieces: Vec<Piece>,
     ended: Vec<Done>,
 }
@@ -59,7 +60,7 @@ struct Modification {
 }
 
 impl Port {
-    /// A way to the disk with this state, on this log.
+    /// A port to the disk with this state, on this log.
     pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
         Ok(Self {
             disk: disk.clone(),
@@ -73,8 +74,8 @@ impl Port {
         })
     }
 
-    /// Tells how many clients use the port, each of which waits for its FLUSH before it goes on; 1 unless told. A commit
-    /// group waits for no more to join once all clients of the log are in it.
+    /// Sets how many clients use the port, each of which waits for its FLUSH before it goes on; the default is 1. A
+    /// commit group waits for no more waiters once all clients of the log have joined it.
     pub fn set_clients(&mut self, clients: usize) {
         let mailbox = &self.committer.mailbox;
         self.committer.log.lock().set_clients(mailbox, clients);
@@ -106,24 +107,25 @@ impl Port {
         self.finish(token, ended);
     }
 
-    /// Completes what has ended already.
+    /// Queues the completion of a request that has ended already.
     fn finish(&mut self, token: u64, ended: Ended) {
         if let Some(result) = ended.transpose() {
             self.done.push(Completion { token, result });
         }
     }
 
-    /// Ends a batch: starts what was submitted, and calls the log's writer if somebody waits for it.
+    /// Ends a batch of submissions: starts their operations, and calls the log's writer thread if it is wanted.
     pub fn kick(&mut self) {
         self.committer.start();
     }
 
-    /// Readable when [`completions`](Self::completions) may have something to give.
+    /// A descriptor that is readable when [`completions`](Self::completions) may have something to give.
     pub fn event(&self) -> BorrowedFd<'_> {
         self.committer.mailbox.event.fd()
     }
 
-    /// Appends what has ended to `done`. Call it after [`kick`](Self::kick) and when the event is readable.
+    /// Appends the completions of ended requests to `done`. Call it after [`kick`](Self::kick) and when the event is
+    /// readable.
     pub fn completions(&mut self, done: &mut Vec<Completion>) {
         let mut ended = std::mem::take(&mut self.ended);
         self.committer.poll(&mut ended, &mut self.done);
@@ -142,7 +144,7 @@ impl Port {
         self.committer.sleep();
     }
 
-    /// Carries out one request, with nothing else in flight.
+    /// Carries out one request, with no other in flight.
     #[cfg(test)]
     pub(crate) fn end_for_test(&mut self, operation: Operation) -> Result<Option<Buffer>, Failure> {
         self.submit(1, operation);
@@ -182,7 +184,7 @@ impl Port {
         }
         let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
         self.check_range(sector, u64::from(sectors))?;
-        // From the copy, never from memory that the guest can change.
+        // The checksums are of the copy, never of memory that the guest can change.
         let checksums = checksum::of(&data);
         let data = crate::mutant::changed_after_checksum(data);
         let payload = Some(Payload {
@@ -346,7 +348,7 @@ impl Port {
             return Ok(Some(Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)))));
         }
         if !whole {
-            // Parts that nothing is read for are zeroes.
+            // Parts without a read are zeroes.
             buffer.get_or_insert_with(|| Buffer::zeroed(len));
         }
         self.reads.insert(Read {
@@ -369,7 +371,8 @@ impl Port {
         let logged = read.logged.iter().position(|(first, _)| *first == skipped);
         let logged = logged.map(|found| read.logged.swap_remove(found).1);
         let result = end.result.map_err(|error| error.to_string());
-        // Bytes of the log are looked at before anyone gets them: what the medium changed, or never wrote, is an error.
+        // Bytes of the log are verified before the client gets them: bytes that the medium changed, or never wrote,
+        // are an error.
         let result = result.and_then(|part| match (part, logged) {
             (Some(part), Some(logged)) => {
                 let verified = logged.verified(part).map_err(|error| error.to_string());
@@ -405,9 +408,10 @@ impl Port {
 type Ended = Result<Option<Option<Buffer>>, Failure>;
 
 impl Port {
-    /// Asks for word once the modifications that this port has completed so far outlive this process, though not yet a
-    /// power cut: a completion that carries `token` comes then, or with it why not. `true`: they do already, and none
-    /// comes. Nothing starts before [`kick`](Self::kick). On a disk without FLUSH there is nothing to wait for.
+    /// Asks for a completion with `token` once the modifications that this port has completed so far are written:
+    /// they then outlive this process, but not yet a power cut. If that fails, the completion carries the failure.
+    /// `true`: they are written already, and no completion comes. Nothing starts before [`kick`](Self::kick). On a
+    /// disk that ignores FLUSH there is nothing to wait for.
     pub fn when_written(&mut self, token: u64) -> bool {
         if self.disk.no_flush {
             return true;
