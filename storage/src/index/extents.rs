@@ -4,8 +4,8 @@
 //! ```text
 //!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
 //! ```
-//! Where an extent is takes one word. What a word names, segments and payloads that wait for the log, is kept in two
-//! small tables beside the leaves.
+//! An extent's place takes one word. The segments, and the payloads that wait for the log, which words name are kept
+//! in two small tables beside the leaves.
 
 use std::collections::VecDeque;
 
@@ -19,11 +19,11 @@ const LEAF: usize = 256;
 /// Extents by which a leaf's memory grows.
 const STEP: usize = 16;
 
-/// Where an extent begins: two bits for the kind, the rest depends on it.
+/// The place where an extent's bytes begin: two bits for the kind, the rest depends on the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Word(u64);
 
-/// What a [`Word`] says.
+/// A decoded [`Word`].
 enum Meaning {
     Log { slot: usize, sector: u64 },
     Pending { lsn: u64 },
@@ -35,8 +35,8 @@ impl Word {
     const PENDING: u64 = 1 << Self::KIND;
     const ZERO: u64 = 2 << Self::KIND;
 
-    /// At a sector of the segment that has this place in the table. A segment has at most 2^21 sectors, and the
-    /// log at most 2^16 segments.
+    /// A sector of the segment in this slot of the table. A segment has at most 2^21 sectors, and the log at most
+    /// 2^16 segments.
     fn log(slot: usize, sector: u64) -> Self {
         debug_assert!(slot < 1 << 30 && sector < 1 << 32);
         Self((slot as u64) << 32 | sector)
@@ -64,7 +64,7 @@ impl Word {
         }
     }
 
-    /// Where the same extent is `sectors` sectors further on.
+    /// The place `sectors` sectors further on in the same extent.
     fn skip(self, sectors: u64) -> Self {
         match self.meaning() {
             Meaning::Log { slot, sector } => Self::log(slot, sector + sectors),
@@ -75,7 +75,7 @@ impl Word {
 
 #[derive(Clone, Copy, Debug)]
 struct Extent {
-    /// The low half of its first sector. The high half is its leaf's.
+    /// The low half of the number of its first sector. The leaf has the high half.
     start: u32,
     sectors: u32,
     word: Word,
@@ -84,7 +84,7 @@ struct Extent {
 const _: () = assert!(size_of::<Extent>() == 16);
 
 impl Extent {
-    /// Both as one, if `next` goes on where this ends, on the disk and where the bytes are.
+    /// Both as one extent, if `next` begins where this one ends, on the disk and in the place of the bytes.
     fn joined(self, next: Self) -> Option<Self> {
         let sectors = self.sectors.checked_add(next.sectors)?;
         let adjacent = self.start.checked_add(self.sectors) == Some(next.start)
@@ -93,7 +93,7 @@ impl Extent {
     }
 }
 
-/// The first sector of all that have the same high half.
+/// The first of all sectors whose numbers have the same high half.
 fn zone(sector: u64) -> u64 {
     sector & !u64::from(u32::MAX)
 }
@@ -101,7 +101,8 @@ fn zone(sector: u64) -> u64 {
 /// Extents that follow each other, all of one zone. Never empty.
 #[derive(Debug)]
 struct Leaf {
-    /// A sector at or before all that begin in this leaf, and behind all that begin in the one before.
+    /// A sector at or before the start of every extent of this leaf, and behind the start of every extent of the leaf
+    /// before.
     base: u64,
     extents: Vec<Extent>,
 }
@@ -119,7 +120,7 @@ impl Leaf {
             .partition_point(|extent| u64::from(extent.start) < limit)
     }
 
-    /// Joins what can be joined around the extents `first..last`.
+    /// Joins adjacent extents around and in `first..last`, where that is possible.
     fn join(&mut self, first: usize, mut last: usize) {
         let extents = &mut self.extents;
         let mut at = first.max(1);
@@ -135,7 +136,8 @@ impl Leaf {
         }
     }
 
-    /// Gives memory back that is no longer needed. Not at once, so that a leaf that shrinks and grows keeps it.
+    /// Gives memory back once most of it is unused. Not earlier, so that a leaf that shrinks and grows keeps its
+    /// memory.
     fn trim(&mut self) {
         let needed = self.extents.len().max(STEP);
         if self.extents.capacity() > 4 * needed {
@@ -150,21 +152,21 @@ struct Pending {
     lsn: u64,
     /// The first sector of its record.
     sector: u64,
-    /// `None` once it is in the log and one before it is not.
+    /// `None` once the payload is in the log; the entry stays while an earlier payload is not.
     payload: Option<SharedBuffer>,
 }
 
-/// Non-overlapping extents in the order of their sectors. Holding it pins every segment that it has ever named.
+/// Non-overlapping extents in the order of their sectors. The map pins every segment that it has ever named.
 #[derive(Debug, Default)]
 pub(crate) struct ExtentMap {
     leaves: Vec<Leaf>,
     segments: Vec<Arc<Segment>>,
-    /// By LSN.
+    /// Payloads that are not in the log yet, by LSN.
     pending: VecDeque<Pending>,
 }
 
 impl ExtentMap {
-    /// Puts an extent over whatever was in its range. A payload in memory is the whole record's.
+    /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let end = sector + sectors;
         let word = self.word(sector, lsn, place);
@@ -179,7 +181,7 @@ impl ExtentMap {
                 return;
             }
         }
-        // What reaches beyond the range.
+        // The part of an old extent that reaches beyond the range.
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
             let before_end = start + u64::from(before.sectors);
@@ -201,7 +203,7 @@ impl ExtentMap {
             leaf.extents.drain(first..last);
             leaf.trim();
         }
-        // The leaf that the range begins in gets its extent.
+        // Emptied leaves go, but the leaf in which the range begins stays: it gets the extent.
         let emptied = |leaf: &mut Leaf| leaf.extents.is_empty() && leaf.base > sector;
         self.leaves
             .extract_if(from.min(until)..until, emptied)
@@ -212,7 +214,7 @@ impl ExtentMap {
         }
     }
 
-    /// Puts an extent where nothing is.
+    /// Inserts an extent into a range that holds none.
     fn put(&mut self, sector: u64, sectors: u64, word: Word) {
         let extent = Extent {
             start: sector as u32,
@@ -275,7 +277,7 @@ impl ExtentMap {
 
     /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and moves `at` there.
     fn visit_leaf(&self, leaf: &Leaf, at: &mut u64, end: u64, each: &mut impl FnMut(Piece)) {
-        // The last that begins at or before the range may reach into it.
+        // The last extent that begins at or before the range may reach into it.
         let first = leaf.position(*at + 1).saturating_sub(1);
         for extent in &leaf.extents[first..] {
             let start = leaf.start(extent);
@@ -295,8 +297,8 @@ impl ExtentMap {
         }
     }
 
-    /// The record `lsn`, which covered the range, is in the log now: whatever of it is still visible here
-    /// moves from memory to there.
+    /// The record `lsn`, which covered the range, is in the log now: the parts of it that are still visible here
+    /// change their place from memory to the log.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,
@@ -337,7 +339,7 @@ impl ExtentMap {
         })
     }
 
-    /// What of it lies in no extent of `newer`. It has no payloads that wait for the log.
+    /// The parts of this map that lie in no extent of `newer`. This map has no payloads that wait for the log.
     pub(crate) fn without(&self, newer: &Self) -> Self {
         let mut left = Self::default();
         for piece in self.iter() {
@@ -378,7 +380,7 @@ impl ExtentMap {
         found.unwrap_or(0)
     }
 
-    /// The last extent that begins before `sector`, and where.
+    /// The last extent that begins before `sector`, and its first sector.
     fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
         let leaves = self.leaves_before(sector);
         self.leaves[..leaves].iter_mut().rev().find_map(|leaf| {
@@ -405,7 +407,8 @@ impl ExtentMap {
         }
     }
 
-    /// The segment's place in the table: one of the last, if it is there.
+    /// The segment's slot in the table, added if it is missing. The search begins at the end, where recent segments
+    /// are.
     fn slot(&mut self, segment: &Arc<Segment>) -> usize {
         let found = self.segments.iter().rposition(|s| Arc::ptr_eq(s, segment));
         found.unwrap_or_else(|| {
@@ -441,12 +444,12 @@ impl ExtentMap {
 
 #[cfg(test)]
 impl ExtentMap {
-    /// Records that are not in the log.
+    /// Number of records that wait for the log.
     pub(super) fn waiting(&self) -> usize {
         self.pending.len()
     }
 
-    /// Panics if an extent is where no look-up finds it.
+    /// Panics if an extent is in a place where no look-up finds it.
     pub(super) fn check(&self) {
         let (mut last_end, mut last_start) = (0, None);
         for leaf in &self.leaves {

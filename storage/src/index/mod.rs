@@ -5,8 +5,8 @@
 //!             └─ gaps ─▶ frozen (what a running checkpoint copies)
 //!                          └─ gaps ─▶ base image
 //! ```
-//! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new
-//! writes go to a new active layer: what it copies is exactly the disk as of that LSN.
+//! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new writes go to
+//! a new active layer: the copy is exactly the disk as of that LSN.
 
 mod extents;
 mod place;
@@ -40,7 +40,7 @@ impl Index {
             });
     }
 
-    /// See [`ExtentMap::relocate`]. A frozen layer is still exclusively ours until its last record is durable.
+    /// See [`ExtentMap::relocate`]. The index has a frozen layer for itself until the layer's last record is durable.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,

@@ -1,4 +1,4 @@
-//! Where the newest bytes of a stretch of sectors are.
+//! The place of the newest bytes of a range of sectors.
 
 use crate::SharedBuffer;
 use crate::medium::segment::Segment;
@@ -19,7 +19,7 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    /// Where it goes on after `sectors`.
+    /// The place `sectors` sectors further on.
     pub(crate) fn skip(&self, sectors: u64) -> Self {
         let bytes = sectors * crate::SECTOR_SIZE;
         match self {
@@ -46,7 +46,7 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// What no layer has.
+    /// A piece that the layer does not have.
     pub(crate) fn gap(sector: u64, end: u64) -> Self {
         Self {
             sector,

@@ -1,4 +1,4 @@
-//! The index against an array that holds one entry a sector, and how much memory it takes.
+//! Tests of the index against an array that holds one entry a sector, and of the memory that the index takes.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ fn segment() -> Arc<Segment> {
     Arc::new(Segment::new(PathBuf::new(), Box::new(file)))
 }
 
-/// A payload that says in each sector which record it is of, and where in it.
+/// A payload in which each sector holds its record's LSN and its own number in the record.
 fn payload(lsn: u64, sectors: u64) -> SharedBuffer {
     let mut payload = Buffer::zeroed((sectors * SECTOR_SIZE) as usize);
     for (number, sector) in payload.chunks_exact_mut(512).enumerate() {
@@ -41,7 +41,7 @@ enum Step {
         sectors: u64,
         unmap: bool,
     },
-    /// A record that waits reaches the log, as the next there or behind a gap.
+    /// A waiting record reaches the log, directly behind the previous one there or behind a gap.
     Log {
         which: prop::sample::Index,
         gap: bool,
@@ -51,7 +51,7 @@ enum Step {
     Checkpointed,
 }
 
-/// Sectors of the model: on both sides of where the high half of a sector's number changes.
+/// Sectors of the model, on both sides of the point where the high half of a sector's number changes.
 const SECTORS: u64 = 1600;
 const FIRST: u64 = (1 << 32) - SECTORS / 2;
 
@@ -89,10 +89,10 @@ struct Waiting {
     sectors: u64,
 }
 
-/// A segment, and the record and the sector of it that each of its sectors holds.
+/// A segment, and for each of its sectors the record, and the sector of the record, that it holds.
 type Held = (Arc<Segment>, Vec<(u64, u64)>);
 
-/// The index and what it should say.
+/// The index, and what it should return.
 struct Model {
     index: Index,
     /// Active layer and frozen layer.
@@ -303,13 +303,13 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
         map.relocate(lsn * 8, 8, lsn, &segment, offset);
     }
     map.check();
-    // One for each batch, and one more where a batch lies in two leaves.
+    // One extent for each batch, and one more where a batch lies in two leaves.
     assert!(
         (10..=14).contains(&map.iter().count()),
         "{}",
         map.iter().count()
     );
-    // Recovery finds the same.
+    // Extents that are in the log from the start, as in recovery, are joined too.
     let mut map = ExtentMap::default();
     for sector in 0..100_000 {
         let place = Place::Log {
@@ -335,11 +335,11 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     map.check();
 }
 
-/// The goal is 24 bytes of memory for each logged 4 KiB block, tree and allocator included, however they lie.
+/// The goal is 24 bytes of memory for each logged 4 KiB block, tree and allocator included, however the blocks lie.
 #[test]
 fn a_logged_block_takes_less_than_24_bytes() {
     const BLOCKS: u64 = 1 << 20;
-    // An odd multiplier makes each number below a power of two come once, in an order without neighbours.
+    // With an odd multiplier each number below a power of two comes once, in an order without neighbours.
     fn scattered(i: u64) -> u64 {
         i.wrapping_mul(0x9e37_79b1) % BLOCKS
     }
