@@ -1,17 +1,17 @@
-//! Memory for payloads: page-aligned, as O_DIRECT wants it, and recycled instead of freed, so that a store at
-//! work asks the system for none.
+//! Memory for payloads: page-aligned, as O_DIRECT requires, and recycled instead of freed, so that a running store
+//! asks the system for none.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-// Not `crate::sync`: what order the pool is used in changes nothing that a scheduler could find.
+// Not `crate::sync`: the order in which threads use the pool changes no result, so `shuttle` need not schedule it.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// Most bytes that wait for their next use, in the whole process: as many as a queue may have in flight.
+/// Most bytes that the pool keeps for reuse, in the whole process: as many as a queue may have in flight.
 const POOL_BYTES: usize = 32 << 20;
 /// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
 const CLASSES: usize = 11;
@@ -21,19 +21,19 @@ const CLASSES: usize = 11;
 /// A request's payload lives in exactly one `Buffer` from the copy out of guest memory until the
 /// request completes; the checksum is taken from it, never from memory that a guest can change.
 ///
-/// Its memory is taken from a list of what earlier buffers left, and goes back there: up to 32 MiB in all stay with
-/// the process.
+/// Its memory comes from a pool of memory of earlier buffers, and goes back there: the process keeps up to 32 MiB in
+/// all.
 pub struct Buffer(SharedBuffer);
 
-/// What a [`Buffer`] is once nobody writes to it any more. Clones share the memory.
+/// A read-only [`Buffer`]. Clones share the memory.
 #[derive(Clone)]
 pub(crate) struct SharedBuffer {
-    /// Not dropped but given back to the pool, if it is the last.
+    /// The last user does not drop the block but gives it back to the pool.
     block: ManuallyDrop<Arc<Block>>,
     len: usize,
 }
 
-/// Memory with its count of users, recycled together. All of it has been initialised.
+/// Memory that is recycled together with its count of users (the `Arc`). All its bytes have been initialised.
 struct Block {
     pointer: NonNull<u8>,
     layout: Layout,
@@ -64,7 +64,7 @@ impl Drop for Block {
     }
 }
 
-/// Blocks that wait for their next use, by class.
+/// Blocks kept for reuse, by class.
 struct Pool {
     classes: [Vec<Arc<Block>>; CLASSES],
     bytes: usize,
@@ -77,11 +77,11 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
 
 impl Pool {
     fn lock() -> MutexGuard<'static, Self> {
-        // What it guards is right between any two steps.
+        // The pool is consistent between any two steps, so also after a panic.
         POOL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where memory of `size` bytes belongs; `None`: to the system.
+    /// The class of memory of `size` bytes; `None`: it is not recycled, but goes back to the system.
     fn class(size: usize) -> Option<usize> {
         let pages = size.div_ceil(BUFFER_ALIGN).max(1);
         let class = pages.checked_next_power_of_two()?.trailing_zeros() as usize;
@@ -92,7 +92,7 @@ impl Pool {
         self.bytes += block.layout.size();
         self.classes[class].push(block);
         while self.bytes > POOL_BYTES {
-            // From the class that holds most, so that what was needed once does not keep out what is needed now.
+            // The block is of the class that holds most, so that sizes needed once do not keep out sizes needed now.
             let most = self.classes.iter_mut().enumerate();
             let most = most.max_by_key(|(class, blocks)| blocks.len() << class);
             let freed = most.and_then(|(_, blocks)| blocks.pop());
@@ -120,8 +120,8 @@ impl Buffer {
         buffer
     }
 
-    /// `len` bytes of anything, such as what an earlier request moved. For a caller that overwrites every one of
-    /// them before anyone else sees the buffer.
+    /// `len` arbitrary bytes, such as those of an earlier request. For a caller that overwrites every byte before
+    /// other code sees the buffer.
     ///
     /// # Panics
     /// As [`zeroed`](Self::zeroed).
@@ -129,7 +129,7 @@ impl Buffer {
         Self::take(len).0
     }
 
-    /// Makes it read-only and cheap to clone.
+    /// Makes the buffer read-only and cheap to clone.
     #[cfg(any(feature = "engine", test))]
     pub(crate) fn share(self) -> SharedBuffer {
         self.0
@@ -163,7 +163,7 @@ impl From<&[u8]> for Buffer {
 impl Deref for SharedBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the block holds at least `len` initialised bytes and lives as long as `self`. Nobody writes to
+        // SAFETY: the block holds at least `len` initialised bytes and lives as long as `self`. No thread writes to
         // them meanwhile: see `DerefMut` of `Buffer`.
         unsafe { std::slice::from_raw_parts(self.block.pointer.as_ptr(), self.len) }
     }
@@ -188,7 +188,8 @@ impl Drop for SharedBuffer {
     fn drop(&mut self) {
         // SAFETY: dropped once, and `self` is not used afterwards.
         let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
-        // The last user gives it back. Of two that end at the same moment each may see the other: then it is freed.
+        // The last user gives the block back. If two users end at the same moment, each may see the other: then the
+        // block is freed.
         if let Some(class) = Pool::class(block.layout.size())
             && Arc::get_mut(&mut block).is_some()
         {
@@ -240,7 +241,7 @@ mod tests {
                         let mark = [thread, round as u8].repeat(256 << (round % 4));
                         let shared = Buffer::from(&mark[..]).share();
                         let clone = shared.clone();
-                        // A clone that another thread drops, at any time.
+                        // Another thread drops the clone, at any time.
                         held.push((shared, mark));
                         std::thread::spawn(move || drop(clone)).join().unwrap();
                         if held.len() > 16 {
@@ -254,7 +255,7 @@ mod tests {
         threads.into_iter().for_each(|t| t.join().unwrap());
     }
 
-    /// On a pool of its own: the process's is shared with the other tests.
+    /// The test has a pool of its own, because the process's pool is shared with the other tests.
     #[test]
     fn the_pool_is_bounded_and_makes_room_for_other_sizes() {
         let mut pool = Pool {

@@ -4,21 +4,21 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-/// What kind of thing went wrong; stable, for programs.
+/// The kind of an error; stable, for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A file or directory that must be there is not.
+    /// A required file or directory is missing.
     NotFound,
-    /// Something that would be created is there already.
+    /// A file or directory that was to be created exists already.
     AlreadyExists,
-    /// Another process, or another disk of this one, has it open.
+    /// Another process, or another disk of this process, has the file open.
     Locked,
     /// The log belongs to another disk, or the disk to another log.
     WrongLog,
     /// Bytes below the durable LSN are damaged (promise 4): acknowledged data may be lost.
     Damaged,
-    /// Written by a version of the format that this one does not know.
+    /// The file has a version of the format that this program does not know.
     UnsupportedVersion,
     /// A size, count or option out of its range.
     InvalidInput,
@@ -46,7 +46,7 @@ impl Error {
         }
     }
 
-    /// An I/O error with what was being done to which file.
+    /// An I/O error, with the operation that failed and its file.
     pub(crate) fn io(doing: &str, path: &Path, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,

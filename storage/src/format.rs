@@ -17,13 +17,13 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use crate::mutant::{Mutant, planted};
 use crate::{Buffer, MAX_REQUEST_BYTES};
 
-/// Unit of everything that starts a structure: one page, a multiple of any sector size in use.
+/// Alignment of the start of every structure: one page, a multiple of any sector size in use.
 pub(crate) const BLOCK: usize = 4096;
 /// The one format version this code reads and writes.
 pub(crate) const VERSION: u32 = 2;
 /// Bytes of one control slot.
 pub(crate) const CONTROL_SLOT: usize = 64 << 10;
-/// Most disks on one log: what a control slot holds.
+/// Most disks on one log: as many as a control slot holds.
 pub(crate) const MAX_DISKS: usize =
     (CONTROL_SLOT - size_of::<ControlHeader>()) / size_of::<DiskEntry>();
 /// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
@@ -31,7 +31,8 @@ pub(crate) const MAX_DESCRIPTORS: usize = 896;
 /// Most checksums of one batch: those of the longest request. Bounds the header's size too.
 pub(crate) const MAX_CHECKSUMS: usize = MAX_REQUEST_BYTES / BLOCK;
 
-/// LSNs, commit ids, sequences and generations stay below: none is reached by counting, and one more never overflows.
+/// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
+/// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 62;
 
 pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
@@ -43,8 +44,8 @@ pub(crate) type Uuid = [u8; 16];
 
 /// Start of a control slot; `disk_count` [`DiskEntry`]s follow.
 ///
-/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a
-/// checkpoint ends, before anything it frees is reused. A torn slot fails its CRC and the other counts.
+/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
+/// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ControlHeader {
@@ -69,12 +70,12 @@ pub(crate) struct ControlHeader {
     /// No commit id below this is given out again.
     pub next_cid: U64,
     /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
-    /// before it is damaged, for its older records would be replayed over newer ones.
+    /// before this LSN is damaged, because its older records would be replayed over newer ones.
     pub copying_lsn: U64,
 }
 
 impl ControlHeader {
-    /// Whether all its numbers can have been reached by counting.
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
     pub(crate) fn counted(&self) -> bool {
         counted(&[
             self.generation,
@@ -95,30 +96,31 @@ pub(crate) struct DiskEntry {
     /// The number that descriptors name the disk by; never given to another.
     pub id: U32,
     pub path_len: U16,
-    /// 1 while the disk is being resized: the base image may be longer than `size`, and what is beyond is void.
+    /// 1 while the disk is being resized: the base image may be longer than `size`, and its bytes beyond are void.
     /// Else 0.
     pub resizing: u8,
     /// 1 if the base image carries a mark; 0 if its file system has no attributes.
     pub marked: u8,
     /// Bytes of the disk.
     pub size: U64,
-    /// What the mark of the base image says, until it says `next_generation`.
+    /// The generation in the mark of the base image, until the mark has `next_generation`.
     pub generation: U64,
-    /// What the mark is being changed to; the same as `generation` while it is not being changed.
+    /// The generation that the mark is being changed to; the same as `generation` while the mark is not being
+    /// changed.
     pub next_generation: U64,
-    /// Records of this disk up to here count as copied to its base image, whatever `checkpoint_lsn` says: they were
-    /// given up.
+    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says: they
+    /// were discarded.
     pub void_lsn: U64,
-    /// Which file the base image was when the disk was last opened, by the file system's numbers: what a disk without
-    /// a mark is known by. All 0: not known.
+    /// The file system's numbers of the base image when the disk was last opened: a disk without a mark is known by
+    /// them. All 0: not known.
     pub device: U64,
     pub inode: U64,
-    /// When the file was made, in nanoseconds since 1970; 0 where the file system does not tell.
+    /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
     pub born: U64,
-    /// Bytes that the base image has had since the last checkpoint that wrote to it.
+    /// Samples of bytes that the base image has had since the last checkpoint that wrote to it.
     pub samples: [Sample; SAMPLES],
-    /// Where the base image was when the disk was last opened, not terminated: below the directory that the log
-    /// directory is in relative to that, elsewhere absolute. Empty: another disk's image is there now.
+    /// The path of the base image when the disk was last opened, not terminated. It is relative to the directory that
+    /// the log directory is in if the image is below that, else absolute. Empty: another disk's image is there now.
     pub path: [u8; 480],
 }
 
@@ -131,20 +133,21 @@ pub(crate) const SAMPLES: usize = 4;
 pub(crate) struct Sample {
     /// Byte offset in the base image.
     pub offset: U64,
-    /// Bytes, at most [`BLOCK`]. 0: no sample.
+    /// Length in bytes, at most [`BLOCK`]. 0: no sample.
     pub len: U32,
-    /// Their CRC-32C.
+    /// The CRC-32C of these bytes.
     pub crc: U32,
 }
 
 impl DiskEntry {
-    /// Whether all its numbers can have been reached by counting.
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
     fn counted(&self) -> bool {
         counted(&[self.generation, self.next_generation, self.void_lsn])
     }
 }
 
-/// First block of a segment. Written together with the segment's first batch; before, it is [blank](Self::blank).
+/// First block of a segment. Written together with the segment's first batch; before that, it is
+/// [blank](Self::blank).
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SegmentHeader {
@@ -155,9 +158,9 @@ pub(crate) struct SegmentHeader {
     pub log: Uuid,
     /// Position in the log's order; grows by one or more with each segment taken into use.
     pub sequence: U64,
-    /// The segment that the log came from, so that a missing one is noticed. 0: none.
+    /// Sequence of the segment before this one, so that a missing segment is noticed. 0: none.
     pub previous_sequence: U64,
-    /// LSN of the last record before this segment. What follows it in the previous one is void.
+    /// LSN of the last record before this segment. Records after it in the previous segment are void.
     pub previous_lsn: U64,
     /// Random, new with every sequence; repeated in each batch header.
     pub salt: U64,
@@ -167,7 +170,7 @@ pub(crate) struct SegmentHeader {
 ///
 /// The fixed part comes first so that a reader can bound the rest before trusting it. The CRC covers the header, the
 /// descriptors and the checksums. Each [`BLOCK`] of each payload has one checksum, a CRC-32C, in the order of the
-/// payloads: whoever reads a part of a payload verifies that part.
+/// payloads, so that a reader of a part of a payload can verify that part.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct BatchHeader {
@@ -182,10 +185,10 @@ pub(crate) struct BatchHeader {
     pub cid: U64,
     /// LSN of the first descriptor; the others follow without gaps.
     pub first_lsn: U64,
-    /// Durable LSN when the batch was built: what is at or below it was acknowledged, and can't be a torn tail.
+    /// Durable LSN when the batch was built: records at or below it were acknowledged, so they can't be a torn tail.
     pub durable_lsn: U64,
-    /// Wall clock, microseconds since 1970, not before the previous batch's however the clock was set. For people;
-    /// nothing is ordered by it.
+    /// Wall clock, microseconds since 1970, not before the previous batch's, however the clock was set. For people
+    /// only; nothing is ordered by it.
     pub unix_us: U64,
     /// CRC of the previous batch's header in this segment (of the segment header for the first).
     pub previous_crc: U32,
@@ -195,7 +198,7 @@ pub(crate) struct BatchHeader {
     pub payload_bytes: U64,
 }
 
-/// One record: what was asked of a disk. Payloads lie behind the header in the order of descriptors.
+/// One record: a request to a disk that changes its data. Payloads lie behind the header in the order of descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Descriptor {
@@ -247,7 +250,7 @@ const fn header_len(descriptors: usize, checksums: usize) -> usize {
     size_of::<BatchHeader>() + descriptors * size_of::<Descriptor>() + checksums * size_of::<U32>()
 }
 
-/// The same, padded to blocks.
+/// The same length, padded to blocks.
 pub(crate) const fn batch_header_len(descriptors: usize, checksums: usize) -> usize {
     header_len(descriptors, checksums).next_multiple_of(BLOCK)
 }
@@ -267,12 +270,12 @@ pub(crate) fn seal(bytes: &mut [u8]) -> u32 {
     crc
 }
 
-/// Whether all can have been reached by counting.
+/// Whether all numbers are below the limit, so that counting can have reached them.
 pub(crate) fn counted(numbers: &[U64]) -> bool {
     numbers.iter().all(|number| number.get() < NUMBER_LIMIT)
 }
 
-/// What a block turns out to be when it is read as a structure.
+/// The result of reading a block as a structure.
 #[derive(Debug)]
 pub(crate) enum Decoded<T> {
     /// Magic, version and CRC are right.
@@ -284,8 +287,8 @@ pub(crate) enum Decoded<T> {
 }
 
 impl SegmentHeader {
-    /// The first block of a segment that holds nothing: the header of no log, with sequence 0. Zeroes would not do: they
-    /// are what a lost write leaves.
+    /// The first block of a segment that holds nothing: the header of no log, with sequence 0. Zeroes would not do,
+    /// because a lost write leaves zeroes.
     pub(crate) fn blank() -> Buffer {
         let mut header = Self::new_zeroed();
         header.magic = SEGMENT_MAGIC;
@@ -348,7 +351,8 @@ impl BatchHeader {
         seal(&mut block[..end])
     }
 
-    /// Reads the fixed part and says how many bytes header, descriptors and checksums take; nothing is trusted yet.
+    /// Reads the fixed part and returns it with the length of header, descriptors and checksums in bytes. The CRC is
+    /// not verified yet.
     pub(crate) fn peek(block: &[u8]) -> Option<(Self, usize)> {
         let (header, _) = Self::read_from_prefix(block).ok()?;
         let descriptors = usize::from(header.descriptor_count.get());
@@ -359,8 +363,8 @@ impl BatchHeader {
             .then(|| (header, header_len(descriptors, checksums)))
     }
 
-    /// Reads the descriptors and checksums of a header whose bytes, as long as [`peek`](Self::peek) said, are `bytes`.
-    /// `None` if the CRC, a kind, the payload length or the number of checksums is not right.
+    /// Reads the descriptors and checksums of a header from `bytes`, which has the length that [`peek`](Self::peek)
+    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is not right.
     pub(crate) fn records(&self, bytes: &[u8]) -> Option<(Vec<Descriptor>, Vec<u32>)> {
         if self.crc.get() != crc_without(bytes, CRC_AT) {
             return None;
@@ -390,7 +394,7 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Whether all its numbers can have been reached by counting.
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
     pub(crate) fn counted(&self) -> bool {
         self.header.counted() && self.disks.iter().all(DiskEntry::counted)
     }
@@ -400,12 +404,12 @@ impl Control {
         self.disks.iter().find(|disk| disk.id.get() == id)
     }
 
-    /// The same, to be changed.
+    /// The entry of a disk, for changes.
     pub(crate) fn disk_mut(&mut self, id: u32) -> Option<&mut DiskEntry> {
         self.disks.iter_mut().find(|disk| disk.id.get() == id)
     }
 
-    /// Up to where the records of a disk count as copied to its base image.
+    /// The LSN up to which the records of a disk count as copied to its base image.
     pub(crate) fn applied_lsn(&self, disk_id: u32) -> u64 {
         let disk = self.disk(disk_id);
         let void_lsn = disk.map_or(0, |disk| disk.void_lsn.get());
@@ -467,7 +471,8 @@ mod tests {
         const { assert!(MAX_DISKS >= 100) };
     }
 
-    /// No history can show what the checksum of a control slot is for: all that its store changes lies in one sector.
+    /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
+    /// lie in one sector.
     #[test]
     fn every_flipped_bit_of_a_control_slot_is_noticed() {
         let mut header = ControlHeader::new_zeroed();
@@ -485,7 +490,7 @@ mod tests {
         let used = size_of::<ControlHeader>() + 2 * size_of::<DiskEntry>();
         let mut bits = (0..used * 8).chain((used * 8..CONTROL_SLOT * 8).step_by(97));
         assert!(bits.all(|bit| !is_taken(bit)));
-        // Without it a change of a path would be believed.
+        // Without the checksum a changed path would be believed.
         PLANTED.set(Some(Mutant::ControlChecksumIgnored));
         let believed = is_taken((used - 1) * 8);
         PLANTED.set(None);

@@ -1,4 +1,4 @@
-//! The write-ahead-logged block store. Knows no virtio and no KVM.
+//! The write-ahead-logged block store. It knows nothing of virtio or KVM.
 //!
 //! ```text
 //!   Disk ──open_port──▶ Port (one per thread)
@@ -13,22 +13,23 @@
 //! 1. *Stable means stable*: a WRITE completed before a FLUSH was submitted survives power loss once that
 //!    FLUSH completes; in writethrough mode each WRITE is durable before it completes.
 //! 2. *All-or-nothing*: after a crash each request is entirely there or entirely absent.
-//! 3. *Prefix*: what a crash leaves is a prefix of the LSN order.
+//! 3. *Prefix*: the records that survive a crash are a prefix of the LSN order.
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
-//! The folders are layers. Each imports only from itself and from those behind it in this list: `store` (opening, closing, and all
-//! that is done to disks that nobody uses), `disk` (ports), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options,
-//! which image is which disk), `index`, `medium` (files, segments, engines), and the modules of no folder.
+//! The folders are layers. Each imports only from itself and from those behind it in this list: `store` (opening,
+//! closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`, `log`, `catalog`
+//! (the control file, options, which image is which disk), `index`, `medium` (files, segments, engines), and the
+//! modules outside the folders.
 //!
-//! Without the feature `engine`, which is on by default, there is no store: only the types of requests ([`Operation`],
-//! [`Completion`] and what they are made of), for frontends over another disk.
+//! Without the feature `engine`, which is on by default, there is no store: only the types of requests
+//! ([`Operation`], [`Completion`] and what they are made of), for frontends over disks of another kind.
 
 mod buffer;
 mod request;
 mod schedule;
 
-// The store: all that is left out without the feature `engine`.
+// The store: without the feature `engine` all of these modules are left out.
 #[cfg(feature = "engine")]
 mod catalog;
 #[cfg(feature = "engine")]

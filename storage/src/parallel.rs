@@ -1,23 +1,24 @@
-//! Long work cut into parts that several threads do, as if one did them in order.
+//! Long work cut into parts that several threads do, with results as if one thread did them in order.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-// Not `crate::sync`: no thread of a running store is in here.
+// Not `crate::sync`: no thread of a running store uses this module.
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Parts that each thread may be ahead of what has been taken.
+/// Parts per thread that may be begun ahead of the results taken.
 const AHEAD: usize = 2;
 
-/// So many threads, or as many as there are processors.
+/// The number of threads that is given, or else the number of processors.
 pub(crate) fn thread_count(threads: Option<NonZeroUsize>) -> usize {
     let threads = threads.map_or_else(thread::available_parallelism, Ok);
     threads.map_or(1, usize::from)
 }
 
-/// Does `work` for each of `parts` on up to so many threads, and hands what comes of it to `take` in the order of the
-/// parts, in the calling thread: whatever the number of threads, `take` sees the same. It ends all with `Ok(false)`, or
-/// with an error; some parts behind that may have been begun for nothing, but with one thread none is.
+/// Does `work` for each of `parts` on up to `threads` threads, and hands the results to `take` in the order of the
+/// parts, in the calling thread: whatever the number of threads, `take` sees the same. When `take` returns
+/// `Ok(false)` or an error, all work ends; some later parts may have been begun for nothing, but none with one
+/// thread.
 ///
 /// # Errors
 /// Those of `take`.
@@ -68,11 +69,11 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
     })
 }
 
-/// What the threads share.
+/// The data that the threads share.
 struct Shared<'a, T, R> {
     state: Mutex<State<'a, T, R>>,
     changed: Condvar,
-    /// Parts begun and not taken.
+    /// Most parts that may be begun and not taken.
     most: usize,
 }
 
@@ -80,15 +81,15 @@ struct State<'a, T, R> {
     parts: &'a mut (dyn Iterator<Item = T> + Send),
     begun: usize,
     taken: usize,
-    /// What came of parts that are not taken yet.
+    /// The results that are not taken yet, by the number of the part.
     done: BTreeMap<usize, R>,
-    /// No part is begun any more.
+    /// No further part is begun.
     ended: bool,
 }
 
 impl<'a, T, R> Shared<'a, T, R> {
     fn lock(&self) -> MutexGuard<'_, State<'a, T, R>> {
-        // A thread that panicked in here ends the others; its panic is handed on by the scope.
+        // A thread that panics in here ends the others; the scope hands its panic on.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -108,9 +109,9 @@ impl<'a, T, R> Shared<'a, T, R> {
         }
     }
 
-    /// A thread's share.
+    /// The loop of a helping thread.
     fn help(&self, work: impl Fn(T) -> R) {
-        // A panic leaves a gap that nobody could pass: so all end.
+        // A panic leaves a part without a result, for which `next` would wait for ever: so all work ends.
         let ending = Ending(self);
         loop {
             let busy = |state: &mut State<'a, T, R>| {
@@ -132,7 +133,8 @@ impl<'a, T, R> Shared<'a, T, R> {
         std::mem::forget(ending);
     }
 
-    /// What came of the next part, in order; `alone`: nobody else does it. `None` after the last.
+    /// The result of the next part, in order; `None` after the last. `alone`: the work, if there is no helping thread
+    /// to do it.
     fn next(&self, alone: Option<impl Fn(T) -> R>) -> Option<R> {
         let mut state = self.lock();
         loop {
@@ -142,7 +144,7 @@ impl<'a, T, R> Shared<'a, T, R> {
                 self.changed.notify_all();
                 return Some(result);
             }
-            // Looked at before any wait: it may have been while nobody waited.
+            // A panic is looked for before any wait, since it may have come while this thread did not wait.
             assert!(state.begun != usize::MAX, "a thread that helped panicked");
             if state.ended && state.begun == state.taken {
                 return None;
@@ -158,7 +160,7 @@ impl<'a, T, R> Shared<'a, T, R> {
     }
 }
 
-/// Ends the work of all when it is dropped.
+/// Ends the work of all threads when it is dropped.
 struct Ending<'a, 'b, T, R>(&'b Shared<'a, T, R>);
 
 impl<T, R> Drop for Ending<'_, '_, T, R> {
@@ -166,15 +168,15 @@ impl<T, R> Drop for Ending<'_, '_, T, R> {
         let mut state = self.0.lock();
         state.ended = true;
         if thread::panicking() {
-            // Nothing is in order any more: see `next`.
+            // The part that panicked has no result: `next` panics when it sees this number.
             state.begun = usize::MAX;
         }
         self.0.changed.notify_all();
     }
 }
 
-/// Is told, as long work goes on, how many bytes are behind it, and how many there are: of the disk in a transfer (holes
-/// included), of the log's segments in a recovery.
+/// A callback of long work: it gets the number of bytes done so far, and of all bytes. These are bytes of the disk in
+/// a transfer (holes included), and of the log's segments in a recovery.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 #[cfg(test)]
@@ -192,7 +194,7 @@ mod tests {
             let work = |part: usize| {
                 let now = open.fetch_add(1, Ordering::Relaxed) + 1;
                 most.fetch_max(now, Ordering::Relaxed);
-                // The first stays until another thread has come, however late that is.
+                // The first part takes until another thread has begun one, however late that is.
                 let began = Instant::now();
                 while threads > 1
                     && part == 0

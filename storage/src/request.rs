@@ -1,4 +1,4 @@
-//! What a frontend asks of a disk, and what it gets back or is told.
+//! The requests of a frontend to a disk, their completions, and reports on a disk and its log.
 
 use crate::Buffer;
 
@@ -58,8 +58,8 @@ pub enum Failure {
     /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't be
-    /// emptied, for instance because the base image has no space: that passes once it has.
+    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't
+    /// be emptied, for instance because the base image has no space: requests succeed again once it has.
     #[error("I/O error")]
     Io,
 }
@@ -73,23 +73,23 @@ pub struct Completion {
     pub result: Result<Option<Buffer>, Failure>,
 }
 
-/// How a stretch of a disk is kept. A hint: it may have changed since.
+/// How a range of a disk is stored. A hint: it may have changed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
-    /// It may hold anything.
+    /// The range may hold any bytes.
     Data,
-    /// It reads as zeroes, and has space of its own.
+    /// The range reads as zeroes, and has space allocated.
     Zero,
-    /// It reads as zeroes, and takes no space.
+    /// The range reads as zeroes, and takes no space.
     Hole,
 }
 
-/// A stretch of a disk that is kept in one way.
+/// A range of a disk that is stored in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Its length in sectors, at least 1.
+    /// The length of the range in sectors, at least 1.
     pub sectors: u64,
-    /// How it is kept.
+    /// How the range is stored.
     pub allocation: Allocation,
 }
 
@@ -101,7 +101,7 @@ pub const GROUP_SIZE_CLASSES: usize = 10;
 pub struct LogCounters {
     /// FLUSH requests received, and writes in writethrough mode.
     pub flushes: u64,
-    /// Those that waited for a commit group; the others found nothing new and cost no sync.
+    /// Those of `flushes` that waited for a commit group; the others found nothing new and cost no sync.
     pub flushes_grouped: u64,
     /// Commit groups made durable.
     pub groups: u64,
@@ -113,12 +113,13 @@ pub struct LogCounters {
     pub log_bytes: u64,
     /// Checkpoints finished.
     pub checkpoints: u64,
-    /// Bytes that checkpoints wrote to base images; ranges made zero are not among them.
+    /// Bytes that checkpoints wrote to base images; zeroed ranges do not count.
     pub base_bytes: u64,
-    /// Operations that did so, zeroing included: fewer than records, since adjacent ones are copied together.
+    /// Operations of checkpoints on base images, zeroing included: fewer than records, since adjacent records are
+    /// copied together.
     pub base_writes: u64,
     /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
-    /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups that
-    /// nobody waited for are not here.
+    /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups
+    /// without waiters do not count.
     pub group_sizes: [u64; GROUP_SIZE_CLASSES],
 }

@@ -1,12 +1,12 @@
-//! What the scheduler of the system is told of threads that wait for a device and for others.
+//! Scheduler settings for threads that wait for a device and for other threads.
 
-/// Asks for short slices of processor time for the calling thread: 0.1 ms, the least that Linux gives (6.12 and later;
-/// earlier kernels change nothing). A thread that asks for little at a time runs soon after it is woken, even where
-/// others compute. With the default slice it may wait for a tick of the scheduler, 1 to 10 ms, before each step of
-/// what it does: on two processors with a guest computing on each, that makes a FLUSH cost 3 ms instead of 0.2.
+/// Asks for short slices of processor time for the calling thread: 0.1 ms, the least that Linux gives (6.12 and
+/// later; earlier kernels change nothing). A thread with short slices runs soon after it is woken, even where other
+/// threads compute. With the default slice it may wait for a tick of the scheduler, 1 to 10 ms, before each step of
+/// its work: on two processors with a guest computing on each, that makes a FLUSH cost 3 ms instead of 0.2.
 ///
-/// Its share of the processors stays the same. For threads that block often, such as a disk's queue worker. A system
-/// that refuses is served without.
+/// The thread's share of the processors stays the same. For threads that block often, such as a disk's queue worker.
+/// If the system refuses, the thread keeps its slices as they were.
 pub fn short_slice() {
     let fair = [libc::SCHED_OTHER, libc::SCHED_BATCH].map(|policy| policy as u32);
     let Some(mut attributes) = attributes().filter(|now| fair.contains(&now.sched_policy)) else {
@@ -21,10 +21,10 @@ pub fn short_slice() {
     }
 }
 
-/// In nanoseconds.
+/// The length of a slice, in nanoseconds.
 const SLICE: u64 = 100_000;
 
-/// Those of the calling thread, if the system tells.
+/// The scheduling attributes of the calling thread, if the system reports them.
 fn attributes() -> Option<libc::sched_attr> {
     const SIZE: usize = size_of::<libc::sched_attr>();
     // SAFETY: all fields are integers, for which zero is a value.

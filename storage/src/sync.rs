@@ -1,5 +1,5 @@
 //! Threads, locks and events: the standard library's, or in the interleaving tests those of `shuttle`, which decides
-//! at each of them who runs next.
+//! at each of their operations which thread runs next.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -18,8 +18,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 pub(crate) use scheduled::{now, sleep, wait_timeout_while};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// What a thread sleeps on until another calls it. A call is kept until it is taken, so none is lost. Its thread is sooner
-/// awake than one that waits for a descriptor.
+/// A thread sleeps on this until another thread calls it. A call is kept until it is cleared, so none is lost. The
+/// thread wakes sooner than one that waits for a descriptor.
 #[derive(Debug, Default)]
 pub(crate) struct Call {
     called: Mutex<bool>,
@@ -27,19 +27,19 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// Wakes who sleeps, now or next.
+    /// Wakes the thread that sleeps on this, now or next.
     pub(crate) fn make(&self) {
         if !std::mem::replace(&mut *self.called.lock().expect("call"), true) {
             self.changed.notify_all();
         }
     }
 
-    /// Takes the call back.
+    /// Clears the call.
     pub(crate) fn clear(&self) {
         *self.called.lock().expect("call") = false;
     }
 
-    /// Sleeps until called or until it is `over`, or shorter.
+    /// Sleeps until called or until the time `over`, or shorter.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
         let called = self.called.lock().expect("call");
@@ -57,12 +57,12 @@ impl Call {
     }
 }
 
-/// What a thread sleeps on, among other descriptors, until another signals it. A signal is kept until it is cleared, so none
-/// is lost.
+/// A thread sleeps on this, among other descriptors, until another thread signals it. A signal is kept until it is
+/// cleared, so none is lost.
 #[derive(Debug)]
 pub(crate) struct Event {
     fd: EventFd,
-    /// `shuttle` could not schedule who reads a descriptor.
+    /// `shuttle` could not schedule a thread that reads a descriptor.
     #[cfg(all(test, feature = "shuttle"))]
     call: Arc<Call>,
 }
@@ -90,7 +90,7 @@ impl Event {
         })
     }
 
-    /// Readable while signalled, for whoever polls it among other things.
+    /// A descriptor that is readable while the event is signalled, for threads that poll several.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open as long as `self.fd`, which the borrow keeps alive.
         unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
@@ -99,18 +99,18 @@ impl Event {
 
 #[cfg(not(all(test, feature = "shuttle")))]
 impl Event {
-    /// Wakes who sleeps, now or next.
+    /// Wakes the thread that sleeps on this, now or next.
     pub(crate) fn signal(&self) {
         // Fails only if the counter is at its limit: then the event is signalled already.
         drop(self.fd.write(1));
     }
 
-    /// Takes the signal back.
+    /// Clears the signal.
     pub(crate) fn clear(&self) {
         drop(self.fd.read());
     }
 
-    /// Sleeps until signalled or until it is `over`, or shorter.
+    /// Sleeps until signalled or until the time `over`, or shorter.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
@@ -135,13 +135,13 @@ impl Event {
     }
 }
 
-/// Lets `time` pass.
+/// Sleeps for `time`.
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
-/// What time it is.
+/// The current time.
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) fn now() -> Instant {
     Instant::now()
@@ -167,7 +167,7 @@ mod scheduled {
 
     use super::{Condvar, Mutex, MutexGuard, thread};
 
-    /// Time goes on by so much whenever somebody looks: one seed gives one run.
+    /// The clock goes on by this much whenever a thread reads it, so that one seed gives one run.
     const TICK: Duration = Duration::from_micros(100);
 
     std::thread_local! {
@@ -181,7 +181,7 @@ mod scheduled {
         now
     }
 
-    /// Nobody sleeps by the clock: every wait may be over as soon as others had a chance to run.
+    /// No thread sleeps by the clock: every wait may be over as soon as other threads had a chance to run.
     pub(crate) fn sleep(_time: Duration) {
         thread::yield_now();
     }
