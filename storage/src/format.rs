@@ -108,8 +108,8 @@ pub(crate) struct DiskEntry {
     /// The generation that the mark is being changed to; the same as `generation` while the mark is not being
     /// changed.
     pub next_generation: U64,
-    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says: they
-    /// were discarded.
+    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says:
+    /// `discard_log` gave them up.
     pub void_lsn: U64,
     /// The file system's numbers of the base image when the disk was last opened: a disk without a mark is known by
     /// them. All 0: not known.

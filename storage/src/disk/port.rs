@@ -404,7 +404,8 @@ impl Port {
     }
 }
 
-/// `Ok(Some(data))`: ended. `Ok(None)`: its completion comes later. `Err`: failed at once.
+/// A submitted request. `Ok(Some(data))`: it has ended. `Ok(None)`: its completion comes later. `Err`: it failed at
+/// once.
 type Ended = Result<Option<Option<Buffer>>, Failure>;
 
 impl Port {

@@ -24,7 +24,7 @@ pub(crate) struct Committer {
     batches: Vec<(u64, Group)>,
     next_batch: u64,
     spare: Spare,
-    /// Ended operations: memory for the next poll.
+    /// Memory for ended operations, which each poll uses again.
     ended: Vec<Done>,
     /// The port has appended a record or added a waiter since it last looked at the log.
     unstarted: bool,

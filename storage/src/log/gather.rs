@@ -19,7 +19,7 @@ const LONGEST: Duration = Duration::from_millis(20);
 /// After waits in vain, fewer groups than two to the power of this start without a wait.
 const MOST_MISSES: u32 = 6;
 
-/// What a group that could start has to do.
+/// Whether a group that could start does so or waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// It starts.

@@ -3,10 +3,10 @@
 //! ```text
 //!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
 //! ```
-//! The stages overlap: while one group syncs, the next is collected, and records beyond the limit of pending bytes
-//! are written. In the common case nothing is being written when a sync can begin: then one operation writes and
-//! syncs all pending records. The log's leader ([`Leader`](crate::log::leader::Leader)) runs the operations that
-//! sync, one group after the other; a batch that is only written is written by a port.
+//! The stages overlap: while one group syncs, the next is collected, and pending records are written early when they
+//! are many. In the common case nothing is being written when a sync can begin: then one operation writes and syncs
+//! all pending records. The log's leader ([`Leader`](crate::log::leader::Leader)) runs the operations that sync, one
+//! group after the other; a batch that is only written is written by a port.
 
 use std::time::{Duration, Instant};
 

@@ -244,7 +244,7 @@ pub(crate) struct KeeperState {
 
 /// Why a record was not appended.
 pub(crate) enum Refused {
-    /// Too much waits for the log. Gives the payload back; the port tries again when it is woken.
+    /// Too much waits for the log. The port gets the payload back, and tries again when it is woken.
     HeldBack(Option<Payload>),
     /// The ring is full and can't be emptied.
     Stuck,

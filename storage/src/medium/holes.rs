@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
-/// The parts of a byte range of a file that are not holes, in order. On a file system without holes that is the whole
-/// range.
+/// The parts of a byte range of a file that are not holes, in order. If the file system reports no holes, that is the
+/// whole range.
 pub(crate) struct DataRanges<'a, F> {
     /// `None` for a file that is not the host's: its holes are unknown.
     file: Option<&'a F>,

@@ -101,7 +101,7 @@ impl Io {
     }
 }
 
-/// What an append makes durable.
+/// The writes that an append makes durable.
 #[derive(Debug)]
 pub(crate) enum SyncScope {
     /// Nothing yet.
