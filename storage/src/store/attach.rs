@@ -1,4 +1,5 @@
-//! Attaching disks to a log: base images are opened, and each finds its entry in the table of disks, or is refused.
+//! Attaching disks to a log: opens the base images, and finds the entry of each in the table of disks or refuses
+//! the image.
 //!
 //! | the image is | the log holds records of the disk | it holds none |
 //! |---|---|---|
@@ -35,7 +36,8 @@ pub(crate) struct OpenBase {
 }
 
 impl OpenBase {
-    /// `in_log`: the disk's log is open, so that who has an image that is marked as open can be no user of it.
+    /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
+    /// image that is marked as open.
     pub(crate) fn open(options: &DiskOptions, in_log: bool) -> Result<Self> {
         let (file, size) = open_base(&options.path, in_log)?;
         Ok(Self {
@@ -47,7 +49,7 @@ impl OpenBase {
         })
     }
 
-    /// Opens several; one file is one disk.
+    /// Opens several images; a file that is named twice is refused.
     pub(crate) fn open_all(disks: &[DiskOptions], in_log: bool) -> Result<Vec<Self>> {
         let mut opened = Vec::new();
         for options in disks {
@@ -57,7 +59,8 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// An image that is marked as open has, or had, its newest bytes in a log: a new one must not hide that.
+    /// Refuses an image that is marked as open. Its newest bytes are, or were, in a log, and a new log must not
+    /// hide that.
     pub(crate) fn refuse_open(&self, log_dir: &Path) -> Result<()> {
         match self.identity.mark {
             Some(Mark {
@@ -74,7 +77,7 @@ impl OpenBase {
         }
     }
 
-    /// Whether the file is as long as the log says, or longer because a resize was cut in the middle.
+    /// Whether the file is as long as the log says, or longer because a resize was interrupted.
     pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
         let size = entry.size.get();
         self.size == size || (entry.resizing != 0 && self.size > size)
@@ -85,7 +88,7 @@ impl OpenBase {
         entry.is_image(&self.identity, at_path)
     }
 
-    /// Why this image is not, byte for byte, what the log's records of a disk belong on; `None`: it is.
+    /// Why the log's records of a disk can't be applied to this image; `None` if they can.
     fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
         let why = match (&self.identity.mark, self.is_of(entry, home)) {
             (Some(mark), false) if mark.disk != entry.disk => "it is the image of another disk",
@@ -113,7 +116,7 @@ impl OpenBase {
     /// Finds the place of the disk's entry in the log's table.
     ///
     /// # Errors
-    /// If there is none, or the image is not one that the disk takes.
+    /// If the table has no entry for the disk, or the disk does not accept the image.
     pub(crate) fn find(
         &self,
         control: &ControlFile,
@@ -124,10 +127,10 @@ impl OpenBase {
     }
 }
 
-/// One of the ways to tell whether an image is that of an entry.
+/// One way to tell whether an image belongs to an entry.
 type Way<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
 
-/// Finds the places of the disks' entries in the log's table, each at most once.
+/// Finds the places of the disks' entries in the log's table. No two disks get the same place.
 fn find(
     bases: &[OpenBase],
     control: &ControlFile,
@@ -136,7 +139,8 @@ fn find(
 ) -> Result<Vec<usize>> {
     let (entries, home) = (&control.control.disks, control.home.as_path());
     let mut found: Vec<Option<usize>> = vec![None; bases.len()];
-    // Its own image first, then its path; of two images that are both its own the one at its path.
+    // A disk's own image goes before its path. Of two images that are both the disk's own, the one at its path
+    // wins.
     let own_at_path = |base: &OpenBase, entry: &DiskEntry| {
         base.is_of(entry, home) && entry.path(home) == base.path
     };
@@ -172,7 +176,7 @@ fn find(
         .collect()
 }
 
-/// Refuses an image that the disk with this entry does not take.
+/// Refuses an image that the disk with this entry does not accept.
 fn accept(
     base: &OpenBase,
     entry: &DiskEntry,
@@ -220,7 +224,7 @@ fn accept(
     }
 }
 
-/// Of an image that is nowhere in the table.
+/// The error for an image that is nowhere in the table.
 fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     let (entries, path) = (&control.control.disks, base.options.path.display());
     let mut marked = entries.iter().filter(|entry| {
@@ -250,7 +254,7 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     ))
 }
 
-/// Refuses a file that is open already: its lock would be waited for in vain.
+/// Refuses a file that is already open here: waiting for its lock would be in vain.
 fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     let inode = match files().kind(path) {
         Ok(PathKind::File) => files().open(path, Open::Read).and_then(|file| file.inode()),
@@ -276,9 +280,9 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     }
 }
 
-/// Finds the disks' entries in the log and brings them up to date there (in memory). What a resize that was cut in the
-/// middle left behind the end of a disk is cut off. Disks with records in the log that nobody asked for are opened too
-/// and come last, so that the log can be checkpointed and recycled.
+/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left behind
+/// the end of a disk. Disks that have records in the log but were not asked for are opened too, so that the log can
+/// be checkpointed and recycled. They come last.
 pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
     control: &mut ControlFile,
@@ -294,7 +298,7 @@ pub(crate) fn attach(
             found.push(place);
         }
     }
-    // Nobody else is there, or was there, any more.
+    // The images that are attached now take paths and inodes over: no other entry keeps them.
     for (place, entry) in control.control.disks.iter_mut().enumerate() {
         if found.contains(&place) {
             continue;
@@ -326,8 +330,8 @@ pub(crate) fn attach(
         }
         filesystem::settle_name(&base.path)?;
         if !planted(Mutant::AttachTrustsCache) {
-            // What is noted of the image, its mark and samples, is on the medium: whatever a killed process left in the page
-            // cache a power cut may take, and then the image would be refused.
+            // The entry's mark and samples describe the image on the medium. A power cut may take what a killed
+            // process left in the page cache, and the image would then be refused.
             let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
             settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
         }
@@ -383,7 +387,7 @@ fn count(records: u64) -> String {
     format!("{records} record{}", if records == 1 { "" } else { "s" })
 }
 
-/// What gives up the records of a disk.
+/// The command that gives up the records of a disk.
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
     let path_shown = path.display();
     match default_log_dir(path) == log_dir {

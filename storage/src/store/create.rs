@@ -5,8 +5,8 @@
 //!   2. the log's control file names the disk, at PATH    (the log is made if there is none)
 //!   3. PATH.walvisor-part becomes PATH                   the directory is synced
 //! ```
-//! Cut before 3 there is nothing at PATH, and the same command made again finishes: it uses up what is left of 1, and
-//! takes the place of 2. A log with a disk whose image is not there serves its other disks.
+//! If creation is cut before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
+//! step 1 and replaces the entry of step 2. A log with a disk whose image is missing still serves its other disks.
 
 use std::path::Path;
 
@@ -23,26 +23,26 @@ use crate::recovery::replay::read_log;
 use crate::store::attach::discard_command;
 use crate::store::part::{Part, exists};
 
-/// Where the making of a disk can be cut.
+/// The points where the creation of a disk can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// The image is complete, under another name.
     Filled,
     /// The log knows the disk.
     Registered,
-    /// All is done.
+    /// The image has its final name.
     Named,
 }
 
-/// Is told of each step.
+/// Called at each step.
 type Reached<'a> = &'a mut dyn FnMut(Step);
 
-/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`, which is made if it
-/// is not there. `options` count for a new log only. What an earlier call that was cut left is used up.
+/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
+/// created with `options`; an existing log ignores them. Leftovers of an earlier interrupted call are reused.
 ///
 /// # Errors
-/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is
-/// left at `path`.
+/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is left at
+/// `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     create(path, size, log_dir, options, &mut |_| {})
 }
@@ -60,7 +60,7 @@ fn create(
     new.finish(part, size, options, reached)
 }
 
-/// A disk that is being made: nothing is at its path, and its log, if it is there already, is open.
+/// A disk that is being created: nothing is at its path, and its log, if it exists, is open.
 pub(crate) struct NewDisk<'a> {
     path: &'a Path,
     log_dir: &'a Path,
@@ -68,7 +68,7 @@ pub(crate) struct NewDisk<'a> {
 }
 
 impl<'a> NewDisk<'a> {
-    /// Looks whether a disk can be made there.
+    /// Checks that a disk can be created there.
     pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
         check_options(options)?;
         let log = find_control(log_dir)?;
@@ -77,7 +77,7 @@ impl<'a> NewDisk<'a> {
         Ok(new)
     }
 
-    /// Refuses to make the disk where something is in the way.
+    /// Refuses to create the disk where a file or another disk's records are in the way.
     fn refuse(&self, log: Option<&ControlFile>) -> Result<()> {
         let Self { path, log_dir, .. } = self;
         if exists(path)? {
@@ -89,7 +89,7 @@ impl<'a> NewDisk<'a> {
         }
     }
 
-    /// Registers the image, which is complete, in the log, and gives it its name.
+    /// Registers the complete image in the log and gives it its final name.
     pub(crate) fn finish(
         mut self,
         part: Part,
@@ -120,7 +120,7 @@ impl<'a> NewDisk<'a> {
             None => {
                 let (control, made) = open_or_create_log(log_dir, options, &mut adopt)?;
                 if !made {
-                    // Others made it since this disk was begun.
+                    // Another process has created the log since this disk was begun.
                     self.refuse(Some(&control))?;
                 }
                 (control, made)
@@ -141,7 +141,7 @@ impl<'a> NewDisk<'a> {
         };
         reached(Step::Registered);
         part.publish(false).inspect_err(|_| {
-            // Best effort: the error that is being reported matters more.
+            // Best effort: the error of `publish` is the one to report.
             let _ = control.change(|control| control.disks = before);
         })?;
         reached(Step::Named);
@@ -149,7 +149,7 @@ impl<'a> NewDisk<'a> {
     }
 }
 
-/// What is at a path where a disk was to be made.
+/// The error that says what is at the path of the new disk.
 fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     let real = real_path(path).unwrap_or_else(|_| path.to_owned());
     let what = match log {
@@ -173,7 +173,7 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     )
 }
 
-/// Refuses to put a disk in the place of another whose records wait in the log.
+/// Refuses to put a disk in the place of another that has unapplied records in the log.
 fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()> {
     let real = real_path(path)?;
     let mut disks = log.control.disks.iter();
@@ -212,7 +212,7 @@ mod tests {
         }
     }
 
-    /// A directory with all that is in it, and its marks.
+    /// Copies a directory with everything in it, marks included.
     fn copy_all(from: &Path, to: &Path) {
         std::fs::create_dir_all(to).unwrap();
         for entry in std::fs::read_dir(from).unwrap() {
@@ -233,7 +233,8 @@ mod tests {
         names
     }
 
-    /// Wherever the making of a disk is cut, the same command makes it; beside a disk that is there as well as on a new log.
+    /// Wherever the creation of a disk is cut, the same command finishes it: beside another disk as well as on a
+    /// new log.
     #[test]
     fn cut_anywhere_it_is_finished_by_the_same_command() {
         for shared in [false, true] {
@@ -251,7 +252,7 @@ mod tests {
                     }
                 })
                 .unwrap();
-                // What a cut there leaves takes the place of what was made.
+                // Continue with the files as the cut left them.
                 std::fs::remove_dir_all(&top).unwrap();
                 std::fs::rename(&left, &top).unwrap();
                 let again = create_disk(&disk, MIB, &log, &options());
@@ -281,7 +282,7 @@ mod tests {
         }
     }
 
-    /// A log with a disk whose making was cut serves the others.
+    /// A log with a disk whose creation was cut serves its other disks.
     #[test]
     fn a_disk_that_was_never_finished_keeps_nobody_from_the_log() {
         let dir = tempfile::tempdir().unwrap();
@@ -297,7 +298,7 @@ mod tests {
             .unwrap();
     }
 
-    /// A log that others made since a disk was begun takes that disk too.
+    /// A log that another process has created since a disk was begun takes that disk too.
     #[test]
     fn a_log_that_came_into_being_meanwhile_is_used() {
         let dir = tempfile::tempdir().unwrap();
@@ -309,7 +310,7 @@ mod tests {
         let part = |path| Part::create(path, MIB, 0o666).unwrap();
         new.finish(part(&disks[0]), MIB, &options(), &mut |_| {})
             .unwrap();
-        // Begun when it was not there yet: the one that is there now stays.
+        // This disk was begun before the file existed: the file that is there now stays.
         let late = same.finish(part(&disks[1]), MIB, &options(), &mut |_| {});
         assert_eq!(late.unwrap_err().kind(), ErrorKind::AlreadyExists);
         let all = disks.each_ref().map(DiskOptions::new);
@@ -317,12 +318,12 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// What is in the way is named, and what can be done about it.
+    /// The error names what is in the way and what can be done about it.
     #[test]
     fn an_image_that_is_there_is_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-        // As versions before left it when they were cut.
+        // An image without a log, as earlier versions left it when they were cut.
         std::fs::File::create(&disk).unwrap().set_len(MIB).unwrap();
         let told = |log: &Path| {
             let error = create_disk(&disk, MIB, log, &options()).unwrap_err();
@@ -338,7 +339,7 @@ mod tests {
         create_disk(&dir.path().join("other"), MIB, &log, &options()).unwrap();
         let text = told(&log);
         assert!(text.contains("does not know it"), "{text}");
-        // As the first of these says: it is used, and then has a log.
+        // As the first of these errors says: the image can be used, and then has a log.
         let own = dir.path().join("own");
         let disks = [DiskOptions::new(&disk)];
         Store::open(&own, &disks, &options())

@@ -1,7 +1,8 @@
-//! Giving up what a log holds of one disk, where the image that it belongs to is gone.
+//! Giving up a log's records of one disk when the image that they belong to is gone.
 //!
-//! The records stay in the log; the disk's entry says that they are void. So a cut leaves all of them or none, and other
-//! disks of the log keep theirs. Then the image at the path, if it can be the disk's, is marked as closed.
+//! The records stay in the log; the disk's entry says that they are void. So a crash leaves all of them or none
+//! valid, and other disks of the log keep theirs. Then the image at the path, if it can be the disk's, is marked as
+//! closed.
 
 use std::path::{Path, PathBuf};
 
@@ -16,30 +17,29 @@ use crate::medium::mark::{Mark, hex};
 use crate::recovery::replay::{Waiting, read_log};
 use crate::store::attach::OpenBase;
 
-/// What was given up.
+/// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discarded {
     /// The disk, by its UUID: 32 hex digits.
     pub disk: String,
-    /// Where the log knew its image; `None` if there was no log.
+    /// Where the disk's image was, as the log knows it; `None` if there was no log.
     pub image: Option<PathBuf>,
-    /// Records of the disk that were not in its image, and the bytes of their payloads; `None` if there was no log, and
-    /// so nothing is known of them.
+    /// Records of the disk that were not in its image; `None` if there was no log, since they are then unknown.
     pub records: Option<u64>,
-    /// See `records`.
+    /// Bytes of the payloads of those records; `None` if there was no log.
     pub payload_bytes: Option<u64>,
-    /// Whether there is an image at the path that can be opened as the disk now.
+    /// Whether the image at the path can be opened as the disk now.
     pub image_fits: bool,
 }
 
-/// Gives up the records that the log in `log_dir` holds of the disk at `path` and that are not in its image: the image
-/// there, whichever it is, is the disk from now on. The disk is the one that the log knows at `path`, else the one that
-/// the mark of the image names. Other disks of the log keep their records. Without a log the image alone is changed: it
-/// loses the mark that says that it is not whole.
+/// Gives up the records of the disk at `path` that the log in `log_dir` holds and its image does not. From now on
+/// the image at `path` is the disk, whichever image it is. The disk is the one that the log knows at `path`, else
+/// the one that the image's mark names. Other disks of the log keep their records. Without a log only the image is
+/// changed: it loses the mark that says that it is incomplete.
 ///
 /// # Errors
 /// [`ErrorKind::WrongLog`] if the log knows no such disk; [`ErrorKind::Damaged`] if it cannot be read;
-/// [`ErrorKind::Locked`] if log or image are in use. Nothing was changed then.
+/// [`ErrorKind::Locked`] if the log or the image is in use. Nothing has been changed then.
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let options = DiskOptions::new(path);
     if !has_control(log_dir) {
@@ -56,7 +56,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let entry = control.control.disks[place];
     let given_up = waiting.remove(&entry.id.get());
     let given_up = given_up.unwrap_or_else(Waiting::default);
-    // Numbers seen on the medium are never given out again: what is void now stays it.
+    // LSNs seen on the medium are never given out again, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last_lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
     control.change(|control| {
@@ -94,7 +94,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     })
 }
 
-/// The place of the disk's entry.
+/// Finds the place of the disk's entry.
 fn find(
     path: &Path,
     base: Option<&OpenBase>,
@@ -123,7 +123,7 @@ fn find(
     })
 }
 
-/// Whether the image is needed as it is by another disk: of this log, or of one that is elsewhere.
+/// Whether the image belongs to another disk: one of this log, or one that another log has open.
 fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
     let disks = &control.control.disks;
     let foreign = |mark: &Mark| mark.open && mark.disk != disks[place].disk;

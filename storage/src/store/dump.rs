@@ -1,4 +1,4 @@
-//! What a log holds, record by record and commit group by commit group, for people and programs to look at.
+//! Dumping a log record by record or commit group by commit group, for people and programs to read.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,32 +11,32 @@ use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::recovery::scan::{self, Found};
 
-/// What a record does to its disk.
+/// A record's effect on its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
     /// Bytes were written.
     Write,
-    /// Zeroes were written; the space stays.
+    /// Zeroes were written; the sectors stay allocated.
     WriteZeroes,
-    /// The sectors were given up; they read as zeroes.
+    /// The sectors were discarded; they read as zeroes.
     Discard,
 }
 
 /// One request in the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRecord<'a> {
-    /// Its place in the log's order.
+    /// Log sequence number: the record's position in the log.
     pub lsn: u64,
-    /// The commit group that it belongs to.
+    /// ID of the record's commit group.
     pub cid: u64,
-    /// When its batch was built, in microseconds since 1970, by the wall clock; never before the record in front of it,
-    /// even if the clock was set back.
+    /// When the record's batch was built, in microseconds since 1970 by the wall clock. Never before the preceding
+    /// record, even if the clock was set back.
     pub unix_us: u64,
-    /// The disk, by its number in the log.
+    /// The disk's number in the log.
     pub disk_id: u32,
     /// Where the disk's base image was when it was last open; empty if the log knows no such disk.
     pub disk: &'a Path,
-    /// What it does.
+    /// The record's effect.
     pub kind: RecordKind,
     /// First sector, of 512 bytes.
     pub sector: u64,
@@ -44,28 +44,28 @@ pub struct LogRecord<'a> {
     pub sectors: u32,
     /// Bytes of payload: 512 a sector for a write, else 0.
     pub payload_bytes: u64,
-    /// CRC-32C of the payload as it was written; 0 where there is none.
+    /// CRC-32C of the payload as it was written; 0 if there is no payload.
     pub payload_crc: u32,
     /// The segment file.
     pub segment: &'a Path,
     /// Byte offset of the payload in the segment file.
     pub offset: u64,
-    /// The base image has it already.
+    /// Whether the record is already in the base image.
     pub in_base: bool,
-    /// The medium has changed its payload since it was written.
+    /// Whether the medium has changed the payload since it was written.
     pub damaged: bool,
 }
 
 /// The records that one sync made durable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogGroup {
-    /// Its number.
+    /// ID of the group.
     pub cid: u64,
     /// LSN of its first record.
     pub first_lsn: u64,
     /// LSN of its last record.
     pub last_lsn: u64,
-    /// The disks that it changes, by their base images, in the order of their first record.
+    /// The base images of the disks that it changes, in the order of their first records.
     pub disks: Vec<PathBuf>,
     /// Number of records.
     pub records: u64,
@@ -79,8 +79,8 @@ pub struct LogGroup {
 /// in LSN order. Changes nothing.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`]), `visit` has seen
-/// those before them.
+/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`]), `visit` has been
+/// called for the records before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
     if !has_control(log_dir) {
         return Err(Error::new(
@@ -130,7 +130,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     .map(drop)
 }
 
-/// As [`dump_records`], a call a commit group. All batches of one cid are one group.
+/// As [`dump_records`], but calls `visit` once for each commit group. All batches of one cid are one group.
 ///
 /// # Errors
 /// As [`dump_records`].

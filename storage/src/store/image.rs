@@ -1,4 +1,4 @@
-//! An image that is used as it is, without a log: what a server of raw disks needs of it.
+//! An image that is used without a log, for servers of raw disks.
 
 use std::fs::File;
 use std::io;
@@ -16,8 +16,8 @@ use crate::medium::lock::Holder;
 use crate::medium::mark::{Mark, hex};
 use crate::{Extent, SECTOR_SIZE};
 
-/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that nobody else of this program
-/// opens it meanwhile.
+/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that no other process of this
+/// program opens it meanwhile.
 #[derive(Debug)]
 pub struct Image {
     path: PathBuf,
@@ -27,11 +27,12 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`, a file or a block device: with O_DIRECT where that does I/O of sectors, else through the page
-    /// cache. A block device is opened exclusively (O_EXCL), so that it is not one with a file system in use.
+    /// Opens the image at `path`, a file or a block device: with O_DIRECT if the file takes direct I/O of single
+    /// sectors, else through the page cache. A block device is opened exclusively (O_EXCL), which fails if a file
+    /// system on it is mounted.
     ///
     /// # Errors
-    /// If it is neither, its size is no positive multiple of 512 bytes, somebody else has it open
+    /// If it is neither, its size is no positive multiple of 512 bytes, another process has it open
     /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
         let (file, bytes) = open_file(path, !read_only)?;
@@ -56,33 +57,33 @@ impl Image {
         }
     }
 
-    /// Where it is.
+    /// The image's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file. Buffers, offsets and lengths of I/O are multiples of 512, and memory is that of a
+    /// The file. Buffers, offsets and lengths of I/O are multiples of 512, and the memory is aligned as that of a
     /// [`Buffer`](crate::Buffer).
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Whether it is open for reading only.
+    /// Whether the image is open for reading only.
     pub fn read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Its length in bytes when it was opened, a positive multiple of 512.
+    /// The image's length in bytes when it was opened, a positive multiple of 512.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// How the file keeps what begins at `sector`: extents that follow each other, at most `most` (and at least one), of
-    /// `sectors` sectors in all or fewer. The range lies in the file and is not empty. Where the file system knows no
-    /// holes all of it is data.
+    /// The allocation of the file from `sector` on: at most `most` adjacent extents (at least one), which cover
+    /// `sectors` sectors or fewer. The range must lie in the file and not be empty. On a file system without holes
+    /// everything is data.
     ///
     /// # Errors
-    /// If the file cannot be asked for its holes.
+    /// If the file system can't report the file's holes.
     pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let sectors = sectors.min(LIMIT);
@@ -91,20 +92,20 @@ impl Image {
         Ok(extents)
     }
 
-    /// Gives the file the length of `bytes`, durably. What is new reads as zeroes.
+    /// Sets the file's length to `bytes`, durably. New space reads as zeroes.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn grow(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)?;
         self.file.sync_all()
     }
 }
 
-/// What an opener was doing when it failed.
+/// What errors name as the failed action.
 const OPEN: &str = "open the disk";
 
-/// Opens and locks the file or block device of an image without a log; it and its length in bytes.
+/// Opens and locks the file or block device of an image without a log; returns it with its length in bytes.
 fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
     let flags = match image_kind(path)? {
         PathKind::BlockDevice => OFlags::EXCL,
@@ -112,14 +113,15 @@ fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
     };
     let open = || file::open_direct_with(path, write, flags);
     let file = lock::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
-    // Locked, nobody makes it longer any more.
+    // Under the lock no other process changes the length.
     let size = DataFile::len(&file);
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;
     check_size(path, size)?;
     Ok((file, size))
 }
 
-/// Opens and locks a base image; it and its length in bytes. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
+/// Opens and locks a base image; returns it with its length in bytes. `in_log`: see
+/// [`OpenBase::open`](crate::store::attach::OpenBase::open).
 pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its disks, and a device has no attributes.
@@ -136,14 +138,14 @@ pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>,
         }
     };
     let file = lock::open_store_file(path, OPEN, Open::Direct, holder)?;
-    // Locked, nobody makes it longer any more.
+    // Under the lock no other process changes the length.
     let size = file.len();
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;
     check_size(path, size)?;
     Ok((file, size))
 }
 
-/// What is at the path of an image; refuses what can be none.
+/// The kind of file at an image's path; refuses a kind that can't be an image.
 fn image_kind(path: &Path) -> Result<PathKind> {
     let kind = files().kind(path);
     match kind.map_err(|error| Error::io(OPEN, path, error))? {
@@ -199,7 +201,7 @@ mod tests {
             extent(2048, Allocation::Data),
             extent(10240, Allocation::Hole),
         ];
-        // A file system without holes says that all is data.
+        // A file system without holes reports everything as data.
         assert!(told == holes || told == [extent(16384, Allocation::Data)]);
         assert_eq!(image.extents(5000, 8, 1).unwrap().len(), 1);
         let error = Image::open(&path, true).unwrap_err();
@@ -238,7 +240,7 @@ mod tests {
             "{text}"
         );
         rustix::fs::removexattr(&path, "user.walvisor.disk").unwrap();
-        // Closed in order, the image is all there is.
+        // After a clean close the newest bytes are all in the image.
         let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
         assert_eq!(
             Image::open(&path, true).unwrap_err().kind(),

@@ -15,64 +15,65 @@ use crate::recovery::replay::read_log;
 use crate::recovery::scan::DamagedBlock;
 use crate::store::attach::OpenBase;
 
-/// What a log holds, as [`inspect`] found it.
+/// The state of a log, as [`inspect`] found it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogReport {
-    /// Segment files there are.
+    /// Number of segment files.
     pub segments: u64,
-    /// Most segment files the ring may hold.
+    /// Maximum number of segment files in the ring.
     pub max_segments: u32,
-    /// Bytes of a segment file.
+    /// Size of a segment file in bytes.
     pub segment_size: u64,
-    /// Valid batches in segments still needed.
+    /// Valid batches in segments that are still needed.
     pub batches: u64,
     /// Records that are not in the base images yet.
     pub records: u64,
     /// Payload bytes of those records.
     pub payload_bytes: u64,
-    /// All records up to here are in the base images.
+    /// All records up to this LSN are in the base images.
     pub checkpoint_lsn: u64,
-    /// The newest record.
+    /// LSN of the newest record.
     pub last_lsn: u64,
-    /// A write that was never acknowledged lies torn behind the end: normal after a crash, and ignored.
+    /// Whether a torn write lies behind the log's end. It was never acknowledged: this is normal after a crash, and
+    /// ignored.
     pub torn_tail: bool,
     /// Where the base images of all disks on the log were when they were last open.
     pub disks: Vec<PathBuf>,
-    /// What the medium has changed since it was written, of the bytes that disks of the log still need: reads of them
-    /// fail. Empty if the log is clean.
+    /// Sectors whose newest bytes are in the log and were changed there by the medium: reads of them fail. Empty if
+    /// the log is clean.
     pub damaged: Vec<DamagedSectors>,
 }
 
-/// Sectors of a disk whose newest bytes, in the log, are not what was written.
+/// Sectors of a disk whose newest bytes are damaged in the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DamagedSectors {
     /// Where the disk's base image was when it was last open.
     pub disk: PathBuf,
-    /// The first of them, of 512 bytes.
+    /// The first damaged sector, of 512 bytes.
     pub sector: u64,
-    /// How many: at most a block of 4096 bytes.
+    /// Number of sectors: at most a block of 4096 bytes.
     pub sectors: u64,
-    /// The record that wrote them.
+    /// LSN of the record that wrote them.
     pub lsn: u64,
-    /// The segment file.
+    /// The segment file that holds the record.
     pub segment: PathBuf,
-    /// Byte offset in the segment file.
+    /// Byte offset of the sectors in the segment file.
     pub offset: u64,
 }
 
 /// A disk and its log, as [`inspect`] found them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskReport {
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub size: u64,
-    /// Bytes of the file system that the base image takes.
+    /// Bytes that the base image takes on the file system.
     pub allocated: u64,
     /// The log; `None` for a plain raw image that has none.
     pub log: Option<LogReport>,
 }
 
-/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. A log that is whole but for some
-/// payloads is no error: the report names them.
+/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. Damaged payloads in an
+/// otherwise complete log are no error: the report names them.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
@@ -81,8 +82,8 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     inspect_telling(path, log_dir, None, &mut |_, _| {})
 }
 
-/// As [`inspect`], on so many threads (`None`: as many as there are processors; the report is the same for any number),
-/// and tells of it as it goes on.
+/// As [`inspect`], on `threads` threads (`None`: one for each processor), and reports its progress. The report is
+/// the same for any number of threads.
 ///
 /// # Errors
 /// As [`inspect`].

@@ -1,4 +1,4 @@
-//! Opening and closing, and all that is done to disks and logs that nobody uses.
+//! Opening and closing logs, and all operations on disks and logs that are not in use.
 
 pub(crate) mod attach;
 pub(crate) mod create;

@@ -28,16 +28,18 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Call, Condvar, Mutex};
 use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 
-/// An open log with its disks. Dropping it closes it; [`close`](Self::close) tells whether that worked.
+/// An open log with its disks. Dropping it closes it; [`close`](Self::close) also returns an error if closing
+/// fails.
 pub struct Store {
     log: Arc<Log>,
     disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
-    /// Goes last: until everything is durable it is needed.
+    /// Dropped last: the log needs its writer until everything is durable.
     writer: Option<Writer>,
 }
 
-/// Makes the log in `log_dir`, for base images that belong to no log; or opens the one that others have made meanwhile.
+/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has created
+/// it meanwhile.
 fn first_control(
     bases: &[OpenBase],
     log_dir: &Path,
@@ -54,14 +56,15 @@ fn first_control(
 }
 
 impl Store {
-    /// Makes the log in `log_dir` for these disks, as [`open`](Self::open) would, if there is none, and makes the names of what is
-    /// there durable: for a process that gives up the right to do so before it opens the log.
+    /// Creates the log in `log_dir` for these disks if there is none, as [`open`](Self::open) would, and makes the
+    /// names of the log and the images durable. It is for a process that drops the privileges for this before it
+    /// opens the log.
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn make_log(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<()> {
         check_options(options)?;
-        // Of a log that is there, and of the images, the names are made durable: that takes a right too.
+        // Syncing the names of an existing log and of the images needs privileges too.
         disks
             .iter()
             .try_for_each(|disk| filesystem::settle_name(&disk.path))?;
@@ -72,8 +75,8 @@ impl Store {
         first_control(&bases, log_dir, options).map(drop)
     }
 
-    /// Opens the log in `log_dir` with these disks, recovering what a crash left. A log that is not there is
-    /// made, for base images that belong to no log.
+    /// Opens the log in `log_dir` with these disks and recovers it after a crash. If there is no log, it is created
+    /// for base images that belong to no other log.
     ///
     /// # Errors
     /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing was changed on the medium.
@@ -81,8 +84,8 @@ impl Store {
         Self::open_telling(log_dir, disks, options, &mut |_, _| {})
     }
 
-    /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly needs no recovery, and
-    /// `progress` is not called.
+    /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly
+    /// needs no recovery: `progress` is not called.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -105,7 +108,7 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
-    /// Starts the threads of an assembled log.
+    /// Starts the threads of a log that is ready to run.
     pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
         let failed = |error| Error::io("start the log's threads", &log.dir, error);
         let writer = Some(Writer::start(&log).map_err(failed)?);
@@ -125,7 +128,7 @@ impl Store {
         })
     }
 
-    /// The disks, in the order they were asked for.
+    /// The disks, in the order in which they were given.
     pub fn disks(&self) -> &[Disk] {
         &self.disks
     }
@@ -135,11 +138,11 @@ impl Store {
         self.log.counters.snapshot()
     }
 
-    /// Makes everything durable, copies the log to the base images, and closes. The base images are plain raw
-    /// images then. Every [`Port`](crate::Port) should be gone before.
+    /// Makes everything durable, copies the log to the base images, and closes. The base images are then plain raw
+    /// images. Every [`Port`](crate::Port) should have been dropped before.
     ///
     /// # Errors
-    /// If the log had failed, or the copy fails: nothing acknowledged is lost, the next open recovers it.
+    /// If the log had failed, or the copy fails. Nothing acknowledged is lost: the next open recovers it.
     pub fn close(mut self) -> Result<()> {
         self.stop()
     }
@@ -169,8 +172,8 @@ impl Drop for Store {
     }
 }
 
-/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. Its keeper has not
-/// begun.
+/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. The keeper's
+/// thread has not been started.
 pub(crate) fn open_log(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -197,8 +200,8 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-/// Recovers a log that was read, with all disks that it holds records of, and makes it ready to run; its keeper has not
-/// begun.
+/// Recovers a log that was read, for all disks that have records in it, and makes it ready to run. The keeper's
+/// thread has not been started.
 fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -208,7 +211,8 @@ fn assemble(
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     for state in states {
-        // Two copies of a disk that both go on from here shall not meet again at one generation.
+        // Two copies of a disk that are both used from here on must not reach the same generation, so the step is
+        // salted.
         let step = 1 + (medium.salt() >> 32);
         if let Some(entry) = control.control.disk_mut(state.id) {
             entry.announce(step);
@@ -217,7 +221,7 @@ fn assemble(
         }
     }
     let scan = recover(&mut control, states, read)?;
-    // Durable before the first record is logged.
+    // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
     let marked = marked.collect::<Result<Vec<_>>>()?;
     control.change(|control| {
@@ -234,7 +238,7 @@ fn assemble(
     Ok((log, keeper))
 }
 
-/// How the options make the log's medium slower than it is, if they do.
+/// How much the options slow down the log's medium; `None` if they do not.
 fn slowed(options: &StoreOptions) -> Option<Slowed> {
     let slow = options.leader_alone() || !options.sync_latency.is_zero();
     slow.then(|| Slowed {
@@ -312,5 +316,6 @@ fn new_log(
     }
 }
 
-// A request longer than a quarter of the default segment would be refused: keep the documented limit true.
+// A request longer than a quarter of a segment is refused. With the default segment size the documented limit must
+// fit.
 const _: () = assert!(MAX_REQUEST_BYTES as u64 <= (64 << 20) / 4);

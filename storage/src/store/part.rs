@@ -1,4 +1,4 @@
-//! A file that is made beside its name, and gets the name when it is complete and durable.
+//! A file that is written beside its final name, and renamed when it is complete and durable.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
@@ -11,13 +11,13 @@ use crate::medium::lock::Holder;
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
 
-/// Whether anything is at the path, a link to nothing included.
+/// Whether anything is at the path, including a dangling link.
 pub(crate) fn exists(path: &Path) -> Result<bool> {
     let exists = files().exists(path);
     exists.map_err(|error| Error::io("look at", path, error))
 }
 
-/// Refuses a path where something is.
+/// Refuses a path that exists.
 pub(crate) fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
     match exists(path)? {
         false => Ok(()),
@@ -41,14 +41,14 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Makes the file, or uses up what an earlier attempt left, with `size` zero bytes, for users whom `mode` names.
+    /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and the permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
-        // A link's name stays a link: what it points to is replaced.
+        // If the target is a link, the link stays and the file it points to is replaced.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
         let mut path = target.clone().into_os_string();
         path.push(".walvisor-part");
         let path = PathBuf::from(path);
-        // Whatever an interrupted run left is used up; whatever a running one writes is locked.
+        // A file that an interrupted run left is reused; one that a running process writes is locked.
         let how = Open::Kept { mode };
         let file = lock::open_store_file(&path, "write", how, |_| Holder::User)?;
         file.set_len(0)
@@ -62,7 +62,8 @@ impl Part {
         })
     }
 
-    /// Gives it the owner, if this process may, and the mode of the file that it is going to replace.
+    /// Gives the file the mode of the one that it is going to replace, and also its owner if this process is
+    /// allowed to.
     pub(crate) fn resemble(&self, replaced: &File) -> Result<()> {
         let Some(file) = self.file.host() else {
             return Ok(());
@@ -74,7 +75,7 @@ impl Part {
             if (old.uid(), old.gid()) != (new.uid(), new.gid())
                 && fchown(file, Some(old.uid()), Some(old.gid())).is_err()
             {
-                // What was another group's to read is not this one's.
+                // The group differs: readers of the old group's file must not become readers of this group's.
                 mode &= 0o700;
             }
             file.set_permissions(Permissions::from_mode(mode))
@@ -88,7 +89,7 @@ impl Part {
             .map_err(|error| Error::io("write", &self.path, error))
     }
 
-    /// The file, and where it is while it is being made.
+    /// The file under its temporary name.
     pub(crate) fn file(&self) -> &dyn DataFile {
         self.file.as_ref()
     }
@@ -106,7 +107,7 @@ impl Part {
         synced.map_err(|error| Error::io("write", &self.target, error))
     }
 
-    /// Makes the file durable and gives it its name.
+    /// Makes the file durable and gives it its final name.
     pub(crate) fn publish(mut self, replace: bool) -> Result<()> {
         self.sync()?;
         let renamed = match replace {
@@ -120,7 +121,7 @@ impl Part {
         self.published = true;
         match planted(Mutant::ImageNameUnsynced) {
             true => Ok(()),
-            // A new file is still locked: nobody has it open yet.
+            // A new file is still locked, so no other process has it open yet: it can be removed.
             false => filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
                 if !replace {
                     let _ = files().remove(&self.target);
@@ -133,7 +134,7 @@ impl Part {
 impl Drop for Part {
     fn drop(&mut self) {
         if !self.published {
-            // Best effort: what is left is used up by the next attempt.
+            // Best effort: the next attempt reuses what is left.
             let _ = files().remove(&self.path);
         }
     }

@@ -1,13 +1,13 @@
-//! Another size for a disk that nobody uses: a change of two files that a crash may cut anywhere.
+//! Resizing a disk that is not in use: a change of two files that a crash may cut anywhere.
 //!
 //! ```text
 //!   1. control file: size = the smaller one, resizing = 1     "what is longer in the base image is void"
 //!   2. base image:   its new length, synced
 //!   3. control file: size = the new one, resizing = 0
 //! ```
-//! Cut before 1 or after 3 the disk has its old or its new size. Cut between, it has the smaller of the two, and
-//! whoever opens it next cuts the base image to that: growing never happened, shrinking did. Each step is durable
-//! before the next begins, and none of them needs space.
+//! Cut before 1 or after 3 the disk has its old or its new size. Cut between them, it has the smaller of the two,
+//! and the next open cuts the base image to that: growing never happened, shrinking did. Each step is durable
+//! before the next begins, and no step needs space.
 
 use std::path::Path;
 
@@ -22,19 +22,19 @@ use crate::mutant::{Mutant, planted};
 use crate::store::open::open_log;
 use crate::store::view::View;
 
-/// Where a resize can be cut.
+/// The points where a resize can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Announced,
     Sized,
 }
 
-/// Gives the disk at `path` another size. What is new reads as zeroes. A disk is shrunk only if all that would be
-/// cut off is zero, or if `lose_data` is set.
+/// Resizes the disk at `path`. New space reads as zeroes. A disk is shrunk only if everything that would be cut off
+/// is zero, or if `lose_data` is set.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is no positive multiple of 512, or data
-/// would be lost. The disk is as it was then.
+/// would be lost. The disk is unchanged then.
 pub fn resize_disk(path: &Path, size: u64, log_dir: &Path, lose_data: bool) -> Result<Resize> {
     resize(path, size, log_dir, lose_data, &mut |_| Ok(()))
 }
@@ -50,7 +50,7 @@ fn resize(
     let view = View::open(path, log_dir, None)?;
     let view = match size < view.size && !view.extents.is_empty() {
         false => view,
-        // No record may reach behind the new end: they all go to the base image first.
+        // No record may reach behind the new end, so all records go to the base image first.
         true => {
             refuse_loss(&view, size, lose_data)?;
             drop(view);
@@ -60,7 +60,7 @@ fn resize(
             let (log, disks, mut keeper) =
                 open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
             keeper.close()?;
-            // And their locks.
+            // This also releases the locks.
             drop((log, disks, keeper));
             View::open(path, log_dir, None)?
         }
@@ -90,7 +90,7 @@ fn resize(
     }
     reached(Step::Announced)?;
     if view.base.size > smaller {
-        // Also what an earlier resize that was cut left there: it must not come back as new space.
+        // This also cuts off what an earlier, interrupted resize left: it must not come back as new space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
@@ -138,7 +138,8 @@ pub(crate) mod tests {
         Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
     }
 
-    /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both in the log.
+    /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both pages only
+    /// in the log.
     fn crashed(dir: &Path, last: u8) -> PathBuf {
         let (from, to) = (dir.join("from"), dir.join("to"));
         let (disk, copy) = (from.join("disk.img"), to.join("disk.img"));
@@ -189,14 +190,14 @@ pub(crate) mod tests {
                     false => Ok(()),
                 });
                 assert_eq!(ended.unwrap_err().to_string(), "cut");
-                // Looking changes nothing, and shows what opening will make of it.
+                // Inspecting changes nothing, and shows the size that the next open will give the disk.
                 let length = disk.metadata().unwrap().len();
                 assert_eq!(inspect(&disk, &log).unwrap().size, left, "{cut:?}");
                 let raw = dir.path().join("raw");
                 export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
                 assert_eq!(raw.metadata().unwrap().len(), left);
                 assert_eq!(disk.metadata().unwrap().len(), length);
-                // Announced or not, the next resize is from there: what was cut off does not come back.
+                // In either case the next resize starts from the smaller size: what was cut off does not come back.
                 let again = dir.path().join("again");
                 std::fs::create_dir(&again).unwrap();
                 for from in [&log.join("control"), &log.join("segment-00000"), &disk] {
@@ -224,7 +225,7 @@ pub(crate) mod tests {
                     }
                     drop(port);
                     store.close().unwrap();
-                    // And from now on a wrong length is refused again.
+                    // From now on a wrong length is refused again.
                     let file = std::fs::File::options().write(true).open(&disk).unwrap();
                     file.set_len(size + 512).unwrap();
                     let error = inspect(&disk, &default_log_dir(&disk)).unwrap_err();
@@ -250,7 +251,7 @@ pub(crate) mod tests {
         assert!(before == files(), "a refusal changes nothing");
         let done = resize_disk(&disk, 4 * MIB - 512, &log, true).unwrap();
         assert_eq!((done.old_size, done.size), (4 * MIB, 4 * MIB - 512));
-        // Now in the base image; still data.
+        // The data is now in the base image, and still data.
         assert!(resize_disk(&disk, 3 * MIB, &log, false).is_err());
         assert_eq!(inspect(&disk, &log).unwrap().size, 4 * MIB - 512);
 

@@ -1,8 +1,8 @@
-//! Raw images in and out: a disk made from an image, an image made from a disk as it is now.
+//! Import and export of raw images: a disk made from an image, and an image made from a disk's current contents.
 //!
-//! Both keep holes, let the file system share or copy the bytes itself where it can, and work on a file beside the
-//! target (`TARGET.walvisor-part`), which gets its name when it is complete and durable: whoever is interrupted leaves no
-//! half image under a name that anyone uses.
+//! Both keep holes, and let the file system share or copy the bytes itself where it can. Both write to a file
+//! beside the target (`TARGET.walvisor-part`), which gets the target's name when it is complete and durable. So an
+//! interrupted transfer leaves no partial image at the target.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -25,26 +25,27 @@ use crate::store::part::{Part, refuse_existing};
 use crate::store::view::{Data, View, parts};
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Longest stretch handed to the kernel at once, in bytes, and what one thread does at a time: how often progress is told.
+/// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported as
+/// often.
 const KERNEL_COPY_BYTES: u64 = 16 << 20;
-/// Most ranges that one thread does at a time.
+/// Most ranges that one thread copies at a time.
 const MOST_RANGES: usize = 256;
 
-/// What an import or export did.
+/// The result of an import or export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Bytes of the disk.
     pub size: u64,
-    /// Bytes that were copied; the rest were holes.
+    /// Bytes that were copied; the others were in holes.
     pub copied: u64,
 }
 
-/// Makes a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log in
-/// `log_dir`, which is made if it is not there. `options` count for a new log only.
+/// Creates a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log
+/// in `log_dir`. If there is no log, it is created with `options`; an existing log ignores them.
 ///
 /// # Errors
-/// If `path` exists, the image's size is no positive multiple of 512, or image or log are open elsewhere. Nothing is
-/// left behind.
+/// If `path` exists, the image's size is no positive multiple of 512, or the image or the log is open elsewhere.
+/// Nothing is left behind.
 pub fn import_disk(
     path: &Path,
     raw: &Path,
@@ -52,7 +53,7 @@ pub fn import_disk(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    // The log is opened, and so locked, before the long part.
+    // The log is opened, and so locked, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw)?;
     let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
@@ -69,11 +70,12 @@ pub fn import_disk(
     Ok(Transfer { size, copied })
 }
 
-/// Writes the disk at `path` as it is now, log over base image, to the raw image `raw`. The disk is not changed.
-/// `replace`: `raw` may exist. It is done on so many `threads`; `None`: as many as there are processors.
+/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. The disk is not
+/// changed. `replace`: `raw` may exist. The copy runs on `threads` threads; `None`: one for each processor.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. What was at `raw` is left.
+/// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. An existing `raw` is left
+/// unchanged.
 pub fn export_disk(
     path: &Path,
     log_dir: &Path,
@@ -83,7 +85,7 @@ pub fn export_disk(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let view = View::open(path, log_dir, threads)?;
-    // Held to the end: nobody else shall open what is about to be replaced.
+    // The lock is held to the end: no other process may open the file that is about to be replaced.
     let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
@@ -114,7 +116,7 @@ pub fn export_disk(
     })
 }
 
-/// Opens and locks what is to be imported; returns its bytes too.
+/// Opens and locks the image to import; returns it with its length in bytes.
 fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
     let open = |error| Error::io("open the image", raw, error);
     let kind = files().kind(raw).map_err(open)?;
@@ -145,7 +147,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
     Ok((source, size))
 }
 
-/// Who may read and write a file: nobody else shall a copy of it.
+/// The mode bits of a file: its copy must not be accessible to more users.
 fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     let Some(file) = file.host() else {
         return Ok(OWNER);
@@ -161,7 +163,7 @@ fn is_open(file: &dyn DataFile, path: &Path) -> Result<bool> {
     Ok(mark.is_some_and(|mark| mark.open))
 }
 
-/// Locks the file that an export replaces, if there is one; refuses one that others need.
+/// Locks the file that an export replaces, if it exists; refuses the image of a disk that was not closed.
 fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     match files().kind(raw) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -187,8 +189,8 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data with `copy`, on several threads, and tells `passed` up to where all is copied; returns how many bytes
-/// that were. Of several errors the one at the lowest offset counts.
+/// Copies data with `copy` on several threads, and calls `passed` with the offset up to which all is copied;
+/// returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
@@ -251,7 +253,7 @@ fn copy(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> 
                 let doing = format!("copy {} to", from_path.display());
                 return Err(Error::io(&doing, to.path(), errno.into()));
             }
-            // Not between these files, or not at all.
+            // The kernel can't copy between these files, or not at all.
             Ok(0) | Err(_) => return copy_bytes(from, from_path, to, at..range.end),
         }
     }

@@ -1,4 +1,4 @@
-//! A disk that nobody uses, seen as its guest saw it last: the log over the base image. Reads, changes nothing.
+//! A disk that is not in use, as its guest saw it last: the log over the base image. Read only.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -20,32 +20,32 @@ use crate::recovery::replay::read_log;
 use crate::store::attach::OpenBase;
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Bytes read or copied at a time.
+/// Most bytes that are read or copied at a time.
 const COPY_BYTES: u64 = 1 << 20;
 
-/// A disk and its log, both locked, with what the log holds of the disk.
+/// A disk and its log, both locked, with the disk's extents in the log.
 pub(crate) struct View {
     pub base: OpenBase,
     /// The log, with the place of the disk's entry in its table.
     pub log: Option<(ControlFile, usize)>,
-    /// Bytes of the disk. The base image is longer after a resize that was cut in the middle.
+    /// Size of the disk in bytes. The base image is longer after an interrupted resize.
     pub size: u64,
-    /// What the log holds that is not in the base image.
+    /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
-    /// The base image through the page cache: holes need not begin at sectors of the medium.
+    /// The base image through the page cache: holes need not be aligned to the medium's sectors.
     reader: Box<dyn DataFile>,
 }
 
-/// Where a part of a disk is that may hold something other than zeroes.
+/// The place of a range that may hold data other than zeroes.
 pub(crate) enum Data {
     /// In the base image, at the same offset.
     Base,
-    /// In a segment of the log, from this offset on.
+    /// In a segment of the log, from `offset` on.
     Log { segment: Arc<Segment>, offset: u64 },
 }
 
 impl View {
-    /// Reads the log on so many threads.
+    /// Opens the disk; reads the log on `threads` threads.
     pub(crate) fn open(path: &Path, log_dir: &Path, threads: Option<NonZeroUsize>) -> Result<Self> {
         let control = find_control(log_dir)?;
         let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
@@ -78,8 +78,8 @@ impl View {
         })
     }
 
-    /// The parts of the byte range that may hold data, in order, each of at most `most` bytes if it is in the base image.
-    /// The range is a whole number of sectors.
+    /// The parts of the byte range that may hold data, in order. A part in the base image has at most `most` bytes.
+    /// The range must be a whole number of sectors.
     pub(crate) fn data(
         &self,
         range: Range<u64>,
@@ -116,7 +116,8 @@ impl View {
         self.reader.as_ref()
     }
 
-    /// Calls `visit` with the bytes of a part that [`data`](Self::data) gave, piece by piece, until it gives `false`.
+    /// Calls `visit` with the bytes of a part that [`data`](Self::data) returned, piece by piece, until it returns
+    /// `false`.
     pub(crate) fn read(
         &self,
         range: Range<u64>,
