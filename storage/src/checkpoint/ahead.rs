@@ -1,9 +1,10 @@
-//! Segments that a checkpoint reads, in the kernel's page cache.
+//! Segments that a checkpoint reads through the kernel's page cache.
 //!
-//! A checkpoint goes through the base image in the order of its sectors. What belongs there lies anywhere in the log: read
-//! where it lies, each block of it would be a request to the medium, which others want to sync. So a segment of which many
-//! small parts are wanted is read once from its beginning to its end, and its parts come from memory. The kernel keeps it,
-//! gives the memory to who needs it more, and then reads a part again. All others that read the log read past the cache.
+//! A checkpoint goes through the base image in the order of its sectors, but their bytes are scattered over the
+//! log. Read one by one, each block would cost the medium a request, and delay the syncs of others. So a segment of
+//! which many small parts are wanted is read once from beginning to end, and its parts come from memory. If the
+//! kernel needs the memory, it drops pages, and reads a part again when it is wanted. All other readers of the log
+//! bypass the cache.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -19,10 +20,10 @@ use crate::medium::file::{DataFile, STEP};
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
 
-/// A part that costs a request of its own takes the medium as long as so many bytes in a row.
+/// A request for one part takes the medium as long as reading this many consecutive bytes.
 const WORTH: u64 = 64 << 10;
 
-/// See the module's documentation. Dropped, it gives the memory back.
+/// See the module's documentation. Dropping it frees the cached pages.
 #[derive(Default)]
 pub(crate) struct Ahead {
     files: HashMap<*const Segment, Arc<File>>,
@@ -30,7 +31,7 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// For the segments of which so many of `pieces` are wanted that it is worth it.
+    /// Picks the segments of which so many of `pieces` are wanted that reading the whole segment is faster.
     pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
         let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
         for piece in pieces {
@@ -41,7 +42,7 @@ impl Ahead {
         }
         let worth = parts.into_iter();
         let worth = worth.filter(|(_, (_, parts))| parts * WORTH >= log.segment_size);
-        // One that can't be opened is read where its parts lie.
+        // A segment that can't be opened is read part by part.
         let files = worth
             .filter_map(|(at, (segment, _))| Some((at, Arc::new(log.medium.cached(&segment)?))));
         Self {
@@ -50,20 +51,20 @@ impl Ahead {
         }
     }
 
-    /// Bytes to be read.
+    /// Total bytes of the segments to read.
     pub(crate) fn bytes(&self) -> u64 {
         self.files.len() as u64 * self.segment_size
     }
 
-    /// Reads the segments. `next` is called before each step, with the bytes read so far; what it returns tells whether to
-    /// wait for the step, so that the medium has one at a time.
+    /// Reads the segments. Calls `next` before each step with the number of bytes read so far. If it returns
+    /// `true`, the step is waited for, so that the medium has one step at a time.
     pub(crate) fn read(&self, mut next: impl FnMut(u64) -> bool) {
         let mut done = 0;
         for file in self.files.values() {
             for offset in (0..self.segment_size).step_by(STEP as usize) {
                 let wait = next(done);
                 let len = STEP.min(self.segment_size - offset);
-                // If this fails, whoever wants a part reads it.
+                // If this fails, the part is read when it is wanted.
                 let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
                 if wait {
                     let _ = file.read_at(&mut [0], offset + len - 1);
@@ -73,7 +74,7 @@ impl Ahead {
         }
     }
 
-    /// Where the parts of `segment` are to be read.
+    /// The file from which the parts of `segment` are to be read.
     pub(crate) fn source(&self, segment: Arc<Segment>) -> Source {
         match self.files.get(&Arc::as_ptr(&segment)) {
             Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
     use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
 
-    /// Whoever overwrites a segment past the cache is seen by the next who reads it through the cache.
+    /// Bytes that were written past the cache are seen by the next read through the cache.
     #[test]
     fn a_segment_is_read_as_it_was_written_last() {
         let dir = tempfile::tempdir().unwrap();
@@ -143,7 +144,8 @@ mod tests {
         }
     }
 
-    /// More blocks than are read one by one, some twice, at odd places: the base image has the newest of each.
+    /// A checkpoint of more blocks than are read one by one, some written twice, at odd places: the base image gets
+    /// the newest of each.
     #[test]
     fn a_checkpoint_of_many_small_writes_copies_each() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,18 +1,19 @@
-//! Copying frozen index layers to the base images: the part of a checkpoint that moves the bytes.
+//! Copying frozen index layers to the base images: the part of a checkpoint that moves bytes.
 //!
 //! ```text
 //!   frozen layers ──▶ runs ──▶ reads of the log ──▶ one write a run ──▶ base images ──▶ sync
 //!   (by sector)       (adjacent extents)   (many runs in flight)
 //! ```
-//! A layer's extents are disjoint, and so are runs: they are in flight together and end in any order, as MariaDB's
-//! replicas apply the transactions of one commit group in parallel. What the group's order was shows in the layer,
-//! which has only the newest extent of each sector.
+//! A layer's extents are disjoint, and so are runs. They are in flight together and end in any order, as MariaDB's
+//! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
+//! the layer, which has only the newest extent of each sector.
 //!
-//! Where many small parts of a segment are wanted they come from the page cache, see [`Ahead`].
+//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
 //!
-//! A checkpoint that is not waited for takes its time: it shares the medium with the syncs that others wait for. So none is
-//! in flight while the log grows and the copy is ahead of it, by what share of the log's room has been used since it began;
-//! few are while nobody writes, and many if the log would else be full before the copy ends.
+//! A checkpoint without `hurry` takes its time, because it shares the medium with syncs that clients wait for. Its
+//! progress is compared with the share of the log's room that was used since it began. No run is in flight while
+//! the log grows and the copy is ahead; few are while the log does not grow; many are if the log would otherwise be
+//! full before the copy ends.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -35,18 +36,18 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 const RUN_SECTORS: u64 = (256 << 10) / SECTOR_SIZE;
 /// Most bytes of buffers in flight, unless one run needs more.
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// Most runs in flight, and how many while nobody is disturbed.
+/// Most runs in flight, and how many while the copy disturbs no writer.
 const IN_FLIGHT_RUNS: usize = 64;
 const UNHURRIED_RUNS: usize = 2;
 /// Longest pause between two calls of `tend`.
 const TEND: Duration = Duration::from_millis(20);
-/// A log that has not grown for so long disturbs nobody.
+/// After this long without growth of the log, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
-/// How often a copy that is ahead of its time looks whether it still is.
+/// How often a copy that is ahead of schedule checks whether it still is.
 const SHORT: Duration = Duration::from_millis(1);
-/// With so much of its work behind time a copy has most runs in flight; before, as many as it is behind.
+/// A copy that is this share of its work behind schedule has most runs in flight; with less, proportionally fewer.
 const WORST_LAG: f64 = 0.125;
-/// What share of the room may be used before all is copied.
+/// The share of the room that may be used before everything is copied.
 const USABLE_SHARE: f64 = 0.7;
 
 /// Adjacent extents that become one operation on the base image.
@@ -62,10 +63,10 @@ enum Run {
     },
 }
 
-/// The runs of a layer's pieces, which come in order of their sectors.
+/// The runs of a layer's pieces; the pieces come in the order of their sectors.
 struct Runs<I: Iterator<Item = Piece>> {
     pieces: Peekable<I>,
-    /// What is left of a piece that was longer than a run.
+    /// The rest of a piece that was longer than a run.
     rest: Option<Piece>,
 }
 
@@ -107,7 +108,7 @@ fn is_zero(piece: &Piece) -> Option<bool> {
     }
 }
 
-/// Bytes that a piece counts in the work of a copy: however much is zeroed, it is one call.
+/// Bytes that a piece counts in the work of a copy. Zeroing counts little, since it is one call for any length.
 fn work(piece: &Piece) -> u64 {
     match is_zero(piece) {
         Some(_) => SECTOR_SIZE,
@@ -148,7 +149,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
     }
 }
 
-/// Whether `next` stands behind `last` in the log too, so that one read gets both.
+/// Whether `next` directly follows `last` in the log too, so that one read gets both.
 fn follows(last: &Piece, next: &Piece) -> bool {
     match (&last.place, &next.place) {
         (
@@ -170,14 +171,14 @@ struct Flight<'a> {
     disk: &'a Arc<DiskState>,
     sector: u64,
     bytes: usize,
-    /// What its buffers take in memory.
+    /// Bytes of memory that its buffers take.
     memory: usize,
-    /// In order: what it is made of, and what came of the reads.
+    /// The pieces of the run, and for each the state of its read, in order.
     pieces: Vec<Piece>,
     chunks: Vec<Part>,
-    /// Reads under way; with none left it is written.
+    /// Reads under way; when none is left, the run is written.
     reads: usize,
-    /// The medium does not have what was logged: it is not written.
+    /// Whether a read failed its checksum: the run is not written.
     damaged: bool,
     writing: bool,
 }
@@ -189,7 +190,7 @@ enum Part {
 }
 
 impl Part {
-    /// Takes the bytes that were read for it, if they are those that were logged.
+    /// Takes the buffer that was read, if its checksums match those that were logged.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
         if let Self::Reading(read) = self {
             *self = Self::Read(chunk(read.verified(buffer)?));
@@ -205,7 +206,7 @@ impl Part {
     }
 }
 
-/// What could not be copied of a disk, because the medium has damaged it, and the first thing that was wrong.
+/// The extents of a disk that could not be copied because the medium has damaged them, and the first error.
 pub(crate) struct Rest {
     pub disk: Arc<DiskState>,
     pub layer: ExtentMap,
@@ -213,7 +214,7 @@ pub(crate) struct Rest {
 }
 
 impl Rest {
-    /// What is said of it.
+    /// The error that reports them.
     pub(crate) fn told(&self) -> Error {
         let (path, error) = (self.disk.path.display(), &self.error);
         Error::new(
@@ -226,37 +227,37 @@ impl Rest {
     }
 }
 
-/// The runs in flight, and what becomes of them.
+/// The runs in flight, and the results of those that ended.
 struct Copier<'a> {
     log: &'a Log,
     ahead: Ahead,
-    /// Its own, for as long as it takes: the keeper's other one may lead commit groups.
+    /// An engine of its own, held as long as the copy runs: the keeper's other one may lead commit groups.
     engine: Box<dyn Engine>,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
     flights: HashMap<u64, Flight<'a>>,
     next: u64,
     memory: usize,
     failed: Option<Error>,
-    /// What the medium has damaged, by disk.
+    /// The damaged extents, by disk.
     rests: Vec<Rest>,
 }
 
-/// Whether somebody writes to a log: then background work disturbs.
+/// Detects whether a log is being written to: background work would then delay the writers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Growth {
-    /// The log's end when it was last looked at.
+    /// The log's end at the last check.
     end: u64,
-    /// When it was last seen to have grown.
+    /// When the log was last seen to have grown.
     grown: Option<Instant>,
 }
 
 impl Growth {
-    /// Of a log that ends at `end`.
+    /// Growth of a log that ends at `end`.
     pub(crate) fn new(end: u64) -> Self {
         Self { end, grown: None }
     }
 
-    /// Whether it has grown lately, now that it ends at `end`.
+    /// Whether the log has grown lately, given that it now ends at `end`.
     pub(crate) fn is_under_way(&mut self, end: u64) -> bool {
         let now = sync::now();
         if end > self.end {
@@ -268,11 +269,11 @@ impl Growth {
     }
 }
 
-/// How long a copy may take.
+/// The pace of a copy: it is to end before the log is full.
 struct Pace {
     growth: Cell<Growth>,
     hurry: bool,
-    /// Bytes of log when it began, and how many more there was room for.
+    /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
     /// Records, likewise.
     records: (u64, u64),
@@ -295,7 +296,7 @@ impl Pace {
         }
     }
 
-    /// How many runs may be in flight when so many bytes of the work are done.
+    /// How many runs may be in flight when `done` bytes of the work are done.
     fn runs(&self, log: &Log, done: u64) -> usize {
         let state = &*log.lock();
         let hurry = self.hurry || state.is_pressing() || log.held_back.load(Ordering::Relaxed);
@@ -319,11 +320,12 @@ impl Pace {
     }
 }
 
-/// Copies the disks' frozen layers to their base images, marks and syncs those; `hurry`: somebody waits for it. `tend` is called
-/// again and again. Returns what the medium has damaged, which is in the log alone and stays there: all else is copied.
+/// Copies the disks' frozen layers to their base images, then marks and syncs the images. `hurry`: a caller waits
+/// for the copy. `tend` is called repeatedly. Returns the extents that the medium has damaged: they stay in the log
+/// only, and everything else is copied.
 ///
 /// # Errors
-/// If anything else fails. Some may be copied then, and nothing is in flight any more.
+/// If anything else fails. Part of the layers may be copied then, and nothing is in flight any more.
 pub(crate) fn copy(
     log: &Log,
     disks: &[Arc<DiskState>],
@@ -414,7 +416,7 @@ pub(crate) fn copy(
 
 fn sync_bases(layers: &[(&Arc<DiskState>, Arc<ExtentMap>)]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
-        // With the bytes the generation that they make.
+        // The mark gets the image's new generation; the sync makes it durable together with the bytes.
         disk.mark(true).map(drop)
     })
 }
@@ -427,7 +429,7 @@ fn chunk(buffer: Buffer) -> Chunk {
 }
 
 impl<'a> Copier<'a> {
-    /// Whether one of at most `most` runs may begin.
+    /// Whether another run may begin, with at most `most` in flight.
     fn has_room(&self, most: usize) -> bool {
         self.flights.len() < most && self.memory < IN_FLIGHT_BYTES
     }
@@ -496,7 +498,7 @@ impl<'a> Copier<'a> {
         self.flights.insert(number, flight);
     }
 
-    /// All of the run is in memory: it goes to the base image.
+    /// Writes the run to the base image: all of it is in memory.
     fn write(&mut self, number: u64, flight: &mut Flight<'_>) {
         flight.writing = true;
         let write = Io::Write {
@@ -507,7 +509,7 @@ impl<'a> Copier<'a> {
         self.engine.submit(number * MAX_CHUNKS as u64, write);
     }
 
-    /// Some of a disk's log is damaged.
+    /// Notes that a part of a disk's log is damaged.
     fn note_damage(&mut self, disk: &Arc<DiskState>, error: Error) {
         if self.rests.iter().all(|rest| rest.disk.id != disk.id) {
             self.rests.push(Rest {
@@ -518,7 +520,7 @@ impl<'a> Copier<'a> {
         }
     }
 
-    /// Leaves a run that is damaged in the log.
+    /// Leaves a damaged run in the log.
     fn leave(&mut self, flight: &mut Flight<'_>) {
         let disk = flight.disk.id;
         let rest = self.rests.iter_mut().find(|rest| rest.disk.id == disk);
@@ -556,7 +558,7 @@ impl<'a> Copier<'a> {
         }
         if !was_written {
             flight.reads -= 1;
-            // After an error nothing more is begun.
+            // After an error no more run is begun.
             match flight.reads == 0 && self.failed.is_none() {
                 true if flight.damaged => self.leave(&mut flight),
                 true => self.write(number, &mut flight),
@@ -576,7 +578,7 @@ mod tests {
 
     use super::*;
 
-    /// Else a copy with one long discard would be ahead of its time, and wait, until the log is full.
+    /// Otherwise a copy with one long discard would seem ahead of schedule, and wait until the log is full.
     #[test]
     fn a_long_discard_is_little_work() {
         let piece = |sectors, place| Piece {
@@ -590,7 +592,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the extents, the runs are all of them, in order, none too long, and none that could be one.
+        /// For any extents, the runs cover all of them in order; no run is too long, and no two could be joined.
         #[test]
         fn runs_are_the_extents_joined_and_cut(
             extents in prop::collection::vec((0u64..3, 1..2 * RUN_SECTORS, 0u8..4), 1..40),
@@ -600,7 +602,7 @@ mod tests {
             for (gap, sectors, kind) in extents {
                 at += gap;
                 let place = match kind {
-                    // Where the bytes are is not looked at: the offset tells which they are.
+                    // The test never reads the bytes; the offset identifies them.
                     0 | 1 => Place::Memory { payload: payload.clone(), offset: at as usize * 512 },
                     _ => Place::Zero { unmap: kind == 2 },
                 };

@@ -1,10 +1,10 @@
-//! The log's housekeeper: one thread that makes segments ready ahead of need, and checkpoints.
+//! The log's housekeeper: one thread that makes segments ready before they are needed, and does checkpoints.
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
 //! 2. note *C* in the control file, copy the frozen extents to the base images and sync those ([`copy`](crate::checkpoint::copy));
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
-//! 4. drop the frozen indexes and recycle the segments that nobody reads any more.
+//! 4. drop the frozen indexes and recycle the segments that no reader holds any more.
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
@@ -30,16 +30,16 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
-/// Segments that are made ready ahead of need: one to be taken, one for what a checkpoint finds pending.
+/// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.
 const READY: usize = 2;
-/// After each step of making a segment while the log grows the medium is left to others for so many times as long, at
-/// most for so long: all at once, a segment would keep it from the log's syncs.
+/// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
+/// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
 const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// What has been said about attempts that failed: each trouble is told once.
+/// What has been reported about failed attempts: each trouble is reported once.
 #[derive(Default)]
 struct Troubles {
     failing: bool,
@@ -47,7 +47,8 @@ struct Troubles {
 }
 
 impl Troubles {
-    /// What is to be said after an attempt. `partly`: it was not the whole that failed before.
+    /// Returns the message to log after an attempt, if any. `partly`: the attempt was not the whole of what failed
+    /// before.
     fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
         let Err(error) = done else {
             if !partly && std::mem::take(self).failing {
@@ -111,7 +112,7 @@ impl Log {
         Ok(())
     }
 
-    /// Wakes those who wait for a segment.
+    /// Wakes the ports that wait for a segment.
     fn segments_freed(&self) {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
@@ -119,7 +120,8 @@ impl Log {
     }
 }
 
-/// A disk whose image gets another generation, and two parts that it gets with it, by byte offset and length.
+/// A disk whose image gets another generation, and two parts that the checkpoint writes to it, by byte offset and
+/// length.
 type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
 /// See the module's documentation.
@@ -131,16 +133,16 @@ pub(crate) struct Keeper {
     leader: Leader,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
-    /// The `copying_lsn` that both slots of the control file have, if this keeper wrote it.
+    /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     copying: Option<u64>,
-    /// The disks whose images get another generation with the checkpoint that is under way, and parts that it writes.
+    /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
     announced: Vec<Announced>,
     /// Recycled segments that a reader still pins.
     retiring: Vec<Arc<Segment>>,
 }
 
 impl Keeper {
-    /// `frozen_at` is the last LSN of what recovery left in frozen indexes, if it did.
+    /// `frozen_at`: the last LSN in the frozen indexes that recovery left, if it left any.
     pub(crate) fn new(
         log: Arc<Log>,
         disks: Vec<Arc<DiskState>>,
@@ -162,19 +164,19 @@ impl Keeper {
         })
     }
 
-    /// The thread's body. Ends, when told to stop, with everything durable and in the base images.
+    /// The thread's body. When told to stop, it makes everything durable, copies it to the base images and returns.
     pub(crate) fn run(mut self) -> Result<()> {
         let mut troubles = Troubles::default();
         let mut paused = false;
         loop {
             if self.wait(&mut paused) {
                 let closed = self.close();
-                // Nobody is left to make room for a port that is still there.
+                // The keeper is going away: it can make no more room for a port that is still open.
                 self.log.refuse(self.log.lock());
                 return closed;
             }
             self.serve_orders();
-            // A checkpoint that failed has its pause, a segment file that is needed is made meanwhile.
+            // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
             let done = match paused {
                 true => self.log.provide(),
                 false => self.step(false),
@@ -184,20 +186,20 @@ impl Keeper {
             }
             paused |= done.is_err();
             if !self.retiring.is_empty() {
-                // A reader holds a segment for the time of one read: look again soon.
+                // A reader holds a segment only for the time of one read, so the keeper looks again soon.
                 self.rest();
             }
         }
     }
 
-    /// Lets readers end, and takes back what they held.
+    /// Gives readers time to end, and takes back the segments that they held.
     pub(crate) fn rest(&mut self) {
         sync::sleep(Duration::from_millis(1));
         self.retire();
     }
 
-    /// Sleeps until there is something to do; returns whether that is to stop. `paused`: an attempt has just failed;
-    /// cleared once the next may be made.
+    /// Sleeps until there is work; returns whether the keeper is to stop. `paused`: an attempt has just failed;
+    /// cleared once the next attempt may be made.
     fn wait(&self, paused: &mut bool) -> bool {
         let urgent = |state: &State| {
             let keeper = &state.keeper;
@@ -218,17 +220,18 @@ impl Keeper {
         state.keeper.stop
     }
 
-    /// Does what is due; a checkpoint also when it is not, if `forced`.
+    /// Does the work that is due. If `forced`, a checkpoint is done even if it is not due.
     ///
     /// # Errors
-    /// If a segment can't be made or a checkpoint fails. Nothing is lost; it is due again.
+    /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.retire();
         let provided = self.log.provide();
-        // Taken before it starts: a request that comes while it runs asks for another one.
+        // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
+        // one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
-        // While it is being tried nobody knows whether the ring is stuck: who needs room waits for the answer.
+        // During a checkpoint it is unknown whether the ring is stuck: requests that need room wait for its result.
         state.keeper.failed &= !due;
         drop(state);
         if due {
@@ -245,7 +248,7 @@ impl Keeper {
         provided
     }
 
-    /// Makes everything durable and copies it to the base images. Nobody else may use the log any more.
+    /// Makes everything durable and copies it to the base images. No port may use the log any more.
     ///
     /// # Errors
     /// If the log had failed or the copy fails.
@@ -260,7 +263,7 @@ impl Keeper {
                 ),
             ));
         }
-        // First to where it is safe, whatever becomes of the checkpoint.
+        // Everything goes to the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().appended;
         self.drain(newest)?;
         if planted(Mutant::ClosedEarly) {
@@ -269,13 +272,13 @@ impl Keeper {
                 .try_for_each(|disk| disk.mark(false).map(drop))?;
         }
         self.checkpoint(true, true)?;
-        // Not before the control file says that the log holds nothing of them.
+        // The images are marked as closed only after the control file says that the log has no records of them.
         self.disks
             .iter()
             .try_for_each(|disk| disk.mark(false).map(drop))
     }
 
-    /// Gives segments back to the ring once nobody reads them.
+    /// Gives segments back to the ring once no reader holds them.
     fn retire(&mut self) {
         let (free, pinned) = std::mem::take(&mut self.retiring)
             .into_iter()
@@ -299,22 +302,22 @@ impl Keeper {
         self.retire();
     }
 
-    /// Copies the log to the base images. `closing`: nobody writes any more, so that all segments become free. `hurry`:
-    /// somebody waits for it.
+    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
+    /// a caller waits for the checkpoint.
     fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<()> {
-        // What an earlier attempt left frozen comes first; then, when closing, what was written since.
+        // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
         if self.frozen_at.is_some() && closing {
             self.checkpoint_once(false, hurry)?;
         }
         self.checkpoint_once(closing, hurry)
     }
 
-    /// Makes everything up to `lsn` durable in the log, if need be with the ring's last segment.
+    /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
     fn drain(&mut self, lsn: u64) -> Result<()> {
         let provided = self.log.provide();
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
-        // For those who draw on the last segment there may be room.
+        // Writers that may use the last segment can have room now.
         state.starved = false;
         drop(state);
         let flushed = self.committer.flush(lsn, &mut self.leader);
@@ -329,11 +332,11 @@ impl Keeper {
         }
     }
 
-    /// After all else was copied: keeps in the frozen layers what the medium has damaged, except for what durable records
-    /// have replaced since. The next attempt has nothing else to copy.
+    /// Runs after everything else was copied. Keeps damaged extents in the frozen layers, except those that durable
+    /// records have replaced since. The next attempt has nothing else to copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Damaged`] if something is left. The checkpoint has not ended then.
+    /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint has not ended then.
     fn keep(&self, rests: Vec<Rest>) -> Result<()> {
         if rests.is_empty() {
             return Ok(());
@@ -365,21 +368,22 @@ impl Keeper {
         failed
     }
 
-    /// The frozen layers that hold anything.
+    /// The frozen layers that are not empty, with their disks.
     fn layers(&self) -> Vec<(Arc<DiskState>, Arc<ExtentMap>)> {
         let disks = self.disks.iter();
         let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
     }
 
-    /// Says in the control file that the base images may from now on hold records up to `lsn`, and that those which
-    /// the frozen layers are copied to are about to have another generation.
+    /// Writes to the control file that the base images may from now on hold records up to `lsn`, and that the
+    /// images which the frozen layers are copied to are about to get another generation.
     fn announce(&mut self, lsn: u64) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
         }
         let layers = self.layers();
-        // Into both slots: should one rot, the other tells that the base images may be ahead of a damaged log.
+        // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
+        // log.
         for _ in 0..2 {
             self.control.change(|control| {
                 control.header.copying_lsn = U64::new(lsn);
@@ -408,8 +412,8 @@ impl Keeper {
             && state.free.is_empty()
             && (state.keeper.cramped || state.keeper.files == self.log.max_segments)
         {
-            // Readers hold the room that this may need. They hold it for the time of a read: soon, then. (Waiting
-            // here would wait for ever, since only this thread takes the segments back.)
+            // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
+            // again soon. (Waiting here would never end, since only this thread takes the segments back.)
             state.keeper.checkpoint = true;
             let dir = self.log.dir.display();
             return match closing {
@@ -433,7 +437,8 @@ impl Keeper {
         }
         self.announce(lsn)?;
         let rests = copy(&self.log, &self.disks, hurry, || {
-            // A ring that grows needs its next segment meanwhile. What fails here is tried again, and told, after it.
+            // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
+            // copy.
             if !self.log.lock().keeper.cramped {
                 let _ = self.log.provide();
             }
@@ -469,8 +474,9 @@ impl Keeper {
             }
         })?;
         self.announced.clear();
-        // Only now may anything be reused or forgotten: the control file no longer needs it. (A new segment names
-        // the one before it: until the control file has let go of that, it must still be in `live`.)
+        // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
+        // segment names the one before it, which must stay in `live` until the control file no longer refers to
+        // it.)
         for disk in &self.disks {
             disk.index_mut().frozen = None;
         }
@@ -489,7 +495,7 @@ impl Keeper {
 }
 
 impl Keeper {
-    /// Carries out what was ordered, first come first served.
+    /// Carries out the orders, first come first served.
     pub(crate) fn serve_orders(&mut self) {
         let orders = std::mem::take(&mut self.log.lock().keeper.orders);
         for Order { task, answer } in orders {
@@ -497,7 +503,7 @@ impl Keeper {
                 Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
                 Task::Grow(disk, size) => self.grow(&disk, size),
             };
-            // Who has gone does not want to know.
+            // A client that has gone away needs no answer.
             let _ = answer.send(done);
         }
     }
@@ -509,13 +515,13 @@ impl Keeper {
                 return Ok(());
             }
             done?;
-            // What an earlier attempt had begun came first, or a reader holds the room that this takes.
+            // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
             self.rest();
         }
     }
 
-    /// The steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests see the new size last, when all
-    /// that they may write behind the old one is certain to be found again.
+    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests
+    /// see the new size last: by then, recovery is certain to find what they write behind the old one.
     pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
         let mut set = |size: u64, resizing: u8| {
             self.control.change(|control| {
@@ -540,7 +546,7 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let mut state = self.log.lock();
         state.keeper.gone = true;
-        // Who waits is told by the end of the channel.
+        // Dropping an order closes its channel, which tells the client that waits for the answer.
         state.keeper.orders.clear();
     }
 }

@@ -1,4 +1,4 @@
-//! The log is copied to the base images, and its segments become free.
+//! Checkpoints: copying the log to the base images, so that its segments become free.
 
 pub(crate) mod ahead;
 pub(crate) mod copy;
