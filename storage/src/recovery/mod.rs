@@ -1,4 +1,4 @@
-//! A log that was left is read: where it ends, what is damaged, what each disk has in it.
+//! Reading a log when it is opened: where it ends, what is damaged, and what it holds of each disk.
 
 pub(crate) mod replay;
 pub(crate) mod scan;

@@ -1,4 +1,4 @@
-//! From the records of a log to what its disks hold: the whole log is read, and each disk given its part.
+//! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,17 +18,17 @@ use crate::recovery::scan::{self, Found, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
-/// What a log holds of one disk that is not in its base image.
+/// The records of one disk in a log that are not in its base image.
 #[derive(Default)]
 pub(crate) struct Waiting {
     pub index: Index,
-    /// The LSN of its newest record.
+    /// LSN of the newest record.
     pub last_lsn: u64,
     pub records: u64,
     pub payload_bytes: u64,
 }
 
-/// The same of all disks that have any, by their id.
+/// The waiting records of all disks that have any, by disk id.
 pub(crate) type Indexes = HashMap<u32, Waiting>;
 
 /// Reads the whole log: what it holds, and where the newest bytes of each disk are.
@@ -84,7 +84,7 @@ pub(crate) fn read_log(
         progress,
     )?;
     let mut scan = scan;
-    // What a later record has replaced nobody reads any more.
+    // Readers need no block that a later record has replaced.
     scan.damaged.retain(|damaged| {
         let needed = |waiting: &Waiting| damaged.is_needed(&waiting.index.active);
         indexes.get(&damaged.disk_id).is_some_and(needed)
@@ -101,7 +101,7 @@ pub(crate) fn read_log(
     }
 }
 
-/// Reads the whole log, to build on it: what is read is on the medium, not in the page cache only.
+/// Reads the whole log for recovery. The cached pages are dropped first, so that what is read is on the medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -129,14 +129,14 @@ pub(crate) fn read_for_recovery(
     Ok((scan, waiting))
 }
 
-/// Gives the disks what the log holds of them, and makes where it ends durable.
+/// Gives the disks their parts of the log, and makes the log's end durable.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
     (scan, mut indexes): (Scan, Indexes),
 ) -> Result<Scan> {
-    // Frozen at once: the first checkpoint copies what was recovered, whatever is written meanwhile, and so needs
-    // no room in a ring that may be full.
+    // The indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
+    // meanwhile, and so needs no room in a ring that may be full.
     for state in states {
         if let Some(waiting) = indexes.remove(&state.id) {
             *state.index_mut() = waiting.index;
@@ -149,11 +149,11 @@ pub(crate) fn recover(
         true => scan.last_lsn,
         false => scan.max_lsn.max(scan.last_lsn),
     };
-    // Before anything is wiped: numbers seen on the medium are never given out again.
+    // This comes before any segment is wiped: numbers seen on the medium are never given out again.
     header.next_lsn = U64::new(seen + 1);
     header.next_cid = U64::new(scan.max_cid + 1);
     control.write()?;
-    // What is behind the end must never be taken for part of the log again.
+    // The bytes behind the end must never be taken for part of the log again.
     scan.void
         .iter()
         .try_for_each(|segment| scan::wipe(segment))?;

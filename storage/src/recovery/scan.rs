@@ -1,14 +1,15 @@
 //! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
 //!
-//! Segments are read in the order of their sequence, batches in order within them. Each segment says where it begins and
-//! where it ends: so several are read and verified at a time, and taken in order.
+//! Segments are read in the order of their sequence, and batches in order within them. A segment says where it
+//! begins, and the next one where it ends. So several segments are read and verified at a time, and taken in order.
 //!
-//! Every header tells how far the log was durable when it was written. That tells a torn write from rot:
-//! - A batch whose header is right and whose payload is not: if it was durable, the medium has changed it since. It stays
-//!   part of the log, and whoever reads the damaged blocks gets an error. Otherwise its write never completed, and the log
-//!   ends before it.
-//! - The log ends at the first thing that is not the next batch. If it was durable beyond that, acknowledged records are
-//!   missing: that is reported, never repaired in silence. Otherwise what is behind the end is void.
+//! Every header says how far the log was durable when it was written. That distinguishes a torn write from rot:
+//! - A batch has a valid header and a wrong payload. If it was durable, the medium has changed it since: it stays
+//!   part of the log, and reads of the damaged blocks fail. Otherwise its write never completed, and the log ends
+//!   before it.
+//! - The log ends at the first thing that is not the next batch. If the log was durable beyond that, acknowledged
+//!   records are missing, which is reported and never repaired silently. Otherwise everything behind the end is
+//!   void.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -36,7 +37,7 @@ pub(crate) struct LiveSegment {
     pub last_lsn: u64,
 }
 
-/// What a log was found to hold.
+/// The state of a log, as a scan found it.
 #[derive(Default)]
 pub(crate) struct Scan {
     pub live: Vec<LiveSegment>,
@@ -45,11 +46,11 @@ pub(crate) struct Scan {
     pub void: Vec<Arc<Segment>>,
     /// Last record of the log.
     pub last_lsn: u64,
-    /// The highest numbers seen anywhere, void or not: none of them is given out again.
+    /// The highest numbers seen anywhere, void or not: they are never given out again.
     pub max_lsn: u64,
     pub max_cid: u64,
     pub max_sequence: u64,
-    /// When the last batch was built, by its stamp.
+    /// The stamp of the last batch: when it was built.
     pub last_unix_us: u64,
     pub batches: u64,
     /// One more than the highest number of a segment file.
@@ -57,18 +58,18 @@ pub(crate) struct Scan {
     /// Records above the checkpoint LSN, and their payload bytes.
     pub records: u64,
     pub payload_bytes: u64,
-    /// A write that never completed was found behind the end.
+    /// Whether a write that never completed was found behind the end.
     pub torn_tail: bool,
-    /// What the medium has changed in records above the checkpoint LSN.
+    /// Blocks of records above the checkpoint LSN that the medium has changed.
     pub damaged: Vec<DamagedBlock>,
 }
 
-/// A block of a record's payload that is not what was written, though it was durable.
+/// A block of a record's payload that was durable and has changed since.
 #[derive(Clone, Debug)]
 pub(crate) struct DamagedBlock {
     pub lsn: u64,
     pub disk_id: u32,
-    /// Where it belongs on its disk.
+    /// First sector of the block on its disk.
     pub sector: u64,
     pub sectors: u64,
     pub segment: Arc<Segment>,
@@ -77,7 +78,7 @@ pub(crate) struct DamagedBlock {
 }
 
 impl DamagedBlock {
-    /// Whether a layer of its disk has bytes in it.
+    /// Whether a layer of the block's disk refers to its bytes.
     pub(crate) fn is_needed(&self, layer: &ExtentMap) -> bool {
         let mut needed = false;
         let (sector, sectors) = (self.sector, self.sectors);
@@ -93,24 +94,24 @@ impl DamagedBlock {
     }
 }
 
-/// A record found.
+/// A record in the log.
 pub(crate) struct Found<'a> {
     pub lsn: u64,
     pub descriptor: &'a Descriptor,
-    /// The batch that it came in.
+    /// The batch that contains the record.
     pub batch: &'a BatchHeader,
     pub segment: &'a Arc<Segment>,
-    /// The checksums of its payload's blocks.
+    /// The checksums of the payload's blocks.
     pub checksums: &'a [u32],
-    /// Byte offset of its payload in the segment.
+    /// Byte offset of the payload in the segment.
     pub offset: u64,
-    /// It is at or below the checkpoint LSN, so that the base image has it, or it was given up.
+    /// Whether the base image has the record (it is at or below the checkpoint LSN), or the record was given up.
     pub in_base: bool,
-    /// Its payload is not what was written.
+    /// Whether the payload is damaged.
     pub damaged: bool,
 }
 
-/// What is called for each record found.
+/// Called for each record found.
 pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Found<'_>);
 
 struct Candidate {
@@ -118,14 +119,14 @@ struct Candidate {
     header: SegmentHeader,
 }
 
-/// A batch whose header is right in itself.
+/// A batch with a valid header.
 struct Batch {
     header: BatchHeader,
     descriptors: Vec<Descriptor>,
-    /// Of the blocks of all payloads.
+    /// Checksums of the blocks of all payloads.
     checksums: Vec<u32>,
     header_len: u64,
-    /// Which of those blocks are not what was written.
+    /// Indexes of the blocks whose checksum is wrong.
     wrong: Vec<usize>,
 }
 
@@ -138,7 +139,7 @@ impl Batch {
     }
 }
 
-/// Reads the batch header at `offset`, if one is there: CRC right, this log's.
+/// Reads the batch header at `offset`. `None` if there is none with a valid CRC and this log's UUID.
 fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<Batch>> {
     if offset + BLOCK as u64 > window.size() {
         return Ok(None);
@@ -153,7 +154,7 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
         header.first_lsn,
         header.durable_lsn,
     ];
-    // A number near the end of u64 can't be reached by counting: not a header of ours.
+    // Counting never reaches a number near the end of u64, so this header is not ours.
     if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size() {
         return Ok(None);
     }
@@ -172,8 +173,8 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
     }))
 }
 
-/// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order.
-/// Changes nothing. `progress` is told after each segment.
+/// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order. Changes
+/// nothing. Calls `progress` after each segment.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -196,7 +197,7 @@ pub(crate) fn scan(
     let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
     let total = (candidates.len() + suspects.len()) as u64 * size;
-    // The first begins anywhere in what was freed; each of the others says behind which it comes.
+    // The first segment follows any of the recycled ones; each other segment names the one that it follows.
     let begins = candidates.first().is_some_and(|first| {
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last_lsn
@@ -224,12 +225,12 @@ pub(crate) fn scan(
             (read, read_end) = (read + 1, contents.end);
             let last_lsn = taker.take_segment(contents, &mut scan)?;
             progress(read as u64 * size, total);
-            // Without a limit there is no next, or none that comes behind this one.
+            // Without a limit no segment follows this one.
             Ok::<_, Error>(limit == Some(last_lsn))
         })?;
     }
 
-    // Behind what was taken: stale bytes, a torn tail, or evidence that acknowledged records are gone.
+    // The rest is stale bytes, a torn tail, or evidence that acknowledged records are missing.
     let taken = match taker.held.front() {
         Some(held) => (held.part, held.offset),
         None => (read.saturating_sub(1), read_end),
@@ -259,14 +260,14 @@ pub(crate) fn scan(
         scan.max_cid = scan.max_cid.max(seen.max_cid);
         scan.max_sequence = scan.max_sequence.max(seen.max_sequence);
         passed += 1;
-        // The tails have been told of.
+        // Progress has been reported for the segments of the tails already.
         if passed > read as u64 {
             progress(passed * size, total);
         }
         Ok::<_, Error>(true)
     })?;
     taker.settle(&mut scan);
-    // What is still held was never durable: the log ends before it.
+    // Batches that are still held were never durable: the log ends before them.
     let (mut end, mut end_offset) = (read, read_end);
     for held in taker.held.iter().rev() {
         (end, end_offset) = (held.part + 1, held.offset);
@@ -367,17 +368,17 @@ fn classify(
     Ok((candidates, suspects))
 }
 
-/// What one segment holds of the log.
+/// The part of the log in one segment.
 struct Contents {
-    /// Each with the byte offset of its first payload.
+    /// Each batch with the byte offset of its first payload.
     batches: Vec<(Batch, u64)>,
-    /// The offset behind the last.
+    /// The offset behind the last batch.
     end: u64,
-    /// What is wrong behind them.
+    /// The error that ended the reading, if any.
     error: Option<Error>,
 }
 
-/// Reads the batches of one segment up to its end or to LSN `limit`. It depends on no other segment.
+/// Reads the batches of one segment up to its end or to LSN `limit`, without looking at other segments.
 fn read_segment(candidate: &Candidate, size: u64, limit: Option<u64>) -> Contents {
     let mut contents = Contents {
         batches: Vec::new(),
@@ -398,7 +399,8 @@ fn read_batches(
     let size = window.size();
     let mut previous_crc = candidate.header.crc;
     let mut previous_lsn = candidate.header.previous_lsn.get();
-    // To the first thing that is not the next batch, also where the next segment says that there is none.
+    // Reads on to the first thing that is not the next batch, even where the next segment says that no batch
+    // follows.
     loop {
         let offset = contents.end;
         let Some(mut batch) = batch_at(window, &candidate.header.log, offset)? else {
@@ -407,7 +409,7 @@ fn read_batches(
         let (header, last_lsn) = (batch.header, batch.last_lsn());
         let first = offset == BLOCK as u64;
         let in_order = match first {
-            // LSNs of a dropped torn tail are never given out again: a gap is normal here.
+            // LSNs of a dropped torn tail are never given out again, so a gap is normal here.
             true => header.first_lsn.get() > previous_lsn,
             false => header.first_lsn.get() == previous_lsn + 1,
         };
@@ -422,11 +424,12 @@ fn read_batches(
         batch.wrong = wrong_blocks(window, &batch, payload_at)?;
         let beyond = limit.is_some_and(|limit| last_lsn > limit);
         if beyond && !batch.wrong.is_empty() {
-            // Dropped as torn when the log was recovered.
+            // The batch was dropped as torn when the log was recovered.
             break;
         }
         if beyond {
-            // No crash leaves this. Without the next segment the batch would count: the log would change its mind.
+            // No crash leaves such a batch. If the next segment were missing, the batch would count, and the log
+            // would change its contents.
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
@@ -450,22 +453,22 @@ fn read_batches(
     Ok(())
 }
 
-/// Takes what was read for the log, batch by batch, in order.
+/// Takes the batches that were read as part of the log, in order.
 struct Taker<'a> {
     candidates: &'a [Candidate],
     control: &'a Control,
-    /// All up to here was durable, by what has been read so far.
+    /// The log was durable up to this LSN, as far as it has been read.
     durable: u64,
-    /// The last record taken when each segment had been read, or before.
+    /// For each segment that was read: the last LSN taken from it or from segments before it.
     last_lsns: Vec<u64>,
-    /// From the first batch on whose payload is not what was written: nobody knows yet whether it was durable.
+    /// Batches from the first one with a wrong payload on: it is not known yet whether that one was durable.
     held: VecDeque<Held>,
     visit: Visitor<'a>,
 }
 
-/// A batch that has been read and not taken.
+/// A batch that has been read but not taken.
 struct Held {
-    /// The number of its candidate.
+    /// The index of its candidate.
     part: usize,
     batch: Batch,
     /// Byte offset of its header in the segment.
@@ -473,7 +476,7 @@ struct Held {
 }
 
 impl Taker<'_> {
-    /// Takes what the next segment holds. Returns its last LSN, taken or not.
+    /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
     fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
         let part = self.last_lsns.len();
         self.last_lsns.push(scan.last_lsn);
@@ -492,7 +495,7 @@ impl Taker<'_> {
             .map_or(Ok(last.unwrap_or(scan.last_lsn)), Err)
     }
 
-    /// Takes what is known to be part of the log: all up to the next batch that may be torn.
+    /// Takes the batches that are known to be part of the log: all up to the next one that may be torn.
     fn settle(&mut self, scan: &mut Scan) {
         let durable = self.durable;
         let known =
@@ -557,7 +560,7 @@ impl Taker<'_> {
     }
 }
 
-/// Which blocks of the batch's payloads, which begin at `payload_at`, are not what was written.
+/// Which blocks of the batch's payloads have a wrong checksum. The payloads begin at `payload_at`.
 fn wrong_blocks(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<Vec<usize>> {
     let mut wrong = Vec::new();
     if planted(Mutant::RecoverySkipsChecksum) {
@@ -583,18 +586,19 @@ fn wrong_blocks(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<V
     Ok(wrong)
 }
 
-/// What lies behind the end of the log in one segment.
+/// What a segment holds behind the end of the log.
 #[derive(Default)]
 struct Behind {
     torn: bool,
-    /// How far the log was durable when it was written.
+    /// How far the log was durable when the headers there were written.
     durable_lsn: u64,
     max_lsn: u64,
     max_cid: u64,
     max_sequence: u64,
 }
 
-/// Looks for headers of this log's batches from `offset` on, with the salt if the segment's is known.
+/// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
+/// another salt are ignored.
 fn look_behind(
     segment: &Arc<Segment>,
     root: &ControlHeader,

@@ -1,4 +1,4 @@
-//! A segment file read from front to back, one piece ahead of what is being checked.
+//! Reading a segment file from front to back, one piece ahead of the checks.
 
 use std::io;
 use std::path::Path;
@@ -10,19 +10,19 @@ use crate::error::{Error, Result};
 use crate::medium::segment::Segment;
 use crate::{Buffer, format};
 
-/// Room in front of a piece for the end of the one before it: a batch header may lie on both.
+/// Room in front of a piece for the end of the piece before it: a batch header may span both.
 const LEAD: usize = format::batch_header_len(format::MAX_DESCRIPTORS, format::MAX_CHECKSUMS);
 /// Bytes read at a time.
 const PIECE: usize = (1 << 20) - LEAD;
-/// Pieces that wait to be checked. One more is being read, and one checked.
+/// Pieces that were read and wait to be checked. One more is being read, and one is being checked.
 const AHEAD: usize = 1;
 
-/// What has been read of a segment file and is still wanted.
+/// The part of a segment file that has been read and is still needed.
 pub(crate) struct Window {
     segment: Arc<Segment>,
     /// Bytes of the segment.
     size: u64,
-    /// Offset in the segment of the first byte at hand, and where that is in the buffer.
+    /// Offset in the segment of the first byte at hand, and the index of that byte in the buffer.
     first: u64,
     at: usize,
     /// Offset behind the last byte at hand.
@@ -33,13 +33,13 @@ pub(crate) struct Window {
 
 /// A thread that reads the pieces from the window's `end` on.
 struct Ahead {
-    /// Taken when it is to end.
+    /// Taken to make the thread end.
     pieces: Option<Receiver<io::Result<Buffer>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Window {
-    /// Looks at the bytes of a segment of `size` bytes from `from` on, a multiple of [`BLOCK`](format::BLOCK).
+    /// A window on a segment of `size` bytes from `from` on, a multiple of [`BLOCK`](format::BLOCK).
     pub(crate) fn new(segment: &Arc<Segment>, from: u64, size: u64) -> Self {
         Self {
             segment: segment.clone(),
@@ -62,8 +62,8 @@ impl Window {
         &self.segment.path
     }
 
-    /// The `len` bytes at `offset`, at most those of the longest batch header. They lie within the segment and not
-    /// before what was asked for last.
+    /// The `len` bytes at `offset`; `len` is at most that of the longest batch header. The bytes must lie within
+    /// the segment, and `offset` must not be below that of the call before.
     pub(crate) fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
         while offset + len as u64 > self.end {
             self.advance(offset)?;
@@ -72,7 +72,8 @@ impl Window {
         Ok(&self.buffer[at..at + len])
     }
 
-    /// Some of the bytes from `offset` to `end`, at least one. Likewise.
+    /// Some of the bytes from `offset` to `end`, at least one. The limits of [`bytes`](Self::bytes) hold here too,
+    /// except for the length.
     pub(crate) fn some(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
         while offset >= self.end {
             self.advance(offset)?;
@@ -81,7 +82,7 @@ impl Window {
         self.bytes(offset, len as usize)
     }
 
-    /// Takes the next piece, and keeps what there is from `offset` on.
+    /// Moves on to the next piece, and keeps the bytes from `offset` on.
     fn advance(&mut self, offset: u64) -> Result<()> {
         let next = match &self.ahead {
             Some(ahead) => ahead.next(),
@@ -100,7 +101,7 @@ impl Window {
     }
 }
 
-/// The piece that begins at `offset`, behind its lead.
+/// Reads the piece that begins at `offset`, into a buffer with the lead in front.
 fn read_piece(segment: &Segment, offset: u64, size: u64) -> io::Result<Buffer> {
     let len = (size - offset).min(PIECE as u64) as usize;
     let mut piece = Buffer::for_overwrite(LEAD + len);
@@ -109,7 +110,7 @@ fn read_piece(segment: &Segment, offset: u64, size: u64) -> io::Result<Buffer> {
 }
 
 impl Ahead {
-    /// `None` where it gains nothing, or the system has no thread to give.
+    /// `None` if a thread would gain nothing, or the system can start none.
     fn start(segment: &Arc<Segment>, from: u64, size: u64) -> Option<Self> {
         if size - from <= PIECE as u64 {
             return None;
@@ -120,7 +121,7 @@ impl Ahead {
             for offset in (from..size).step_by(PIECE) {
                 let piece = read_piece(&segment, offset, size);
                 let failed = piece.is_err();
-                // Nobody wants it any more, or nobody will ask for another.
+                // The window is gone, or will not ask for more after an error.
                 if sender.send(piece).is_err() || failed {
                     return;
                 }
@@ -144,10 +145,10 @@ impl Ahead {
 }
 
 impl Drop for Ahead {
-    /// Waits for the thread: a segment that is still held is not recycled.
+    /// Waits for the thread, because a segment that the thread still holds can't be recycled.
     fn drop(&mut self) {
         self.pieces = None;
-        // It cannot panic but by a bug, and has told so itself.
+        // Only a bug makes the thread panic, and the panic message has been printed then.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -160,7 +161,7 @@ mod tests {
     use crate::format::BLOCK;
     use crate::medium::file::open_direct;
 
-    /// A segment of a little more than three pieces, and what it holds.
+    /// A segment of a little more than three pieces, and its bytes.
     fn segment(directory: &Path) -> (Arc<Segment>, Vec<u8>) {
         let bytes: Vec<u8> = (0..(3 * PIECE + BLOCK) as u64 / 8)
             .flat_map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes())
@@ -184,7 +185,7 @@ mod tests {
                 assert!(window.bytes(at as u64, BLOCK).unwrap() == &bytes[at..at + BLOCK]);
                 assert!(window.bytes(at as u64, len).unwrap() == &bytes[at..at + len]);
             }
-            // Batches: a header, and a payload that is as long as it likes.
+            // Batches: a header, and a payload of any length.
             let mut window = Window::new(&segment, from as u64, size);
             let (mut at, mut payload) = (from, 1000);
             while at < bytes.len() {
