@@ -1,4 +1,4 @@
-//! The control file of a log with its table of disks: made, opened, read, added to.
+//! The control file of a log with its table of disks: creating, opening, reading and changing it.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use crate::medium::lock::Holder;
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
 
-/// The path without links. What it names need not be there; the directory that it is in must.
+/// The path with links resolved. The file need not exist; its directory must.
 pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
     let found = match files().real_path(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -29,25 +29,25 @@ pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
     found.map_err(|error| Error::io("find", path, error))
 }
 
-/// The directory that the log directory is in.
+/// The directory that contains the log directory.
 fn home(log_dir: &Path) -> Result<PathBuf> {
     let real = real_path(log_dir)?;
     Ok(filesystem::parent(&real).to_owned())
 }
 
-/// The open, locked control file and what it says.
+/// The open, locked control file and its contents.
 pub(crate) struct ControlFile {
-    /// The directory that the log directory is in, see [`DiskEntry::path`](crate::format::DiskEntry::path).
+    /// The directory that contains the log directory, see [`DiskEntry::path`](crate::format::DiskEntry::path).
     pub home: PathBuf,
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
     pub control: Control,
-    /// What was read: it may be in the page cache only.
+    /// The contents as they were read, until they are confirmed: they may be in the page cache only.
     pub unconfirmed: Option<Control>,
 }
 
 impl ControlFile {
-    /// Where the base images of the disks are, as far as that is known.
+    /// The paths of the disks' base images, where known.
     pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
         let disks = self.control.disks.iter();
         let known = disks.filter(|disk| disk.path_len.get() > 0);
@@ -59,9 +59,10 @@ impl ControlFile {
         self.update(|_| {})
     }
 
-    /// Writes what was read once more, to the slot that it came from, and syncs it: it must be on the medium before what it
-    /// frees is reused, and before the other slot, the good one till then, is overwritten. A sync alone would not do:
-    /// after one that failed the cache may hold what no later sync writes.
+    /// Writes the contents that were read once more, to the slot that they came from, and syncs it. They must be on
+    /// the medium before segments that they free are reused, and before the other slot, the valid one until then,
+    /// is overwritten. A sync alone is not enough: after a failed sync the cache may hold pages that no later sync
+    /// writes.
     pub(crate) fn confirm(&mut self) -> Result<()> {
         if let Some(read) = &self.unconfirmed
             && !planted(Mutant::RecoveryTrustsControl)
@@ -84,8 +85,8 @@ impl ControlFile {
             .map_err(|e| Error::io("write the log's control file", &self.path, e))
     }
 
-    /// Changes the header and writes it. What fails to reach the medium is not changed in memory either: whoever
-    /// asks later whether it still has to be written gets the medium's answer.
+    /// Changes the header and writes it. If the write fails, the header in memory stays unchanged too. So a later
+    /// check whether a value still has to be written sees what the medium has.
     pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
         self.change(|control| change(&mut control.header))
     }
@@ -111,7 +112,7 @@ impl ControlFile {
 }
 
 pub(crate) fn has_control(log_dir: &Path) -> bool {
-    // What cannot be looked at is told by whoever opens it next.
+    // If the file can't be examined, the next call that opens it reports why.
     files().kind(&log_dir.join("control")).is_ok()
 }
 
@@ -123,13 +124,13 @@ pub(crate) fn find_control(log_dir: &Path) -> Result<Option<ControlFile>> {
     }
 }
 
-/// Refuses a directory that is there, holds something, and is no log.
+/// Refuses a directory that exists, is not empty, and is no log.
 pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     let names = match files().names(log_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         names => names.map_err(|error| Error::io("read the log directory", log_dir, error))?,
     };
-    // A control file that never got its name is what a crash in `create_log` left.
+    // A crash in `create_log` leaves a control file with the unfinished name.
     match names.iter().any(|name| name != UNFINISHED_CONTROL) {
         false => Ok(()),
         true => Err(Error::new(
@@ -142,11 +143,12 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     }
 }
 
-/// The control file's name while it is being made.
+/// The control file's name while it is being created.
 const UNFINISHED_CONTROL: &str = "control.new";
 
-/// Makes the directory and a control file with the disks that `fill` puts there. The file gets its name when it is whole:
-/// a crash before leaves nothing that is taken for a log. `None`: others have made the log meanwhile.
+/// Creates the directory and a control file with the disks that `fill` adds. The file gets its name when it is
+/// complete: a crash before that leaves nothing that is taken for a log. `None`: another process has created the
+/// log meanwhile.
 pub(crate) fn create_log(
     log_dir: &Path,
     options: &StoreOptions,
@@ -161,7 +163,7 @@ pub(crate) fn create_log(
     let (path, unfinished) = (log_dir.join("control"), log_dir.join(UNFINISHED_CONTROL));
     const DOING: &str = "create the log's control file";
     let create = |error| Error::io(DOING, &path, error);
-    // Of several that make the log at once the one that has the lock of this file does, and the others look again.
+    // If several processes create the log at once, the one that locks this file does it, and the others look again.
     let how = Open::Kept { mode: OWNER };
     let file = lock::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
     if has_control(log_dir) {
@@ -169,7 +171,7 @@ pub(crate) fn create_log(
         return Ok(None);
     }
     refuse_occupied(log_dir).inspect_err(|_| {
-        // Best effort: the error that is being reported matters more.
+        // Best effort: the error of `refuse_occupied` is the one to report.
         let _ = files().remove(&unfinished);
     })?;
     file.set_len(0)
@@ -196,7 +198,7 @@ pub(crate) fn create_log(
         unconfirmed: None,
     };
     fill(&mut control)?;
-    // Both copies: the space of either is taken now, not when the file system is full.
+    // Writes both copies, so that their space is allocated now and not when the file system is full.
     if !planted(Mutant::ControlNamedUnwritten) {
         control.write()?;
         control.write()?;
@@ -214,8 +216,8 @@ pub(crate) fn create_log(
     Ok(Some(control))
 }
 
-/// The log in `log_dir`, open and locked: the one that is there, or one with the disks that `fill` puts there, and then
-/// `true`.
+/// Opens and locks the log in `log_dir`. If there is none, it is created with the disks that `fill` adds, and the
+/// flag is `true`.
 pub(crate) fn open_or_create_log(
     log_dir: &Path,
     options: &StoreOptions,
@@ -231,8 +233,8 @@ pub(crate) fn open_or_create_log(
     }
 }
 
-/// Where the base images of all disks on a log were when they were last open, without opening the log: to know what
-/// opening it may open. None if the log cannot be read, which its opener will tell.
+/// The paths of the base images of all disks on a log when they were last open, without opening the log. The caller
+/// learns which files opening the log may open. Empty if the log can't be read; opening it reports the error.
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     let path = log_dir.join("control");
     let read = || {
@@ -247,7 +249,7 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
 pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join("control");
     let file = lock::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
-    // Names too may be in memory only.
+    // The names too may be in memory only.
     filesystem::settle_name(&path)?;
     filesystem::settle_name(&real_path(log_dir)?)?;
     read_control(file, path, home(log_dir)?)
@@ -265,7 +267,7 @@ pub(crate) fn read_control(
         match file.read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64) {
             Ok(()) => {}
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => continue,
-            // It may be the newer one: the other must not be taken for it.
+            // This slot may be the newer one: the other must not be used in its place.
             Err(error) => return Err(Error::io("read the log's control file", &path, error)),
         }
         match Control::decode(&bytes) {
@@ -306,8 +308,8 @@ pub(crate) fn read_control(
     }
 }
 
-/// Adds a disk to the log's table (in memory), and returns its entry. It takes the place of a disk that was at the same
-/// path before.
+/// Adds a disk to the log's table in memory, and returns its entry. The entry replaces that of a disk at the same
+/// path.
 pub(crate) fn register<'a>(
     control: &'a mut ControlFile,
     path: &Path,

@@ -6,13 +6,14 @@
 //!              └─ samples of its bytes ────────────────────────────────────────────┤ the disk's entry
 //!   control file ── entry: UUID, generation, next generation, inode, samples ──────┘ says
 //! ```
-//! The *generation* rises whenever a disk is opened and with each checkpoint that writes to its image: an image that is
-//! older or newer than the log expects has another one. First the entry tells the next generation, then the mark gets it,
-//! then the entry forgets the one before: wherever that is cut, the image is known. When a disk is opened the generation
-//! rises by a random step, so that two copies of one disk that were both used never have the same.
+//! The *generation* rises whenever a disk is opened and with each checkpoint that writes to its image, so an image
+//! that is older or newer than the log expects has another one. The entry gets the next generation first, then the
+//! mark gets it, then the entry drops the old one: wherever a crash cuts that, the image is recognized. When a disk
+//! is opened, the generation rises by a random step, so that two copies of one disk that were both used never have
+//! the same.
 //!
-//! A disk with records in the log takes exactly its own image. One without takes any image of its size at its path, for
-//! a closed image may be written to by others, or be replaced.
+//! A disk with records in the log accepts only its own image. A disk without records accepts any image of its size
+//! at its path, since other programs may write to a closed image, or replace it.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ use crate::medium::file::DataFile;
 use crate::medium::mark::{Inode, Mark};
 use crate::{Buffer, Error, Result, SECTOR_SIZE};
 
-/// An image that is, or is not, the one that an entry names.
+/// What identifies an image: its mark and its inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub mark: Option<Mark>,
@@ -46,15 +47,15 @@ impl Identity {
 }
 
 impl DiskEntry {
-    /// Whether the image with this identity is the disk's own, at the generation that the log expects. `path`: where the
-    /// entry says that it is, if it is there.
+    /// Whether the image with this identity is the disk's own, at the generation that the log expects. `at_path`:
+    /// the image is at the path that the entry has.
     pub(crate) fn is_image(&self, image: &Identity, at_path: bool) -> bool {
         match &image.mark {
             Some(mark) => {
                 let generations = [self.generation.get(), self.next_generation.get()];
                 mark.disk == self.disk && generations.contains(&mark.generation)
             }
-            // Devices may be numbered anew when the machine starts.
+            // The device number is not enough: it may change when the machine starts.
             None => {
                 let Inode {
                     device,
@@ -69,27 +70,27 @@ impl DiskEntry {
         }
     }
 
-    /// Notes which file the image is.
+    /// Stores which file the image is.
     pub(crate) fn set_inode(&mut self, inode: &Inode) {
         self.device = U64::new(inode.device);
         self.inode = U64::new(inode.number);
         self.born = U64::new(inode.born);
     }
 
-    /// Announces another generation, `step` above all before. The mark may have the old one or the new one until
-    /// [`settle`](Self::settle).
+    /// Announces another generation, `step` above the highest so far. The mark may have the old or the new one
+    /// until [`settle`](Self::settle).
     pub(crate) fn announce(&mut self, step: u64) {
         let newest = self.generation.get().max(self.next_generation.get());
         self.next_generation = U64::new(newest + step);
     }
 
-    /// The mark has the generation that was announced.
+    /// The mark now has the generation that was announced.
     pub(crate) fn settle(&mut self) {
         self.generation = self.next_generation;
     }
 
-    /// Takes samples of the image as it is: its first and its last block, and two parts that were just written (byte
-    /// offset and length). What cannot be read is no sample.
+    /// Takes samples of the image as it is now: its first and its last block, and two parts that were just written
+    /// (byte offset and length). A part that can't be read gets no sample.
     pub(crate) fn take_samples(&mut self, base: &dyn DataFile, written: [Option<(u64, u64)>; 2]) {
         let (size, block) = (self.size.get(), BLOCK as u64);
         let last = size.saturating_sub(block);
@@ -108,7 +109,7 @@ impl DiskEntry {
         }
     }
 
-    /// The same samples of an image that may have changed since, by others.
+    /// Takes the same samples again, of an image that other programs may have changed since.
     pub(crate) fn renew_samples(&mut self, base: &dyn DataFile) {
         let old = self.samples;
         let part = |i: usize| {
@@ -118,7 +119,7 @@ impl DiskEntry {
         self.take_samples(base, [part(2), part(SAMPLES - 1)]);
     }
 
-    /// Forgets the samples of what is about to change: the extents of a layer.
+    /// Drops the samples of blocks that the extents of a layer are about to change.
     pub(crate) fn forget_samples(&mut self, changing: &ExtentMap) {
         for sample in &mut self.samples {
             let first = sample.offset.get() / SECTOR_SIZE;
@@ -133,7 +134,7 @@ impl DiskEntry {
         }
     }
 
-    /// Forgets the samples of what reaches behind `size`.
+    /// Drops the samples that reach behind `size`.
     pub(crate) fn cut_samples(&mut self, size: u64) {
         for sample in &mut self.samples {
             let end = sample.offset.get().checked_add(sample.len.get().into());
@@ -159,7 +160,7 @@ impl DiskEntry {
         Ok(true)
     }
 
-    /// The image's path; `home` is the directory that the log directory is in. Empty: it has none.
+    /// The image's path, empty if it has none. `home` is the directory that contains the log directory.
     pub(crate) fn path(&self, home: &Path) -> PathBuf {
         let len = usize::from(self.path_len.get()).min(self.path.len());
         match len {
@@ -168,7 +169,7 @@ impl DiskEntry {
         }
     }
 
-    /// Notes where the image is.
+    /// Stores the image's path.
     ///
     /// # Errors
     /// If the path is too long.
@@ -193,8 +194,8 @@ fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> 
     Ok(crc32c::crc32c(&buffer[..len]))
 }
 
-/// Two parts of a layer, by byte offset and length, that samples are taken of: rather bytes than zeroes, which may have been
-/// there before.
+/// Two parts of a layer, by byte offset and length, to take samples of. Written bytes are preferred to zeroes,
+/// which the image may have had before.
 pub(crate) fn written_parts(layer: &ExtentMap) -> [Option<(u64, u64)>; 2] {
     let part = |piece: Piece| (piece.sector * SECTOR_SIZE, piece.sectors * SECTOR_SIZE);
     let bytes = |piece: &Piece| !matches!(piece.place, Some(Place::Zero { .. }));

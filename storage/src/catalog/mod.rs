@@ -1,4 +1,4 @@
-//! What a log says of itself and its disks: the control file, options, and which image is which disk.
+//! A log's catalog: the control file, the options, and which base image belongs to which disk.
 
 pub(crate) mod control;
 pub(crate) mod identity;

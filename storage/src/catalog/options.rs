@@ -1,4 +1,4 @@
-//! What a log and a disk are made and opened with, and which of it can be.
+//! The options of logs and disks, and their limits.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::error::{Result, invalid};
 use crate::format::BLOCK;
 use crate::medium::engine::EngineKind;
 
-/// How a log is made and run.
+/// How a log is created and run.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
@@ -17,27 +17,28 @@ pub struct StoreOptions {
     pub segment_size: u64,
     /// Most segment files of a new log: 4 to 65536. Default 32.
     pub max_segments: u32,
-    /// Which engine moves the bytes.
+    /// The I/O engine.
     pub engine: EngineKind,
-    /// Whether one sync serves every FLUSH that waits for it. Off, each FLUSH costs a sync of its own, as
+    /// Whether one sync serves every FLUSH that waits for it. If off, each FLUSH costs a sync of its own, as
     /// without group commit: for comparison only. Default on.
     pub group_commit: bool,
     /// How long a commit group may wait for more to join it. Default: adaptive.
     pub commit_wait: CommitWait,
-    /// Whether each record is written by a write of its own, in the order of their LSNs, before the sync that all of a group
-    /// share. For comparison only, with what one write for the whole group is worth: with a record for each client that
-    /// waits, that is a write for each of them. The log that comes of it is the same. Default off.
+    /// Whether each record gets a write of its own, in the order of the LSNs, before the sync that the whole group
+    /// shares. For comparison only: it shows the gain of one write for the whole group. With one record for each
+    /// waiting client, that is one write for each client. The resulting log is the same. Default off.
     pub write_per_waiter: bool,
-    /// Added to the time of each sync of the log, to measure what a slower medium would do. Default zero.
+    /// Added to the time of each sync of the log, to measure the effect of a slower medium. Default zero.
     pub sync_latency: Duration,
-    /// Most operations a second on the log's segments, as the small volumes of clouds have it: a sync is one, a write is
-    /// one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free. With this or
-    /// `operation_latency` one thread does all writes of the log, so that no other has to wait. Default: no limit.
+    /// Most operations a second on the log's segments, as small cloud volumes limit them. A sync is one operation,
+    /// a write is one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free.
+    /// With this or `operation_latency` one thread does all writes of the log, so that no other thread has to wait.
+    /// Default: no limit.
     pub operations_per_second: Option<NonZeroU32>,
     /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
     pub operation_latency: Duration,
-    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: as many as there are
-    /// processors.
+    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
+    /// processor.
     pub threads: Option<NonZeroUsize>,
 }
 
@@ -59,7 +60,7 @@ impl Default for StoreOptions {
 }
 
 impl StoreOptions {
-    /// Whether the log's leader makes every batch.
+    /// Whether the log's leader builds every batch.
     pub(crate) fn leader_alone(&self) -> bool {
         let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
         paced || self.write_per_waiter
@@ -75,7 +76,8 @@ impl StoreOptions {
 pub struct CommitWait {
     /// The longest wait; zero for none. `None`: adaptive, or 100 ms if a `count` is given.
     pub longest: Option<Duration>,
-    /// A group starts as soon as this many wait. `None`: as many as were served by the last group or came meanwhile.
+    /// A group starts as soon as this many FLUSHes wait. `None`: as many as the last group served or came
+    /// meanwhile.
     pub count: Option<u32>,
 }
 
@@ -92,9 +94,9 @@ impl CommitWait {
 pub struct DiskOptions {
     /// The base image.
     pub path: PathBuf,
-    /// Refuse writes.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// What FLUSH and a completed WRITE mean.
+    /// The meaning of FLUSH and of a completed WRITE.
     pub cache: CacheMode,
 }
 
@@ -109,14 +111,14 @@ impl DiskOptions {
     }
 }
 
-/// The log directory of a disk that names none: `disk.img` has `disk.img.wal`.
+/// The log directory of a disk for which none is given: `disk.img` has `disk.img.wal`.
 pub fn default_log_dir(disk: &Path) -> PathBuf {
     let mut name = disk.as_os_str().to_owned();
     name.push(".wal");
     name.into()
 }
 
-/// What FLUSH and a completed WRITE mean.
+/// The meaning of FLUSH and of a completed WRITE.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
     /// A completed WRITE may be in memory; FLUSH makes it durable.
@@ -144,16 +146,16 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     Ok(())
 }
 
-/// What a resize did.
+/// The result of a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resize {
-    /// Bytes of the disk before.
+    /// Size of the disk before, in bytes.
     pub old_size: u64,
-    /// Bytes of the disk now.
+    /// Size of the disk now, in bytes.
     pub size: u64,
 }
 
-/// Refuses what is no size of a disk.
+/// Refuses a size that no disk can have.
 pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
     match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
         false => Ok(()),
