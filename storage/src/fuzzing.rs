@@ -1,9 +1,9 @@
-//! Recovery of a log whose bytes anybody may have written: what the fuzz target in `fuzz/` attacks.
+//! Recovery of a log with arbitrary bytes: the entry point of the fuzz target in `fuzz/`.
 //!
-//! An *input* is a log in short: a byte that says how many segments there are and whether checksums are to be made
-//! right, then pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is
-//! the control file), all little-endian; everything else is zero. With checksums made right a change of one field
-//! gets past them, as deep as the code goes.
+//! An *input* encodes a log: a byte with the number of segments and whether checksums are to be corrected, then
+//! pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control
+//! file), all little-endian; every other byte is zero. With corrected checksums a changed field gets past the
+//! checks, as deep as the code goes.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,13 +32,13 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
 use crate::{Failure, SECTOR_SIZE};
 
-/// Bytes of each segment file.
+/// Size of each segment file in bytes.
 const SEGMENT: usize = 64 << 10;
-/// Most segment files.
+/// Maximum number of segment files.
 const SEGMENTS: usize = 4;
-/// Most calls that one input may make of its files: far more than recovery needs for so few segments.
+/// Most I/O calls that one input may cause: far more than recovery needs for so few segments.
 const MOST_CALLS: u64 = 20_000;
-/// A place is given in units of so many bytes.
+/// Places are given in units of this many bytes.
 const UNIT: usize = 64;
 
 /// The files, in memory.
@@ -55,7 +55,7 @@ struct MemoryFile {
 }
 
 impl Files {
-    /// The files that an input stands for.
+    /// Builds the files that an input encodes.
     fn new(input: &[u8]) -> Self {
         let (flags, mut rest) = input.split_first().unwrap_or((&0, &[]));
         let segments = usize::from(flags >> 1) % (SEGMENTS + 1);
@@ -94,7 +94,7 @@ fn seal_control(slot: &mut [u8]) {
     }
 }
 
-/// Makes all checksums of a segment right, as far as its batches follow each other.
+/// Corrects all checksums of a segment, as far as its batches follow each other.
 fn seal_segment(file: &mut [u8]) {
     if !file.starts_with(&SEGMENT_MAGIC) {
         return;
@@ -141,7 +141,7 @@ fn seal_segment(file: &mut [u8]) {
 }
 
 impl MemoryFile {
-    /// The bytes of a range of an existing file.
+    /// Calls `each` with the bytes of a range; fails if the file has no such range.
     fn with<T>(&self, offset: u64, len: usize, each: impl FnOnce(&mut [u8]) -> T) -> io::Result<T> {
         let calls = self.files.calls.fetch_add(1, Ordering::Relaxed);
         assert!(calls < MOST_CALLS, "recovery reads for ever");
@@ -258,20 +258,21 @@ impl Medium for Files {
     }
 }
 
-/// What a disk holds: each extent with where its bytes are.
+/// The contents of the disks: disk id, first sector, sectors, and the place of each extent's bytes.
 type Extents = Vec<(u32, u64, u64, String)>;
 
-/// Reads the log whole and recovers it, twice: it ends with an error, or with a store that is the same every time.
+/// Reads the whole log and recovers it, twice: it ends with an error, or with the same store each time.
 ///
 /// # Panics
-/// If recovery does, or reads for ever, or gives a store that can't be read or changes from one time to the next.
+/// If recovery panics, reads forever, or returns a store that can't be read or differs from one recovery to the
+/// next.
 pub fn recover_input(input: &[u8]) {
     let files = Files::new(input);
     let Ok(first) = recover_once(&files) else {
         return;
     };
     let again = match recover_once(&files) {
-        // Each recovery counts on; what nobody reaches by counting is reached here.
+        // Each recovery raises the numbers; an input may start where counting alone never gets.
         Err(error) if error.to_string().contains("at their end") => return,
         again => again.expect("what was recovered can be recovered again"),
     };
@@ -281,7 +282,7 @@ pub fn recover_input(input: &[u8]) {
 fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let path = Path::new("log");
     let mut control = read_control(Box::new(files.file(0)), path.into(), PathBuf::new())?;
-    // As the commands that only look do.
+    // Reads the log first, as the commands that only inspect it do.
     let looked =
         read_log(files, path, &control.control, &mut |_, _| {}).map(|(scan, _)| scan.last_lsn);
     let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
@@ -338,7 +339,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/recover")
     }
 
-    /// A log directory as an input with right checksums: what is not zero, in pieces.
+    /// Encodes a log directory as an input with correct checksums: its bytes that are not zero, in pieces.
     fn input_of(dir: &Path) -> Vec<u8> {
         let segments: Vec<PathBuf> = (0..SEGMENTS)
             .map(|slot| dir.join(format!("segment-{slot:05}")))
@@ -378,7 +379,7 @@ mod tests {
         done[0].result.as_ref().unwrap();
     }
 
-    /// Logs as they are after some work: short ones, one gone on to other segments, one of two disks, one closed.
+    /// Logs after some work: short ones, one over several segments, one of two disks, one closed.
     fn real_logs() -> Vec<(String, Vec<u8>)> {
         let options = StoreOptions {
             segment_size: SEGMENT as u64,
@@ -399,7 +400,7 @@ mod tests {
             for i in 0..writes {
                 let disk = &store.disks()[i as usize % store.disks().len()];
                 let mut port = disk.open_port().unwrap();
-                // Little but zeroes, so that inputs stay small.
+                // Mostly zeroes, so that inputs stay small.
                 let mut data = Buffer::zeroed((sectors * SECTOR_SIZE) as usize);
                 data[..8].copy_from_slice(&(i + 1).to_le_bytes());
                 let sector = i * 3;
@@ -448,7 +449,7 @@ mod tests {
         }
     }
 
-    /// Every number of every structure may be anything, checksums right or not.
+    /// Any number of any structure may have any value, with or without correct checksums.
     #[test]
     fn any_number_may_be_anything() {
         for (name, input) in real_logs() {
@@ -463,7 +464,7 @@ mod tests {
         }
     }
 
-    /// What fuzzing has found stays found: all inputs of the corpus, and those that once failed.
+    /// Regressions: recovers all inputs of the corpus, including those that once failed.
     #[test]
     fn the_corpus_recovers() {
         let inputs: Vec<_> = std::fs::read_dir(corpus())

@@ -1,13 +1,13 @@
-//! Faults planted in the store to see that its tests would notice them.
+//! Faults planted in the store, to check that its tests notice them.
 //!
-//! [`planted`] is constant `false` outside this crate's own tests, and the compiler drops what it guards.
+//! [`planted`] is constant `false` outside this crate's own tests, so the compiler removes the code that it guards.
 
-/// One fault each.
+/// The faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A FLUSH is satisfied by what is written, synced or not.
+    /// A FLUSH completes as soon as its data is written, synced or not.
     AckOwnWrite,
-    /// A checkpoint frees log whose copy in the base image was not synced.
+    /// A checkpoint frees log segments whose copies in the base image were not synced.
     SkipBaseSync,
     /// Base images are synced while the last writes to them are still in flight.
     BaseSyncTooEarly,
@@ -15,47 +15,47 @@ pub(crate) enum Mutant {
     CopyBeforeDurable,
     /// Segments are reused before the control file says that they are free.
     RecycleEarly,
-    /// A segment's next life has the salt of its last.
+    /// A reused segment keeps its old salt.
     ReuseSalt,
     /// LSNs of a torn tail are given out again.
     LsnRestart,
-    /// The checksum is taken, then the payload changes.
+    /// The payload changes after its checksum was computed.
     ChecksumBeforeCopy,
-    /// A batch's header forgets its last record.
+    /// A batch's header omits its last record.
     DropLastDescriptor,
-    /// A DISCARD reaches the log, not the index.
+    /// A DISCARD reaches the log but not the index.
     IndexSkipsDiscard,
-    /// A write is said to be written as soon as it has an LSN.
+    /// A write is reported as written as soon as it has an LSN.
     AnsweredUnwritten,
-    /// A sync is taken to cover what was still being written when it began.
+    /// A sync is taken to cover writes that were still in progress when it began.
     SyncCoversWriting,
-    /// Recovery leaves out the last batch.
+    /// Recovery omits the last batch.
     RecoveryStopsEarly,
-    /// Recovery takes freed segments for part of the log.
+    /// Recovery takes recycled segments for part of the log.
     RecoveryAcceptsStale,
-    /// Recovery does not look at payload checksums.
+    /// Recovery does not check payload checksums.
     RecoverySkipsChecksum,
-    /// Who reads the log, or copies it to a base image, does not look at them either.
+    /// Readers of the log and checkpoints do not check payload checksums.
     ReadSkipsChecksum,
-    /// Recovery does not make durable what it found in the cache.
+    /// Recovery does not sync what it found in the cache.
     RecoverySkipsSync,
-    /// Recovery believes what the cache holds of segments after a sync that failed.
+    /// Recovery trusts the cached bytes of segments after a sync that failed.
     RecoveryTrustsCache,
     /// Every control write goes to the same slot.
     ControlInPlace,
-    /// A control slot counts whatever its checksum says.
+    /// A control slot is used even if its checksum is wrong.
     ControlChecksumIgnored,
-    /// Recovery builds on a control slot that may be in the cache only.
+    /// Recovery uses a control slot that may be in the cache only.
     RecoveryTrustsControl,
-    /// Those who wait for a full ring that can't be emptied are forgotten.
+    /// Requests that wait for room are not failed when the full ring can't be emptied.
     StuckWaitersForgotten,
-    /// Requests that wait when the log fails are never answered.
+    /// Requests that wait when the log fails are never completed.
     WaiterLostOnError,
-    /// The writer leaves it to others to write what ports wait for that came while it wrote a batch.
+    /// The writer does not write the records that ports wait for and that came while it wrote a batch.
     WrittenForgotten,
-    /// A leader that goes away wakes nobody to take its place.
+    /// A leader that leaves does not wake a waiter to take its place.
     LeaderLeavesSilently,
-    /// A port takes its wake-up for dealt with after it looked, not before.
+    /// A port clears its wake-up signal after it looked for work, not before.
     SignalClearedLate,
     /// A port that waits for a free segment is never woken.
     SegmentFreedSilently,
@@ -65,13 +65,13 @@ pub(crate) enum Mutant {
     SegmentsNotLocked,
     /// A base image's mark is not made durable.
     MarkUnsynced,
-    /// A base image is marked as closed before all is in it.
+    /// A base image is marked as closed before everything is copied to it.
     ClosedEarly,
-    /// A base image gets another length before the log knows of it.
+    /// A base image's length changes before the log knows of it.
     ResizeUnannounced,
     /// A base image's new length is not made durable.
     LengthUnsynced,
-    /// A base image is taken for what the cache holds of it.
+    /// The cached bytes of a base image are trusted when its disk is attached.
     AttachTrustsCache,
     /// A log is opened without making the names in its directory durable.
     OpenTrustsNames,
@@ -87,22 +87,22 @@ pub(crate) enum Mutant {
     SegmentNamedUnsynced,
     /// A segment file is used before its name is durable.
     SegmentNameUnsynced,
-    // What follows is the medium's: planted in the simulated one.
-    /// A write that is to be durable is not.
+    // The faults below are those of the medium: they are planted in the simulated medium.
+    /// A write that is to be durable is not made durable.
     #[cfg(test)]
     AckBeforeSync,
-    /// Only the newest of the segments that are to be synced is.
+    /// Of the segments that are to be synced, only the newest is.
     #[cfg(test)]
     SyncLastSegmentOnly,
-    /// Of the segments that are to be synced only what was written last is.
+    /// Of the segments that are to be synced, only the bytes written last are.
     #[cfg(test)]
     SyncOwnWrite,
-    /// A failed sync is taken for a good one, as a second fsync would say.
+    /// A failed sync is taken for a successful one, as a second fsync would report.
     #[cfg(test)]
     FailedSyncRetried,
 }
 
-/// Whether this thread runs with this fault.
+/// Whether this fault is planted in this thread.
 #[inline]
 pub(crate) fn planted(mutant: Mutant) -> bool {
     #[cfg(test)]
@@ -114,7 +114,7 @@ pub(crate) fn planted(mutant: Mutant) -> bool {
     }
 }
 
-/// Whether this thread runs with any fault: the tests' oracle is to notice it then, not an assertion.
+/// Whether any fault is planted in this thread: the tests' oracle is to notice it then, not an assertion.
 #[inline]
 pub(crate) fn any_planted() -> bool {
     #[cfg(test)]
@@ -125,11 +125,11 @@ pub(crate) fn any_planted() -> bool {
 
 #[cfg(test)]
 thread_local! {
-    /// The fault of this thread.
+    /// The fault planted in this thread.
     pub(crate) static PLANTED: std::cell::Cell<Option<Mutant>> = const { std::cell::Cell::new(None) };
 }
 
-/// The payload as a guest may have changed it meanwhile, were it not copied first.
+/// Returns the payload, changed if the fault is planted, as a guest could change it if it were not copied first.
 pub(crate) fn changed_after_checksum(mut data: crate::Buffer) -> crate::Buffer {
     if planted(Mutant::ChecksumBeforeCopy) {
         data[0] ^= 0xff;
