@@ -1,4 +1,4 @@
-//! The ports of an open log, and what they tell the oracle.
+//! The ports of an open log, which report to the oracle.
 
 use std::collections::HashSet;
 
@@ -6,12 +6,12 @@ use super::fixture::{Fixture, Running};
 use super::oracle::{Broken, Oracle};
 use crate::{Completion, Operation, Port};
 
-/// Ports, in the hands of one thread.
+/// Ports that one thread uses.
 pub(super) struct Clients {
-    /// With the disk of each.
+    /// Each port, with its disk.
     ports: Vec<(usize, Port)>,
     next_token: u64,
-    /// A change is answered once it is written, and these have not been asked for that.
+    /// Tokens of changes whose port has not been asked yet to complete them only once they are written.
     unasked: HashSet<u64>,
 }
 
@@ -34,7 +34,7 @@ impl Clients {
         self.next_token
     }
 
-    /// Hands in a request.
+    /// Submits a request.
     pub(super) fn submit(
         &mut self,
         oracle: &mut Oracle,
@@ -54,7 +54,7 @@ impl Clients {
         oracle.place(which, running.appended() - before);
     }
 
-    /// Starts what was submitted and takes what has ended.
+    /// Starts submitted requests and takes those that have ended.
     pub(super) fn poll(
         &mut self,
         oracle: &mut Oracle,
@@ -76,7 +76,7 @@ impl Clients {
         done
     }
 
-    /// Tells the oracle what has ended.
+    /// Reports to the oracle which requests have ended.
     pub(super) fn complete(
         oracle: &mut Oracle,
         running: &Running,

@@ -1,26 +1,26 @@
-//! All that a power cut may leave of what was done and not synced.
+//! All states that a power cut may leave of writes that were not synced.
 
 use super::medium::{SECTOR, Stored};
 use super::names::Kept;
 
-/// Up to so many states are all made.
+/// Up to this many states, all are built.
 const MOST: usize = 4096;
 
-/// Something that may be left in several ways.
+/// A part of the state that a power cut may leave in several ways.
 enum Open {
-    /// A sector may hold its durable bytes or any of what was written to it since: which of the file's cached writes may
-    /// have been the last that reached the medium.
+    /// A sector may hold its durable bytes, or those of any write to it since. `cached`: the file's cached writes
+    /// that may have been the last to reach the medium.
     Sector { file: usize, cached: Vec<usize> },
-    /// A file may have its durable length or one of so many that it got since.
+    /// A file may have its durable length, or one of `new` lengths that it got since.
     Length { file: usize, new: usize },
-    /// A file's attribute may be what it durably is or one of so many that it got since.
+    /// A file's attribute may have its durable value, or one of `new` values that it got since.
     Mark { file: usize, new: usize },
-    /// A change of names, by its number, may be lost or kept; of a rename the old name may be there too.
+    /// A change of names, by its number, may be lost or kept; a rename may also leave the old name in place.
     Name { change: usize, renames: bool },
 }
 
 impl Open {
-    /// How many ways there are. The first is that nothing is left of it, the last that all is.
+    /// The number of ways. In the first nothing of the change is left, in the last all of it.
     fn ways(&self) -> usize {
         match self {
             Self::Sector { cached, .. } => 1 + cached.len(),
@@ -30,16 +30,16 @@ impl Open {
     }
 }
 
-/// What a power cut may leave.
+/// The states that a power cut may leave.
 pub(super) struct CrashStates {
     pub states: Vec<Stored>,
-    /// There are more than these: only those where what was done up to some time or from some time on, one thing alone or
-    /// all but one reached the medium.
+    /// Whether there are more states than these. Then only those are built where the changes up to some time, or
+    /// from some time on, or only one, or all but one, reached the medium.
     pub bounded: bool,
 }
 
-/// See the module's documentation. Any subset of the sectors written may be there, each in any version. Different
-/// subsets that leave the same bytes are one state.
+/// Builds the states. Any subset of the written sectors may be there, each in any version. Different subsets that
+/// leave the same bytes are one state.
 pub(super) fn crash_states(stored: &Stored) -> CrashStates {
     let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
     let mut open: Vec<Open> = named.flat_map(|file| of_file(file, stored)).collect();

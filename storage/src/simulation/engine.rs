@@ -9,7 +9,8 @@ use crate::medium::engine::{self, Done, Engine, Io, Source, SyncScope};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Event;
 
-/// Writes reach the cache when submitted or later, syncs happen later still, operations end in any order.
+/// Writes reach the cache when they are submitted or later, syncs happen later still, and operations end in any
+/// order.
 pub(super) struct SimulatedEngine {
     medium: Simulated,
     event: Event,
@@ -20,7 +21,7 @@ pub(super) struct SimulatedEngine {
 pub(super) struct Queued {
     id: u64,
     pub io: Io,
-    /// An append's bytes are in the cache.
+    /// Whether an append's bytes are in the cache.
     written: bool,
 }
 
@@ -46,7 +47,7 @@ impl Queued {
         Ok(())
     }
 
-    /// Leaves to the medium what it has not written: the process is killed.
+    /// Leaves the unwritten bytes in flight on the medium: the process is killed.
     fn leave(self, medium: &Simulated) {
         let (file, offset, chunks) = match &self.io {
             Io::Append {
@@ -82,7 +83,7 @@ impl SimulatedEngine {
 }
 
 impl Simulated {
-    /// What is left of an operation once its bytes are written.
+    /// Ends an operation whose bytes are written: does its sync, or its read.
     pub(super) fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
         match io {
             Io::Append {

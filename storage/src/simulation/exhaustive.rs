@@ -1,22 +1,24 @@
-//! Every history of up to three requests on two ports, every moment to lose power in it, and all that may be left.
+//! Every history of up to three requests on two ports, every moment to lose power in it, and every state that may
+//! be left.
 //!
 //! A *history* is one to three requests (a write of one sector, one of two that overlaps it, a discard, a flush),
-//! each on either port; behind each of them nothing, one port or the other being served, or a checkpoint; and then
-//! all being served until every request is answered. (The first request is always on the first port: the ports are
-//! alike.) Each runs with one disk, and with two on a segment nearly full, so that the log goes on in the next; on
-//! a medium that does everything as early and as late as it can; in writeback mode, with changes that are answered at once
-//! and with such that are once they are written, and in writethrough mode. In the first of these modes the images have
-//! attributes, whose changes may be lost too; in the others they have none.
+//! each on either port. After each of them nothing happens, or one port or the other is served, or a checkpoint is
+//! done; at the end both are served until every request has completed. (The first request is always on the first
+//! port: the ports are alike.) Each history runs with one disk, and with two disks on a segment nearly full, so
+//! that the log goes on in the next. The medium does everything as early and as late as it can. The modes are
+//! writeback with changes that complete at once, writeback with changes that complete once they are written, and
+//! writethrough. In the first mode the images have attributes, whose changes may be lost too; in the others they
+//! have none.
 //!
-//! Power may be lost before each sync and at the end: whatever can be left at any other moment can be left at the
-//! next of these. There every subset of the unsynced sectors is judged ([`crash_states`] says what is done where these
-//! are too many; [`Totals::bounded`] counts that); the process may also be killed there, with all still in the cache. In the
-//! recovery of each, power is lost again at every moment, with
-//! every subset. Last, what a recovery has shown is there to stay.
+//! Power may be lost before each sync and at the end: any state that can be left at another moment can be left at
+//! the next of these. There every subset of the unsynced sectors is judged ([`crash_states`] says what is done if
+//! there are too many; [`Totals::bounded`] counts those). The process may also be killed there, with everything
+//! still in the cache. In the recovery of each state power is lost again at every moment, with every subset.
+//! Finally, data that a recovery has shown must stay.
 //!
-//! That is so for up to two requests. Of three, by default, only writeback with answers at once, only the port of the last request is
-//! served between, and only what two losses of power leave, not three; `WALVISOR_EXHAUSTIVE=1` drops these limits and
-//! takes some ten minutes.
+//! All of this is done for up to two requests. For three, by default, only the mode with changes that complete at
+//! once is tried, only the port of the last request is served in between, and only two losses of power are judged,
+//! not three. `WALVISOR_EXHAUSTIVE=1` drops these limits and takes some ten minutes.
 
 use super::clients::Clients;
 use super::crash_states::crash_states;
@@ -32,11 +34,12 @@ struct Setting {
     disks: usize,
     pace: Pace,
     through: bool,
-    /// Changes are answered once they are written.
+    /// Whether changes complete once they are written.
     written: bool,
 }
 
-/// All settings, those in writeback mode first, in which changes are answered at once, in the next once they are written.
+/// All settings: writeback with changes that complete at once comes first, then writeback with changes that
+/// complete once they are written, then writethrough.
 fn settings() -> Vec<Setting> {
     let setting = |i: usize| Setting {
         disks: 1 + i % 2,
@@ -61,10 +64,10 @@ enum Step {
 
 use Step::{Checkpoint, Discard, Flush, Nothing, Serve, WriteOne, WriteTwo};
 
-/// What may be asked of a port.
+/// The requests to a port.
 const REQUESTS: [fn(usize) -> Step; 4] = [WriteOne, WriteTwo, Discard, Flush];
 
-/// All histories of so many requests. The last step changes fastest: neighbours have their beginnings in common.
+/// All histories of `requests` requests. The last step changes fastest, so neighbours share their beginnings.
 fn histories(requests: usize, full: bool) -> Vec<Vec<Step>> {
     let mut histories = vec![Vec::new()];
     for i in 0..requests {
@@ -96,7 +99,7 @@ fn histories(requests: usize, full: bool) -> Vec<Vec<Step>> {
     histories
 }
 
-/// What was done.
+/// Counters of the exploration.
 #[derive(Clone, Copy, Debug, Default)]
 struct Totals {
     histories: u64,
@@ -119,10 +122,10 @@ impl Total for Totals {
     }
 }
 
-/// What a recovery found and did.
+/// The result of a recovery.
 struct Recovered {
     found: Contents,
-    /// What there is at each of its syncs.
+    /// The state at each of its syncs.
     moments: Vec<Stored>,
     end: Stored,
 }
@@ -132,12 +135,12 @@ struct Explorer {
     oracle: Oracle,
     totals: Totals,
     next_value: u32,
-    /// Power is lost in recoveries too.
+    /// Whether power is lost in recoveries too.
     deep: bool,
 }
 
 impl Explorer {
-    /// Runs one history. Moments before step `from` were judged in another with the same beginning.
+    /// Runs one history. Moments before step `from` were judged in another history with the same beginning.
     fn run(part: Part, steps: &[Step], from: usize) -> Result<Totals, Broken> {
         let setting = part.setting;
         let shape = Shape {
@@ -219,7 +222,8 @@ impl Explorer {
             Nothing => Ok(()),
             Serve(which) => self.serve(running, clients, which, judged),
             Checkpoint => {
-                // It waits for what it needs: with one thread nothing may be in flight that another port leads.
+                // The checkpoint waits for records to become durable: with one thread, no group of another port may
+                // be in flight.
                 for _ in 0..20 {
                     if running.disks[0].log.lock().is_idle() {
                         break;
@@ -244,12 +248,12 @@ impl Explorer {
         judged: bool,
     ) -> Result<(), Broken> {
         let done = clients.poll(&mut self.oracle, running, which);
-        // Before it is known who was served.
+        // Judges before the oracle learns which requests have ended.
         self.judge_moments(judged)?;
         Clients::complete(&mut self.oracle, running, &self.fixture, which, done)
     }
 
-    /// Serves all until nothing is left to do.
+    /// Serves both ports until nothing is left to do.
     fn drain(
         &mut self,
         running: &mut Running,
@@ -286,7 +290,7 @@ impl Explorer {
         Ok(())
     }
 
-    /// Power is lost here.
+    /// Judges the states that a power loss at this moment may leave.
     fn judge_crash(&mut self, stored: &Stored) -> Result<(), Broken> {
         let left = crash_states(stored);
         self.totals.crash_points += 1;
@@ -295,12 +299,13 @@ impl Explorer {
             self.totals.states += 1;
             self.recover(state, false)?;
         }
-        // Or the process is killed: what it wrote is still in the cache, and power may be lost later.
+        // Or the process is killed: its writes are still in the cache, and power may be lost later.
         self.totals.states += 1;
         self.recover(stored.clone(), true)
     }
 
-    /// Recovers, with another power cut at every moment of it, and behind it; `killed`: there was none before.
+    /// Recovers, with another power cut at every moment of the recovery and after it; `killed`: there was no power
+    /// cut before.
     fn recover(&mut self, stored: Stored, killed: bool) -> Result<(), Broken> {
         let Recovered {
             found,
@@ -321,7 +326,7 @@ impl Explorer {
                 self.oracle.judge(&again.found)?;
             }
         }
-        // What has been shown may have been acted on.
+        // A reader may have acted on data that recovery has shown.
         if end.files.iter().any(|file| !file.cached.is_empty()) {
             for state in crash_states(&end).states {
                 self.totals.recovery_states += 1;
@@ -334,7 +339,7 @@ impl Explorer {
         Ok(())
     }
 
-    /// Opens and reads what is left; `noted`: with the moments of it.
+    /// Opens and reads what is left; `noted`: also records the state at each sync.
     fn read(&self, stored: Stored, noted: bool) -> Result<Recovered, Broken> {
         // A later time on the same medium: its random numbers go on.
         let mut world = self.fixture.medium.lock().clone();
@@ -358,7 +363,7 @@ impl Explorer {
     }
 }
 
-/// The first step that two histories of equal length do not have in common.
+/// The index of the first step in which two histories of equal length differ.
 fn differ(one: &[Step], other: &[Step]) -> usize {
     one.iter().zip(other).take_while(|(a, b)| a == b).count()
 }
@@ -372,7 +377,7 @@ struct Part {
 }
 
 impl Part {
-    /// Runs them all; stops at the first that breaks a promise.
+    /// Runs all histories of the part; stops at the first that breaks a promise.
     fn explore(self) -> Result<Totals, Broken> {
         let histories = histories(self.requests, self.full);
         let mut totals = Totals::default();
@@ -390,7 +395,7 @@ impl Part {
 fn all_small_histories_keep_the_promises() {
     let full = std::env::var_os("WALVISOR_EXHAUSTIVE").is_some();
     let settings = settings();
-    // The long ones first.
+    // The long parts go first.
     let three = settings
         .iter()
         .filter(|setting| full || !(setting.through || setting.written));
@@ -419,7 +424,7 @@ fn all_small_histories_keep_the_promises() {
     );
 }
 
-/// The planted faults that show in no more than two small requests.
+/// The planted faults that show within two small requests.
 #[test]
 fn small_histories_notice_planted_faults() {
     let all = [

@@ -1,4 +1,4 @@
-//! The simulated medium as the store sees it: files, and the segments of a log.
+//! The simulated medium as the store uses it: files, and the segments of a log.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -21,7 +21,7 @@ use crate::medium::segment::Segment;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
 
-/// The medium as the store sees it; all clones are one.
+/// The medium as the store uses it; all clones share one world.
 #[derive(Clone, Debug)]
 pub(super) struct Simulated {
     pub world: Arc<Mutex<World>>,
@@ -32,7 +32,7 @@ impl Simulated {
         self.world.lock().expect("world lock")
     }
 
-    /// Makes this the file system of the thread until what is returned is dropped.
+    /// Makes this medium the thread's file system until the returned guard is dropped.
     pub(super) fn enter(&self) -> Entered {
         let files: Arc<dyn FileSystem> = Arc::new(self.clone());
         Entered(SIMULATED.replace(Some(files)))
@@ -64,7 +64,7 @@ impl Simulated {
         Ok(Box::new(engine))
     }
 
-    /// As a write with `RWF_DSYNC` ends on a medium with FUA.
+    /// Syncs a range, as a write with `RWF_DSYNC` does on a medium with FUA.
     pub(super) fn sync_range(
         &self,
         segment: &Segment,
@@ -77,7 +77,7 @@ impl Simulated {
         Ok(None)
     }
 
-    /// A write that is in flight when the process is killed.
+    /// Leaves a write in flight: the process is killed.
     pub(super) fn leave_in_flight(&self, file: &dyn DataFile, offset: u64, bytes: Vec<u8>) {
         self.lock().late.push(LateWrite {
             file: number(file),
@@ -87,7 +87,7 @@ impl Simulated {
     }
 }
 
-/// See [`Simulated::enter`]. Holds the file system that the thread had before.
+/// Returned by [`Simulated::enter`]. Holds the thread's former file system.
 pub(super) struct Entered(Option<Arc<dyn FileSystem>>);
 
 impl Drop for Entered {
@@ -101,7 +101,7 @@ fn number(file: &dyn DataFile) -> usize {
     (file.raw_fd() - FIRST_DESCRIPTOR) as usize
 }
 
-/// Descriptors of simulated files: numbers that no process has open.
+/// The first descriptor of simulated files: these numbers are open in no process.
 const FIRST_DESCRIPTOR: RawFd = 1 << 30;
 
 #[derive(Debug)]
@@ -202,7 +202,7 @@ impl DataFile for SimulatedFile {
         if world.locked.contains(&self.index) {
             return Ok(false);
         }
-        // A file is locked until what a killed process had in flight is done.
+        // A killed process's writes in flight hold the lock until they are done.
         world.await_late(self.index);
         world.locked.push(self.index);
         self.locked.store(true, Ordering::Relaxed);
@@ -328,7 +328,7 @@ impl Medium for Simulated {
         }
     }
 
-    /// Others have their turn before the sync.
+    /// Lets other threads run before the sync.
     fn append(&self, io: Io) -> Appended {
         let mut queued = Queued::new(0, io);
         let written = queued.write();

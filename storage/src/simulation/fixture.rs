@@ -1,4 +1,4 @@
-//! A log and its disks on a simulated medium: made, opened, read.
+//! A log and its disks on a simulated medium: creating, opening and reading them.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -25,22 +25,22 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk};
 
-/// How large everything is.
+/// The sizes of a log and its disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub disks: usize,
     /// Sectors of each disk.
     pub sectors: u64,
-    /// Bytes.
+    /// Size of a segment file in bytes.
     pub segment_size: u64,
     pub max_segments: u32,
 }
 
-/// What a log is made of, and what the medium holds of it.
+/// A log's shape, and the medium that it is on.
 pub(super) struct Fixture {
     pub medium: Simulated,
     pub shape: Shape,
-    /// Base images are found elsewhere now and then, so that the next control writes change many sectors.
+    /// Whether base images are moved now and then, so that the next control writes change many sectors.
     pub moves: bool,
 }
 
@@ -57,7 +57,7 @@ struct SteppedWriter {
     leader: Leader,
     engine: Box<dyn Engine>,
     under_way: Option<Group>,
-    /// More may join a group.
+    /// Whether the group under way may still wait for more to join it.
     waits: bool,
 }
 
@@ -93,7 +93,7 @@ impl SteppedWriter {
 }
 
 impl Fixture {
-    /// Makes a new log with empty disks.
+    /// Creates a new log with empty disks.
     pub(super) fn new(mut world: World, shape: Shape) -> Self {
         let made = made(shape, world.without_attributes);
         (world.files, world.names) = (made.files, made.names);
@@ -105,7 +105,7 @@ impl Fixture {
         }
     }
 
-    /// The same log on a medium of its own.
+    /// The same log on another medium.
     pub(super) fn with(&self, mut world: World) -> Self {
         world.locked.clear();
         let world = Arc::new(Mutex::new(world));
@@ -116,8 +116,8 @@ impl Fixture {
         }
     }
 
-    /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: that looks at the clock, and
-    /// a seed would not give the same run again.
+    /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: adaptive waits look at
+    /// the clock, so a seed would not reproduce the same run.
     pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
         let options = StoreOptions {
             commit_wait,
@@ -141,7 +141,7 @@ impl Fixture {
         Ok(Running::new(&self.medium, opened?))
     }
 
-    /// Where the image of a disk is.
+    /// The path of a disk's image.
     pub(super) fn image(&self, disk: usize) -> PathBuf {
         let world = self.medium.lock();
         let mut paths = image_paths(disk).into_iter();
@@ -161,7 +161,7 @@ impl Fixture {
         }
     }
 
-    /// What the base images hold, without the log.
+    /// The contents of the base images, without the log.
     pub(super) fn bases(&self) -> Contents {
         let values = |disk: usize| {
             let path = self.image(disk);
@@ -171,7 +171,7 @@ impl Fixture {
         (0..self.shape.disks).map(values).collect()
     }
 
-    /// Loses power: of what was not synced any part is left.
+    /// Cuts power: any part of the unsynced bytes is left.
     pub(super) fn lose_power(&self) {
         let after = self.medium.lock().after_crash();
         *self.medium.lock() = after;
@@ -197,12 +197,12 @@ impl Running {
         }
     }
 
-    /// The log's writer takes a step.
+    /// Lets the log's writer take one step.
     pub(super) fn step_writer(&self) {
         self.writer.borrow_mut().step();
     }
 
-    /// The log's writer ends what it has begun.
+    /// Lets the log's writer finish the group that it has begun.
     pub(super) fn finish_writer(&self) {
         let mut writer = self.writer.borrow_mut();
         while writer.under_way.is_some() {
@@ -220,7 +220,7 @@ impl Running {
         self.disks[0].log.poisoned.load(Ordering::Relaxed)
     }
 
-    /// Reads all disks whole.
+    /// Reads all disks completely.
     pub(super) fn read(&self) -> Result<Contents, Failure> {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
@@ -234,7 +234,7 @@ impl Running {
         self.disks.iter().map(read_disk).collect()
     }
 
-    /// Reads all disks sector by sector: what can be read.
+    /// Reads all disks sector by sector; sectors that can't be read are `None`.
     pub(super) fn read_sectors(&self) -> Readable {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
@@ -253,8 +253,8 @@ fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
     read_control(medium.file("control"), "control".into(), "/".into())
 }
 
-/// The paths that the image of a disk may have. They differ in so much that another in the control file changes many
-/// sectors of it.
+/// The paths that a disk's image may have. They differ so much that a change from one to the other changes many
+/// sectors of the control file.
 fn image_paths(disk: usize) -> [PathBuf; 2] {
     let name = format!("base-{disk}");
     [Path::new("/").join(&name), elsewhere().join(name)]
@@ -264,7 +264,7 @@ fn elsewhere() -> PathBuf {
     Path::new("/").join("elsewhere-".repeat(20))
 }
 
-/// A new log with empty disks, as it is on the medium. It is made once for each shape and thread.
+/// A new log with empty disks, as it is on the medium. It is built once for each shape and thread.
 fn made(shape: Shape, without_attributes: bool) -> Stored {
     thread_local! {
         static MADE: RefCell<HashMap<(Shape, bool), Stored>> = RefCell::default();
@@ -273,7 +273,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
     if let Some(made) = MADE.with_borrow(|made| made.get(&key).cloned()) {
         return made;
     }
-    // By a store that works.
+    // The log is built by a store without planted faults.
     let planted = PLANTED.take();
     let mut world = World::new(1);
     world.without_attributes = without_attributes;
@@ -299,7 +299,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
     made
 }
 
-/// Runs one request alone to its end.
+/// Runs one request to its end, with no other under way.
 fn end(
     running: &Running,
     port: &mut Port,
@@ -318,7 +318,7 @@ fn end(
     panic!("a request alone never ends");
 }
 
-/// Carries out a request, with a keeper that is as busy as the port.
+/// Carries out a request; the keeper takes a step as often as the port.
 #[cfg(not(feature = "shuttle"))]
 pub(super) fn carry_out(
     running: &mut Running,
@@ -335,19 +335,19 @@ pub(super) fn carry_out(
             return end.result;
         }
         if running.disks[0].log.lock().is_idle() {
-            // What it can't do, the request is told.
+            // If the keeper fails, the request gets the error.
             let _ = running.keeper.step(false);
         }
     }
     panic!("a request is never answered");
 }
 
-/// So many sectors filled with a value.
+/// A buffer of `sectors` sectors filled with a value.
 pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
     Buffer::from(&value.to_le_bytes().repeat(sectors as usize * 128)[..])
 }
 
-/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again has to note
+/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again must write
 /// again how far it copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
@@ -373,8 +373,8 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
-/// A clock that was a day ahead, and is right again, does not put what comes later before what was there, neither in the
-/// running log nor after it was opened again.
+/// A clock that was a day ahead and is right again does not give later records an earlier time than older ones,
+/// neither in the running log nor after it was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
     let shape = Shape {
@@ -385,7 +385,7 @@ fn times_in_a_log_never_go_back() {
     };
     let fixture = Fixture::new(World::new(1), shape);
     let commit = |running: &mut Running, value| {
-        // Makes room.
+        // The keeper makes room.
         running.keeper.step(false).unwrap();
         let mut port = running.disks[0].open_port().expect("a port");
         let data = filled(value, 8);

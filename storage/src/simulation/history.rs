@@ -1,4 +1,4 @@
-//! One random history: what is done, and when power is lost.
+//! One random history: its requests, and when power is lost.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::{CommitWait, Operation};
 /// Sectors of each disk.
 const SECTORS: u64 = 96;
 
-/// What happened in a run, to see that it tried what it should.
+/// Counters of a run, which show whether it tried what it should.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub requests: u64,
@@ -30,15 +30,15 @@ pub(super) struct Totals {
     pub faults: u64,
     /// Requests that failed because there was no space.
     pub refused: u64,
-    /// Processes that were killed, the cache being left to the next.
+    /// Processes that were killed, with the cache left to the next process.
     pub kills: u64,
-    /// Stores that worked on, without another power cut, with what they had recovered.
+    /// Stores that went on with what they had recovered, without another power cut.
     pub worked_on: u64,
     /// Writes that were in flight in a process when it was killed, and ended later.
     pub late_writes: u64,
-    /// Control slots that a power cut left with some of the sectors last written to it.
+    /// Control slots that a power cut left with only some of the sectors last written to them.
     pub torn_slots: u64,
-    /// Kills after which all that was answered as written had to be there.
+    /// Kills after which every change that was completed as written had to be there.
     pub kept: u64,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct History {
     fixture: Fixture,
     oracle: Oracle,
     next_value: u32,
-    /// The sequence that each salt was seen with.
+    /// The sequence with which each salt was seen.
     salts: HashMap<u64, u64>,
     totals: Totals,
 }
@@ -95,7 +95,7 @@ impl History {
         }
     }
 
-    /// Runs it to the end.
+    /// Runs the history to its end.
     pub(super) fn run(mut self) -> Result<Totals, Broken> {
         let incarnations = 1 + self.random.below(3);
         let mut running = None;
@@ -115,7 +115,7 @@ impl History {
         Ok(self.totals)
     }
 
-    /// Opens the log in any way.
+    /// Opens the log with random options.
     fn open(&mut self) -> crate::Result<Running> {
         let through = self.random.one_in(4);
         self.oracle.written = self.random.one_in(2);
@@ -129,11 +129,11 @@ impl History {
         self.fixture.open(through, wait)
     }
 
-    /// The process is killed, or power is lost; `true`: only killed.
+    /// Kills the process, or cuts power; returns `true` if only the process was killed.
     fn end_process(&mut self) -> bool {
         let killed = self.random.one_in(3);
         if killed {
-            // The cache is still there, and unsynced.
+            // The cache is kept, unsynced.
             self.totals.kills += 1;
             self.fixture.medium.lock().restart();
         } else {
@@ -142,13 +142,15 @@ impl History {
         killed
     }
 
-    /// Only a process has ended, with nothing lost: what was answered as written is there, and durable once recovered.
+    /// Only a process has ended and nothing was lost. So every change that was completed as written is there, and
+    /// durable once recovered.
     fn expect_written(&mut self) {
         self.oracle.killed();
         self.totals.kept += 1;
     }
 
-    /// Works, and loses power or closes; then opens again and judges. Returns the log if it is still open then.
+    /// Works, and loses power or closes; then reopens the log and judges it. Returns the log if it is still open
+    /// then.
     fn incarnation(&mut self, mut running: Running) -> Result<Option<Running>, Broken> {
         let crash = !self.random.one_in(5);
         if crash {
@@ -177,7 +179,7 @@ impl History {
         }
         let failed = self.fixture.medium.lock().failed;
         self.totals.faults += u64::from(failed);
-        // A sync that fails may take from the cache what it was for.
+        // A sync that fails may drop from the cache the bytes that it was to write.
         let mut kept = self.end_process() && !failed;
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
@@ -193,7 +195,7 @@ impl History {
             let opened = self.fixture.open(false, CommitWait::NONE);
             if let Err(error) = &opened {
                 let world = self.fixture.medium.lock();
-                // What can't be read now is not damaged for that.
+                // A read error during recovery is no damage.
                 let io = error.kind() == ErrorKind::Io;
                 if !(world.crashed || world.failed && io) {
                     return Err(format!("recovery failed: {error}"));
@@ -216,7 +218,7 @@ impl History {
         self.judge()
     }
 
-    /// Something small goes wrong some time, once: writes end short, a read or a write fails.
+    /// Plans small faults: writes end short, or a read, a write or a sync fails once at a random time.
     fn plan_faults(&mut self) {
         let (kind, after) = (self.random.below(12), self.random.below(20));
         let mut world = self.fixture.medium.lock();
@@ -229,10 +231,10 @@ impl History {
         }
     }
 
-    /// Works, is killed, and finds some bytes of its log changed. That is reported, by an error at opening or by errors
-    /// of reads. Or it was beyond what can be known to have been acknowledged, or in what is not used. It never shows as
-    /// data that is no prefix of what was written, neither in reads nor after a checkpoint. Returns whether it was
-    /// reported.
+    /// Works, is killed, and finds some bytes of its log changed. The damage is reported, by an error at opening or
+    /// by errors of reads. Otherwise it hit records that can't be known to have been acknowledged, or unused bytes.
+    /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
+    /// damage was reported.
     pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
         let mut running = self
             .fixture
@@ -252,7 +254,7 @@ impl History {
                 self.oracle.damaged(durable);
                 let found = running.read_sectors();
                 self.oracle.judge_readable(&found)?;
-                // What is damaged stays in the log, all else goes to the base images.
+                // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let copied = running.keeper.step(true);
                 let told = copied.as_ref().err().map(|error| error.kind());
@@ -284,8 +286,9 @@ impl History {
         }
     }
 
-    /// Opens what is left and finds the prefix that it is. That must be durable from now on, and is where the next
-    /// incarnation begins: after a power cut, after a kill, or at once in the log that was opened, which is returned then.
+    /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
+    /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
+    /// then returned.
     fn judge(&mut self) -> Result<Option<Running>, Broken> {
         let running = self
             .open()
@@ -307,7 +310,7 @@ impl History {
         Ok(None)
     }
 
-    /// The last LSN that anything on the medium tells was durable.
+    /// The last LSN that the medium shows to have been durable.
     fn known_durable(&self) -> Result<u64, Broken> {
         let control = self.fixture.medium.file("control");
         let control = read_control(control, "control".into(), PathBuf::new())
@@ -335,7 +338,7 @@ impl History {
     fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
         let segments = self.fixture.medium.lock().segments();
         for (name, bytes) in segments {
-            // Without its header a segment's batches can't be taken for anything.
+            // Without its header a segment's batches can't be taken for part of the log.
             let Decoded::Valid(life) = SegmentHeader::decode(&bytes) else {
                 continue;
             };
@@ -364,7 +367,8 @@ impl History {
     fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports);
-        // When there is no space, in steps from now; which of base images and log are concerned.
+        // The steps during which there is no space; the second number says whether base images, the log or both are
+        // full.
         let full = self.random.one_in(6).then(|| {
             let from = self.random.below(200);
             let until = match self.random.one_in(3) {
@@ -403,22 +407,24 @@ impl History {
                 0..4 if submitted < requests => {
                     submitted += 1;
                     if self.oracle.excused > 0 {
-                        // A change that was refused at once is out of the way before the next gets its place.
+                        // A change that was refused at once must end before the next one gets its place in the
+                        // order.
                         self.serve(&mut clients, which, running)?;
                     }
                     self.submit(&mut clients, which, running);
                 }
-                // The keeper's turn: segments, and a checkpoint when one is due or by chance. It blocks until what
-                // it waits for is durable: with one thread it has to lead that group itself.
+                // The keeper's turn: it makes segments, and a checkpoint when one is due or by chance. The keeper
+                // blocks until the records that it waits for are durable: with one thread it has to lead that group
+                // itself.
                 7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
                     let forced = self.random.one_in(4);
                     match running.keeper.step(forced) {
-                        // Whatever was wrong is over, for what comes now.
+                        // The shortage is over for requests that come from now on.
                         Ok(()) if scarce == 0 => {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
                         }
                         Ok(()) => {}
-                        // It tries again a second later: much may be written until then.
+                        // The keeper retries a second later: many requests may come until then.
                         Err(error) => {
                             let world = self.fixture.medium.lock();
                             if self.oracle.excused == 0
@@ -460,7 +466,7 @@ impl History {
 
     fn submit(&mut self, clients: &mut Clients, which: usize, running: &Running) {
         let sectors = 1 + self.random.below(8);
-        // Few places, so that requests overlap.
+        // Few sectors, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);
         let short = sectors as u32;
         let operation = match self.random.below(10) {

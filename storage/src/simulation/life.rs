@@ -1,8 +1,9 @@
-//! Disks that are made, imported, adopted, resized, used and closed, with power lost anywhere in that.
+//! Disks that are created, imported, adopted, resized, used and closed, with power lost at any point.
 //!
-//! Whatever is cut is finished or has not begun: a disk that is made or imported is absent or whole, one that is resized has
-//! its old or its new size and no byte is lost, and after a close all is in the base image. What returned before the cut is
-//! there to stay. The next opening is cut too, up to twice.
+//! After a cut, each action is finished or has not begun: a disk that is being created or imported is absent or
+//! complete, and one that is being resized has its old or its new size and loses no byte. After a close everything
+//! is in the base image. An action that returned before the cut is durable. The next opening is cut too, up to
+//! twice.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -22,24 +23,24 @@ use crate::{
 /// The value of each sector of a disk.
 type Sectors = Vec<u32>;
 
-/// What happened, to see that it tried what it should.
+/// Counters of a run, which show whether it tried what it should.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub made: u64,
     pub imported: u64,
-    /// Images that were there and got a log when they were opened.
+    /// Existing images that got a log when they were opened.
     pub adopted: u64,
     pub resized: u64,
-    /// Disks that got longer while they were open.
+    /// Disks that were grown while they were open.
     pub grown: u64,
     pub closed: u64,
     pub cuts: u64,
     pub kills: u64,
     /// Openings that were cut.
     pub cut_openings: u64,
-    /// Disks that were not there after a cut in their making.
+    /// Disks that were absent after a cut during their creation.
     pub absent: u64,
-    /// Disks that a cut left with the oldest of what they might hold.
+    /// Disks that a cut left with the oldest contents that they might have.
     pub oldest: u64,
 }
 
@@ -59,7 +60,7 @@ impl super::Total for Totals {
     }
 }
 
-/// A disk, and what it may hold: one of these, the last of which holds all that was done.
+/// A disk, and the contents that it may have. The last of them has all changes.
 #[derive(Clone, Debug)]
 pub(super) struct Known {
     path: PathBuf,
@@ -67,13 +68,13 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// All that was done is there to stay.
+    /// All changes are durable: only the newest contents are possible.
     fn settle(&mut self) {
         self.may_hold.drain(..self.may_hold.len() - 1);
     }
 }
 
-/// See the module's documentation.
+/// A run: the medium and the disks on it.
 pub(super) struct Life {
     random: Random,
     pub medium: Simulated,
@@ -90,7 +91,7 @@ impl Life {
         Self::on(world, random, Vec::new())
     }
 
-    /// The disks on a medium.
+    /// A life that begins with these disks on a medium.
     pub(super) fn on(world: World, random: Random, disks: Vec<Known>) -> Self {
         let world = Arc::new(Mutex::new(world));
         Self {
@@ -102,7 +103,7 @@ impl Life {
         }
     }
 
-    /// Runs it to the end.
+    /// Runs the life to its end.
     pub(super) fn run(mut self) -> Result<Totals, Broken> {
         let _files = self.medium.enter();
         for _ in 0..2 + self.random.below(5) {
@@ -130,7 +131,7 @@ impl Life {
         Ok(self.totals)
     }
 
-    /// Power is lost, or the process is killed.
+    /// Cuts power, or kills the process.
     fn end_process(&mut self) {
         let mut world = self.medium.lock();
         self.totals.cuts += u64::from(world.crashed);
@@ -143,7 +144,7 @@ impl Life {
         }
     }
 
-    /// An error is excused by a cut or by a sync that failed.
+    /// Excuses an error after a power cut or a failed sync.
     fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Broken> {
         let world = self.medium.lock();
         match done {
@@ -166,7 +167,7 @@ impl Life {
         (0..count).map(|_| self.value()).collect()
     }
 
-    /// A file, durable, that holds this.
+    /// Adds a durable file with these contents.
     fn put(&self, path: &Path, contents: &Sectors) {
         let bytes = contents.iter().flat_map(|&value| filled(value, 1).to_vec());
         self.medium.lock().put_file(path, bytes.collect());
@@ -176,7 +177,7 @@ impl Life {
         self.medium.lock().names.get(path).is_some()
     }
 
-    /// Makes a disk, or imports one.
+    /// Creates a disk, or imports one.
     fn make(&mut self) -> Result<(), Broken> {
         let path = PathBuf::from(format!("/disk-{}", self.disks.len()));
         let sectors = self.sectors();
@@ -193,13 +194,13 @@ impl Life {
         self.end_process();
         self.cut_openings(Some(&path))?;
         if !done && !self.there(&path) {
-            // What is left of the attempt is in nobody's way, and is used up by another.
+            // The leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
             self.totals.absent += 1;
             self.verify()?;
             make_one(&path, sectors, import)
                 .map_err(|error| format!("a disk whose making was cut can't be made: {error}"))?;
         }
-        // Whoever opens it may count on it from then on.
+        // From now on the disk must stay, since an opener may rely on it.
         self.know(path, contents);
         self.verify()
     }
@@ -209,7 +210,7 @@ impl Life {
         self.disks.push(Known { path, may_hold });
     }
 
-    /// Uses an image that is there and has no log.
+    /// Uses an existing image that has no log.
     fn adopt(&mut self) -> Result<(), Broken> {
         let path = PathBuf::from("/disk-0");
         let sectors = self.sectors();
@@ -220,7 +221,7 @@ impl Life {
         self.work()
     }
 
-    /// Gives a disk that nobody uses another size.
+    /// Resizes a disk that is not in use.
     fn resize(&mut self) -> Result<(), Broken> {
         let sectors = self.sectors() as usize;
         let which = self.random.below(self.disks.len() as u64) as usize;
@@ -243,7 +244,7 @@ impl Life {
         Ok(())
     }
 
-    /// Opens disks.
+    /// Opens the disks at `paths`.
     fn open_all<'a>(&self, paths: impl Iterator<Item = &'a PathBuf>) -> Result<Running, Error> {
         let disks: Vec<_> = paths.map(DiskOptions::new).collect();
         let medium = Box::new(self.medium.clone());
@@ -255,7 +256,7 @@ impl Life {
         self.open_all(self.disks.iter().map(|disk| &disk.path))
     }
 
-    /// Opens all disks, writes to one and makes it longer, flushes, makes checkpoints, and closes.
+    /// Opens all disks, writes to one and grows it, flushes, does checkpoints, and closes.
     fn work(&mut self) -> Result<(), Broken> {
         let opened = self.open();
         let Some(mut running) = self.excuse("opening", opened)? else {
@@ -274,7 +275,8 @@ impl Life {
         }
     }
 
-    /// One thing that is done with an open disk. Returns whether it was done, or was none that the disk depends on.
+    /// Takes one step with an open disk. Returns `false` if it failed because of a cut or a failed sync. A failed
+    /// checkpoint counts as done, since the disk's contents do not depend on it.
     fn step(
         &mut self,
         which: usize,
@@ -293,7 +295,7 @@ impl Life {
                 self.disks[which].resize((len + more) as usize, grown);
                 return Ok(grown);
             }
-            // It waits for what others have begun: with one thread nobody may.
+            // The checkpoint waits for groups that others have begun: with one thread there may be none.
             1 if running.disks[which].log.lock().is_idle() => {
                 let copied = running.keeper.step(true);
                 self.excuse("a checkpoint", copied)?;
@@ -325,7 +327,7 @@ impl Life {
         }
     }
 
-    /// After a close the base images are all there is, also once power was lost.
+    /// After a close the base images alone have everything, even after a power loss.
     fn close(&mut self, which: usize, mut running: Running) -> Result<(), Broken> {
         let closed = running.keeper.close();
         if self.excuse("closing", closed)?.is_none() {
@@ -357,7 +359,7 @@ impl Life {
         Ok(())
     }
 
-    /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may be there too.
+    /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may exist too.
     fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Broken> {
         for _ in 0..self.random.below(3) {
             let new = new.filter(|path| self.there(path)).map(Path::to_owned);
@@ -381,7 +383,7 @@ impl Life {
         Ok(())
     }
 
-    /// All disks can be opened and hold what they may.
+    /// Verifies that all disks can be opened and have contents that they may have.
     pub(super) fn verify(&mut self) -> Result<(), Broken> {
         if self.disks.is_empty() {
             return Ok(());
@@ -407,7 +409,7 @@ impl Life {
 }
 
 impl Known {
-    /// It has another size, or may have it.
+    /// The disk has another size, or may have it if the resize is not `done`.
     fn resize(&mut self, sectors: usize, done: bool) {
         let mut resized = self.may_hold.clone();
         resized.iter_mut().for_each(|held| held.resize(sectors, 0));
@@ -418,7 +420,7 @@ impl Known {
     }
 }
 
-/// What is imported.
+/// The image that is imported.
 const RAW: &str = "/raw";
 
 fn options() -> StoreOptions {

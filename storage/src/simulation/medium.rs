@@ -1,13 +1,13 @@
 //! A medium with a volatile cache that can lose power at any operation.
 //!
-//! What was synced is durable. Of what was written since, a power cut keeps any subset of sectors: a write can
-//! tear at every sector boundary and writes can be reordered, as on a disk with a cache.
+//! Synced bytes are durable. Of the sectors written since, a power cut keeps any subset: a write can tear at every
+//! sector boundary, and writes can be reordered, as on a disk with a cache.
 //!
-//! A sync that fails leaves any subset durable. The rest is gone, or stays readable although no later sync writes it:
-//! the kernel marks pages clean when their write-back fails, and drops them when it likes.
+//! A sync that fails leaves any subset durable. The other sectors are lost, or stay readable although no later sync
+//! writes them: the kernel marks pages clean when their write-back fails, and drops them at any time.
 //!
-//! A process that is killed leaves the cache as it is. What its engines had in flight reaches the cache at any time
-//! later, unless somebody waits for it by locking the file.
+//! A process that is killed leaves the cache as it is. The writes that its engines had in flight reach the cache at
+//! any later time, unless a new opener waits for them by locking the file.
 
 use std::ffi::OsString;
 use std::io;
@@ -21,7 +21,7 @@ use crate::sync::{Arc, Event};
 
 pub(super) const SECTOR: usize = 512;
 
-/// Where everything is.
+/// The log's directory.
 pub(super) const LOG: &str = "/log";
 
 /// The last part of a path.
@@ -30,7 +30,7 @@ fn last(path: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// SplitMix64: small, and the same everywhere.
+/// SplitMix64: a small generator with the same sequence on every machine.
 #[derive(Clone, Debug)]
 pub(super) struct Random(pub u64);
 
@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// One file: what is durable, and the sectors written since the last sync, in order. Copies share what is equal.
+/// One file: its durable bytes, and the sectors written since the last sync, in order. Copies share equal parts.
 #[derive(Clone, Debug)]
 pub(super) struct FileState {
     pub name: String,
@@ -62,16 +62,16 @@ pub(super) struct FileState {
     /// What a reader sees: the durable bytes with the cached ones over them.
     pub current: Arc<Vec<u8>>,
     pub cached: Vec<(usize, [u8; SECTOR])>,
-    /// The lengths that it got since they were last synced, in order.
+    /// The lengths that the file got since the last sync, in order.
     pub lengths: Vec<usize>,
-    /// What its attribute holds durably, and what it got since, in order.
+    /// The file's durable attribute; `marks` has its values since, in order.
     mark: Option<Mark>,
     pub marks: Vec<Option<Mark>>,
     /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
     unwritten: bool,
 }
 
-/// What the medium keeps of files and names.
+/// The state of all files and names.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Stored {
     pub files: Vec<FileState>,
@@ -92,19 +92,19 @@ impl FileState {
         }
     }
 
-    /// What a reader sees of its attribute.
+    /// The attribute as a reader sees it.
     pub(super) fn mark(&self) -> Option<Mark> {
         *self.marks.last().unwrap_or(&self.mark)
     }
 
-    /// Makes the oldest `count` of what its attribute got durable.
+    /// Makes the oldest `count` of the attribute's new values durable.
     fn sync_marks(&mut self, count: usize) {
         if let Some(mark) = self.marks.drain(..count).next_back() {
             self.mark = mark;
         }
     }
 
-    /// Loses its cache, except for the oldest of its new lengths and marks and for these sectors.
+    /// Drops the file's cache, except for the oldest of its new lengths and marks and for the sectors `kept`.
     pub(super) fn settle<'a>(
         &mut self,
         lengths: usize,
@@ -136,7 +136,7 @@ impl FileState {
         }
     }
 
-    /// Readers see the medium where nothing waits to be written.
+    /// From now on readers see the medium, except for sectors that are still to be written.
     fn forget_unwritten(&mut self) {
         self.current = self.durable.clone();
         self.unwritten = false;
@@ -157,12 +157,12 @@ pub(super) struct LateWrite {
     pub bytes: Vec<u8>,
 }
 
-/// When the engine does what it was asked for.
+/// When the engine carries out its operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pace {
     /// At any time, in any order.
     Random,
-    /// Writes reach the cache at once, the rest happens at the next poll.
+    /// Writes reach the cache at once, everything else happens at the next poll.
     AtOnce,
     /// Each poll brings the oldest operation one step on.
     Late,
@@ -179,47 +179,47 @@ pub(super) struct World {
     /// Operations until power is lost.
     pub ticks: Option<u64>,
     pub crashed: bool,
-    /// Fail the sync after so many syncs with EIO, once; what was cached may or may not be durable, and may or may not
-    /// stay readable.
+    /// How many syncs succeed before one fails with EIO, once. The cached bytes may or may not be durable then, and
+    /// may or may not stay readable.
     pub fail_sync: Option<u64>,
-    /// Fail the read after so many reads with EIO, once.
+    /// How many reads succeed before one fails with EIO, once.
     pub fail_read: Option<u64>,
-    /// Fail the write after so many writes with EIO, once; a part of it is in the cache.
+    /// How many writes succeed before one fails with EIO, once; a part of its bytes is in the cache.
     pub fail_write: Option<u64>,
-    /// Something failed, and whether that was a read.
+    /// Whether any operation failed; `failed_read`: whether a read did.
     pub failed: bool,
     pub failed_read: bool,
-    /// Writes may end short.
+    /// Whether writes may end short.
     pub short_writes: bool,
-    /// Files have no attributes.
+    /// Whether files have no attributes.
     pub without_attributes: bool,
-    /// Power is lost at the sync of the control file after so many.
+    /// How many syncs of the control file succeed before power is lost at one.
     pub cut_control: Option<u64>,
-    /// Only syncs of the control file count for that.
+    /// Whether `fail_sync` counts only syncs of the control file.
     pub fail_control: bool,
-    /// A power cut leaves nothing of what was not synced.
+    /// Whether a power cut loses everything that was not synced.
     pub forgetful: bool,
-    /// There is no space for what is written to base images. Any part of it may fit.
+    /// Whether there is no space for writes to base images. Any part of such a write may fit.
     pub base_full: bool,
-    /// There is no space for another segment file.
+    /// Whether there is no space for another segment file.
     pub log_full: bool,
-    /// Who makes a segment file panics.
+    /// Whether creating a segment file panics.
     pub create_panics: bool,
-    /// Writes to base images do not end.
+    /// Whether writes to base images never end.
     pub base_blocked: bool,
-    /// Appends are written and synced by a thread for each engine, as where there is no io_uring.
+    /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
     pub blocking: bool,
     pub pace: Pace,
-    /// What there is before each sync, if that is asked for. Whatever a power cut may leave at any time it may leave at the
-    /// next of these, or at the end.
+    /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
+    /// also leave at the next of these moments or at the end.
     pub moments: Option<Vec<Stored>>,
-    /// What a killed process left in flight.
+    /// Writes that a killed process left in flight.
     pub late: Vec<LateWrite>,
-    /// How much of it there was that no power cut took.
+    /// How many of those reached the cache.
     pub late_writes: u64,
-    /// Power cuts that left a control slot with some of the sectors last written to it.
+    /// Power cuts that left a control slot with only some of the sectors last written to it.
     pub torn_slots: u64,
-    /// Signalled when power is lost: whoever sleeps then would sleep for ever.
+    /// Signalled when power is lost: a thread that slept on would never wake.
     pub events: Vec<Arc<Event>>,
 }
 
@@ -256,7 +256,7 @@ impl World {
         }
     }
 
-    /// Puts a file there that is durable, and its name too.
+    /// Adds a file whose bytes and name are durable.
     #[cfg(not(feature = "shuttle"))]
     pub(super) fn put_file(&mut self, path: &Path, bytes: Vec<u8>) {
         self.names.set(path, self.files.len());
@@ -331,14 +331,14 @@ impl World {
         Ok(())
     }
 
-    /// Gives a file another length.
+    /// Changes the length of a file.
     pub(super) fn set_len(&mut self, file: usize, len: u64) -> io::Result<()> {
         self.tick()?;
         self.files[file].set_len(len as usize);
         Ok(())
     }
 
-    /// Makes room for the first bytes of a file, which gets longer if it is shorter.
+    /// Allocates the first `len` bytes of a file, and lengthens it if it is shorter.
     pub(super) fn allocate(&mut self, file: usize, len: u64) -> io::Result<()> {
         if self.log_full && self.files[file].name.starts_with("segment") {
             return Err(no_space());
@@ -358,7 +358,7 @@ impl World {
         &self.files[self.names.get(path).expect("a file at the path")].current
     }
 
-    /// What readers see of the segment files.
+    /// The names of the segment files, and their bytes as readers see them.
     pub(super) fn segments(&self) -> Vec<(String, Arc<Vec<u8>>)> {
         let mut names = self.names.in_directory(Path::new(LOG));
         names.retain(|name| name.to_string_lossy().starts_with("segment-"));
@@ -377,8 +377,8 @@ impl World {
         }
     }
 
-    /// Notes what there is, if a power cut may leave more than one thing of it: where all is durable, that may also be what
-    /// is left at the moment before.
+    /// Notes the state, unless everything is durable: a power cut can then leave the same state at the moment
+    /// before.
     fn note(&mut self) {
         let settled = |file: &FileState| {
             file.cached.is_empty() && file.lengths.is_empty() && file.marks.is_empty()
@@ -400,13 +400,13 @@ impl World {
         Err(io::Error::other(format!("planted {what} failure")))
     }
 
-    /// Nothing works any more.
+    /// Cuts power: every operation fails from now on.
     pub(super) fn cut_power(&mut self) {
         self.crashed = true;
         self.events.iter().for_each(|event| event.signal());
     }
 
-    /// One operation: an error once power is gone.
+    /// Counts one operation; returns an error once power is lost.
     pub(super) fn tick(&mut self) -> io::Result<()> {
         self.land_some();
         match &mut self.ticks {
@@ -437,7 +437,7 @@ impl World {
         let bytes = &bytes[..fits];
         let offset = offset as usize;
         let fails = due(&mut self.fail_write);
-        // At most half of it gets there.
+        // At most half of the bytes reach the cache.
         let bytes = match fails {
             true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
             false => bytes,
@@ -457,7 +457,7 @@ impl World {
         let state = &mut self.files[file];
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
             let range = offset + i * SECTOR..offset + (i + 1) * SECTOR;
-            // The bytes that are there and always were: there is nothing to tear or to lose.
+            // The sector is unchanged and not in the cache: there is nothing to tear or to lose.
             if state.current[range.clone()] == *sector
                 && (!state.unwritten || state.durable.get(range.clone()) == Some(sector))
                 && state.cached.iter().all(|(at, _)| *at != range.start)
@@ -470,7 +470,7 @@ impl World {
         }
     }
 
-    /// Of what a killed process left in flight something may land at any time.
+    /// Lets one of the writes that a killed process left in flight land, by chance.
     pub(super) fn land_some(&mut self) {
         if !self.crashed && !self.late.is_empty() && self.random.one_in(16) {
             let which = self.random.below(self.late.len() as u64) as usize;
@@ -484,14 +484,14 @@ impl World {
         self.put(late.file, &late.bytes, late.offset as usize);
     }
 
-    /// Waits for what a killed process has in flight to a file.
+    /// Lands all writes to a file that a killed process left in flight.
     pub(super) fn await_late(&mut self, file: usize) {
         while let Some(which) = self.late.iter().position(|late| late.file == file) {
             self.land(which);
         }
     }
 
-    /// Makes all of a file durable, its attribute too.
+    /// Makes a file durable, with its attribute.
     pub(super) fn sync_all(&mut self, file: usize) -> io::Result<()> {
         self.sync(file, None)?;
         let state = &mut self.files[file];
@@ -499,7 +499,7 @@ impl World {
         Ok(())
     }
 
-    /// Makes what stands in this range durable, or all of the file's bytes.
+    /// Makes the bytes in this range durable, or all of the file's bytes.
     pub(super) fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
         if self.files[file].name == "control" && due(&mut self.cut_control) {
             self.cut_power();
@@ -523,7 +523,7 @@ impl World {
             return self.fail("sync");
         }
         let state = &mut self.files[file];
-        // A write that is to be durable takes the length with it that it needs.
+        // A durable write also makes the length durable that it needs.
         state.sync_lengths(state.lengths.len());
         let range = range.unwrap_or(0..state.current.len());
         let reached = |(offset, _): &mut (usize, _)| range.contains(offset);
@@ -536,17 +536,17 @@ impl World {
         Ok(())
     }
 
-    /// Drops what is in the cache of a file and need not be written.
+    /// Drops a file's cached sectors that no later sync will write.
     pub(super) fn drop_clean(&mut self, file: usize) {
         if self.files[file].unwritten {
             self.files[file].forget_unwritten();
         }
     }
 
-    /// Keeps any subset of a file's cached sectors; the rest is gone, from the cache too. Returns the lengths and marks that
-    /// are gone.
+    /// Keeps any subset of a file's cached sectors; the others are lost, from the cache too. Returns the lengths
+    /// and marks that are lost.
     fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<Mark>>) {
-        // All, none, about half, or all but a few: the extremes are where mistakes hide.
+        // Keeps all, none, about half, or all but a few: mistakes hide at the extremes.
         let mode = match self.forgetful {
             true => 1,
             false => self.random.below(4),
@@ -593,8 +593,8 @@ impl World {
         world
     }
 
-    /// Changes bytes of a log file: a flipped bit, a lost or garbled sector, another sector written over one, a whole
-    /// write that went to the wrong place.
+    /// Damages a log file: flips a bit, loses or garbles a sector, copies another sector over one, or moves a whole
+    /// write to the wrong place.
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
             .filter(|&i| self.names.leads_to(i) && !self.files[i].current.is_empty())
@@ -602,7 +602,7 @@ impl World {
             .collect();
         let file = logs[self.random.below(logs.len() as u64) as usize];
         let sectors = (self.files[file].current.len() / SECTOR) as u64;
-        // Mostly near the start, where there is something.
+        // Mostly near the start, where the records are.
         let near = if self.random.one_in(4) {
             sectors
         } else {
@@ -631,7 +631,7 @@ impl World {
         state.cached.clear();
     }
 
-    /// Works again, with what is in the cache, or most of it: the kernel drops clean pages when it likes.
+    /// Works again after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {
             if self.files[file].unwritten && self.random.one_in(2) {
@@ -653,7 +653,7 @@ impl World {
     }
 }
 
-/// Counts down to a fault.
+/// Counts down to a fault; returns whether it is due.
 pub(super) fn due(fault: &mut Option<u64>) -> bool {
     match fault {
         Some(0) => {

@@ -1,13 +1,14 @@
 //! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
 //!
-//! The small ones are all tried ([`exhaustive`]), threads have tests of their own (`interleavings`). Otherwise a
-//! *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses: in the
-//! middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed decides,
-//! so one seed reproduces one run.
+//! Small histories are tried exhaustively ([`exhaustive`]), and threads have tests of their own (`interleavings`).
+//! Otherwise a *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses:
+//! in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed
+//! decides, so one seed reproduces one run.
 //!
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
-//! the runs changes are answered once they are written, and another floor is how much of them must survive a kill. After a
-//! crash the disks together have to be exactly the state after some prefix of the order that is not below the floor.
+//! the runs changes are completed only once they are written, and a second floor is how much of them must survive a
+//! kill. After a crash the disks together must be exactly the state after some prefix of the order that is not
+//! below the floor.
 
 mod clients;
 mod crash_states;
@@ -39,8 +40,8 @@ use oracle::Broken;
 
 use crate::mutant::{Mutant, PLANTED};
 
-/// The seeds that the environment asks for: `WALVISOR_SEED` is the first (otherwise 1), the variable `count` says how many there
-/// are. The first alone is one to replay; without either there are `usual`.
+/// The seeds that the environment asks for: `WALVISOR_SEED` is the first (default 1), the variable `count` is their
+/// number. With `WALVISOR_SEED` alone, one seed is replayed; without either there are `usual` seeds.
 fn seeds(count: &str, usual: u64) -> Range<u64> {
     let number = |name: &str| {
         let text = std::env::var(name).ok()?;
@@ -57,12 +58,12 @@ fn seeds_from(first: Option<u64>, count: Option<u64>, usual: u64) -> Range<u64> 
     first..end.unwrap_or_else(|| panic!("{count} seeds from {first}: the last is above 2^64"))
 }
 
-/// What happened in runs.
+/// Counters of what happened in runs.
 trait Total: Default + Send {
     fn add(&mut self, other: &Self);
 }
 
-/// Does `one` for each of `numbers`, on all cores. A panic of one ends it all.
+/// Runs `one` for each of `numbers`, on all cores. A panic of one ends the whole test.
 fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -> T {
     let next = AtomicU64::new(numbers.start);
     let some = || {
@@ -87,8 +88,8 @@ fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -
     total
 }
 
-/// Runs all of `seeds` on all cores; panics with the seed of the first that broke a promise. `name`: of the test that
-/// replays it.
+/// Runs all of `seeds` on all cores; panics with the seed of the first run that broke a promise. `name`: the test
+/// that replays it.
 fn run_all<T: Total>(
     seeds: &Range<u64>,
     name: &str,
@@ -113,7 +114,7 @@ fn run(seeds: Range<u64>) {
     let (first, count) = (seeds.start, seeds.end - seeds.start);
     let total = run_all(&seeds, "random_histories", |seed| History::new(seed).run());
     println!("{count} histories from seed {first}: {total:?}");
-    // A run that crashes nowhere, or never checkpoints, would prove little.
+    // Runs without crashes, or without checkpoints, would prove little.
     if count >= 1000 {
         assert!(
             total.crashes > count / 2 && total.recovery_crashes > count / 2,
@@ -138,7 +139,8 @@ fn run(seeds: Range<u64>) {
     }
 }
 
-/// `WALVISOR_SEED=N` replays one; `WALVISOR_HISTORIES=N` runs more or fewer; with both, so many from that seed on.
+/// `WALVISOR_SEED=N` replays one history; `WALVISOR_HISTORIES=N` runs more or fewer; with both, N histories from
+/// that seed on.
 #[test]
 fn random_histories_keep_the_promises() {
     run(seeds("WALVISOR_HISTORIES", 40_000));
@@ -154,7 +156,7 @@ fn a_range_of_seeds_starts_anywhere() {
     assert_eq!(seeds_from(Some(last), None, 500), last..u64::MAX);
 }
 
-/// Promise 4 on bytes that rot, vanish or land in the wrong place; nothing panics, nothing is read past its end.
+/// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the end, may happen.
 #[test]
 fn damage_is_reported_or_harmless() {
     let reported = (1..=5000u64)
@@ -170,8 +172,8 @@ fn damage_is_reported_or_harmless() {
     );
 }
 
-/// What a run with a planted fault broke. A panic is no broken promise: where it is the reaction that is promised, a part of
-/// its message is `promised`.
+/// The promise that a run with a planted fault broke. A panic is no broken promise, unless a panic is the promised
+/// reaction: `promised` is then a part of its message.
 fn broken<T>(
     ran: std::thread::Result<Result<T, Broken>>,
     promised: Option<&str>,
@@ -187,7 +189,7 @@ fn broken<T>(
         .then(|| text.to_owned())
 }
 
-/// Disks that are made, imported, resized and closed; `WALVISOR_LIVES=N` runs more or fewer.
+/// Disks are created, imported, resized and closed; `WALVISOR_LIVES=N` runs more or fewer lives.
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
@@ -218,7 +220,7 @@ fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
     }
 }
 
-/// The faults that none of `seeds` notices.
+/// The faults that no run of `seeds` notices.
 fn survivors<T>(
     all: &[Mutant],
     seeds: Range<u64>,
@@ -281,7 +283,7 @@ fn every_planted_fault_is_noticed() {
     assert!(survivors.is_empty(), "survived: {survivors:?}");
 }
 
-/// The same for those that are planted where disks are made, opened, resized and closed.
+/// The same for the faults planted where disks are created, opened, resized and closed.
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn every_planted_fault_in_the_life_of_a_disk_is_noticed() {

@@ -1,7 +1,8 @@
 //! Names of the simulated medium: which path leads to which file, now and after a power cut.
 //!
-//! Directories are names too: whoever loses one loses what is in it. A name that was made, changed or removed is durable once its directory was synced. Of what was not, a power cut keeps
-//! any subset: directories promise no order. Of a rename it may keep both names; never neither.
+//! Directories are names too: losing one loses everything in it. A name that was created, changed or removed is
+//! durable once its directory was synced. Of the unsynced changes a power cut keeps any subset, since directories
+//! promise no order. Of a rename it may keep both names, but never neither.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::medium::Random;
 
-/// What a name of a directory leads to.
+/// The value of a name that leads to a directory.
 pub(super) const DIRECTORY: usize = usize::MAX;
 
 /// One change of names.
@@ -21,21 +22,21 @@ enum Change {
 }
 
 impl Change {
-    /// The name that is changed, or comes of it.
+    /// The name that is changed or created.
     fn path(&self) -> &Path {
         match self {
             Self::Set(path, _) | Self::Rename(_, path, _) | Self::Unset(path) => path,
         }
     }
 
-    /// `whole`: a rename also takes the old name away.
+    /// `whole`: a rename also removes the old name.
     fn apply(&self, names: &mut BTreeMap<PathBuf, usize>, whole: bool) {
         match self {
             Self::Set(path, file) => drop(names.insert(path.clone(), *file)),
             Self::Unset(path) => drop(names.remove(path)),
             Self::Rename(from, to, file) => {
                 names.insert(to.clone(), *file);
-                // Another file may have got the old name meanwhile.
+                // The old name may lead to another file by now.
                 if whole && names.get(from) == Some(file) {
                     names.remove(from);
                 }
@@ -44,12 +45,12 @@ impl Change {
     }
 }
 
-/// See the module's documentation. Files go by their numbers.
+/// The names of the medium. Files are identified by their numbers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Names {
     durable: BTreeMap<PathBuf, usize>,
     current: BTreeMap<PathBuf, usize>,
-    /// What was changed since the last sync of its directory, in order.
+    /// Changes since the last sync of their directories, in order.
     changes: Vec<Change>,
 }
 
@@ -65,7 +66,7 @@ impl Names {
         found.map(|(_, file)| *file)
     }
 
-    /// Whether there is such a directory. The root is always there.
+    /// Whether the directory exists. The root always does.
     pub(super) fn has_directory(&self, path: &Path) -> bool {
         path.parent().is_none() || self.get(path) == Some(DIRECTORY)
     }
@@ -80,7 +81,7 @@ impl Names {
             .collect()
     }
 
-    /// Whether a file has a name, now or perhaps after a power cut.
+    /// Whether a file has a name, now or possibly after a power cut.
     pub(super) fn leads_to(&self, file: usize) -> bool {
         let changed = |change: &Change| matches!(change, Change::Set(_, other) | Change::Rename(_, _, other) if *other == file);
         let mut names = self.current.values().chain(self.durable.values());
@@ -128,13 +129,13 @@ impl Names {
         self.changes.len()
     }
 
-    /// Whether the n-th of them is a rename.
+    /// Whether the n-th change is a rename.
     pub(super) fn renames(&self, n: usize) -> bool {
         matches!(self.changes[n], Change::Rename(..))
     }
 
-    /// The names after a power cut that does this with the n-th change: loses it, keeps it without taking the old name
-    /// away, or keeps it.
+    /// The names after a power cut. `kept` says for the n-th change whether it is lost, kept without removing the
+    /// old name, or kept.
     pub(super) fn settle(&mut self, mut kept: impl FnMut(usize) -> Kept) {
         for (n, change) in std::mem::take(&mut self.changes).into_iter().enumerate() {
             match kept(n) {
@@ -155,7 +156,7 @@ impl Names {
         self.current = self.durable.clone();
     }
 
-    /// Loses power: nothing, everything, the beginning or any part of what was changed is kept.
+    /// Loses power: none, all, the first or any part of the changes are kept.
     pub(super) fn lose_power(&mut self, random: &mut Random) {
         let changes = self.unsynced() as u64;
         if changes == 0 {
@@ -172,11 +173,11 @@ impl Names {
     }
 }
 
-/// What a power cut does with a change of names.
+/// The fate of a change of names in a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kept {
     Lost,
-    /// Of a rename the new name is there and the old one too.
+    /// The new name of a rename exists, and the old one too.
     Added,
     Whole,
 }

@@ -1,6 +1,7 @@
-//! What the store promised so far, and whether what is left keeps it.
+//! The promises of the store so far, and whether what is left keeps them.
 //!
-//! Knows requests, their ends and the order in which modifications got their LSNs; nothing of how the store works.
+//! The oracle knows requests, their ends and the order in which modifications got their LSNs, but nothing of how
+//! the store works.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -12,7 +13,7 @@ pub(super) type Broken = String;
 /// The value of each sector of each disk.
 pub(super) type Contents = Vec<Vec<u32>>;
 
-/// The same, without those that can't be read.
+/// As [`Contents`]; sectors that can't be read are `None`.
 pub(super) type Readable = Vec<Vec<Option<u32>>>;
 
 /// One modification: every sector of a range becomes `value` (0: zeroes).
@@ -35,7 +36,7 @@ impl Change {
 /// A request that has not ended.
 #[derive(Clone)]
 enum Open {
-    /// Its place in the order once it has an LSN; whether it must be durable when it ends.
+    /// Its place in the order once it has an LSN, and whether it must be durable when it ends.
     Change { index: Option<usize>, through: bool },
     /// How much of the order must survive if it succeeds.
     Flush { floor: usize },
@@ -48,7 +49,7 @@ enum Open {
     },
 }
 
-/// See the module's documentation.
+/// The oracle's record of a history.
 #[derive(Clone)]
 pub(super) struct Oracle {
     /// The disks before the first change of `order`.
@@ -57,21 +58,21 @@ pub(super) struct Oracle {
     order: Vec<Change>,
     /// How much of the order must survive.
     floor: usize,
-    /// How much of it must survive if only the process ends.
+    /// How much of the order must survive if only the process ends.
     kill_floor: usize,
-    /// A change that succeeds survives the end of the process.
+    /// Whether a change that succeeds survives the end of the process.
     pub written: bool,
     open: HashMap<u64, Open>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
     unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
     pub excused: u64,
-    /// How many did.
+    /// How many of those failed.
     pub refused: u64,
 }
 
 impl Oracle {
-    /// Begins with the disks as they are.
+    /// Begins with the disks as they are now.
     pub(super) fn new(start: Contents) -> Self {
         Self {
             start,
@@ -86,7 +87,7 @@ impl Oracle {
         }
     }
 
-    /// `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
+    /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
     pub(super) fn submit(
         &mut self,
         client: usize,
@@ -134,7 +135,7 @@ impl Oracle {
         self.open.insert(token, Open::Change { index, through });
     }
 
-    /// The oldest `count` changes of `client` that had no LSN got theirs.
+    /// Places the oldest `count` changes of `client` that had no LSN: they have one now.
     pub(super) fn place(&mut self, client: usize, count: u64) {
         for _ in 0..count {
             let unplaced = self.unplaced.get_mut(&client);
@@ -148,12 +149,13 @@ impl Oracle {
         }
     }
 
-    /// Whether every request was answered.
+    /// Whether every request has completed.
     pub(super) fn idle(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// A request has ended. `good`: nothing has happened that excuses a failure; `good_read`: nor that of a read.
+    /// Records the end of a request. `good`: nothing has happened that excuses a failure; `good_read`: nor the
+    /// failure of a read.
     pub(super) fn complete(
         &mut self,
         client: usize,
@@ -208,7 +210,7 @@ impl Oracle {
                 };
                 for (i, (found, &then)) in data.chunks(512).map(value_of).zip(&then).enumerate() {
                     let at = sector + i as u64;
-                    // What it was when the read came, or what anyone wrote since.
+                    // The sector is as it was when the read came, or as any write made it since.
                     let since = self.order[order..].iter().any(|change| {
                         change.disk == disk
                             && (change.sector..change.sector + change.sectors).contains(&at)
@@ -225,14 +227,14 @@ impl Oracle {
         Ok(())
     }
 
-    /// The disks with all changes.
+    /// The disks after all changes.
     fn newest(&self) -> Contents {
         let mut all = self.start.clone();
         self.order.iter().for_each(|change| change.apply(&mut all));
         all
     }
 
-    /// The log was closed in good order: everything is in the base images.
+    /// Judges a clean close: everything is in the base images.
     pub(super) fn closed(&mut self, bases: &Contents) -> Result<(), Broken> {
         let all = self.newest();
         if *bases != all {
@@ -245,29 +247,29 @@ impl Oracle {
         Ok(())
     }
 
-    /// Only the process has ended: what it wrote is still there, and is durable once it was recovered.
+    /// Only the process has ended: its written changes are still there, and durable once recovered.
     pub(super) fn killed(&mut self) {
         self.floor = self.floor.max(self.kill_floor);
     }
 
-    /// Damage may have taken the last of the acknowledged records with it, if nothing that is left tells that they were
-    /// durable: all up to `durable`, an LSN of a log that began with 1, must survive.
+    /// Damage may have destroyed the last acknowledged records, if nothing that is left shows that they were
+    /// durable. All changes up to `durable`, an LSN of a log that began with 1, must survive.
     pub(super) fn damaged(&mut self, durable: u64) {
         self.floor = self.floor.min(durable as usize);
     }
 
-    /// After a crash: the disks are exactly what some prefix of the order made, and not one below the floor. Returns
-    /// how many changes were lost.
+    /// Judges the disks after a crash: they must be exactly what some prefix of the order made, not below the
+    /// floor. Returns how many changes were lost.
     pub(super) fn judge(&self, found: &Contents) -> Result<usize, Broken> {
         self.judge_readable(&readable(found))
     }
 
-    /// The same after a kill, when what was answered as written has to be there too.
+    /// As [`judge`](Self::judge), after a kill: changes that were completed as written must be there too.
     pub(super) fn judge_killed(&self, found: &Contents) -> Result<usize, Broken> {
         self.judge_from(self.floor.max(self.kill_floor), &readable(found))
     }
 
-    /// As [`judge`](Self::judge), of what can be read of them.
+    /// As [`judge`](Self::judge), of the sectors that can be read.
     pub(super) fn judge_readable(&self, found: &Readable) -> Result<usize, Broken> {
         self.judge_from(self.floor, found)
     }
@@ -281,7 +283,7 @@ impl Oracle {
         for (i, change) in may.iter().enumerate() {
             change.apply(&mut contents);
             if agrees(&contents, found) {
-                // The longest: all that are equal are one state.
+                // The longest prefix counts: prefixes with equal contents are one state.
                 lost = Some(may.len() - i - 1);
             }
         }
@@ -296,14 +298,14 @@ impl Oracle {
     }
 }
 
-/// Whether all that can be read is so.
+/// Whether all sectors that can be read agree.
 fn agrees(contents: &Contents, found: &Readable) -> bool {
     let disks = contents.iter().zip(found);
     let mut sectors = disks.flat_map(|(contents, found)| contents.iter().zip(found));
     sectors.all(|(value, found)| found.is_none_or(|found| found == *value))
 }
 
-/// The value that fills a sector; a number no value reaches if the sector is mixed.
+/// The value that fills a sector; `u32::MAX`, which no write uses, if the sector is mixed.
 pub(super) fn value_of(sector: &[u8]) -> u32 {
     let value = u32::from_le_bytes(sector[..4].try_into().expect("a sector"));
     let pure = sector.chunks(4).all(|word| word == &sector[..4]);

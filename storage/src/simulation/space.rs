@@ -1,4 +1,4 @@
-//! Where room is short: a base image or a log without space, and a base image that takes its time.
+//! Shortage of room: a base image or a log without space, and a slow base image.
 
 use std::path::Path;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn open_ring(max_segments: u32) -> (Fixture, Running) {
         max_segments,
     };
     let fixture = Fixture::new(World::new(1), shape);
-    // A log that was made for an image that was there has no segment yet.
+    // A log that was created for an existing image has no segment yet.
     let first = Path::new(LOG).join("segment-00000");
     fixture.medium.lock().names.unset(&first);
     let running = fixture.open(false, CommitWait::NONE);
@@ -44,7 +44,8 @@ fn shortage(fixture: &Fixture, base: bool, log: bool) {
     (world.base_full, world.log_full) = (base, log);
 }
 
-/// Writes and flushes, from `first` on, until something fails: the number of the first write that was not flushed.
+/// Writes and flushes, from `first` on, until a request fails; returns the number of the first write that was not
+/// flushed.
 fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
     let mut number = first;
     while end(running, port, write(number)).is_ok() && end(running, port, Operation::Flush).is_ok()
@@ -62,8 +63,8 @@ fn read(running: &mut Running, port: &mut Port, number: u32) {
     assert_eq!(data.unwrap()[..], filled(number, WRITE)[..]);
 }
 
-/// Without space in the base image the log takes what it has room for, then writes and flushes fail, reads go on; and
-/// all works again, with nothing lost, once there is space.
+/// Without space in the base image the log takes writes while it has room. Then writes and flushes fail, and reads
+/// go on. Once there is space, everything works again and nothing is lost.
 #[test]
 fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
     let (fixture, mut running) = open();
@@ -71,7 +72,7 @@ fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
     let mut port = running.disks[0].open_port().unwrap();
     let left = fill(&mut running, &mut port, 1);
     assert!(left > WRITES_OF_A_SEGMENT * (SEGMENTS - 1), "{left}");
-    // Some more are taken, and not durable; then none.
+    // Some more writes are taken that are not durable; then none.
     let mut newest = left;
     while end(&mut running, &mut port, write(newest + 1)).is_ok() {
         newest += 1;
@@ -100,7 +101,7 @@ fn a_full_base_image_fills_the_log_then_requests_fail_then_all_recovers() {
     assert_eq!(fixture.bases(), all);
 }
 
-/// A checkpoint that has failed does not refuse those who only wait for the next segment file.
+/// A failed checkpoint does not fail requests that only wait for the next segment file.
 #[test]
 fn while_the_ring_grows_a_failed_checkpoint_refuses_nobody() {
     let (fixture, mut running) = open();
@@ -112,7 +113,7 @@ fn while_the_ring_grows_a_failed_checkpoint_refuses_nobody() {
     for number in 2..=WRITES_OF_A_SEGMENT * (SEGMENTS - 1) {
         end(&mut running, &mut port, write(number)).unwrap();
         port.submit(1, Operation::Flush);
-        // The keeper is late, and another attempt of it fails.
+        // The keeper is late, and another attempt fails.
         let mut done: Vec<Completion> = Vec::new();
         for turn in 0..400 {
             port.kick();
@@ -127,7 +128,7 @@ fn while_the_ring_grows_a_failed_checkpoint_refuses_nobody() {
     }
 }
 
-/// Closed while the base image has no space: that fails, but what was acknowledged is in the log.
+/// Closing while the base image has no space fails, but everything acknowledged is in the log.
 #[test]
 fn closing_without_space_leaves_everything_in_the_log() {
     let (fixture, mut running) = open();
@@ -137,7 +138,7 @@ fn closing_without_space_leaves_everything_in_the_log() {
         end(&mut running, &mut port, write(number)).unwrap();
     }
     assert!(running.keeper.step(true).is_err());
-    // After the checkpoint that failed, and never flushed.
+    // This write comes after the failed checkpoint, and is never flushed.
     end(&mut running, &mut port, write(3)).unwrap();
     drop(port);
     assert!(running.keeper.close().is_err());
@@ -148,7 +149,7 @@ fn closing_without_space_leaves_everything_in_the_log() {
     assert_eq!(running.read().unwrap(), all);
 }
 
-/// Without space for more segment files the ring is as large as it is, and goes round.
+/// Without space for more segment files the ring keeps its size and is reused.
 #[test]
 fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
     let (fixture, mut running) = open();
@@ -164,14 +165,14 @@ fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
         end(&mut running, &mut port, Operation::Flush).unwrap();
     }
     assert!(running.disks[0].log.lock().keeper.files < SEGMENTS);
-    // It grows again, when it has to and can.
+    // The ring grows again when it has to and can.
     shortage(&fixture, true, false);
     fill(&mut running, &mut port, 1);
     assert_eq!(running.disks[0].log.lock().keeper.files, SEGMENTS);
 }
 
-/// However small the segments and however long the writes, a checkpoint makes what is pending durable when all but the
-/// ring's last segment are full: with nothing else it could free none.
+/// With segments of any size and writes of any length, a checkpoint makes the pending records durable when all but
+/// the ring's last segment are full. Otherwise it could free no segment.
 #[test]
 fn what_may_be_pending_fits_the_last_segment() {
     for sectors in 1..=32 {
@@ -179,7 +180,7 @@ fn what_may_be_pending_fits_the_last_segment() {
         let log = running.disks[0].log.clone();
         let mut port = running.disks[0].open_port().unwrap();
         let mut written = 0;
-        // Whether the write is taken, by a store whose keeper makes no checkpoint.
+        // Whether the write is taken, by a store whose keeper does no checkpoint.
         let mut is_taken = |sectors, running: &Running, port: &mut Port| {
             written += 1;
             let sector = u64::from(written) * WRITE % SECTORS;
@@ -206,7 +207,7 @@ fn what_may_be_pending_fits_the_last_segment() {
     }
 }
 
-/// Without space for the first segment file nothing can be made durable, and FLUSH says so.
+/// Without space for the first segment file nothing can be made durable, so FLUSH fails.
 #[test]
 fn a_log_without_any_segment_refuses_until_it_has_one() {
     let (fixture, mut running) = open();
@@ -223,7 +224,7 @@ fn a_log_without_any_segment_refuses_until_it_has_one() {
     read(&mut running, &mut port, 1);
 }
 
-/// A thread that panics in the middle of a group leaves a log that has failed, not one that waits for ever.
+/// A thread that panics in the middle of a group makes the log fail, not wait forever.
 #[test]
 fn a_panic_in_a_group_fails_the_log() {
     let (_fixture, mut running) = open();
@@ -244,7 +245,7 @@ fn a_panic_in_a_group_fails_the_log() {
     }
 }
 
-/// So does the keeper, without which nobody makes room.
+/// A panic of the keeper fails the log too: without the keeper no segment would become free.
 #[test]
 fn a_panic_of_the_keeper_fails_the_log() {
     let (fixture, running) = open();
@@ -255,7 +256,7 @@ fn a_panic_of_the_keeper_fails_the_log() {
     let mut failed = false;
     for number in 1..WRITES_OF_A_SEGMENT * SEGMENTS {
         for operation in [write(number), Operation::Flush] {
-            // It waits without limit: a log that hangs is a test that does.
+            // The wait has no limit: if the log hangs, so does the test.
             failed |= port.end_for_test(operation).is_err();
         }
     }
@@ -265,8 +266,8 @@ fn a_panic_of_the_keeper_fails_the_log() {
     assert!(error.to_string().contains("panicked"), "{error}");
 }
 
-/// A checkpoint that takes its time holds nobody up until the ring is full, and then only until it is done. A ring that
-/// is still to grow grows meanwhile.
+/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring that is not
+/// full-grown grows meanwhile.
 #[test]
 fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
     writers_go_on(SEGMENTS);
@@ -300,7 +301,7 @@ fn writers_go_on(segments: u32) {
             .any(|operation| run(operation, long) != Some(Ok(())))
     });
     if let Some(number) = held_up {
-        // Or the store would never close.
+        // Otherwise the store would never close.
         fixture.medium.lock().base_blocked = false;
         panic!("write {number} of a ring of {segments} segments waited for the checkpoint");
     }

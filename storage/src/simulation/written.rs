@@ -1,4 +1,4 @@
-//! Who waits until records are written is not forgotten when the leader was in the way.
+//! A port that waits until its records are written is notified even if the leader was in the way.
 
 use super::fixture::{Fixture, Shape, filled};
 use super::medium::{Pace, World};
@@ -11,8 +11,8 @@ fn write(port: &mut Port, value: u32) {
     port.submit(u64::from(value), Operation::Write { sector, data });
 }
 
-/// Whether somebody learns that a record is written who came while the leader wrote a batch without a sync, for somebody
-/// who has gone.
+/// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
+/// for a port that has been closed since.
 fn is_told() -> bool {
     let shape = Shape {
         disks: 1,
@@ -22,14 +22,14 @@ fn is_told() -> bool {
     };
     let fixture = Fixture::new(World::new(1), shape);
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-    // Until the ring has all its segments.
+    // Steps until the ring has all its segments.
     (0..4).for_each(|_| running.keeper.step(false).unwrap());
     fixture.medium.lock().pace = Pace::Late;
     let log = running.disks[0].log.clone();
     let [mut first, mut flushing, mut last] =
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
     let turn = || running.step_writer();
-    // While the first batch is under way, the leader takes what somebody waits for who flushes.
+    // While the first batch is under way, the leader takes the records that the flushing port waits for.
     write(&mut first, 1);
     assert!(!first.when_written(11));
     first.kick();

@@ -1,4 +1,4 @@
-//! What a run is told of its requests and their ends, and whether that keeps the promises.
+//! Records the requests of a run and their ends, and judges whether the promises were kept.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,23 +21,25 @@ enum Open {
         client: usize,
         index: usize,
     },
-    /// How many writes of each client must survive if it succeeds.
+    /// For each client, how many of its writes must survive if the FLUSH succeeds.
     Flush(Vec<usize>),
-    /// What its sectors held after so many writes of its client, if none of those was held back by a full log.
+    /// `since`: how many writes of the client came before the read; `None` if a full log may hold one of those
+    /// back.
     Read {
         client: usize,
         since: Option<usize>,
     },
 }
 
-/// What one thread after the other tells; shuttle runs them all on one, so it never blocks and no switch happens here.
+/// What all threads report, one after the other. Shuttle runs them on one thread, so the lock never blocks and no
+/// switch happens under it.
 pub(super) struct Judge {
     pub plan: Plan,
     /// Counts events.
     now: u64,
     /// The writes of each client, in order.
     writes: Vec<Vec<Write>>,
-    /// How many of them must survive, and how many if only the process ends.
+    /// For each client, how many of its writes must survive; `kill_floor`: how many if only the process ends.
     floor: Vec<usize>,
     kill_floor: Vec<usize>,
     open: HashMap<u64, (u64, Open)>,
@@ -45,11 +47,11 @@ pub(super) struct Judge {
     pub next_token: u64,
     pub flushes: u64,
     answers: u64,
-    /// The process was killed, and power was not lost before.
+    /// Whether the process was killed without a power loss before.
     pub killed: bool,
     pub failures: u64,
     first_failure: Option<u64>,
-    /// The store was told to close: what comes now may be refused.
+    /// Whether the store is being closed: later requests may be refused.
     pub closing: bool,
     pub broken: Option<Broken>,
 }
@@ -76,7 +78,7 @@ impl Judge {
         }
     }
 
-    /// Requests that never ended.
+    /// How many requests never ended.
     pub(super) fn unanswered(&self) -> u64 {
         self.open.len() as u64
     }
@@ -85,7 +87,8 @@ impl Judge {
         self.broken.get_or_insert(broken);
     }
 
-    /// Whether a request that was carried out is answered only when it is written; the first time that this is asked.
+    /// Whether to ask the port to complete this request only once it is written: `true` at most once for each
+    /// token.
     pub(super) fn asks(&mut self, token: u64) -> bool {
         let write = matches!(self.open.get(&token), Some((_, Open::Write { .. })));
         write && self.plan.written && self.asked.insert(token)
@@ -136,7 +139,8 @@ impl Judge {
             }
             Step::Read => {
                 let writes = &self.writes[client];
-                // Its own writes all came before it; but those that a full log holds back are not there yet.
+                // The client's own writes all came before the read, but those that a full log holds back are not
+                // applied yet.
                 let certain = writes.iter().all(|write| write.ended.is_some());
                 let since = certain.then_some(writes.len());
                 let operation = Operation::Read {
@@ -152,7 +156,7 @@ impl Judge {
         Some((self.next_token, operation))
     }
 
-    /// A request has ended. Returns whether power is lost or the process killed now.
+    /// Records the end of a request. Returns whether power is to be lost, or the process killed, now.
     pub(super) fn end(&mut self, completion: Completion, good: bool, log_failed: bool) -> bool {
         self.now += 1;
         let Completion { token, result } = completion;
@@ -213,7 +217,7 @@ impl Judge {
         false
     }
 
-    /// Each sector as it was when the read came, or as a later write made it.
+    /// Checks that each sector is as it was when the read came, or as a later write made it.
     fn check_read(&mut self, client: usize, since: usize, found: &[u32]) {
         let then = self.contents(client, since);
         let later = &self.writes[client][since..];
@@ -230,7 +234,7 @@ impl Judge {
         }
     }
 
-    /// Compares what was found after a crash, or after closing (`whole`: then nothing may be missing).
+    /// Judges what was found after a crash, or after closing (`whole`: then nothing may be missing).
     pub(super) fn judge(&self, found: &Contents, whole: bool) -> Result<(), Broken> {
         let mut kept = Vec::new();
         for (client, Client { disk, first, .. }) in self.plan.clients.iter().enumerate() {
@@ -257,7 +261,7 @@ impl Judge {
             }
             kept.push(n);
         }
-        // Whatever ended before a write that was kept was submitted is kept as well.
+        // Every write that ended before a surviving write was submitted must survive as well.
         for (client, &n) in kept.iter().enumerate() {
             let Some(newest) = n.checked_sub(1).map(|last| &self.writes[client][last]) else {
                 continue;

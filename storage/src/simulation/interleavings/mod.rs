@@ -2,16 +2,16 @@
 //!
 //! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where power is lost, a
 //! sync fails, a port leaves with requests in flight, the store closes early) and a schedule. Threads, locks and
-//! events are those of `shuttle` ([`crate::sync`]), which reports a run in which everybody waits; what it assumes
-//! is sequential consistency. The judge sees requests and their ends only, so any protocol may be put to it:
+//! events are those of `shuttle` ([`crate::sync`]), which reports a run in which every thread waits. It assumes
+//! sequential consistency. The judge sees only requests and their ends, so it can judge any protocol:
 //!
-//! - every request of a port that stays ends, and once;
-//! - what a successful FLUSH covers survives a power cut at the very moment it is answered;
-//! - where writes are answered once they are written, those survive a kill at the very moment they are answered;
-//! - what survives is a prefix: nothing that was submitted after the end of something lost;
-//! - a request fails only if the medium did or the store was closed; once that is what the log itself failed of, every
-//!   FLUSH and WRITE that comes fails (where only room can't be made, what needs none succeeds);
-//! - closing in good order, ports still at work or not, leaves everything in the base images.
+//! - every request of a port that stays ends exactly once;
+//! - data that a successful FLUSH covers survives a power cut at the very moment the FLUSH completes;
+//! - where writes complete once they are written, they survive a kill at the very moment they complete;
+//! - the data that survives is a prefix: no request survives that was submitted after the end of a lost one;
+//! - a request fails only if the medium failed or the store was closed. Once the log itself has failed, every later
+//!   FLUSH and WRITE fails (if only room can't be made, requests that need none succeed);
+//! - a clean close, with or without ports still at work, leaves everything in the base images.
 
 mod judge;
 mod plan;
@@ -32,7 +32,7 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, thread};
 use crate::{CommitWait, Port, Store};
 
-/// What happened in runs, to see that they tried what they should.
+/// Counters of runs, which show whether they tried what they should.
 #[derive(Clone, Copy, Debug, Default)]
 struct Totals {
     runs: u64,
@@ -66,7 +66,7 @@ fn told<T>(judge: &Shared, tell: impl FnOnce(&mut Judge) -> T) -> T {
     tell(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
-/// Takes what has ended; returns whether there is nothing more to wait for.
+/// Takes the requests that have ended; returns whether nothing is left to wait for.
 fn serve(
     port: &mut Port,
     judge: &Shared,
@@ -125,7 +125,7 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &L
     }
 }
 
-/// One run: everything that happens between opening the log and judging what is left.
+/// One run: everything from opening the log to judging what is left.
 fn run(seed: u64) -> Result<Totals, Broken> {
     let plan = Plan::new(seed);
     let shape = Shape {
@@ -183,7 +183,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     if closed.is_ok() {
         told(&judge, |judge| judge.judge(&fixture.bases(), true))?;
     }
-    // A sync that fails may take from the cache what it was for.
+    // A sync that fails may drop from the cache the bytes that it was to write.
     let killed = told(&judge, |judge| {
         judge.killed &= !failed;
         judge.killed
@@ -224,10 +224,10 @@ enum Choice {
     FewSwitches,
 }
 
-/// How an error that is a panic begins.
+/// The prefix of an error that is a panic.
 const PANICKED: &str = "panicked: ";
 
-/// What shuttle panics with when nobody can go on, or some go on for ever.
+/// The messages of shuttle's panics when all threads wait, or some run forever.
 const ENDLESS: [&str; 2] = ["deadlock!", "exceeded max_steps bound"];
 
 /// Runs one seed.
@@ -260,13 +260,13 @@ fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
     }
     let ran = catch_unwind(AssertUnwindSafe(|| match choice {
         Choice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
-        // The first run only tells how long it is.
+        // The first run only measures the length.
         Choice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
     }));
     let outcome = outcome.lock().expect("one thread").clone();
     match ran {
         Ok(()) => outcome,
-        // What is broken comes first: the panic may follow from it.
+        // A broken promise is reported first: the panic may follow from it.
         Err(panic) => outcome.and_then(|_| {
             let text = panic.downcast_ref::<String>().cloned();
             let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()));
@@ -304,7 +304,8 @@ fn explore_all(choice: Choice) {
     }
 }
 
-/// `WALVISOR_SEED=N` replays one; `WALVISOR_INTERLEAVINGS=N` runs more or fewer; with both, so many from that seed on.
+/// `WALVISOR_SEED=N` replays one run; `WALVISOR_INTERLEAVINGS=N` runs more or fewer; with both, N runs from that
+/// seed on.
 #[test]
 fn random_schedules_keep_the_promises() {
     explore_all(Choice::Random);
@@ -316,7 +317,7 @@ fn schedules_of_few_switches_keep_the_promises() {
     explore_all(Choice::FewSwitches);
 }
 
-/// Each planted fault makes some run wait for ever or break a promise.
+/// Each planted fault makes some run wait forever or break a promise.
 #[test]
 fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
     let all = [
@@ -337,7 +338,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
                 .into_iter()
                 .find_map(|choice| {
                     let broken = explore(choice, seed).err()?;
-                    // Somebody who waits for ever is noticed by shuttle, which panics. No other panic counts.
+                    // Shuttle notices a thread that waits forever, and panics. No other panic counts.
                     let counts = !broken.starts_with(PANICKED)
                         || ENDLESS.iter().any(|panic| broken.contains(panic));
                     counts.then_some((choice, seed, broken))

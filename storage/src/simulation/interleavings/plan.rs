@@ -1,12 +1,12 @@
-//! What a run does, all from one seed.
+//! The plan of a run, derived from one seed.
 
 use super::super::medium::{Random, World};
 use crate::CommitWait;
 
-/// Sectors that belong to each client of a disk: nobody else writes them.
+/// Sectors that belong to each client of a disk: no other client writes them.
 pub(super) const OWN: u64 = 32;
 
-/// What one thread does.
+/// A step of one thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Step {
     Write {
@@ -15,36 +15,36 @@ pub(super) enum Step {
     },
     Flush,
     Read,
-    /// Starts what was submitted and takes what has ended.
+    /// Starts submitted requests and takes those that have ended.
     Serve,
-    /// Waits for everything.
+    /// Waits for all requests.
     Wait,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Client {
     pub disk: usize,
-    /// Its sectors begin here.
+    /// The first of its sectors.
     pub first: u64,
     pub steps: Vec<Step>,
-    /// Goes away without waiting for what is in flight.
+    /// Whether it closes its port without waiting for requests in flight.
     pub leaves: bool,
 }
 
-/// See the module's documentation.
+/// The plan of a run: its disks, clients and faults.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub disks: usize,
     pub clients: Vec<Client>,
     pub through: bool,
-    /// Writes are answered once they are written.
+    /// Whether writes complete once they are written.
     pub written: bool,
     pub commit_wait: CommitWait,
-    /// The store is told to close while ports are at work.
+    /// Whether the store is closed while ports are at work.
     pub closes_early: bool,
-    /// Power is lost at the moment this many FLUSHes were answered.
+    /// Power is lost at the moment this many FLUSHes have completed.
     pub cut_after_flushes: Option<u64>,
-    /// The process is killed at the moment this many writes were answered.
+    /// The process is killed at the moment this many writes have completed.
     pub kill_after_writes: Option<u64>,
     pub world: World,
 }
@@ -53,7 +53,7 @@ impl Plan {
     pub(super) fn new(seed: u64) -> Self {
         let mut random = Random(seed);
         let disks = 1 + random.below(2) as usize;
-        // Long writes fill segments and the ring, and make ports wait for room.
+        // Long writes fill segments and the ring, so that ports wait for room.
         let long = random.one_in(3);
         let clients = (0..1 + random.below(3)).map(|i| {
             let steps = (0..2 + random.below(7)).map(|_| match random.below(8) {
