@@ -1,4 +1,4 @@
-//! Requests at work ask the system for no memory: what they need comes from those before them.
+//! Requests at work allocate no memory: they reuse that of earlier requests.
 
 #[path = "support/heap.rs"]
 mod heap;
@@ -13,7 +13,7 @@ use walvisor_storage::{
     create_disk,
 };
 
-/// Blocks of 4 KiB that are written and read, all of the disk.
+/// Blocks of 4 KiB that are written and read: they cover the disk.
 const BLOCKS: u64 = 2048;
 
 struct Client {
@@ -24,13 +24,13 @@ struct Client {
 }
 
 impl Client {
-    /// The sector of a block in an order that has no neighbours.
+    /// The sector of the next block, in an order without neighbours.
     fn sector(&mut self) -> u64 {
         self.next += 1;
         self.next.wrapping_mul(0x9e37_79b1) % BLOCKS * 8
     }
 
-    /// Hands in `count` requests and a FLUSH, and waits for all.
+    /// Submits `count` requests and a FLUSH, and waits for all.
     fn group(&mut self, count: u64, operation: impl Fn(&mut Self) -> Operation) {
         for _ in 0..count {
             let operation = operation(self);
@@ -56,7 +56,7 @@ impl Client {
         }
     }
 
-    /// Allocations in the whole process for `groups` groups of `count` requests.
+    /// Counts the allocations in the whole process for `groups` groups of `count` requests.
     fn allocations(
         &mut self,
         groups: u64,
@@ -84,7 +84,7 @@ impl Client {
     }
 }
 
-/// One test, alone in its process: the counter counts for all threads.
+/// This test is alone in its process, because the counter counts for all threads.
 #[test]
 fn writes_flushes_and_reads_reuse_memory() {
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
@@ -108,10 +108,11 @@ fn writes_flushes_and_reads_reuse_memory() {
                 block: vec![0x5a; 4096],
                 next: 0,
             };
-            // A group may begin while the buffers of the last, which is answered, are yet to be given back.
+            // A group may begin before the buffers of the last, completed group are given back.
             let both = (0..2 * 65).map(|_| Buffer::from(&client.block[..]));
             drop(both.collect::<Vec<_>>());
-            // Every block is written, lists have their length, and the keeper has the two segments ready that it keeps.
+            // Now every block is written, lists have their final capacity, and the keeper has its two segments
+            // ready.
             client.allocations(64, 64, Client::write);
             client.allocations(16, 64, Client::read);
             let began = Instant::now();
@@ -130,7 +131,7 @@ fn writes_flushes_and_reads_reuse_memory() {
                 few as f64 / 100.0,
                 reads as f64 / 100.0
             );
-            // Neither a request nor a group costs one: not even every other group. A stray one is no fault.
+            // Requests and groups allocate nothing, not even every other group. A stray allocation is no error.
             let most = many.max(few).max(reads);
             assert!(most < 50, "{many}, {few} and {reads} in 100 groups");
             drop(client);

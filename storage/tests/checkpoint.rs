@@ -1,4 +1,4 @@
-//! What a checkpoint writes, counted.
+//! How many bytes a checkpoint writes.
 
 mod support;
 
@@ -11,7 +11,7 @@ const BLOCK: u64 = 4096;
 /// Writes between two FLUSHes.
 const BURST: u64 = 64;
 
-/// Writes `count` blocks of 4 KiB, block `place(i)` each; closes; what was counted.
+/// Writes `count` blocks of 4 KiB, the i-th to block `place(i)`, and closes; returns the counters.
 fn written(count: u64, blocks: u64, place: impl Fn(u64) -> u64) -> LogCounters {
     let dir = tempfile::tempdir().unwrap();
     let disk = dir.path().join("disk.img");
@@ -39,7 +39,8 @@ fn written(count: u64, blocks: u64, place: impl Fn(u64) -> u64) -> LogCounters {
     disk.log_counters()
 }
 
-/// The goals: at most 2.05 bytes for each byte written once, towards 1.1 for a few that are written over and over.
+/// The goals: at most 2.05 bytes for each byte that is written once, and close to 1.1 for a few blocks that are
+/// overwritten repeatedly.
 #[test]
 fn overwritten_blocks_are_copied_once() {
     let count = 8192;
@@ -50,13 +51,15 @@ fn overwritten_blocks_are_copied_once() {
     assert!((uniform.log_bytes + uniform.base_bytes) as f64 / bytes <= 2.05);
     let hot = written(count, 64, |i| i % 64);
     println!("hot: {hot:?}");
-    // Each checkpoint copies what is hot once. How many there are depends on when the keeper gets to run: four at best,
-    // each 0.8 % of all that is written; three times as many still are nothing beside copying every write.
+    // Each checkpoint copies the hot blocks once. The number of checkpoints depends on when the keeper gets to run:
+    // four at best, each 0.8 % of all bytes written. Three times as many are still little compared to copying every
+    // write.
     assert!(hot.base_bytes <= hot.checkpoints * 64 * BLOCK);
     assert!((hot.log_bytes + hot.base_bytes) as f64 / bytes <= 1.17);
 }
 
-/// Neighbours go to the base image together, however scattered in time, and one hole is made for all of a discard.
+/// Adjacent sectors go to the base image together, even if they were written at different times. A discard of
+/// several parts makes one hole.
 #[test]
 fn neighbours_are_copied_together() {
     let place = Place::new();

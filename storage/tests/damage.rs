@@ -52,7 +52,7 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
         write(&mut port, 16, 77, 8);
         flush(&mut port);
         let crashed = place.crash();
-        // The new record carries an LSN above the dropped one's.
+        // The new record has an LSN above the dropped one's.
         let report = crashed.report();
         assert!(report.last_lsn >= 4, "{report:?}");
         let store = crashed.open();
@@ -66,7 +66,8 @@ fn a_torn_tail_is_dropped_and_its_lsns_are_not_reused() {
 
 #[test]
 fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
-    // Any bit of the headers of the first two batches, or of the segment's: the third tells that they were durable.
+    // Any bit of the headers of the first two batches, or of the segment's: the third batch says that they were
+    // durable.
     for at in [4096, 4096 + 60, 4096 + 100, 4096 + 118, 12288 + 16, 0, 40] {
         let place = three_batches();
         let mut byte = [0];
@@ -89,7 +90,7 @@ fn damage_below_the_durable_lsn_is_reported_wherever_it_is() {
     }
 }
 
-/// A payload that was durable and is not what was written is no reason to refuse the rest of the log.
+/// A durable payload that is damaged is no reason to refuse the rest of the log.
 #[test]
 fn damage_of_a_payload_below_the_durable_lsn_is_named_and_its_reads_fail() {
     for (at, lsn) in [(8192, 1), (8192 + 4095, 1), (16384 + 2000, 2)] {
@@ -192,8 +193,8 @@ fn an_unclosed_disk_is_not_served_without_its_log() {
     write(&mut port, 0, 1, 8);
     flush(&mut port);
     let elsewhere = place.disk.with_extension("copy");
-    // As `cp -a` does it, attributes included. (Not by `cp`: a child between fork and exec would hold on to the
-    // locks of every test in this process.)
+    // Copied with attributes, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the locks of
+    // every test in this process.)
     std::fs::copy(&place.disk, &elsewhere).unwrap();
     let mut mark = [0; 64];
     let attribute = "user.walvisor.disk";
@@ -219,7 +220,8 @@ fn an_unclosed_disk_is_not_served_without_its_log() {
     assert!(!default_log_dir(&elsewhere).exists());
 }
 
-/// A crash while a log is made leaves a control file without its name: the next attempt makes the log.
+/// A crash during the creation of a log leaves a control file under its unfinished name: the next attempt creates
+/// the log.
 #[test]
 fn a_log_whose_making_was_cut_is_made_anew() {
     let dir = tempfile::tempdir().unwrap();

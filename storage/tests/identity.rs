@@ -1,6 +1,6 @@
-//! Which image is taken for which disk: moved, copied, swapped, linked, replaced, on file systems with and without
-//! attributes, with records in the log and without. In a file, and so a process, of its own: its children begin with the
-//! locks of every other test in their parent.
+//! Which image is taken for which disk: moved, copied, swapped, linked or replaced, on file systems with and
+//! without attributes, with and without records in the log. These tests are in a file, and so a process, of their
+//! own: between fork and exec, a child holds the locks of every other test in its parent.
 
 mod support;
 
@@ -17,12 +17,12 @@ use walvisor_storage::{
 
 const SIZE: u64 = 1 << 20;
 
-/// Two disks of one file name and one size on one log, in directories of their own.
+/// Two disks on one log, with the same file name and size, in directories of their own.
 struct Site {
-    /// Holds `vms`.
+    /// The directory that contains `vms`.
     top: PathBuf,
     attributes: bool,
-    // Unmounted before its directory is removed.
+    // Dropped before `_dir`: the file system is unmounted before its directory is removed.
     _small: Option<Small>,
     _dir: tempfile::TempDir,
 }
@@ -39,7 +39,7 @@ fn each_file_system(test: impl Fn(&Site)) {
             std::env::temp_dir().display()
         ),
     }
-    // ramfs knows no attributes of users, no times of birth, and no O_DIRECT.
+    // ramfs has no user attributes, no birth times, and no O_DIRECT.
     if let Some(small) = Small::mount_as("ramfs", "mode=0700") {
         let dir = tempfile::tempdir().unwrap();
         let site = Site::new(small.path().to_owned(), dir, Some(small));
@@ -48,7 +48,7 @@ fn each_file_system(test: impl Fn(&Site)) {
     }
 }
 
-/// Runs it on the one with attributes alone.
+/// Runs the test only on the file system with attributes.
 fn with_attributes(test: impl Fn(&Site)) {
     each_file_system(|site| {
         if site.attributes {
@@ -104,7 +104,7 @@ impl Site {
         image(&self.vms(), number)
     }
 
-    /// Makes both disks, writes (1, 1) to the first and (2, 2) to the second, and closes them.
+    /// Creates both disks, writes (1, 1) to the first and (2, 2) to the second, and closes them.
     fn close_both(&self) {
         for number in [1, 2] {
             std::fs::create_dir_all(self.vms().join(number.to_string())).unwrap();
@@ -121,19 +121,20 @@ impl Site {
         store.close().unwrap();
     }
 
-    /// The same, and then a process that writes (11, 1) and (12, 2) is killed: both disks have a record in the log.
+    /// As [`close_both`](Self::close_both); then a process writes (11, 1) and (12, 2) and is killed, so both disks
+    /// have a record in the log.
     fn kill_both(&self) {
         self.close_both();
         write_and_die(&self.log(), &[&self.image(1), &self.image(2)], 11);
     }
 
-    /// Asserts that both disks are as they were written, wherever they are now.
+    /// Asserts that both disks have the bytes `want`, wherever they are now.
     #[track_caller]
     fn expect(&self, log: &Path, images: &[&Path], want: &[(u8, u8)]) {
         let store = try_open(log, images).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(bytes(&store), want);
         store.close().unwrap();
-        // In the images too.
+        // The images have the same bytes.
         for (image, want) in images.iter().zip(want) {
             let bytes = std::fs::read(image).unwrap();
             assert_eq!((bytes[0], bytes[100 * 512]), *want);
@@ -141,7 +142,7 @@ impl Site {
     }
 }
 
-/// Asserts that opening is refused, in one line, with each of `parts` in it, and changes nothing.
+/// Asserts that opening is refused with a one-line error that contains each of `parts`, and changes nothing.
 #[track_caller]
 fn refused(log: &Path, images: &[&Path], parts: &[&str]) {
     let state = || {
@@ -169,8 +170,8 @@ const BOTH_WAYS: [&str; 3] = ["1 record", "bring", "disk check --discard-log"];
 
 const CHILD: &str = "WALVISOR_TEST_CHILD";
 
-/// Has a process open the disks, write `byte` to the first sector of the first, `byte + 1` to that of the second and so on,
-/// flush, and die.
+/// Starts a process that opens the disks, writes `byte` to the first sector of the first disk, `byte + 1` to that
+/// of the second and so on, flushes, and dies.
 fn write_and_die(log: &Path, images: &[&Path], byte: u8) {
     let mut paths = vec![log];
     paths.extend(images);
@@ -184,7 +185,7 @@ fn write_and_die(log: &Path, images: &[&Path], byte: u8) {
     assert_eq!(output.status.code(), Some(7), "{error}");
 }
 
-/// Where such a process begins; as a test it has nothing to do.
+/// The body of such a process; run as a test it does nothing.
 #[test]
 fn a_process_that_dies() {
     let Some(paths) = std::env::var_os(CHILD) else {
@@ -199,7 +200,7 @@ fn a_process_that_dies() {
         write(&mut port, 0, byte.parse::<u8>().unwrap() + i, 1);
         flush(&mut port);
     }
-    // Nothing is closed.
+    // The process exits without closing anything.
     std::process::exit(7);
 }
 
@@ -212,7 +213,7 @@ fn moved_disks_keep_their_bytes() {
         let (log, one, two) = (data.join("log"), image(&data, 1), image(&data, 2));
         site.expect(&log, &[&one, &two], &[(1, 1), (2, 2)]);
         write_and_die(&log, &[&one, &two], 11);
-        // Once more, with records in the log; one goes further than the others, and has another name there.
+        // Once more, with records in the log. One disk moves further than the other, and gets another name there.
         std::fs::rename(&data, site.vms()).unwrap();
         let other = site.top.join("other.img");
         std::fs::rename(site.image(2), &other).unwrap();
@@ -235,7 +236,7 @@ fn images_that_change_their_names_are_still_the_same_disks() {
             let first = if killed { [11, 12] } else { [1, 2] };
             let want = [(first[1], 2), (first[0], 1)];
             site.expect(&site.log(), &[&one, &two], &want);
-            // And one after the other, as they are now.
+            // And one after the other, as the disks are now.
             site.expect(&site.log(), &[&two], &want[1..]);
             site.expect(&site.log(), &[&one], &want[..1]);
         });
@@ -248,7 +249,7 @@ fn a_copy_without_its_mark_is_no_place_for_records() {
         site.kill_both();
         let (one, kept) = (site.image(1), site.top.join("kept"));
         std::fs::rename(&one, &kept).unwrap();
-        // As `cp` does it.
+        // Copied without attributes, as `cp` does.
         std::fs::copy(&kept, &one).unwrap();
         let why = if site.attributes { "no mark" } else { "inode" };
         refused(&site.log(), &[&one, &site.image(2)], &BOTH_WAYS);
@@ -257,10 +258,10 @@ fn a_copy_without_its_mark_is_no_place_for_records() {
             inspect(&one, &site.log()).unwrap_err().kind(),
             ErrorKind::WrongLog
         );
-        // Nor when the other disk alone is opened.
+        // Opening the other disk alone is refused too.
         refused(&site.log(), &[&site.image(2)], &BOTH_WAYS);
         refused(&site.log(), &[&site.image(2)], &["name both together"]);
-        // The first way out.
+        // The first remedy that the error names.
         std::fs::rename(&kept, &one).unwrap();
         site.expect(&site.log(), &[&one, &site.image(2)], &[(11, 1), (12, 2)]);
     });
@@ -272,7 +273,7 @@ fn a_copy_with_its_mark_is_the_image_and_the_original_is_not_any_more() {
         site.kill_both();
         let (one, two, copy) = (site.image(1), site.image(2), site.top.join("copy.img"));
         copy_image(&one, &copy);
-        // Both at once are two disks; there is one.
+        // Both at once would be two disks, but the log knows one.
         refused(
             &site.log(),
             &[&one, &copy, &two],
@@ -284,7 +285,7 @@ fn a_copy_with_its_mark_is_the_image_and_the_original_is_not_any_more() {
     });
 }
 
-/// Closed, a disk can be restored from a backup.
+/// A closed disk can be restored from a backup.
 #[test]
 fn without_records_any_image_of_the_size_is_the_disk_at_its_path() {
     each_file_system(|site| {
@@ -295,7 +296,7 @@ fn without_records_any_image_of_the_size_is_the_disk_at_its_path() {
         std::fs::copy(&one, &plain).unwrap();
         write_and_die(&site.log(), &[&one, &two], 21);
         site.expect(&site.log(), &[&one, &two], &[(21, 1), (22, 2)]);
-        // With its mark, without, and into the file that was there.
+        // Restored with its mark, without, and into the existing file.
         for restored in [&backup, &plain] {
             std::fs::remove_file(&one).unwrap();
             copy_image(restored, &one);
@@ -303,12 +304,12 @@ fn without_records_any_image_of_the_size_is_the_disk_at_its_path() {
         }
         std::fs::write(&one, vec![5; SIZE as usize]).unwrap();
         site.expect(&site.log(), &[&one, &two], &[(5, 5), (22, 2)]);
-        // From then on it is known as any other.
+        // From then on the image is known as any other.
         write_and_die(&site.log(), &[&one], 31);
         std::fs::rename(&one, site.top.join("away")).unwrap();
         std::fs::copy(&plain, &one).unwrap();
         refused(&site.log(), &[&one, &two], &BOTH_WAYS);
-        // Of another size it is not.
+        // An image of another size is refused.
         site.expect(&site.log(), &[&site.top.join("away")], &[(31, 5)]);
         std::fs::rename(site.top.join("away"), &one).unwrap();
         site.expect(&site.log(), &[&one], &[(31, 5)]);
@@ -331,7 +332,7 @@ fn an_older_image_is_refused_and_can_be_taken_all_the_same() {
         let done = discard_log(&one, &site.log()).unwrap();
         assert_eq!((done.records, done.payload_bytes), (Some(1), Some(512)));
         assert_eq!((done.image, done.image_fits), (Some(one.clone()), true));
-        // The other disk keeps its record; this one is what the backup is.
+        // The other disk keeps its record; this one has the contents of the backup.
         let report = inspect(&two, &site.log()).unwrap().log.unwrap();
         assert_eq!(report.records, 1);
         site.expect(&site.log(), &[&one, &two], &[(1, 1), (12, 2)]);
@@ -345,7 +346,7 @@ fn an_older_copy_written_over_the_image_is_noticed() {
         site.close_both();
         let (one, backup) = (site.image(1), site.top.join("backup"));
         std::fs::copy(&one, &backup).unwrap();
-        // In the image, in the middle of the disk; first and last block are as they were.
+        // The write goes to the image, in the middle of the disk; its first and last block do not change.
         let store = try_open(&site.log(), &[&one]).unwrap();
         let mut port = store.disks()[0].open_port().unwrap();
         write(&mut port, 1000, 77, 1);
@@ -385,7 +386,7 @@ fn an_older_log_is_refused_by_a_newer_image() {
         };
         refused(&site.log(), &[&one, &two], &BOTH_WAYS);
         refused(&site.log(), &[&one, &two], &[why]);
-        // Given up, the images are what they are.
+        // After their records are given up, the images are used as they are.
         for image in [&one, &two] {
             assert_eq!(discard_log(image, &site.log()).unwrap().records, Some(1));
         }
@@ -413,7 +414,7 @@ fn one_image_with_two_names_is_one_disk() {
         );
         site.expect(&site.log(), &[&two], &[(1, 1)]);
         site.expect(&site.log(), &[&one], &[(1, 1)]);
-        // With records of the disk that the second name was.
+        // The same with records of the disk, opened by the second name.
         write_and_die(&site.log(), &[&one], 41);
         site.expect(&site.log(), &[&two], &[(41, 1)]);
     });
@@ -426,10 +427,11 @@ fn the_image_of_another_disk_is_refused() {
         let (one, two) = (site.image(1), site.image(2));
         std::fs::remove_file(&one).unwrap();
         copy_image(&two, &one);
-        // Alone it is the second disk's image, and then the first one's is missing.
+        // Alone the file is the second disk's image, and the first disk's is missing.
         refused(&site.log(), &[&one], &BOTH_WAYS);
         refused(&site.log(), &[&one, &two], &["1/disk.img"]);
-        // The second keeps what it has when the first is given up; what lies at its path is not touched.
+        // The second disk keeps its record when the first's are given up. The file at the first disk's path is not
+        // touched.
         let before = mark(&one);
         let done = discard_log(&one, &site.log()).unwrap();
         assert_eq!((done.records, done.image_fits), (Some(1), !site.attributes));
@@ -450,7 +452,7 @@ fn the_records_of_a_lost_image_can_be_given_up() {
         let done = discard_log(&one, &site.log()).unwrap();
         assert_eq!((done.records, done.image_fits), (Some(1), false));
         site.expect(&site.log(), &[&two], &[(12, 2)]);
-        // Its place is free.
+        // The path is free for a new disk.
         let options = small(EngineKind::Auto);
         create_disk(&one, SIZE, &site.log(), &options).unwrap();
         site.expect(&site.log(), &[&one, &two], &[(0, 0), (12, 2)]);
@@ -460,7 +462,7 @@ fn the_records_of_a_lost_image_can_be_given_up() {
     });
 }
 
-/// A directory that was copied whole: its disks are where they were beside their log.
+/// The disks of a directory that was copied whole are in the same places relative to their log.
 #[test]
 fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
     let copy = |site: &Site, name: &str, marks: bool| {
@@ -494,7 +496,7 @@ fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
         for (dir, byte) in [(&left, 51), (&right, 61)] {
             write_and_die(&dir.join("log"), &[&image(dir, 1), &image(dir, 2)], byte);
         }
-        // Each went its own way: neither's log takes the other's images.
+        // The two copies have diverged: the log of one refuses the images of the other.
         let between = site.top.join("between");
         std::fs::rename(image(&left, 1), &between).unwrap();
         std::fs::rename(image(&right, 1), image(&left, 1)).unwrap();
@@ -509,7 +511,7 @@ fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
     });
 }
 
-/// A plain image is used by others; one whose newest bytes are elsewhere is not.
+/// Other programs may use a plain image; one whose newest bytes are in a log is refused.
 #[test]
 fn only_a_closed_image_is_used_without_its_log() {
     with_attributes(|site| {
@@ -546,7 +548,7 @@ fn only_a_closed_image_is_used_without_its_log() {
         ] {
             assert_eq!(error.kind(), ErrorKind::WrongLog, "{error}");
         }
-        // Its log is gone for good: it is taken as it is.
+        // Its log is gone for good: the image is used as it is.
         std::fs::remove_dir_all(site.log()).unwrap();
         let done = discard_log(&one, &site.log()).unwrap();
         assert_eq!((done.records, done.image), (None, None));
@@ -557,7 +559,7 @@ fn only_a_closed_image_is_used_without_its_log() {
     });
 }
 
-/// Older than this program's marks: the UUID alone.
+/// A mark from before this program's present format: only the UUID.
 #[test]
 fn the_mark_of_the_first_format_is_one_of_an_open_image() {
     with_attributes(|site| {
@@ -570,14 +572,15 @@ fn the_mark_of_the_first_format_is_one_of_an_open_image() {
         set("0123456789abcdef0123456789abcdef");
         let error = Image::open(&disk, true).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::WrongLog);
-        // What nobody understands is not taken for no mark.
+        // A mark that can't be parsed is not taken for a missing mark.
         set("something else");
         let error = Image::open(&disk, true).unwrap_err();
         assert!(error.to_string().contains("user.walvisor.disk"), "{error}");
     });
 }
 
-/// The generation goes up whenever a disk is opened and when a checkpoint writes to its image, and only of that disk.
+/// A disk's generation rises whenever it is opened and when a checkpoint writes to its image; other disks keep
+/// theirs.
 #[test]
 fn the_generation_rises_with_what_is_written() {
     with_attributes(|site| {
@@ -606,7 +609,8 @@ fn the_generation_rises_with_what_is_written() {
     });
 }
 
-/// A crash at any point of an open or a checkpoint leaves a pair that is accepted: what it was, or what it becomes.
+/// A crash at any point of an open or a checkpoint leaves an image that is accepted: with the old or the new
+/// generation.
 #[test]
 fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     with_attributes(|_| {
@@ -621,14 +625,14 @@ fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
         let after = mark(&place.disk).unwrap();
         drop(port);
         store.close().unwrap();
-        // As a control file that was written before the checkpoint began has it, one generation is right.
+        // With a control file that was written before the checkpoint began, only one generation is accepted.
         let set = |mark: &str| {
             let flags = rustix::fs::XattrFlags::empty();
             rustix::fs::setxattr(&cut.disk, "user.walvisor.disk", mark.as_bytes(), flags).unwrap();
         };
         set(&after);
         refused(&cut.log(), &[&cut.disk], &["newer"]);
-        // As it says while the checkpoint runs, either is.
+        // With the control file as it is while the checkpoint runs, both are accepted.
         let control = cut.log().join("control");
         let mut bytes = std::fs::read(&control).unwrap();
         let next = u64::from_str_radix(after.split(' ').nth(1).unwrap(), 16).unwrap();
@@ -648,7 +652,7 @@ fn both_generations_of_a_checkpoint_that_was_cut_are_accepted() {
     });
 }
 
-/// What a sample is taken of may be changed by the next checkpoint: cut, it is no sample any more.
+/// Bytes that a sample covers may be changed by the next checkpoint. A sample that a resize cuts is dropped.
 #[test]
 fn a_resize_and_a_file_that_is_written_through_another_name_keep_the_samples_right() {
     with_attributes(|site| {

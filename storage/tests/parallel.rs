@@ -1,4 +1,4 @@
-//! Import, export, check and recovery on several threads: nothing that comes of them tells how many there were.
+//! Import, export, check and recovery on several threads: their results do not depend on the number of threads.
 
 mod support;
 
@@ -15,7 +15,7 @@ use walvisor_storage::{
 
 const THREADS: [usize; 4] = [1, 2, 3, 8];
 const MIB: u64 = 1 << 20;
-/// More than is handed to one thread at a time.
+/// More than one thread gets at a time.
 const DISK: u64 = 50 * MIB + 512;
 
 fn options(threads: usize) -> StoreOptions {
@@ -28,7 +28,7 @@ fn options(threads: usize) -> StoreOptions {
     }
 }
 
-/// What is told of progress.
+/// The progress calls: bytes passed and total.
 type Told = Vec<(u64, u64)>;
 
 fn telling<T>(work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T) -> (T, Told) {
@@ -43,7 +43,7 @@ fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Told) {
     telling(|progress| inspect_telling(&place.disk, &place.log(), threads, progress))
 }
 
-/// The number that comes after another, for contents that differ everywhere.
+/// The next pseudo-random number, for contents that differ everywhere.
 fn next(number: &mut u64) -> u64 {
     *number = number
         .wrapping_mul(6_364_136_223_846_793_005)
@@ -51,7 +51,7 @@ fn next(number: &mut u64) -> u64 {
     *number >> 33
 }
 
-/// A raw image with long and short stretches of data, holes between them.
+/// Creates a raw image with long and short stretches of data, and holes between them.
 fn raw_image(path: &Path) {
     let raw = File::create(path).unwrap();
     raw.set_len(DISK).unwrap();
@@ -66,7 +66,7 @@ fn raw_image(path: &Path) {
     raw.sync_all().unwrap();
 }
 
-/// A disk with data in its base image, and a log of several segments over it that nobody closed.
+/// A disk with data in its base image, and over it a log of several segments that was not closed.
 fn unclosed() -> Place {
     let place = Place::empty();
     let raw = place.disk.with_file_name("raw");
@@ -148,7 +148,7 @@ fn exports_checks_and_recoveries_are_the_same_on_any_number_of_threads() {
     }
 }
 
-/// Of several damages the first in the log's order is reported, whichever a thread comes upon first.
+/// If several places are damaged, the first in the log's order is reported, whichever a thread finds first.
 #[test]
 fn damage_is_reported_alike_by_any_number_of_threads() {
     let place = unclosed();
@@ -161,14 +161,14 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 1], at).unwrap();
     };
-    // Payloads: all that is damaged is named.
+    // Payloads: every damaged one is reported.
     let payloads = [(0, 8192), (2, 8192)];
     payloads.iter().for_each(|&(slot, at)| flip(slot, at));
     let reports = THREADS.map(|threads| check(&place, threads).0.unwrap().log.unwrap());
     assert!(reports.iter().all(|report| *report == reports[0]));
     assert_eq!(reports[0].damaged.len(), 2, "{reports:?}");
     payloads.iter().for_each(|&(slot, at)| flip(slot, at));
-    // Headers. The last that is damaged comes to light first: each has less behind it.
+    // Headers: the last is damaged first, since each error hides those behind it.
     let mut reported = Vec::new();
     for (slot, at) in [(2, 4096 + 40), (1, 4096 + 100), (0, 4096 + 64)] {
         flip(slot, at);
@@ -194,7 +194,7 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
     assert_eq!(reported.len(), 3, "{reported:?}");
 }
 
-/// All threads run out of space at once: that is told once, and nothing is left of what was begun.
+/// All threads run out of space at once: one error is reported, and no partial file is left.
 #[test]
 fn a_full_file_system_is_reported_once() {
     let Some(small) = Small::mount(12) else {

@@ -1,4 +1,4 @@
-//! What opening a log tells of recovery as it goes on.
+//! The progress that opening a log reports during recovery.
 
 mod support;
 
@@ -8,7 +8,7 @@ use walvisor_storage::{DiskOptions, EngineKind, Store, StoreOptions, create_disk
 #[test]
 fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
     let place = Place::empty();
-    // More than a segment, and less than the half of the ring that leads to a checkpoint.
+    // More than a segment, and less than half of the ring, which would start a checkpoint.
     let options = StoreOptions {
         max_segments: 16,
         ..small(EngineKind::Auto)

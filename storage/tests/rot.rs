@@ -1,4 +1,4 @@
-//! Bytes of a live log that the medium changes: who reads them gets an error, and they never reach a base image.
+//! Bytes of a live log that the medium changes: reads of them fail, and they never reach a base image.
 
 mod support;
 
@@ -40,7 +40,7 @@ impl Pair {
         Store::open(&self.at("log"), &disks, &small(self.engine)).unwrap()
     }
 
-    /// Changes a bit of the only segment in use.
+    /// Flips a bit of the only segment in use.
     fn flip(&self, at: u64) {
         let path = self.at("log").join("segment-00000");
         let mut options = std::fs::File::options();
@@ -67,7 +67,7 @@ fn commit(disk: &Disk, sector: u64, byte: u8, sectors: usize) {
     flush(&mut port);
 }
 
-/// Whether the sectors hold this byte, or can't be read.
+/// The byte that fills the sectors, or the failure of the read.
 fn holds(disk: &Disk, sector: u64, sectors: u32) -> Result<u8, Failure> {
     let mut port = disk.open_port().unwrap();
     let data = run(&mut port, Operation::Read { sector, sectors })?.unwrap();
@@ -93,7 +93,7 @@ fn a_changed_byte_is_an_error_until_it_is_overwritten_and_other_disks_go_on() {
         pair.flip(8192 + 4096 + 100);
         assert_eq!(holds(a, 8, 8), Ok(1));
         assert_eq!(holds(a, 16, 8), Err(Failure::Io));
-        // Half of a block is verified with the whole of it.
+        // Reading half of a block verifies the whole block.
         assert_eq!(holds(a, 20, 1), Err(Failure::Io));
         assert_eq!(holds(a, 8, 16), Err(Failure::Io));
         assert_eq!(holds(b, 8, 8), Ok(2));
@@ -104,7 +104,7 @@ fn a_changed_byte_is_an_error_until_it_is_overwritten_and_other_disks_go_on() {
             text.contains("disk check") && text.contains("segment-00000"),
             "{text}"
         );
-        // The other disk is copied, the damaged bytes are not, and both go on.
+        // The other disk is copied and the damaged bytes are not; both disks go on.
         assert_eq!(pair.base("b")[8 * 512], 2);
         assert_eq!(pair.base("a")[16 * 512], 0);
         commit(a, 100, 3, 8);
@@ -138,7 +138,7 @@ fn a_changed_byte_is_an_error_until_it_is_overwritten_and_other_disks_go_on() {
         assert_eq!(holds(a, 16, 8), Err(Failure::Io));
         assert_eq!((holds(a, 8, 8), holds(a, 100, 8)), (Ok(1), Ok(3)));
         assert_eq!((holds(b, 8, 8), holds(b, 100, 8)), (Ok(2), Ok(4)));
-        // Half of what is damaged is replaced: the other half is still needed.
+        // Only half of the damaged block is overwritten: the other half is still needed.
         commit(a, 16, 5, 4);
         assert_eq!(
             (holds(a, 16, 4), holds(a, 20, 4)),
@@ -158,7 +158,7 @@ fn a_changed_byte_is_an_error_until_it_is_overwritten_and_other_disks_go_on() {
     }
 }
 
-/// What was replaced before it was damaged nobody needs: the log is clean.
+/// Damage to bytes that had been overwritten before matters to no reader: the log is clean.
 #[test]
 fn damage_of_what_was_replaced_is_none() {
     let pair = Pair::new(EngineKind::Auto);
@@ -172,7 +172,7 @@ fn damage_of_what_was_replaced_is_none() {
     assert_eq!(pair.base("a")[8 * 512], 2);
 }
 
-/// Many small parts are read through the page cache: they are verified as well.
+/// Many small parts are read through the page cache, and verified as well.
 #[test]
 fn a_checkpoint_of_many_parts_verifies_each() {
     let pair = Pair::new(EngineKind::Auto);
@@ -211,12 +211,12 @@ fn a_checkpoint_of_many_parts_verifies_each() {
     assert!(store.close().is_err());
     let base = pair.base("a");
     let missing = |i: &usize| base[i * 16 * 512] != *i as u8 + 1;
-    // What lies beside the damaged part in one run may stay in the log with it.
+    // Parts next to the damaged one in the same run may stay in the log with it.
     let missing: Vec<usize> = (0..100).filter(missing).collect();
     assert_eq!(missing, [49]);
 }
 
-/// A log of the version before is refused, with what to do.
+/// A log of the previous version is refused, and the error says what to do.
 #[test]
 fn a_log_of_version_1_is_refused_with_what_to_do() {
     let pair = Pair::new(EngineKind::Auto);

@@ -1,4 +1,4 @@
-//! Several who make and open the same things at once, and what others may see and plant: a log, its files, and images.
+//! Concurrent creation and opening of a log, its files and images, and what other users may see and plant there.
 
 mod support;
 
@@ -15,7 +15,7 @@ use walvisor_storage::{
 };
 
 const SIZE: u64 = 1 << 20;
-/// How often what depends on who comes first is tried.
+/// How often a race is tried.
 const ROUNDS: usize = 20;
 
 fn options() -> StoreOptions {
@@ -26,7 +26,7 @@ fn mode(path: &Path) -> u32 {
     metadata(path).unwrap().permissions().mode() & 0o777
 }
 
-/// Whoever was told that a disk was made finds it in the log.
+/// Every disk whose creation was reported as successful is in the log.
 #[test]
 fn disks_that_are_made_at_once_on_a_new_log_are_all_there() {
     for _ in 0..ROUNDS {
@@ -57,10 +57,10 @@ fn disks_that_are_made_at_once_on_a_new_log_are_all_there() {
     }
 }
 
-/// Of two that open images on one new log, one has it, and what that one acknowledged stays.
+/// If two stores are opened with different images on one new log, one gets it, and what it acknowledged stays.
 #[test]
 fn of_two_that_open_a_new_log_at_once_one_does_and_loses_nothing() {
-    // The other waits for seconds.
+    // The other one waits for seconds.
     for _ in 0..ROUNDS / 5 {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
@@ -100,7 +100,7 @@ fn of_two_that_open_a_new_log_at_once_one_does_and_loses_nothing() {
             "{refused:?}"
         );
         for (store, disk) in opened {
-            // Whoever was refused has changed nothing.
+            // The refused one has changed nothing.
             assert!(log.join("control").metadata().unwrap().len() > 0);
             store.close().unwrap();
             let store = Store::open(&log, &[DiskOptions::new(disk)], &options()).unwrap();
@@ -110,7 +110,7 @@ fn of_two_that_open_a_new_log_at_once_one_does_and_loses_nothing() {
     }
 }
 
-/// Nobody reads in a log or in a copy what the image keeps from them.
+/// No other user can read in a log or in a copy what the image's mode denies.
 #[test]
 fn a_log_is_its_owners_alone_and_copies_are_as_their_image() {
     let place = Place::new();
@@ -127,7 +127,7 @@ fn a_log_is_its_owners_alone_and_copies_are_as_their_image() {
     let raw = dir.join("raw");
     set_permissions(&place.disk, Permissions::from_mode(0o600)).unwrap();
     assert_eq!(export(&raw, false), 0o600);
-    // What was there before decides, where there was anything; as it does when others write to a file.
+    // If the file existed, its mode is kept, as when other programs write to a file.
     set_permissions(&raw, Permissions::from_mode(0o620)).unwrap();
     assert_eq!(export(&raw, true), 0o620);
     set_permissions(&raw, Permissions::from_mode(0o400)).unwrap();
@@ -137,7 +137,7 @@ fn a_log_is_its_owners_alone_and_copies_are_as_their_image() {
     assert_eq!(mode(&imported) & 0o077, 0);
 }
 
-/// A link under a name that is about to be made is refused, and what it leads to stays.
+/// A link under a name that is about to be created is refused, and its target stays unchanged.
 #[test]
 fn links_that_others_planted_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -155,8 +155,8 @@ fn links_that_others_planted_are_refused() {
     assert_eq!(std::fs::read(at("precious")).unwrap(), b"precious");
 }
 
-/// Files that look like segments, and are none: what has no segment's name is left alone, what has the name of one that the log
-/// cannot have is told.
+/// Files that look like segments but are none: a file without a segment's name is left alone, and one with the name
+/// of a segment that the log can't have is reported.
 #[test]
 fn files_that_the_log_cannot_have_are_told_or_left_alone() {
     let place = Place::new();
@@ -188,7 +188,7 @@ fn files_that_the_log_cannot_have_are_told_or_left_alone() {
     place.open().close().unwrap();
 }
 
-/// The length counts that a file has when its lock is had: who had it before may have made it longer.
+/// The length that counts is that under the lock: the former holder may have made the file longer.
 #[test]
 fn an_image_that_grew_while_its_lock_was_waited_for_is_as_long_as_it_is() {
     let dir = tempfile::tempdir().unwrap();

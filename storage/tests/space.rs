@@ -1,4 +1,4 @@
-//! File systems that fill up, for real: a tmpfs, where this process may mount one.
+//! File systems that really fill up: a tmpfs, if this process may mount one.
 
 mod support;
 
@@ -45,7 +45,7 @@ fn a_full_file_system_of_the_base_image_is_survived() {
             written += 1;
             assert!(written < 64 * MIB / (SECTORS * 512), "never full");
         }
-        // At least what the log alone holds of them, its last segment left out.
+        // At least what fits the log alone, except for its last segment.
         assert!(written * SECTORS * 512 >= 4 * MIB, "{written} writes");
         let refused = run(&mut port, Operation::Flush).map(drop);
         assert_eq!(refused, Err(Failure::Io));
@@ -54,8 +54,8 @@ fn a_full_file_system_of_the_base_image_is_survived() {
             assert!(data.iter().all(|&byte| byte == number as u8));
         }
         small.grow(128);
-        // The next attempt to empty the log, a second later at most, works; until then there may be a little room, left
-        // by the one before in the ring's last segment.
+        // The next attempt to empty the log, a second later at most, succeeds. Until then there may be a little
+        // room in the ring's last segment, left by the attempt before.
         let began = Instant::now();
         let all = written + 100;
         for number in written..all {
@@ -74,7 +74,7 @@ fn a_full_file_system_of_the_base_image_is_survived() {
     }
 }
 
-/// Where only some of the ring's segments can be made, those are the ring; none is left half made.
+/// If only some of the ring's segments can be created, they make up the ring; no partial segment file is left.
 #[test]
 fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
     let Some(small) = Small::mount(4) else { return };

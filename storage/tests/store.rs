@@ -1,4 +1,4 @@
-//! The store from outside: its promises over files that a crash, simulated by copying them, leaves behind.
+//! The store from outside: its promises, tested on files that a crash, simulated by copying them, leaves behind.
 
 mod support;
 
@@ -14,7 +14,7 @@ fn engines() -> Vec<EngineKind> {
     vec![EngineKind::Auto, EngineKind::Blocking]
 }
 
-/// No group begins before so many wait: not even when a segment that is ready wakes the writer.
+/// No group begins before `count` FLUSHes wait, not even when a segment that becomes ready wakes the writer.
 fn together(count: u32) -> CommitWait {
     CommitWait {
         longest: Some(Duration::from_secs(3600)),
@@ -141,7 +141,7 @@ fn a_flush_with_nothing_new_costs_no_sync_and_concurrent_flushes_share_one() {
         );
         port.submit(2, Operation::Flush);
     }
-    // Nobody kicked yet: all four wait. The first to be served leads one group for all.
+    // No port was kicked yet, so all four FLUSHes wait. The first port that is served leads one group for all.
     let ended = wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 8).len();
     let counters = store.log_counters();
     assert_eq!(
@@ -180,7 +180,7 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
         let counters = store.log_counters();
         assert_eq!((counters.groups, counters.syncs), (4, 4));
         assert_eq!(counters.group_sizes[..2], [4, 0]);
-        // Nor is a FLUSH free that finds everything durable already.
+        // Without group commit a FLUSH costs a sync even if it finds everything durable already.
         flush(&mut ports[0]);
         assert_eq!(store.log_counters().syncs, 5);
         let batches = place.crash().report().batches;
@@ -188,7 +188,8 @@ fn without_group_commit_each_flush_costs_a_write_and_a_sync() {
     }
 }
 
-/// What one write for a group saves: each record in a write of its own, one sync for all, and the same log as without.
+/// The alternative to one write for a group: each record in a write of its own and one sync for all, with the same
+/// log.
 #[test]
 fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
     for clients in [1u64, 4, 128, 256] {
@@ -236,7 +237,7 @@ fn with_a_write_per_waiter_a_group_has_many_writes_and_one_sync() {
     }
 }
 
-/// Every write and every sync of the log costs an operation, and waits for its latency: who reads does not.
+/// Every write and every sync of the log costs an operation and takes its latency; reads do not.
 #[test]
 fn a_slow_medium_is_charged_for_writes_and_syncs() {
     let place = Place::new();
@@ -257,7 +258,7 @@ fn a_slow_medium_is_charged_for_writes_and_syncs() {
     }
     let counters = store.log_counters();
     assert_eq!((counters.writes, counters.syncs), (5, 5));
-    // What nobody waits for is written by the same thread as the groups.
+    // Records that no FLUSH waits for are written by the same thread as the groups.
     for i in 0..48 {
         write(&mut port, i * 32, 7, 32);
     }
@@ -270,7 +271,7 @@ fn a_slow_medium_is_charged_for_writes_and_syncs() {
     assert_eq!(place.crash().report().records, 5 + 48);
 }
 
-/// The stages overlap: while a group syncs, what comes in numbers is written and waits for nobody.
+/// The stages overlap: while a group syncs, larger batches of other records are written and wait for no sync.
 #[test]
 fn batches_are_written_while_a_group_syncs() {
     for engine in engines() {
@@ -281,7 +282,7 @@ fn batches_are_written_while_a_group_syncs() {
     }
 }
 
-/// Whether so much was written while a sync of that `latency` was under way.
+/// Whether 256 KiB of log were written while a sync of this `latency` was under way.
 fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
     let place = Place::new();
     let options = StoreOptions {
@@ -298,7 +299,7 @@ fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
         write(&mut ports[1], 8 + i * 32, 2, 32);
     }
     let mut done = Vec::new();
-    // Two batches of at least an eighth of a segment each, the group's own not counted.
+    // Two batches of at least an eighth of a segment each, besides the group's own.
     while store.log_counters().log_bytes < 256 << 10 {
         ports[1].completions(&mut done);
         std::thread::sleep(Duration::from_millis(1));
@@ -312,7 +313,7 @@ fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
     overlap
 }
 
-/// A group that waits starts as soon as as many wait as were asked for, or as nobody else can join.
+/// A group that waits starts as soon as the requested number of FLUSHes wait, or no other client can join.
 #[test]
 fn a_group_waits_for_others_to_join() {
     for engine in engines() {
@@ -336,10 +337,10 @@ fn a_group_waits_for_others_to_join() {
             port.completions(&mut done);
             ended += done.len();
         }
-        // The third led; the fourth port had nothing to flush.
+        // The third port led; the fourth had nothing to flush.
         wait_all(&mut ports.iter_mut().take(3).collect::<Vec<_>>(), 3 - ended);
         assert_eq!(store.log_counters().group_sizes[2], 1);
-        // Two ports are left, and both wait: nobody else can join.
+        // Two ports are left, and both wait: no other can join.
         ports.truncate(2);
         for port in &mut ports {
             write(port, 0, 2, 8);
@@ -347,7 +348,7 @@ fn a_group_waits_for_others_to_join() {
             port.kick();
         }
         wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 2);
-        // Whoever keeps the time may leave: the others begin anew, and alone there is nobody to wait for.
+        // The port that keeps the time may leave: the others begin anew, and a single port waits for no other.
         write(&mut ports[0], 0, 3, 8);
         ports[0].submit(9, Operation::Flush);
         ports[0].kick();
@@ -355,7 +356,7 @@ fn a_group_waits_for_others_to_join() {
         drop(ports.remove(0));
         flush(&mut ports[0]);
         assert_eq!(store.log_counters().syncs, 3, "{engine:?}");
-        // A port of two clients is there in full only with both.
+        // A port with two clients has joined fully only when both have a FLUSH in the group.
         let port = &mut ports[0];
         port.set_clients(2);
         write(port, 0, 5, 8);
@@ -415,7 +416,7 @@ fn the_ring_wraps_many_times_and_nothing_is_lost() {
         let mut port = store.disks()[0].open_port().unwrap();
         let mut random = 12345u64;
         let mut model = vec![0u8; (SIZE / 512) as usize];
-        // 40 MiB through a ring of 4 MiB.
+        // 40 MiB go through a ring of 4 MiB.
         for i in 0..1200u64 {
             random = random
                 .wrapping_mul(6364136223846793005)
@@ -483,7 +484,7 @@ fn one_log_serves_several_disks_with_one_sync() {
     }
     wait_all(&mut ports.iter_mut().collect::<Vec<_>>(), 4);
     assert_eq!(store.log_counters().syncs, 1);
-    // The other disk's durable records do not make this one wait.
+    // A FLUSH of the other disk finds everything durable, and does not wait for this disk's records.
     write(&mut ports[0], 8, 9, 8);
     flush(&mut ports[1]);
     assert_eq!(store.log_counters().syncs, 1);
@@ -584,7 +585,7 @@ fn many_threads_share_syncs() {
     );
 }
 
-/// A guest that only discards writes few bytes to the log but fills the index: that is bounded too.
+/// A guest that only discards writes few bytes to the log but fills the index, which is bounded too.
 #[test]
 fn records_without_payload_are_checkpointed_before_they_are_too_many() {
     let place = Place::new();

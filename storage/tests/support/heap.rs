@@ -1,4 +1,4 @@
-//! The system's allocator, and what it was asked for.
+//! An allocator that counts what is requested from the system's.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -15,7 +15,7 @@ thread_local! {
     static BYTES: Cell<isize> = const { Cell::new(0) };
 }
 
-/// What an allocation takes of the heap: glibc puts a word before it and rounds to 16 bytes.
+/// The heap bytes of an allocation: glibc puts a word before it and rounds to 16 bytes.
 fn footprint(size: usize) -> isize {
     (size + 8).next_multiple_of(16).max(32) as isize
 }
@@ -24,24 +24,24 @@ fn count(bytes: isize) {
     BYTES.with(|sum| sum.set(sum.get() + bytes));
 }
 
-/// Allocations of the whole process so far; one that is moved or grown counts again.
+/// Allocations of the whole process so far; a reallocation counts again.
 #[allow(dead_code)]
 pub fn calls() -> u64 {
     CALLS.load(Ordering::Relaxed)
 }
 
-/// Bytes of heap that this thread took and did not give back.
+/// Bytes of heap that this thread has allocated and not freed.
 #[allow(dead_code)]
 pub fn bytes() -> isize {
     BYTES.get()
 }
 
-// SAFETY: all is done by the system's allocator; counting touches no memory of it and allocates none.
+// SAFETY: the system's allocator does all the work; counting touches no memory of it and allocates none.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);
         count(footprint(layout.size()));
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller's promises are those that `System` requires.
         unsafe { System.alloc(layout) }
     }
 

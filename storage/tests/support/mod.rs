@@ -1,6 +1,6 @@
-//! What the tests of the store share: a disk in a directory of its own, and a port served to the end.
+//! Shared by the store's tests: a disk in a directory of its own, and a port served to the end.
 
-// Each test file is a crate of its own and uses a part of this.
+// Each test file is a crate of its own and uses a part of this module.
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};
@@ -36,15 +36,15 @@ impl Place {
         place
     }
 
-    /// No disk yet.
+    /// A directory without a disk.
     pub fn empty() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let disk = dir.path().join("disk.img");
         Self { _dir: dir, disk }
     }
 
-    /// The files as a process killed now would leave them. If a checkpoint writes the control file or the image's mark
-    /// meanwhile, the copy is made anew: it would be of two moments.
+    /// Copies the files as a process killed now would leave them. If a checkpoint writes the control file or the
+    /// image's mark meanwhile, the copy is repeated, since it would mix two moments.
     pub fn crash(&self) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let disk = dir.path().join("disk.img");
@@ -105,8 +105,8 @@ pub fn mark(image: &Path) -> Option<String> {
     Some(String::from_utf8(text[..len].to_vec()).unwrap())
 }
 
-/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: a child between fork and exec would hold on to the locks
-/// of every test in this process.)
+/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the
+/// locks of every test in this process.)
 pub fn copy_image(from: &Path, to: &Path) {
     std::fs::copy(from, to).unwrap();
     if let Some(mark) = mark(from) {
@@ -120,7 +120,7 @@ pub fn wait(port: &mut Port, count: usize) -> Vec<Completion> {
     wait_all(&mut [port], count)
 }
 
-/// Serves the ports, as their threads would, until `count` requests have ended.
+/// Serves the ports, as their threads would, until `count` requests have completed.
 pub fn wait_all(ports: &mut [&mut Port], count: usize) -> Vec<Completion> {
     let mut done = Vec::new();
     loop {
@@ -188,7 +188,7 @@ impl Small {
         Self::mount_as("tmpfs", &format!("size={mebibytes}m"))
     }
 
-    /// One of a kind that takes no device.
+    /// Mounts a file system of a kind that needs no device.
     pub fn mount_as(kind: &str, options: &str) -> Option<Self> {
         let small = Self {
             dir: tempfile::tempdir().unwrap(),
@@ -226,7 +226,7 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // What is not mounted can't be unmounted.
+        // Fails if it is not mounted.
         let _ = self.call("umount", &["-l"]);
     }
 }
