@@ -55,7 +55,7 @@ impl DiskEntry {
                 let generations = [self.generation.get(), self.next_generation.get()];
                 mark.disk == self.disk && generations.contains(&mark.generation)
             }
-            // The device number is not enough: it may change when the machine starts.
+            // The device number may change when the machine starts, so a match of the path counts as well.
             None => {
                 let Inode {
                     device,

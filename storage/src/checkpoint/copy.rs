@@ -275,7 +275,7 @@ struct Pace {
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
-    /// Records, likewise.
+    /// Records when it began, and how many more there was room for.
     records: (u64, u64),
     /// Bytes to be read ahead and to be copied.
     work: u64,

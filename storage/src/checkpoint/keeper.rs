@@ -101,7 +101,7 @@ impl Log {
         let size = self.segment_size;
         let made = self.medium.create_segment(slot, size, &mut give_way);
         let mut state = self.lock();
-        // Without it the ring is smaller: a checkpoint has to go around it sooner.
+        // Without this segment the ring is smaller, so a checkpoint is needed sooner.
         state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
         state.keeper.cramped = made.is_err();
         state.free.push_back(Arc::new(made?));
@@ -546,7 +546,7 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let mut state = self.log.lock();
         state.keeper.gone = true;
-        // Dropping an order closes its channel, which tells the client that waits for the answer.
+        // Dropping an order closes its channel, which notifies the client that waits for the answer.
         state.keeper.orders.clear();
     }
 }

@@ -101,7 +101,8 @@ pub(crate) fn read_log(
     }
 }
 
-/// Reads the whole log for recovery. The cached pages are dropped first, so that what is read is on the medium.
+/// Reads the whole log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
+/// is on the medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,

@@ -28,7 +28,7 @@ use crate::sync::Arc;
 /// A base image that is open and locked, not yet known to the log.
 pub(crate) struct OpenBase {
     pub options: DiskOptions,
-    /// Without links.
+    /// The image's path, with links resolved.
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
     pub size: u64,

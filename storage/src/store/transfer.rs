@@ -25,8 +25,8 @@ use crate::store::part::{Part, refuse_existing};
 use crate::store::view::{Data, View, parts};
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported as
-/// often.
+/// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported
+/// after each such part.
 const KERNEL_COPY_BYTES: u64 = 16 << 20;
 /// Most ranges that one thread copies at a time.
 const MOST_RANGES: usize = 256;
