@@ -1,7 +1,7 @@
 //! A descriptor chain, walked from its head (virtio 1.2, 2.7.5).
 //!
-//! `virtio-queue` gives chains of the available ring alone. One that was in flight when a device died has left that ring
-//! already, and its head is all that is known.
+//! `virtio-queue` gives only chains of the available ring. A chain that was in flight when a device died has left that
+//! ring already, and only its head is known.
 
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory};
@@ -9,7 +9,7 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemory};
 /// Length of a descriptor in bytes.
 const DESCRIPTOR_LEN: u32 = 16;
 
-/// The descriptors of a chain. It ends early where one cannot be read, indirect tables are nested, or the chain loops.
+/// The descriptors of a chain. The iterator ends early at an unreadable descriptor, a nested indirect table or a loop.
 pub(crate) struct Chain<'a, G> {
     memory: &'a G,
     head: u16,

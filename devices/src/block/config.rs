@@ -2,26 +2,27 @@
 
 use crate::backend::SECTOR_SIZE;
 
-/// Length of the configuration space in bytes: up to and with `secure_erase_sector_alignment`.
+/// Length of the configuration space in bytes, up to and including `secure_erase_sector_alignment`.
 pub(crate) const CONFIG_LEN: usize = 72;
 
 /// Offset of `writeback`, the only field that a driver may write.
 pub(super) const WRITEBACK: usize = 32;
 
-/// Most sectors one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that no single request is unbounded work.
+/// The most sectors that one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that every request is bounded
+/// work.
 pub(crate) const MAX_ERASE_SECTORS: u32 = 1 << 22;
 
-/// Most data segments a request may have, whatever the queue size. With [`size_max`] this keeps every
-/// request that a driver may make within what the backend takes.
+/// The most data segments of a request, whatever the queue size. With [`size_max`] it keeps every request that a driver
+/// may make within the backend's limit.
 const MAX_SEGMENTS: u32 = 254;
 
 /// Smallest segment that a driver must be able to send: a page.
 const PAGE: u32 = 4096;
 
-/// Physical block in bytes: what the log aligns to, and base images on today's media like.
+/// Physical block in bytes: the alignment of the log, and the usual block of today's media under base images.
 const PHYSICAL_BLOCK: u32 = 4096;
 
-/// `seg_max`: a queue must also hold the header and the status, and the backend a page in each.
+/// `seg_max`: the queue must also hold the header and the status, and the backend must take a page per segment.
 pub(super) fn seg_max(queue_size: u16, max_request: u32) -> u32 {
     u32::from(queue_size)
         .saturating_sub(2)

@@ -15,12 +15,13 @@ use crate::backend::Capabilities;
 pub(crate) struct Features(pub(crate) u64);
 
 impl Features {
-    /// What a device over a backend with these capabilities and this number of queues offers: nothing
-    /// that the backend does not really do.
+    /// The features that a device with this number of queues offers over a backend with these capabilities: none that
+    /// the backend does not really implement.
     ///
-    /// Never offered: LIFETIME, for no backend knows the wear of flash (5.2.6.2: it MUST NOT be offered then); GEOMETRY,
-    /// for there are no cylinders; ACCESS_PLATFORM and ORDER_PLATFORM, for memory is reached as the guest's processor
-    /// reaches it; RING_PACKED, for no maintained crate has it; NOTIFICATION_DATA, for the rings are looked at anyway.
+    /// Never offered: LIFETIME, because no backend knows the wear of flash (5.2.6.2: it MUST NOT be offered then);
+    /// GEOMETRY, because there are no cylinders; ACCESS_PLATFORM and ORDER_PLATFORM, because the device accesses
+    /// memory as the guest's processor does; RING_PACKED, because no maintained crate implements it;
+    /// NOTIFICATION_DATA, because the worker reads the ring's index anyway.
     pub(crate) fn offered(backend: Capabilities, queues: u16) -> Self {
         let mut set = Self(0);
         for bit in [

@@ -57,34 +57,34 @@ pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
 pub const MAX_QUEUES: u16 = 256;
 /// Largest queue size in descriptors.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
-/// Longest time to look at a ring before going to sleep.
+/// Longest time that a worker polls its ring before it sleeps.
 pub const MAX_POLL: Duration = Duration::from_millis(1);
 /// Smallest queue size in descriptors: a header, a status and a segment need three.
 pub const MIN_QUEUE_SIZE: u16 = 4;
 
-/// How a device is to look.
+/// Properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockConfig {
     /// Number of request queues, 1 to [`MAX_QUEUES`], each with a worker.
     pub queues: u16,
     /// Descriptors per queue: a power of two from [`MIN_QUEUE_SIZE`] to [`MAX_QUEUE_SIZE`].
     pub queue_size: u16,
-    /// What GET_ID returns: at most 20 bytes.
+    /// The string that GET_ID returns, at most 20 bytes.
     pub serial: String,
-    /// Logical block in bytes, 512 or 4096: what a driver should make its requests multiples of. Requests of whole
-    /// sectors work all the same (virtio 1.2, 5.2.5).
+    /// Logical block in bytes, 512 or 4096: a driver should make its requests multiples of it. A request of whole
+    /// sectors works with either (virtio 1.2, 5.2.5).
     pub block_size: u32,
-    /// Whether IN_ORDER is offered: a driver that takes it gets its requests back in the order in which it made them,
-    /// so that each waits for the slowest before it.
+    /// Whether IN_ORDER is offered. A driver that accepts it gets its requests back in the order in which it made them,
+    /// so each request waits for the slowest one before it.
     pub in_order: bool,
-    /// Processors for the queues' workers: that of queue `i` runs on the one at `i` modulo their number, and nowhere
-    /// else. Empty: the system decides.
+    /// Processors for the queues' workers: the worker of queue `i` runs only on the processor at index `i` modulo the
+    /// length of the list. Empty: the system decides.
     pub worker_cpus: Vec<u16>,
-    /// How long a worker with nothing in flight looks at its ring for the next request before it goes to sleep, at most
-    /// [`MAX_POLL`]. Zero: not at all. It costs a processor for as long, and saves the doorbell and the wake-up.
+    /// How long a worker with nothing in flight polls its ring for the next request before it sleeps, at most
+    /// [`MAX_POLL`]. Zero: no polling. Polling keeps a processor busy, and saves the doorbell and the wake-up.
     pub poll: Duration,
-    /// When writes are answered that a driver may miss, since it goes on when this process was killed: one whose
-    /// front-end keeps what is in flight (vhost-user). Other drivers end with this process, and are answered at once.
+    /// When a write is answered to a driver that outlives this process: one whose front-end records the requests in
+    /// flight (vhost-user). Other drivers end with this process, and their writes are answered at once.
     pub answer: Answer,
 }
 
@@ -104,7 +104,7 @@ impl Default for BlockConfig {
     }
 }
 
-/// Why a device cannot be made.
+/// Reasons why a device cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     /// [`BlockConfig::queues`] is out of range.
@@ -116,7 +116,7 @@ pub enum BlockError {
     /// [`BlockConfig::serial`] is too long.
     #[error("serial={0}: must be at most {ID_LEN} bytes")]
     Serial(String),
-    /// [`BlockConfig::block_size`] is not one of the two.
+    /// [`BlockConfig::block_size`] is neither 512 nor 4096.
     #[error("block-size={0}: give 512 or 4096")]
     BlockSize(u32),
     /// The disk does not end with a whole block.
@@ -146,7 +146,7 @@ pub struct VirtioBlock {
     config: BlockConfig,
     id: [u8; ID_LEN],
     capabilities: Capabilities,
-    /// As the driver was told.
+    /// In sectors, as the configuration space reports it.
     capacity: AtomicU64,
     cache: Arc<CacheSwitch>,
     metrics: Arc<BlockMetrics>,
@@ -178,7 +178,7 @@ impl VirtioBlock {
             return Err(BlockError::Poll(config.poll));
         }
         if !config.worker_cpus.is_empty() {
-            // One that cannot be asked is no reason to refuse: the workers say what does not work.
+            // If the affinity cannot be read, no processor is refused for it: a worker warns if it cannot be pinned.
             let allowed = sched_getaffinity(None).ok();
             let forbidden = |cpu: &&u16| {
                 usize::from(**cpu) >= CpuSet::MAX_CPU
@@ -217,12 +217,12 @@ impl VirtioBlock {
         })
     }
 
-    /// The device's counters; they live on after the device.
+    /// The device's counters; they may outlive the device.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
     }
 
-    /// The limits of the device, to be set at any time; they live on after the device.
+    /// The device's limits, which may be changed at any time; they may outlive the device.
     pub fn throttle(&self) -> Arc<Throttle> {
         Arc::clone(&self.throttle)
     }
@@ -251,8 +251,8 @@ impl VirtioBlock {
         features
     }
 
-    /// Whether the driver expects every write to be stable on completion, and the device must do it
-    /// itself because the backend cannot be switched (virtio 1.2, 5.2.6.2).
+    /// Whether the device has to flush after every write: the driver expects each write to be stable on completion,
+    /// and the backend cannot be switched to writethrough (virtio 1.2, 5.2.6.2).
     fn flush_after_write(&self, features: Features) -> bool {
         expects_writethrough(features)
             && self.capabilities.flush
@@ -272,15 +272,15 @@ impl VirtioBlock {
         self.cache.set_for_driver(None);
     }
 
-    /// The cache mode, for whoever runs the device.
+    /// The cache mode, shared with the owner of the device.
     pub(crate) fn cache(&self) -> &Arc<CacheSwitch> {
         &self.cache
     }
 
-    /// Takes over a new capacity of the backend. `true` if it has changed, and the driver is to be told.
+    /// Takes over a new capacity of the backend. `true`: it has changed, and the driver has to be notified.
     pub(crate) fn refresh_capacity(&self) -> bool {
         let block = u64::from(self.config.block_size) / SECTOR_SIZE;
-        // A block that is there in part is not there for the driver.
+        // The driver does not see a partial block at the end.
         let whole = self.backend.sectors() / block * block;
         self.capacity.swap(whole, Ordering::Relaxed) != whole
     }
@@ -322,11 +322,11 @@ impl VirtioBlock {
         }
     }
 
-    /// Makes durable what was written while completed writes were volatile. No rule of virtio asks for it; but Linux sends no
-    /// FLUSH in writethrough mode, so the fsync of a file that was written before would rest on nothing.
+    /// Makes durable what was written while the cache was volatile. virtio does not require it, but Linux sends no
+    /// FLUSH in writethrough mode, so an fsync of earlier writes would make nothing durable.
     fn flush_before_writethrough(&self) {
         let backend = Arc::clone(&self.backend);
-        // The register write waits for one sync. Only those wait with it who use this device's registers.
+        // The register write waits for one sync. It delays only other accesses to this device's registers.
         if let Err(error) = self.workers.opened_by_starter(move || flush(&*backend)) {
             tracing::error!(%error, "a driver asked for writethrough, and what was written before cannot be flushed");
         }
@@ -350,7 +350,7 @@ impl VirtioBlock {
     ) -> io::Result<Worker> {
         let plan = worker::Plan {
             flush_after_write: self.flush_after_write(features),
-            // Whoever goes on after this process expects what has completed to be there, flushed or not.
+            // A driver that outlives this process expects completed writes to be there, flushed or not.
             written_first: queue.tracker.is_some() && self.config.answer == Answer::Written,
             cpu: {
                 let cpus = &self.config.worker_cpus;
@@ -372,8 +372,8 @@ impl VirtioBlock {
         Worker::start(plan, memory, &self.workers)
     }
 
-    /// The queues are to be served by the threads of `pool`, which several devices may share. Without it the device has
-    /// a pool of its own.
+    /// Lets the threads of `pool`, which several devices may share, serve the queues. Without it the device has a pool
+    /// of its own.
     pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
         self.workers = pool;
     }

@@ -1,5 +1,5 @@
-//! What has ended and is to be published next: all of it, or with IN_ORDER as much as ended in the order in which it was
-//! taken (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available").
+//! Ended chains that are to be published next: all of them, or with IN_ORDER those before which no taken chain is still
+//! open (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available").
 
 use std::collections::VecDeque;
 
@@ -8,7 +8,7 @@ use super::tracker::Used;
 /// The next batch of a queue's used ring. Kept between batches for its memory.
 pub(super) struct Batch {
     used: Vec<Used>,
-    /// Chains in the order in which they were taken, and those of them that have ended. `None`: any order will do.
+    /// Chains in the order in which they were taken, each with its answer once it has ended. `None`: any order will do.
     order: Option<VecDeque<(u16, Option<Used>)>>,
 }
 
@@ -20,7 +20,7 @@ impl Batch {
         }
     }
 
-    /// Whether so many chains wait for one before them that no more are to be taken: as many as the queue has
+    /// Whether no more chains may be taken, because too many wait for one before them: as many as the queue has
     /// descriptors, more than a driver may have in flight.
     pub(super) fn is_full(&self, size: u16) -> bool {
         self.order
@@ -53,12 +53,12 @@ impl Batch {
         }
     }
 
-    /// What can be published.
+    /// The chains that can be published.
     pub(super) fn ready(&self) -> &[Used] {
         &self.used
     }
 
-    /// It has been published, or never will be.
+    /// Removes the ready chains: they have been published, or never will be.
     pub(super) fn clear(&mut self) {
         self.used.clear();
     }

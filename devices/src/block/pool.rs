@@ -1,4 +1,4 @@
-//! Threads that serve queues, each of them any number.
+//! Threads that serve queues; each thread serves any number of queues.
 //!
 //! ```text
 //!   queue ─┐                  ┌─ take from each that rang ─▶ hand in for each ─▶ answer each ─┐
@@ -6,9 +6,9 @@
 //!   inbox ─┘                  └──────────────────── there is more ◀──────────────────────────┘
 //! ```
 //!
-//! With a thread a queue a commit group wakes as many threads as it has served queues, and each of them its driver. A
-//! processor serves a dozen queues better in one turn: what all of them have goes to the disk before any is answered, and
-//! those whom one sync has served are answered together.
+//! With one thread per queue, a commit group wakes as many threads as it has served queues, and each thread wakes its
+//! driver. One thread serves a dozen queues better in one turn: it hands in the requests of all of them before it
+//! answers any, and requests that one sync has made durable are answered together.
 
 use std::any::Any;
 use std::io;
@@ -25,10 +25,10 @@ use walvisor_storage::short_slice;
 
 use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 
-/// How often queues are served before descriptors are looked at again.
+/// Turns before the thread looks at its descriptors again.
 const ROUNDS: usize = 64;
-/// When the backend has something to say to one queue, so many others with requests in flight are asked too: one sync
-/// serves many.
+/// When the backend signals one queue, the thread also checks up to this many other queues with requests in flight: one
+/// sync serves many.
 const ASKED: usize = 32;
 
 /// A descriptor that a thread watches, with its queue's key.
@@ -38,31 +38,33 @@ enum Source {
     Backend(usize),
 }
 
-/// What a thread is sent.
+/// A message to a thread.
 enum Mail {
     /// A queue to serve.
     Newcomer(Seat),
-    /// A queue is to stop: its control says so.
+    /// A queue is to stop: the `stop` flag of its control is set.
     Stop,
 }
 
-/// Carries out jobs in a thread of its own: what threads inherit from the one that starts them, such as a system call
-/// filter, queue workers then have from it and not from a vCPU.
+/// Runs jobs in a thread of its own. Queue workers then inherit what threads inherit, such as a system call filter,
+/// from that thread and not from a vCPU.
 pub trait Starter: Send + Sync {
-    /// Runs `job` once, soon. It does not wait for anything that the caller holds. A starter that cannot run it drops it.
+    /// Runs `job` once, soon, without waiting for anything that the caller holds. A starter that cannot run `job`
+    /// drops it.
     fn run(&self, job: Box<dyn FnOnce() + Send>);
 }
 
-/// Threads that serve the queues of any number of devices. They are started as queues are, up to one for two processors,
-/// and each ends with its last queue. A queue whose worker is pinned, polls, or waits for its disk has one of its own.
+/// Threads that serve the queues of any number of devices. The pool starts them as queues start, up to one for two
+/// processors, and each ends with its last queue. A queue whose worker is pinned, polls, or blocks on reads of its disk
+/// has a thread of its own.
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
-    /// Most shared threads.
+    /// The most shared threads.
     most: usize,
     shared: Mutex<Vec<Arc<Inbox>>>,
 }
 
-/// Most threads that serve side by side: one for two processors. The other half is for those who ask.
+/// The most threads that serve side by side: one for two processors. The other half is left to the clients.
 pub(crate) fn most_threads() -> usize {
     thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2))
 }
@@ -78,8 +80,8 @@ impl Default for WorkerPool {
 }
 
 impl WorkerPool {
-    /// Threads, and what queues need to be opened, are to come from `starter`. Without one, as
-    /// [`default`](Self::default) makes it, they are started by the thread that sets DRIVER_OK or enables the queue.
+    /// A pool whose threads are started, and whose queues are opened, by `starter`. In a pool made by
+    /// [`default`](Self::default) the thread that sets DRIVER_OK or enables the queue does both.
     pub fn with_starter(starter: Arc<dyn Starter>) -> Self {
         Self {
             starter: Some(starter),
@@ -87,7 +89,7 @@ impl WorkerPool {
         }
     }
 
-    /// Serves what `open` opens until it is told to stop. `alone`: in a thread of its own.
+    /// Serves the queue that `open` opens until it is told to stop. `alone`: in a thread of its own.
     pub(super) fn serve(
         self: &Arc<Self>,
         alone: Option<Alone>,
@@ -97,7 +99,7 @@ impl WorkerPool {
         self.opened_by_starter(move || open().and_then(|served| pool.place(alone, served)))
     }
 
-    /// Does `work`, which opens queues, where that is to be done, and waits for it.
+    /// Runs `work`, which opens queues, in the starter's thread if there is a starter, and waits for it.
     pub(super) fn opened_by_starter<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -124,7 +126,7 @@ impl WorkerPool {
             let inbox = start(seat, &alone.name, alone.cpu)?;
             return Ok(Handle { control, inbox });
         }
-        // A list is right between any two steps.
+        // A panic leaves no partial change in the list.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.retain(|inbox| !inbox.closed());
         let least = shared
@@ -136,7 +138,7 @@ impl WorkerPool {
                     let inbox = Arc::clone(inbox);
                     return Ok(Handle { control, inbox });
                 }
-                // It has ended this moment.
+                // The thread has ended just now.
                 Some(seat) => seat,
             };
         }
@@ -146,33 +148,33 @@ impl WorkerPool {
     }
 }
 
-/// A thread that serves one queue and no other.
+/// The properties of a thread that serves only one queue.
 pub(super) struct Alone {
     pub(super) name: String,
     /// The processor to run on.
     pub(super) cpu: Option<u16>,
 }
 
-/// What a thread of the pool needs of a queue. Each call does as much as can be done without waiting.
+/// A queue as a thread of the pool serves it. Each call does as much as it can without waiting.
 pub(super) trait Served: Send {
     fn control(&self) -> Arc<Control>;
 
-    /// What the driver rings.
+    /// The descriptor that the driver signals.
     fn doorbell(&self) -> BorrowedFd<'_>;
 
-    /// What the backend rings.
+    /// The descriptors that the backend and the limits' timer signal.
     fn backend(&self) -> [BorrowedFd<'_>; 2];
 
-    /// The doorbell has rung.
+    /// Takes note that the doorbell has rung.
     fn rung(&mut self);
 
-    /// Takes what the driver has made available.
+    /// Takes the chains that the driver has made available.
     fn take(&mut self);
 
-    /// Hands in what was taken.
+    /// Submits the requests taken to the backend.
     fn start(&mut self);
 
-    /// Answers what has ended; `true`: there is more to take.
+    /// Answers the requests that have ended; `true`: there is more to take.
     fn answer(&mut self) -> bool;
 
     /// Whether requests are in flight.
@@ -181,17 +183,17 @@ pub(super) trait Served: Send {
     /// Number of chains taken, modulo 2^16.
     fn taken(&self) -> u16;
 
-    /// The queue cannot go on, and its driver is to be told.
+    /// Marks the queue as broken and notifies its driver.
     fn give_up(&mut self, reason: &str);
 }
 
-/// What a queue and its owner tell each other.
+/// State shared by a queue and its owner.
 #[derive(Default)]
 pub(super) struct Control {
     stop: AtomicBool,
-    /// The queue has met an error: requests in flight end, nothing is taken or answered any more.
+    /// The queue has met an error: requests in flight end, but no more are taken or answered.
     broken: AtomicBool,
-    /// Once it is drained and gone: the number of chains taken, modulo 2^16.
+    /// The number of chains taken, modulo 2^16, once the queue is drained and gone.
     ended: Mutex<Option<u16>>,
     over: Condvar,
 }
@@ -247,19 +249,20 @@ impl Handle {
     }
 }
 
-/// A queue at its thread, or on its way there.
+/// A queue that a thread serves, or that is on its way to one.
 struct Seat {
-    /// There until the seat goes.
+    /// `None` only while the seat is dropped.
     served: Option<Box<dyn Served>>,
     control: Arc<Control>,
-    /// It is in the list of those that have something to do.
+    /// Whether the queue is in the thread's list of queues with work.
     busy: bool,
-    /// It is to stop, and its doorbell is not heard any more.
+    /// Whether the queue is stopping. Its doorbell is not watched any more.
     leaving: bool,
 }
 
 impl Drop for Seat {
-    /// Whatever the reason: the owner does not wait for ever, and nothing of the queue is left when he goes on.
+    /// Reports the end for every reason, so that the owner does not wait forever. The queue is dropped before the
+    /// report.
     fn drop(&mut self) {
         let taken = self.served.take().map(|mut served| {
             if thread::panicking() {
@@ -272,14 +275,14 @@ impl Drop for Seat {
     }
 }
 
-/// Where a thread gets its queues from.
+/// The way for queues to a thread.
 struct Inbox {
     remote: Remote<Source, Mail>,
-    /// Queues that it has, those on their way to it included, or [`CLOSED`].
+    /// Number of queues of the thread, including those on their way to it, or [`CLOSED`].
     load: AtomicUsize,
 }
 
-/// The load of a thread that ends, and takes no queue any more.
+/// The load of a thread that is ending and takes no more queues.
 const CLOSED: usize = usize::MAX;
 
 impl Inbox {
@@ -287,7 +290,7 @@ impl Inbox {
         self.load.load(Ordering::SeqCst) == CLOSED
     }
 
-    /// Hands over a queue; it comes back if the thread has ended.
+    /// Hands over a queue; returns it if the thread has ended.
     fn put(&self, seat: Seat) -> Option<Seat> {
         let more = |load| (load != CLOSED).then(|| load + 1);
         let (set, fetched) = (Ordering::SeqCst, Ordering::SeqCst);
@@ -312,7 +315,7 @@ fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
         remote: events.remote(),
         load: AtomicUsize::new(0),
     });
-    // Before the thread begins: one without a queue ends.
+    // Before the thread begins, because a thread without a queue ends.
     drop(inbox.put(seat));
     let own = Arc::clone(&inbox);
     thread::Builder::new().name(name.into()).spawn(move || {
@@ -336,7 +339,7 @@ fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
     Ok(inbox)
 }
 
-/// Keeps the calling thread on one processor. Where the system takes it away again, slower is better than not at all.
+/// Keeps the calling thread on one processor. If the system refuses, the worker goes on unpinned.
 fn pin(cpu: u16) {
     let mut set = CpuSet::new();
     set.set(cpu.into());
@@ -347,20 +350,20 @@ fn pin(cpu: u16) {
 
 struct Thread {
     events: EventLoop<Source, Mail>,
-    /// What was waited for, the last first. If a queue panics, the others hear the rest of it.
+    /// Events to be handled, the last first. After a panic in one queue the thread handles the rest for the others.
     happened: Vec<Event<Source, Mail>>,
     inbox: Arc<Inbox>,
     seats: Slab<Seat>,
-    /// Those that have something to do.
+    /// Keys of the queues that have something to do.
     busy: Vec<usize>,
-    /// Those that are served this turn; empty between turns, kept for its memory.
+    /// Keys of the queues that this turn serves; empty between turns, kept for its memory.
     served: Vec<usize>,
-    /// Whose turn it is: the one to blame for a panic.
+    /// Key of the queue being served: a panic is attributed to it.
     current: usize,
 }
 
 impl Thread {
-    /// Serves queues until there is none.
+    /// Serves queues until none is left.
     fn run(&mut self) {
         while !(self.seats.is_empty() && self.inbox.close()) {
             if let Err(error) = self.wait() {
@@ -421,7 +424,7 @@ impl Thread {
         self.seats.get_mut(key)?.served.as_mut()
     }
 
-    /// The queue has something to do.
+    /// Notes that the queue has something to do.
     fn mark(&mut self, key: usize) {
         if let Some(seat) = self.seats.get_mut(key)
             && !std::mem::replace(&mut seat.busy, true)
@@ -436,7 +439,7 @@ impl Thread {
         let Some(served) = &self.seats[key].served else {
             return;
         };
-        // Each ring is told once, and need not be taken back: whoever else has the descriptor can take it first.
+        // Edge-triggered: each ring is reported once, even if another owner of the descriptor reads its counter first.
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         let doorbell = Source::Doorbell(key);
         let mut watched = self.events.watch(served.doorbell(), doorbell, edges);
@@ -447,18 +450,18 @@ impl Thread {
         if let (Err(error), Some(served)) = (watched, self.queue(key)) {
             served.give_up(&format!("its worker cannot wait for it: {error}"));
         }
-        // A doorbell may have rung before anybody was there to hear it.
+        // The doorbell may have rung before the thread watched it.
         self.mark(key);
     }
 
-    /// Looks which queues are to stop.
+    /// Finds the queues that are to stop.
     fn see_off(&mut self) {
         let stopping = |seat: &Seat| seat.control.stopping() && !seat.leaving;
         let leaving = self.seats.iter().filter(|(_, seat)| stopping(seat));
         for key in leaving.map(|(key, _)| key).collect::<Vec<_>>() {
             let seat = &mut self.seats[key];
             seat.leaving = true;
-            // From here on only the backend is listened to.
+            // From here on the thread watches only the queue's backend.
             if let Some(served) = &seat.served
                 && let Err(error) = self.events.unwatch(served.doorbell())
             {
@@ -468,7 +471,7 @@ impl Thread {
         }
     }
 
-    /// Serves those that have something to do: all of them take before any is answered.
+    /// Serves the queues that have something to do: takes from all of them before it answers any.
     fn turn(&mut self) {
         std::mem::swap(&mut self.busy, &mut self.served);
         for at in 0..self.served.len() {
@@ -498,16 +501,16 @@ impl Thread {
         self.served.clear();
     }
 
-    /// The queue is drained, or lost.
+    /// Removes a queue that is drained or lost.
     fn leave(&mut self, key: usize) {
         let Some(seat) = self.seats.try_remove(key) else {
             return;
         };
         if let Some(served) = &seat.served {
-            // Before they are closed: somebody else has the doorbell too.
+            // Unwatch the descriptors before they are closed: the transport holds the doorbell open too.
             let [event, timer] = served.backend();
             for fd in [served.doorbell(), event, timer] {
-                // Not watched any more is as good.
+                // A descriptor that is not watched any more needs nothing.
                 let _ = self.events.unwatch(fd);
             }
         }
@@ -515,7 +518,7 @@ impl Thread {
         drop(seat);
     }
 
-    /// The queue whose turn it was has panicked: it is lost, and the others go on.
+    /// Removes the queue that has panicked; the others go on.
     fn fell(&mut self, reason: &(dyn Any + Send)) {
         let text = reason.downcast_ref::<&str>().copied();
         let text = text.or_else(|| reason.downcast_ref::<String>().map(String::as_str));
@@ -534,13 +537,13 @@ impl Thread {
             self.seats[key].busy = false;
             self.mark(key);
         }
-        // It may have been said just now.
+        // The thread may have taken a stop message before the panic without acting on it.
         self.see_off();
     }
 }
 
 impl Drop for Thread {
-    /// Nobody hands over a queue any more.
+    /// Closes the inbox, so that no more queues are handed over.
     fn drop(&mut self) {
         self.inbox.load.store(CLOSED, Ordering::SeqCst);
     }

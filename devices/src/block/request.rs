@@ -5,7 +5,7 @@
 //!  device-writable bytes:  data in … │ status u8
 //! ```
 //!
-//! Where one descriptor ends and the next begins means nothing (2.7.4.2): both halves are byte streams.
+//! Descriptor boundaries mean nothing (2.7.4.2): both halves are byte streams.
 
 use std::cmp::Ordering;
 use std::sync::atomic::AtomicU64;
@@ -55,20 +55,20 @@ impl Status {
     }
 }
 
-/// A piece of guest memory that one descriptor names; not checked to exist, never empty.
+/// A piece of guest memory that one descriptor names, never empty. It has not been checked to exist.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     address: GuestAddress,
     len: u32,
 }
 
-/// What a request is judged by.
+/// The rules by which a request is accepted or refused.
 pub(super) struct Rules<'a> {
     /// Features the driver has negotiated.
     pub(super) features: Features,
     /// Whether the disk refuses writes.
     pub(super) read_only: bool,
-    /// Whether FLUSH means something to the backend.
+    /// Whether the backend has a FLUSH.
     pub(super) flush: bool,
     /// Whether a change must be stable when it is answered.
     pub(super) flush_after_write: bool,
@@ -84,11 +84,11 @@ pub(super) struct Rules<'a> {
     pub(super) metrics: &'a BlockMetrics,
 }
 
-/// What is to be done for a request.
+/// The next step for a request.
 pub(super) enum Action {
     /// Hand it to the backend.
     Submit(Operation),
-    /// Nothing: answer at once.
+    /// Answer at once, without the backend.
     Answer(Status),
     /// Answer with the identity string.
     AnswerId,
@@ -115,7 +115,7 @@ pub(super) struct Pending {
     data_len: u32,
     /// Which way the payload goes.
     pub(super) transfer: Transfer,
-    /// Payload bytes, what the request costs in host memory.
+    /// Payload bytes: the host memory that the request takes.
     pub(super) bytes: u32,
     /// Whether a FLUSH follows before the answer.
     pub(super) flush_after: bool,
@@ -157,7 +157,7 @@ impl Pending {
         ))
     }
 
-    /// Gives the request up without an answer: the queue is gone.
+    /// Drops the request without an answer, because the queue is gone.
     pub(super) fn abandon(mut self) {
         self.settled = true;
     }
@@ -195,7 +195,7 @@ impl Drop for Pending {
 /// Guest memory named by the request does not exist.
 struct NotAccessible;
 
-/// Takes one chain apart. An error means that the chain cannot even be answered.
+/// Parses one chain. An error means that the chain cannot even be answered.
 pub(super) fn parse<G: GuestMemory>(
     memory: &G,
     chain: Chain<'_, G>,
@@ -224,15 +224,15 @@ pub(super) fn parse<G: GuestMemory>(
     Ok((pending, action))
 }
 
-/// Splits a chain into what is device-readable and what is device-writable (2.7.4.2: in this order).
+/// Splits a chain into its device-readable and its device-writable half (2.7.4.2: in this order).
 fn collect<G: GuestMemory>(
     chain: Chain<'_, G>,
     max_descriptors: usize,
 ) -> Result<(Readable, Vec<Segment>), &'static str> {
     let mut readable = Vec::new();
     let mut writable = Vec::new();
-    // The walk itself ends after as many steps as its table has entries and refuses nested indirect
-    // tables, but by ending early: a last descriptor that names a next one gives it away.
+    // The walk ends after as many steps as its table has entries, and at a nested indirect table. An early end shows in
+    // the last descriptor, which names a next one.
     let mut complete = false;
     for (count, descriptor) in chain.enumerate() {
         if count == max_descriptors {
@@ -259,7 +259,7 @@ fn collect<G: GuestMemory>(
     Ok((Readable { segments: readable }, writable))
 }
 
-/// Takes the last device-writable byte off the chain: the status byte, wherever a descriptor ends.
+/// Takes the last device-writable byte off the chain, the status byte. Descriptor boundaries do not matter.
 fn take_status<G: GuestMemory>(
     memory: &G,
     writable: &mut Vec<Segment>,
@@ -303,7 +303,7 @@ impl Readable {
                 .read_slice(&mut bytes[done..done + len], segment.address)
                 .map_err(|_| NotAccessible)?;
             done += len;
-            // An address that wraps has failed to be read already. `len` is at most `segment.len`.
+            // If the address wraps, the read above has failed already. `len` is at most `segment.len`.
             segment.address = GuestAddress(segment.address.0.wrapping_add(len as u64));
             segment.len -= len as u32;
             if segment.len == 0 {
@@ -327,7 +327,7 @@ fn read_header<G: GuestMemory>(memory: &G, readable: &mut Readable) -> Result<(u
     Ok((le32(&header, 0), le64(&header, 8)))
 }
 
-/// What the request asks for, and whether it may have it.
+/// Decides what the request asks for and whether it is allowed.
 fn decide<G: GuestMemory>(
     memory: &G,
     kind: u32,
@@ -385,7 +385,7 @@ fn decide<G: GuestMemory>(
         }
         VIRTIO_BLK_T_SECURE_ERASE => {
             counted(&metrics.secure_erases);
-            // Erased is what no power loss brings back.
+            // An erase is complete only when no power loss can bring the data back.
             pending.flush_after = true;
             erase(memory, readable, rules, VIRTIO_BLK_F_SECURE_ERASE).map(|(sector, sectors, _)| {
                 Operation::WriteZeroes {
@@ -404,7 +404,7 @@ fn decide<G: GuestMemory>(
     }
 }
 
-/// OUT: copies the payload out of guest memory, once; from here on the guest can change nothing.
+/// OUT: copies the payload out of guest memory once, so that the guest cannot change it afterwards.
 fn write<G: GuestMemory>(
     memory: &G,
     sector: u64,
@@ -412,13 +412,13 @@ fn write<G: GuestMemory>(
     pending: &mut Pending,
     rules: &Rules,
 ) -> Result<Operation, Status> {
-    // 5.2.6.2: IOERR for a write if RO is offered, and no data written.
+    // 5.2.6.2: if RO is offered, a write gets IOERR and writes no data.
     if rules.read_only {
         return Err(Status::IoError);
     }
     let len = readable.len();
     let sectors = data_range(sector, len, rules)?;
-    // `take` fills all of it or fails.
+    // `take` fills the whole buffer or fails.
     let mut data = Buffer::for_overwrite(sectors as usize * SECTOR_SIZE as usize);
     readable
         .take(memory, &mut data)
@@ -440,8 +440,8 @@ fn data_range(sector: u64, bytes: u64, rules: &Rules) -> Result<u32, Status> {
     Ok(sectors)
 }
 
-/// Whether `sectors` sectors from `sector` on are at least one and lie on the disk. In sectors, not in
-/// bytes: `sector * 512` wraps at 2^55.
+/// Checks that `sectors` sectors from `sector` on are at least one and lie on the disk. It counts in sectors, because
+/// `sector * 512` wraps at 2^55.
 fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), Status> {
     match sector.checked_add(u64::from(sectors)) {
         Some(end) if sectors > 0 && end <= capacity => Ok(()),
@@ -459,8 +459,8 @@ fn erase<G: GuestMemory>(
     if !rules.features.has(feature) {
         return Err(Status::Unsupported);
     }
-    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. For more QEMU answers UNSUPP, and its tests of
-    // drivers want that.
+    // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. QEMU answers more segments with UNSUPP,
+    // and its driver tests expect that.
     match readable.len().cmp(&(ERASE_SEGMENT_LEN as u64)) {
         Ordering::Less => return Err(Status::IoError),
         Ordering::Equal => {}

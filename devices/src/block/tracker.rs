@@ -1,13 +1,13 @@
-//! Which chains of a queue are in flight, in memory that outlives the process (the vhost-user protocol's "Inflight I/O
-//! tracking", split virtqueues).
+//! Records which chains of a queue are in flight, in memory that outlives the process (the vhost-user protocol's
+//! "Inflight I/O tracking", split virtqueues).
 //!
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 descriptors u16 │ 12 head of the last batch u16 │ 14 used index u16
 //!  16 for each descriptor: in flight u8 │ 5 unused │ 6 next of the batch u16 │ 8 counter u64
 //! ```
-//! A kill can come between any two stores, and leaves those before it. So their order is all that counts: a chain is
-//! marked before it is worked on; a batch is linked, then the used index is published, then the marks go, then the index
-//! is noted. If the noted index is another than the published one, the marks of the last batch may be left over.
+//! A kill can come between any two stores and leaves those before it, so only their order matters. The worker marks a
+//! chain before it works on it. It links a batch, publishes the used index, clears the marks, and then notes the index.
+//! If the noted index differs from the published one, marks of the last batch may be left over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,7 +26,7 @@ const NEXT: usize = 6;
 const COUNTER: usize = 8;
 const ENTRY: usize = 16;
 
-/// Queues begin at multiples of this.
+/// The record of each queue begins at a multiple of this.
 const ALIGNMENT: usize = 64;
 
 /// The record of one queue.
@@ -54,8 +54,8 @@ impl Tracker {
         })
     }
 
-    /// Takes up the record of a queue whose used ring is at index `used`: the chains that are in flight, in the order in
-    /// which they were taken. `None`: nobody has written here before.
+    /// Resumes the record of a queue whose used ring is at index `used`. Returns the chains in flight, in the order in
+    /// which they were taken; `None` if the record is new.
     pub(super) fn resume(&mut self, used: u16) -> Option<Vec<u16>> {
         let fresh = self.load::<u16>(VERSION_AT) == 0;
         if fresh {
@@ -121,7 +121,7 @@ impl Tracker {
     }
 
     fn load<T: AtomicAccess + Default>(&self, at: usize) -> T {
-        // `new` has shown that the area holds it, and every field is aligned.
+        // `new` has checked that the area holds the field, and every field is aligned.
         let value = self
             .area
             .as_volatile_slice()
@@ -129,7 +129,7 @@ impl Tracker {
         value.unwrap_or_default()
     }
 
-    /// Release, all of them: none becomes visible before those in front of it.
+    /// Stores with Release: no store becomes visible before an earlier one.
     fn store<T: AtomicAccess>(&self, at: usize, value: T) {
         let stored = self
             .area

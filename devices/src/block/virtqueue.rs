@@ -7,9 +7,9 @@
 //!                                                              interrupt or not
 //! ```
 //!
-//! `virtio-queue` walks the rings and checks the driver's addresses and indices. Its `add_used` stores
-//! the index after every element, and its `needs_notification` knows no VRING_AVAIL_F_NO_INTERRUPT, so
-//! the used half is done here.
+//! `virtio-queue` walks the rings and checks the driver's addresses and indices. The used half is done here, because
+//! `add_used` of that crate stores the index after every element, and its `needs_notification` ignores
+//! VRING_AVAIL_F_NO_INTERRUPT.
 
 use std::collections::VecDeque;
 use std::num::Wrapping;
@@ -35,12 +35,12 @@ pub(crate) struct QueueSetup {
     pub(crate) driver: u64,
     /// Guest physical address of the device area (used ring).
     pub(crate) device: u64,
-    /// `None`: a ring as a driver makes it, nothing available yet. Otherwise one that was in use before, with the index
-    /// of the next available chain; how far it is used stands in its used ring.
+    /// `None`: a new ring, from which no chain was taken yet. Otherwise the ring was in use before, and this is the
+    /// index of the next available chain; the used ring holds the used index.
     pub(crate) resume_at: Option<u16>,
 }
 
-/// Why a queue cannot go on. The device needs a reset.
+/// Reasons why a queue cannot go on. The device needs a reset.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum QueueError {
     #[error("the size or an address of the rings is not valid: {0}")]
@@ -65,7 +65,7 @@ pub(crate) struct Virtqueue {
     left_over: VecDeque<u16>,
 }
 
-/// The chains that are available: first those that were in flight before, in their order.
+/// The available chains: first those in flight before a restart, in their order.
 pub(crate) struct Available<'a, G> {
     memory: &'a G,
     table: GuestAddress,
@@ -94,7 +94,7 @@ impl<'a, G: GuestMemory> Iterator for Available<'a, G> {
 }
 
 impl Virtqueue {
-    /// Checks what the driver has set up.
+    /// Opens the queue after checking what the driver has set up.
     pub(crate) fn new<G: GuestMemory>(
         setup: &QueueSetup,
         max_size: u16,
@@ -123,7 +123,7 @@ impl Virtqueue {
             let used = u16::from_le(memory.load(index, Ordering::Acquire)?);
             queue.set_next_used(used);
             if let Some(heads) = tracker.as_mut().and_then(|tracker| tracker.resume(used)) {
-                // Whoever has no word from a device that died says that what is used was available, and no more.
+                // A front-end whose device died resumes at the used index, so the chains in flight are added here.
                 queue.set_next_avail(used.wrapping_add(heads.len() as u16));
                 left_over = heads.into();
             }
@@ -170,8 +170,8 @@ impl Virtqueue {
         Ok(index.0 != self.queue.next_avail())
     }
 
-    /// Asks the driver not to ring the doorbell. With EVENT_IDX nothing has to be done: it rings once for
-    /// each `avail_event` only.
+    /// Asks the driver not to ring the doorbell. With EVENT_IDX this does nothing, because the driver rings only once
+    /// for each `avail_event`.
     pub(crate) fn disable_doorbell<G: GuestMemory>(
         &mut self,
         memory: &G,
@@ -181,7 +181,7 @@ impl Virtqueue {
             .map_err(QueueError::Available)
     }
 
-    /// Asks for a doorbell with the next chain. `true`: one came in the meantime, look again.
+    /// Asks for a doorbell with the next chain. `true`: a chain came in the meantime, so look again.
     pub(crate) fn enable_doorbell<G: GuestMemory>(
         &mut self,
         memory: &G,
@@ -209,7 +209,7 @@ impl Virtqueue {
             let mut element = [0; 8];
             element[..4].copy_from_slice(&u32::from(used.head).to_le_bytes());
             element[4..].copy_from_slice(&used.written.to_le_bytes());
-            // `is_valid` has shown that the whole ring lies in guest memory, so this cannot wrap.
+            // `is_valid` has checked that the whole ring lies in guest memory, so this cannot wrap.
             let slot = u64::from(index.0 % size);
             memory.write_slice(&element, GuestAddress(ring + 4 + slot * 8))?;
             index += 1;
@@ -217,14 +217,14 @@ impl Virtqueue {
         if let Some(tracker) = &mut self.tracker {
             tracker.link(batch);
         }
-        // Release: whoever sees the index sees the elements, and the data and status bytes before them.
+        // Release: a driver that sees the index sees the elements, and the data and status bytes before them.
         memory.store(index.0.to_le(), GuestAddress(ring + 2), Ordering::Release)?;
         self.queue.set_next_used(index.0);
         if let Some(tracker) = &mut self.tracker {
             tracker.forget(batch, index.0);
         }
 
-        // The index must be visible before the driver's wish is read: it does the opposite order.
+        // The index must be visible before the driver's wish is read: the driver accesses them in the opposite order.
         fence(Ordering::SeqCst);
         let available = self.queue.avail_ring();
         if self.queue.event_idx_enabled() {

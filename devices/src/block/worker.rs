@@ -1,11 +1,11 @@
-//! One queue: takes every available chain, submits them as a batch, and publishes whatever has ended as a batch.
+//! One queue: takes every available chain, submits them as a batch, and publishes those that have ended as a batch.
 //!
 //! ```text
 //!   a thread of the pool ─▶ take all chains, submit ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
 //!
-//! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many
-//! requests as the queue has descriptors. Completions make room, and the worker goes on.
+//! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many requests as the
+//! queue has descriptors. Completions make room, and the worker takes more.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -34,15 +34,15 @@ use crate::throttle::{Throttle, ThrottledQueue};
 /// request may overshoot it.
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 
-/// The queue that a worker is to serve.
+/// The queue that a worker serves.
 pub(crate) struct QueueStart {
     /// Its number, from 0.
     pub(crate) index: u16,
     /// Its rings.
     pub(crate) setup: QueueSetup,
-    /// What its driver rings.
+    /// The eventfd that the driver signals.
     pub(crate) doorbell: EventFd,
-    /// Where its chains in flight are recorded, for a front-end that outlives this process.
+    /// Records the chains in flight, for a front-end that outlives this process.
     pub(crate) tracker: Option<Tracker>,
 }
 
@@ -52,14 +52,14 @@ pub(super) struct Plan {
     pub(super) max_size: u16,
     pub(super) event_idx: bool,
     pub(super) in_order: bool,
-    /// How long to look at the ring before sleeping.
+    /// How long to poll the ring before sleeping.
     pub(super) poll: Duration,
     /// The processor to run on.
     pub(super) cpu: Option<u16>,
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
-    /// Whether what a change leaves has to outlive this process before it is answered.
+    /// Whether a change must outlive this process before it is answered.
     pub(super) written_first: bool,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) throttle: Arc<Throttle>,
@@ -75,7 +75,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Has the queue served. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
+    /// Starts serving the queue. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
     pub(super) fn start<M: DeviceMemory>(
         mut plan: Plan,
         memory: M,
@@ -95,7 +95,7 @@ impl Worker {
                 return Ok(Self { handle: None });
             }
         };
-        // Whoever looks at its ring, or waits for its disk, keeps others waiting.
+        // A worker that polls, or whose disk blocks, would delay other queues of its thread.
         let own = plan.cpu.is_some() || !plan.poll.is_zero() || plan.backend.blocks();
         let alone = own.then(|| Alone {
             name: format!("virtio-blk-q{}", plan.queue.index),
@@ -121,7 +121,7 @@ impl Worker {
         })
     }
 
-    /// Tells the worker to stop without waiting for it, so that several can drain at once.
+    /// Asks the worker to stop without waiting for it, so that several can drain at once.
     pub(crate) fn request_stop(&self) {
         self.handle.iter().for_each(Handle::request_stop);
     }
@@ -132,7 +132,7 @@ impl Worker {
         handle.is_some_and(|handle| handle.control().broken())
     }
 
-    /// Whether the queue is drained: then dropping the worker waits for nothing.
+    /// Whether the queue is drained: then dropping the worker does not wait.
     pub(crate) fn finished(&self) -> bool {
         self.handle.as_ref().is_none_or(Handle::finished)
     }
@@ -151,7 +151,7 @@ impl Drop for Worker {
     }
 }
 
-/// The queue cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
+/// Gives up a queue that cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
 fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
     status.complain(format_args!(
         "virtio-blk queue {queue}: {error}; the driver has to reset the device"
@@ -159,17 +159,17 @@ fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
     status.needs_reset();
 }
 
-/// Takes how often an event descriptor was rung. It waits for nothing: whoever else has the descriptor may have taken it
-/// already, and made it one that blocks.
+/// Reads and clears the counter of an eventfd. It never waits: another owner of the descriptor may have read the
+/// counter already, and may have made the descriptor a blocking one.
 fn rings(doorbell: BorrowedFd<'_>) -> u64 {
     let mut count = [0; 8];
     let mut buffer = [IoSliceMut::new(&mut count)];
-    // Where a file has no offset, this says so.
+    // Offset -1: the current position, for files without an offset.
     let nowhere = u64::MAX;
     match rustix::io::preadv2(doorbell, &mut buffer, nowhere, ReadWriteFlags::NOWAIT) {
         Ok(_) => u64::from_ne_bytes(count),
         Err(Errno::AGAIN) => 0,
-        // Before Linux 5.8: at least once.
+        // Before Linux 5.8 NOWAIT fails here: count one ring.
         Err(_) => 1,
     }
 }
@@ -179,7 +179,7 @@ struct Flying {
     pending: Pending,
     kind: OperationKind,
     unasked: bool,
-    /// When the batch was taken that it came with.
+    /// When the batch that the request belongs to was taken.
     since: Instant,
 }
 
@@ -203,7 +203,7 @@ impl InFlight {
         self.free.len() == self.slots.len()
     }
 
-    /// Where the next request goes, if there is room for one.
+    /// The slot for the next request, if there is room.
     fn vacancy(&self) -> Option<u16> {
         if self.bytes < MAX_BYTES_IN_FLIGHT {
             self.free.last().copied()
@@ -224,13 +224,13 @@ impl InFlight {
         self.slots.get_mut(usize::try_from(token).ok()?)?.as_mut()
     }
 
-    /// Whether the request has yet to be flushed before it is answered; answers `true` once.
+    /// Whether the request still needs a flush before it is answered; returns `true` once.
     fn take_flush_after(&mut self, token: u64) -> bool {
         let flying = self.get_mut(token);
         flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
     }
 
-    /// Whether it has changed the disk, and nobody has asked yet if that is written; answers `true` once.
+    /// Whether the request has changed the disk and `when_written` was not yet called for it; returns `true` once.
     fn take_unasked(&mut self, token: u64) -> bool {
         let flying = self.get_mut(token);
         flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))
@@ -264,7 +264,7 @@ struct QueueWorker<M> {
     submitted: bool,
     /// Whether the last look at the ring left nothing in it.
     took_all: bool,
-    /// The ring has said that there is a chain, after so many.
+    /// Number of chains taken when the ring last reported another available one.
     promised: Option<u16>,
     /// Completions being worked on; empty between batches, kept for its memory.
     ended: Vec<Completion>,
@@ -294,7 +294,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
     fn take_batch<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
         self.queue.disable_doorbell(memory)?;
         self.took_all = self.take_available(memory)?;
-        // Without this a ring that cannot be read would be asked forever.
+        // Without this the worker would retry an unreadable ring forever.
         match self.promised.take() {
             Some(before) if self.took_all && self.queue.taken() == before => {
                 Err(QueueError::Unreadable)
@@ -314,7 +314,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             return Ok(false);
         }
         if !self.took_all {
-            // Full. Completions wake the worker; until then doorbells have nothing to say.
+            // No room. Completions wake the worker; until then it needs no doorbells.
             return Ok(self.in_flight.vacancy().is_some()
                 && !self.batch.is_full(self.queue.size())
                 && !self.disk.holds());
@@ -324,8 +324,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
         Ok(promised)
     }
 
-    /// Looks at the ring for as long as it is to be polled, doorbells still being off; `true`: there is a chain. Not
-    /// while anything is in flight, whose end would go unseen.
+    /// Polls the ring for the configured time, with doorbells off; `true`: there is a chain. It does not poll while
+    /// requests are in flight, because it would not see them complete.
     fn poll<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
         if self.plan.poll.is_zero() || !self.in_flight.is_empty() {
             return Ok(false);
@@ -361,7 +361,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             metrics: &plan.metrics,
         };
         let size = self.queue.size();
-        // One look at the clock for all that are taken now.
+        // One reading of the clock for all chains taken now.
         let mut since = None;
         let mut available = self.queue.available(memory)?;
         loop {
@@ -383,7 +383,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 Action::Submit(operation) => {
                     let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
                     let flying = Flying {
-                        // A FLUSH does more.
+                        // A FLUSH follows, which does more.
                         unasked: plan.written_first && changes && !pending.flush_after,
                         pending,
                         kind: OperationKind::of(&operation),
@@ -402,7 +402,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         }
     }
 
-    /// Answers whatever has ended. Every completion is taken, even after an error.
+    /// Answers the requests that have ended. It takes every completion, even after an error.
     fn complete<G: GuestMemory>(&mut self, memory: &G) -> Result<(), QueueError> {
         let mut outcome = Ok(());
         loop {
@@ -451,7 +451,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         (Status::Ok, Some(data))
                     }
                     Ok(_) if !read => (Status::Ok, None),
-                    // A read without its data is as failed as one that says so.
+                    // A read without its data has failed too.
                     _ => (Status::IoError, None),
                 };
                 match settle(&self.plan.metrics, memory, pending, status, data.as_deref()) {

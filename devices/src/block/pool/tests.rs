@@ -4,7 +4,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
 
-/// What was done with which queue.
+/// The calls that each queue has got, in order.
 #[derive(Clone, Default)]
 struct Diary(Arc<Mutex<Vec<(&'static str, char)>>>);
 
@@ -16,7 +16,7 @@ impl Diary {
     }
 }
 
-/// A queue that keeps a diary, and waits or panics in it if told to.
+/// A queue that records its calls, and waits or panics in them if a test wants it.
 struct Noted {
     name: char,
     control: Arc<Control>,
@@ -54,7 +54,7 @@ impl Served for Noted {
     fn take(&mut self) {
         self.note("take");
         let gate = self.gate.lock().unwrap().take();
-        // Whoever drops the other end wants a panic.
+        // A test that drops the other end wants a panic.
         gate.iter().for_each(|gate| gate.recv().unwrap());
     }
 
@@ -80,7 +80,7 @@ impl Served for Noted {
     }
 }
 
-/// A queue that is served, and what its driver has of it.
+/// A queue that is served, and its driver's side.
 struct Queue {
     handle: Handle,
     doorbell: OwnedFd,
@@ -107,7 +107,7 @@ impl Queue {
             panic_at_the_bell: Arc::clone(&panic_at_the_bell),
         };
         let handle = pool.serve(alone, move || Ok(Box::new(noted))).unwrap();
-        // The first look at its ring.
+        // The worker's first look at the ring.
         diary.wait_for(("answer", name));
         diary.0.lock().unwrap().clear();
         Self {
@@ -122,7 +122,7 @@ impl Queue {
         rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Has its thread wait in the next turn until the sender has sent; dropped, it panics.
+    /// Makes its thread wait in the next turn until the sender sends; a dropped sender makes it panic.
     fn hold_up(&self) -> mpsc::Sender<()> {
         let (opens, gate) = mpsc::channel();
         *self.gate.lock().unwrap() = Some(gate);
@@ -131,7 +131,7 @@ impl Queue {
     }
 }
 
-/// Three queues at one thread, whatever the processors.
+/// Three queues at one thread, whatever the number of processors.
 fn three() -> (Arc<WorkerPool>, Diary, [Queue; 3]) {
     let pool = Arc::new(WorkerPool {
         most: 1,
@@ -211,7 +211,7 @@ fn a_thread_ends_when_its_only_queue_panics() {
     assert_eq!(queue.handle.stop(), 7);
 }
 
-/// What a thread hears in the turn in which one of its queues panics is for the others too.
+/// The messages that a thread gets in the turn in which one of its queues panics still reach the other queues.
 #[test]
 fn a_queue_is_stopped_although_another_panics_in_the_same_turn() {
     let (_pool, diary, [first, second, third]) = three();
