@@ -1,4 +1,4 @@
-//! What both transports have in common: the device as its driver drives it.
+//! The part that both transports share: the device as its driver drives it.
 //!
 //! ```text
 //!   0 ─ACKNOWLEDGE─▶ ─DRIVER─▶ ─FEATURES_OK─▶ ─DRIVER_OK─▶ queues run
@@ -41,9 +41,9 @@ pub(super) enum Half {
 struct QueueState {
     setup: QueueSetup,
     worker: Option<Worker>,
-    /// The worker that the queue had before its reset, until it has drained.
+    /// The worker that the queue had before its reset, until that worker has drained.
     draining: Option<Worker>,
-    /// The queue has met an error: a pause in between does not make it whole.
+    /// The queue has met an error. Pausing and resuming the device does not clear it.
     broken: bool,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct DeviceState<M> {
     generation: u32,
     /// Whether the driver has read any of the configuration since the generation changed.
     config_read: bool,
-    /// No queue runs until [`resume`](Self::resume).
+    /// The owner has paused the device: no queue runs until [`resume`](Self::resume).
     paused: bool,
 }
 
@@ -110,7 +110,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Features (2.2).
 
-    /// What the device offers, and what a transport adds: queues that are reset alone (2.6.1).
+    /// The device's features, and the one that the transport adds: RING_RESET, the reset of a single queue (2.6.1).
     fn offered(&self) -> Features {
         let mut features = self.block.offered();
         features.insert(VIRTIO_F_RING_RESET);
@@ -125,7 +125,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         self.device_features_select = select;
     }
 
-    /// The selected 32 feature bits on offer; none beyond bit 63.
+    /// The selected 32 bits of the offered features; zero beyond bit 63.
     pub(super) fn device_features(&self) -> u32 {
         match self.device_features_select {
             0 => self.offered().0 as u32,
@@ -151,7 +151,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Sets the selected 32 bits of the driver's choice. It is fixed once FEATURES_OK is set (3.1.1).
+    /// Sets the selected 32 bits of the driver's choice. The choice is fixed once FEATURES_OK is set (3.1.1).
     pub(super) fn set_driver_features(&mut self, value: u32) {
         if self.status.has(FEATURES_OK) {
             tracing::debug!("driver features written after FEATURES_OK: ignored");
@@ -183,7 +183,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             return;
         }
         let known = ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED;
-        // 2.1.1: the driver must not clear a bit; DEVICE_NEEDS_RESET is the device's own.
+        // 2.1.1: the driver must not clear a bit; only the device sets DEVICE_NEEDS_RESET.
         let new = value & known & !self.status.get();
         self.status.insert(new & (ACKNOWLEDGE | DRIVER | FAILED));
         if new & FEATURES_OK != 0 {
@@ -194,7 +194,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Leaves FEATURES_OK clear if the choice is not acceptable: the driver reads it back (3.1.1, step 6).
+    /// Leaves FEATURES_OK clear if the choice is not acceptable: the driver reads the status back (3.1.1, step 6).
     fn accept_features(&mut self) {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
@@ -210,7 +210,7 @@ impl<M: DeviceMemory> DeviceState<M> {
     }
 
     fn driver_ok(&mut self) {
-        // 3.1.1: DRIVER_OK is the last step. A driver that skips the negotiation gets nothing.
+        // 3.1.1: DRIVER_OK is the last step. The queues of a driver that skips the negotiation do not start.
         if !self.status.has(FEATURES_OK) || self.status.has(NEEDS_RESET) {
             tracing::debug!("DRIVER_OK before FEATURES_OK, or while a reset is needed: ignored");
             return;
@@ -221,7 +221,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Starts the worker of a queue that is enabled on a device that is live.
+    /// Starts the worker of a queue if the queue is enabled and the device is live.
     fn start_queue(&mut self, index: u16) {
         let Some(queue) = self.queues.get_mut(usize::from(index)) else {
             return;
@@ -250,7 +250,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Drains the queues. What comes meanwhile waits in the rings.
+    /// Drains the queues. Requests that the driver makes meanwhile wait in the rings.
     pub(super) fn pause(&mut self) {
         self.paused = true;
         let workers = self.queues.iter().flat_map(QueueState::workers);
@@ -263,7 +263,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Goes on with what waits in the rings.
+    /// Starts the queues again, which take the requests that wait in the rings.
     pub(super) fn resume(&mut self) {
         if !std::mem::take(&mut self.paused) {
             return;
@@ -272,7 +272,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             self.start_queue(index);
             let queue = &self.queues[usize::from(index)];
             if queue.worker.is_some() {
-                // Draining told nobody of what it has used.
+                // While it drained, the queue published used chains without an interrupt.
                 self.status.interrupt().queue(index);
             }
         }
@@ -283,7 +283,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         self.block.cache().set_for_owner(on)
     }
 
-    /// Device reset (2.4): drains the queues, stops the workers, and forgets what the driver has set.
+    /// Device reset (2.4): drains the queues, stops the workers, and clears the driver's settings.
     ///
     /// Requests in flight end first, so nothing touches guest memory or the disk afterwards.
     pub(super) fn reset(&mut self) {
@@ -340,7 +340,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         self.queues.get(self.queue_select as usize)
     }
 
-    /// The selected queue's registers, as long as they may be written: not while it is enabled.
+    /// The selected queue's registers, unless the queue is enabled: then they may not be written.
     fn selected_setup(&mut self) -> Option<&mut QueueSetup> {
         let queue = self.queues.get_mut(self.queue_select as usize)?;
         if queue.setup.ready {
@@ -350,15 +350,15 @@ impl<M: DeviceMemory> DeviceState<M> {
         Some(&mut queue.setup)
     }
 
-    /// Sets the selected queue's size. Checked when the queue starts; what is no power of two is none at all, for it
-    /// MUST NOT be presented (4.1.4.3.1).
+    /// Sets the selected queue's size, which is checked when the queue starts. A size that is no power of two becomes
+    /// 0, because it MUST NOT be presented (4.1.4.3.1).
     pub(super) fn set_queue_size(&mut self, size: u16) {
         if let Some(setup) = self.selected_setup() {
             setup.size = if size.is_power_of_two() { size } else { 0 };
         }
     }
 
-    /// Sets one half of an address of the selected queue. Checked when the queue starts.
+    /// Sets one half of an address of the selected queue. The address is checked when the queue starts.
     pub(super) fn set_queue_address(&mut self, ring: Ring, half: Half, value: u32) {
         let Some(setup) = self.selected_setup() else {
             return;
@@ -374,7 +374,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         };
     }
 
-    /// Enables the selected queue, unless its reset is still going on: the driver has to wait for that (2.6.1).
+    /// Enables the selected queue, unless its reset is still going on: the driver has to wait for its end (2.6.1).
     pub(super) fn enable_queue(&mut self) {
         if self.queue_resetting() {
             tracing::debug!("a queue was enabled while it is being reset: ignored");
@@ -398,9 +398,10 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated: its registers are as after a reset of
-    /// the device, it takes no more requests and sends no more interrupts. Those in flight end first, and until then
-    /// [`queue_resetting`](Self::queue_resetting): no register access waits for the disk. Whether it was done.
+    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated. Its registers are as after a reset of
+    /// the device, and it takes no more requests and sends no more interrupts. Requests in flight end first, and until
+    /// then [`queue_resetting`](Self::queue_resetting) is true: no register access waits for the disk. Returns whether
+    /// the reset was done.
     pub(super) fn reset_queue(&mut self) -> bool {
         if !self.status.has(FEATURES_OK) || !self.driver_features.has(VIRTIO_F_RING_RESET) {
             tracing::debug!("a queue reset without VIRTIO_F_RING_RESET: ignored");
@@ -430,10 +431,10 @@ impl<M: DeviceMemory> DeviceState<M> {
         queue.draining.is_some()
     }
 
-    /// Available buffer notification that came as an exit instead of through an ioeventfd.
+    /// Handles an available buffer notification that came as an exit instead of through an ioeventfd.
     pub(super) fn notify(&self, queue: u32) {
         match self.block.doorbells().get(queue as usize) {
-            // A counter that is full has rung.
+            // A full counter means that the doorbell has rung already.
             Some(doorbell) => drop(doorbell.write(1)),
             None => tracing::debug!("notification of queue {queue}, which does not exist: ignored"),
         }
@@ -441,7 +442,8 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Configuration space (2.5).
 
-    /// Another one than before if the configuration has changed since the driver last read any of it (2.5.2).
+    /// The generation: it differs from its last value if the configuration has changed since the driver last read any
+    /// of it (2.5.2).
     pub(super) fn generation(&self) -> u32 {
         self.generation
     }
@@ -457,11 +459,11 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// The backend may have another capacity now: if so, a new generation and an interrupt (5.2.6).
+    /// Takes over the backend's capacity. If it has changed, there is a new generation and an interrupt (5.2.6).
     pub(super) fn capacity_changed(&mut self) {
         if self.block.refresh_capacity() {
-            // Changes that nobody has read in between count once: over PCI the counter has 8 bits, and must not come
-            // back to where the driver saw it (4.1.4.3.1).
+            // Changes between two reads of the driver count once. Over PCI the counter has 8 bits, and it must not
+            // come back to the value that the driver saw (4.1.4.3.1).
             if std::mem::take(&mut self.config_read) {
                 self.generation = self.generation.wrapping_add(1);
             }
@@ -474,7 +476,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
 impl<M> Drop for DeviceState<M> {
     fn drop(&mut self) {
-        // All at once: each would otherwise drain only after the one before it.
+        // All at once; otherwise each worker would begin to drain only after the one before it.
         let workers = self.queues.iter().flat_map(QueueState::workers);
         workers.for_each(Worker::request_stop);
     }

@@ -34,11 +34,11 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// Size of the register window in bytes.
     pub const SIZE: u64 = 0x1000;
 
-    /// Offset of QueueNotify, the register that an ioeventfd per queue may replace (4-byte write, data
-    /// match on the queue's index).
+    /// Offset of QueueNotify. An ioeventfd per queue may replace this register (4-byte write, data match on the queue's
+    /// index).
     pub const QUEUE_NOTIFY: u64 = reg::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
-    /// Presents `device`; `irq` is pulsed for each interrupt: an eventfd is written.
+    /// Presents `device`. Each interrupt pulses `irq`, for instance by a write to an eventfd.
     pub fn new(device: VirtioBlock, memory: M, irq: impl EdgeLine + 'static) -> Self {
         let interrupt = Arc::new(LineInterrupt::new(irq, device.metrics()));
         let state = DeviceState::new(device, memory, Arc::clone(&interrupt) as _);
@@ -48,7 +48,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// The doorbell of each queue, in order.
     ///
     /// # Errors
-    /// If the system gives no more descriptors.
+    /// If the system has no more descriptors.
     pub fn doorbells(&self) -> io::Result<Vec<EventFd>> {
         self.state.doorbells()
     }
@@ -58,16 +58,16 @@ impl<M: DeviceMemory> MmioTransport<M> {
         self.state.metrics()
     }
 
-    /// Drains what is in flight, stops the workers and returns the device to its initial state. Dropping
-    /// the transport drains and stops as well.
+    /// Drains the requests in flight, stops the workers and returns the device to its initial state. Dropping the
+    /// transport drains and stops as well.
     pub fn reset(&mut self) {
         self.state.reset();
     }
 
     /// Register read of `data.len()` bytes at `offset`.
     ///
-    /// Registers are 32 bits wide, aligned, and read so (4.2.2.2); any other access reads zeroes. The
-    /// configuration space may be read in any width.
+    /// Registers are 32 bits wide and aligned, and the driver reads them so (4.2.2.2); any other access reads zeroes.
+    /// The configuration space may be read in any width.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(config) = offset.checked_sub(reg::VIRTIO_MMIO_CONFIG.into()) {
@@ -130,7 +130,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
             QUEUE_RESET if value == 1 => drop(state.reset_queue()),
             reg::VIRTIO_MMIO_QUEUE_NOTIFY => state.notify(value),
             reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt.acknowledge(value),
-            // The field is 8 bits; only a true zero resets.
+            // The field has 8 bits, but only a 32-bit zero resets.
             reg::VIRTIO_MMIO_STATUS if value == 0 => state.reset(),
             reg::VIRTIO_MMIO_STATUS if value as u8 != 0 => state.write_status(value as u8),
             reg::VIRTIO_MMIO_QUEUE_DESC_LOW => {

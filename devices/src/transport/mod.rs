@@ -1,4 +1,4 @@
-//! How a guest sees a device: virtio over MMIO (virtio 1.2, 4.2) and over PCI (4.1).
+//! How a guest accesses a device: virtio over MMIO (virtio 1.2, 4.2) and over PCI (4.1).
 //!
 //! ```text
 //!   MmioTransport ── registers ─┐

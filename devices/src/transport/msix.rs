@@ -28,7 +28,7 @@ struct Entry {
     message: MsiMessage,
     masked: bool,
     pending: bool,
-    /// What the router was told last.
+    /// The message that the router was last given for this vector.
     routed: Option<MsiMessage>,
 }
 
@@ -71,7 +71,7 @@ impl Msix {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        // Every change is complete in itself, so a panic elsewhere leaves nothing half done.
+        // Every change is complete in itself, so a panic elsewhere leaves no partial change.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -85,7 +85,7 @@ impl Msix {
         self.table().enabled
     }
 
-    /// The driver has written Message Control.
+    /// Takes over Message Control as the driver has written it.
     pub(super) fn set_control(&self, control: u16) {
         let mut table = self.table();
         table.enabled = control & CONTROL_ENABLE != 0;
@@ -95,7 +95,7 @@ impl Msix {
         }
     }
 
-    /// Raises `vector`, or remembers it while it is masked.
+    /// Raises `vector`, or keeps it pending while it is masked.
     pub(super) fn trigger(&self, vector: u16) {
         let mut table = self.table();
         // Without MSI-X there is nothing to send, and nothing becomes pending.
@@ -109,14 +109,14 @@ impl Msix {
         }
     }
 
-    /// Forgets what is pending.
+    /// Clears all pending bits.
     fn clear_pending(&self) {
         for entry in &mut self.table().entries {
             entry.pending = false;
         }
     }
 
-    /// Brings the router up to date about an unmasked vector, and sends what is pending.
+    /// Updates the router's route of an unmasked vector, and sends the vector if it is pending.
     fn deliver(&self, table: &mut Table, vector: usize) {
         let open = table.enabled && !table.function_masked;
         let Some(entry) = table
@@ -251,8 +251,8 @@ impl PciInterrupt {
         self.config_vector.load(Ordering::SeqCst)
     }
 
-    /// Maps configuration changes to `vector`. One that does not exist becomes NO_VECTOR, which the
-    /// driver reads back as a failure (4.1.5.1.2.2).
+    /// Maps configuration changes to `vector`. A vector that does not exist becomes NO_VECTOR, which the driver reads
+    /// back as a failure (4.1.5.1.2.2).
     pub(super) fn set_config_vector(&self, vector: u16) {
         self.config_vector
             .store(self.existing(vector), Ordering::SeqCst);
@@ -265,7 +265,7 @@ impl PciInterrupt {
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::SeqCst))
     }
 
-    /// Maps `queue` to `vector`, likewise.
+    /// Maps `queue` to `vector`; as with the configuration, a vector that does not exist becomes NO_VECTOR.
     pub(super) fn set_queue_vector(&self, queue: u32, vector: u16) {
         if let Some(slot) = self.queue_vectors.get(queue as usize) {
             slot.store(self.existing(vector), Ordering::SeqCst);
@@ -282,7 +282,7 @@ impl PciInterrupt {
 }
 
 impl Interrupt for PciInterrupt {
-    /// The ISR status tells what happened while MSI-X is off; with MSI-X the vector does (4.1.4.5.1).
+    /// While MSI-X is off the ISR status reports the event; with MSI-X the vector does (4.1.4.5.1).
     fn queue(&self, queue: u16) {
         if self.msix.enabled() {
             self.msix.trigger(self.queue_vector(queue.into()));
@@ -291,7 +291,7 @@ impl Interrupt for PciInterrupt {
         }
     }
 
-    /// The ISR status tells this one in either case, and before the message does (4.1.4.5.1).
+    /// The ISR status reports a configuration change in either case, and before the message is sent (4.1.4.5.1).
     fn config(&self) {
         self.isr.fetch_or(INTERRUPT_CONFIG as u8, Ordering::SeqCst);
         if self.msix.enabled() {

@@ -27,7 +27,7 @@ const VENDOR_VIRTIO: u16 = 0x1af4;
 const DEVICE_BASE: u16 = 0x1040;
 /// Mass storage controller, other.
 const CLASS_STORAGE: u32 = 0x01_8000;
-/// 0x40 or higher tells a modern driver's device from a transitional one (4.1.2.1).
+/// 0x40 or higher distinguishes a modern device from a transitional one (4.1.2.1).
 const SUBSYSTEM: u16 = 0x1100;
 
 const CONFIG_BAR: usize = 0;
@@ -38,7 +38,8 @@ const CONFIG_BAR_LEN: u32 = 4 * PAGE;
 const NOTIFY_BAR_LEN: u32 = PAGE;
 
 const COMMON_OFFSET: u64 = 0;
-/// Up to and with `queue_reset`. `queue_notify_data` before it comes with a feature that is not offered, and is zero.
+/// Up to and including `queue_reset`. `queue_notify_data` before it belongs to a feature that is not offered, and is
+/// zero.
 const COMMON_LEN: u64 = 0x3c;
 const ISR_OFFSET: u64 = 0x1000;
 const DEVICE_OFFSET: u64 = 0x2000;
@@ -55,27 +56,27 @@ const CFG_PCI: u8 = 5;
 /// Offset of `pci_cfg_data` in the PCI configuration access capability.
 const PCI_CFG_DATA: usize = 16;
 
-/// A base address register of the function, as it decodes now.
+/// A base address register of the function, as it currently decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bar {
     /// Index of the register, 0 to 5.
     pub index: usize,
-    /// Guest physical address; 0 before anyone has set it.
+    /// Guest physical address; 0 until firmware or the driver sets it.
     pub address: u64,
     /// Size in bytes, a power of two.
     pub size: u64,
-    /// Whether memory decoding is on. While it is off the BAR answers nowhere.
+    /// Whether memory decoding is on. While it is off, the BAR has no address.
     pub enabled: bool,
 }
 
-/// Where a queue is notified.
+/// The notification address of a queue.
 #[derive(Debug)]
 pub struct PciDoorbell {
     /// Index of the BAR.
     pub bar: usize,
     /// Offset in the BAR. Drivers write 2 bytes, the queue's index; each queue has its own address.
     pub offset: u64,
-    /// What the notification is to become.
+    /// The eventfd that a notification signals.
     pub event: EventFd,
 }
 
@@ -91,7 +92,7 @@ pub struct PciTransport<M: DeviceMemory> {
 }
 
 impl<M: DeviceMemory> PciTransport<M> {
-    /// Presents `device`, with one vector more than it has queues. No BAR has an address yet.
+    /// Presents `device`, with one more vector than it has queues. No BAR has an address yet.
     pub fn new(device: VirtioBlock, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
         let queues = device.queues();
         // At most 257.
@@ -153,10 +154,10 @@ impl<M: DeviceMemory> PciTransport<M> {
         }
     }
 
-    /// The notification address and doorbell of each queue, in order. The addresses move with the BAR.
+    /// The notification address and doorbell of each queue, in order. The addresses follow the BAR.
     ///
     /// # Errors
-    /// If the system gives no more descriptors.
+    /// If the system has no more descriptors.
     pub fn doorbells(&self) -> io::Result<Vec<PciDoorbell>> {
         let doorbells = self.state.doorbells()?.into_iter().zip(0..);
         Ok(doorbells
@@ -173,13 +174,13 @@ impl<M: DeviceMemory> PciTransport<M> {
         self.state.metrics()
     }
 
-    /// Drains what is in flight, stops the workers and returns the device to its initial state; the PCI
+    /// Drains the requests in flight, stops the workers and returns the device to its initial state; the PCI
     /// configuration stays. Dropping the transport drains and stops as well.
     pub fn reset(&mut self) {
         self.state.reset();
     }
 
-    /// The function's BARs and where they decode now. To be looked at again after each
+    /// The function's BARs and where they currently decode. Call it again after each
     /// [`config_write`](Self::config_write).
     pub fn bars(&self) -> Vec<Bar> {
         [CONFIG_BAR, NOTIFY_BAR, MSIX_BAR]
@@ -196,8 +197,8 @@ impl<M: DeviceMemory> PciTransport<M> {
     /// Gives a BAR its address, as firmware would. Memory decoding stays as it is.
     ///
     /// # Panics
-    /// If there is no such BAR, or `address` is not below 4 GiB and aligned to the BAR's size: the
-    /// caller's mistake, never the guest's.
+    /// If the BAR does not exist, or `address` is not below 4 GiB and aligned to the BAR's size. That is the caller's
+    /// mistake, never the guest's.
     pub fn set_bar(&mut self, index: usize, address: u64) {
         let size = self.config.bar_size(index);
         assert!(size != 0, "BAR {index} does not exist");
@@ -220,7 +221,7 @@ impl<M: DeviceMemory> PciTransport<M> {
             self.config
                 .set(self.pci_cfg_capability + PCI_CFG_DATA, &bytes[..len]);
         }
-        // 4.1.4.5.1: what a function with an interrupt pin would assert.
+        // 4.1.4.5.1: the state that an interrupt pin would have.
         self.config.set_interrupt_status(self.interrupt.asserted());
         self.config.read(offset, data);
     }
@@ -247,8 +248,8 @@ impl<M: DeviceMemory> PciTransport<M> {
         overlaps(offset, len, self.pci_cfg_capability + PCI_CFG_DATA, 4)
     }
 
-    /// Where the PCI configuration access capability points: BAR, offset, length. `None` if the driver has
-    /// set it to what 4.1.4.9.1 does not allow.
+    /// The target of the PCI configuration access capability: BAR, offset, length. `None` if the driver's values are
+    /// not allowed by 4.1.4.9.1.
     fn pci_cfg_window(&self) -> Option<(usize, u64, usize)> {
         let at = self.pci_cfg_capability;
         let bar = usize::from(self.config.u16_at(at + 4) as u8);
@@ -262,7 +263,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         ))
     }
 
-    /// Read at `offset` in a BAR. What is not implemented reads as zeroes.
+    /// Read at `offset` in a BAR. Unimplemented registers read as zeroes.
     pub fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
         data.fill(0);
         match bar {
@@ -285,14 +286,14 @@ impl<M: DeviceMemory> PciTransport<M> {
         }
     }
 
-    /// Write at `offset` in a BAR. What is read-only or not implemented does not change.
+    /// Write at `offset` in a BAR. Read-only and unimplemented registers do not change.
     pub fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]) {
         match bar {
             CONFIG_BAR if offset >= DEVICE_OFFSET => {
                 self.state.write_config(offset - DEVICE_OFFSET, data);
             }
             CONFIG_BAR if offset < COMMON_LEN => self.write_common(offset, data),
-            // The address alone names the queue; what is written is its index too (4.1.5.2).
+            // The address alone names the queue; the driver writes its index too (4.1.5.2).
             NOTIFY_BAR if offset.is_multiple_of(NOTIFY_OFF_MULTIPLIER.into()) => {
                 let queue = offset / u64::from(NOTIFY_OFF_MULTIPLIER);
                 self.state.notify(u32::try_from(queue).unwrap_or(u32::MAX));
@@ -338,7 +339,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         }
     }
 
-    /// Each field is written in its own width; the 64-bit ones as two halves (4.1.3.1) or at once.
+    /// Each field is written in its own width; a 64-bit field as two halves (4.1.3.1) or at once.
     fn write_common(&mut self, offset: u64, data: &[u8]) {
         match *data {
             [value] => self.write_common_8(offset, value),
@@ -371,7 +372,7 @@ impl<M: DeviceMemory> PciTransport<M> {
                 .set_queue_vector(self.state.queue_select(), value),
             // 4.1.4.3.2: the driver MUST NOT write 0.
             0x1c if value == 1 => self.state.enable_queue(),
-            // 4.1.4.3.2: nor anything but 1 here.
+            // 4.1.4.3.2: the driver MUST NOT write anything but 1 here either.
             0x3a if value == 1 => {
                 if self.state.reset_queue() {
                     let queue = self.state.queue_select();

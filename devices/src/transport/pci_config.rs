@@ -1,11 +1,11 @@
 //! The configuration space of a type 0 PCI function (PCI Local Bus 3.0, 6.1, 6.2.5 and 6.7).
 //!
-//! Each byte has a mask of the bits that software may write. That is all BAR sizing needs: the bits of a
-//! BAR below its size are read-only zeroes, so a write of all ones reads back as the size mask.
+//! Each byte has a mask of the bits that software may write. BAR sizing needs no more than that: the bits of a BAR
+//! below its size are read-only zeroes, so a write of all ones reads back as the size mask.
 
 /// Length of the conventional configuration space in bytes.
 const SPACE_LEN: usize = 256;
-/// Where the first capability goes.
+/// Offset of the first capability.
 const FIRST_CAPABILITY: usize = 0x40;
 const COMMAND: usize = 0x04;
 const STATUS: usize = 0x06;
@@ -14,12 +14,12 @@ const CAPABILITIES_POINTER: usize = 0x34;
 const INTERRUPT_LINE: usize = 0x3c;
 /// Command register: memory space enable.
 const COMMAND_MEMORY: u8 = 1 << 1;
-/// Status register: an interrupt is pending that no message has carried.
+/// Status register: an interrupt is pending that no message has delivered.
 const STATUS_INTERRUPT: u8 = 1 << 3;
-/// Status register: there is a list of capabilities.
+/// Status register: the function has a list of capabilities.
 const STATUS_CAPABILITIES: u8 = 1 << 4;
 
-/// What identifies a function.
+/// The identifying registers of a function.
 pub(super) struct Identity {
     pub(super) vendor: u16,
     pub(super) device: u16,
@@ -30,12 +30,12 @@ pub(super) struct Identity {
     pub(super) subsystem: u16,
 }
 
-/// 256 bytes of registers.
+/// The 256 bytes of registers.
 pub(super) struct PciConfig {
     registers: [u8; SPACE_LEN],
     writable: [u8; SPACE_LEN],
     bar_sizes: [u32; 6],
-    /// Where the pointer to the next capability is to be written.
+    /// Offset at which the pointer to the next capability is written.
     link: usize,
     next_capability: usize,
 }
@@ -84,7 +84,7 @@ impl PciConfig {
         at
     }
 
-    /// Sets registers, whether software may write them or not.
+    /// Sets registers, even those that software may not write.
     pub(super) fn set(&mut self, offset: usize, bytes: &[u8]) {
         self.registers[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
@@ -105,14 +105,14 @@ impl PciConfig {
         u32::from(self.u16_at(offset)) | u32::from(self.u16_at(offset + 2)) << 16
     }
 
-    /// Software reads; zeroes beyond the end, where a function without extended capabilities has none.
+    /// Read by software; zeroes beyond the end, because the function has no extended configuration space.
     pub(super) fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.registers.get(at).copied().unwrap_or(0);
         }
     }
 
-    /// Software writes: only the writable bits change.
+    /// Write by software: only the writable bits change.
     pub(super) fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, &byte) in (usize::from(offset)..).zip(data) {
             if let (Some(register), Some(&mask)) =
@@ -123,22 +123,22 @@ impl PciConfig {
         }
     }
 
-    /// Sets a BAR's address: the firmware's part. Bits below its size are dropped.
+    /// Sets a BAR's address, as firmware does. Bits below its size are dropped.
     pub(super) fn set_bar(&mut self, index: usize, address: u32) {
         self.write((BAR_0 + index * 4) as u16, &address.to_le_bytes());
     }
 
-    /// A BAR's address; the flags of a 32-bit, not prefetchable memory BAR are all zero.
+    /// A BAR's address; the flags of a 32-bit, non-prefetchable memory BAR are all zero.
     pub(super) fn bar_address(&self, index: usize) -> u32 {
         self.u32_at(BAR_0 + index * 4)
     }
 
-    /// A BAR's size in bytes; 0 if there is no such BAR.
+    /// A BAR's size in bytes; 0 if the BAR does not exist.
     pub(super) fn bar_size(&self, index: usize) -> u32 {
         self.bar_sizes.get(index).copied().unwrap_or(0)
     }
 
-    /// Whether the function answers to its BARs' addresses.
+    /// Whether the function decodes its BARs' addresses.
     pub(super) fn memory_enabled(&self) -> bool {
         self.registers[COMMAND] & COMMAND_MEMORY != 0
     }

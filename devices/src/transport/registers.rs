@@ -11,7 +11,7 @@ pub(super) trait Registers: Send {
     fn state(&mut self) -> &mut DeviceState<Self::Memory>;
 }
 
-/// What the owner of a device wants is the same through any registers.
+/// The owner's requests have the same effect through any registers.
 impl<T: Registers> ControlTransport for T {
     fn capacity_changed(&mut self) {
         self.state().capacity_changed();
