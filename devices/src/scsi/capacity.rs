@@ -1,4 +1,4 @@
-//! READ CAPACITY: how large the unit is (SBC-4, 5.18 and 5.19).
+//! READ CAPACITY: the size of the unit (SBC-4, 5.18 and 5.19).
 
 use super::plan::{Plan, Request};
 use super::sense::Sense;
@@ -22,8 +22,8 @@ pub(super) fn read_capacity_16(request: &Request<'_>) -> Result<Plan, Sense> {
     })
 }
 
-/// READ CAPACITY (10) parameter data of `blocks` blocks, at least one. The address of the last block is FFFFFFFFh where it
-/// does not fit, and READ CAPACITY (16) is to be asked.
+/// READ CAPACITY (10) parameter data of `blocks` blocks, at least one. If the address of the last block does not fit,
+/// it is FFFFFFFFh, and the initiator has to use READ CAPACITY (16).
 fn capacity_10(blocks: u64, block_size: u32) -> [u8; 8] {
     let last = u32::try_from(last(blocks)).unwrap_or(u32::MAX);
     let mut data = [0; 8];
@@ -32,9 +32,9 @@ fn capacity_10(blocks: u64, block_size: u32) -> [u8; 8] {
     data
 }
 
-/// READ CAPACITY (16) parameter data of `blocks` blocks, at least one and as many as 64 bits can count, which with blocks of
-/// 4096 bytes are 64 ZiB: no number of bytes is made of them anywhere. `thin`: what is discarded is given back, and reads
-/// as zeroes.
+/// READ CAPACITY (16) parameter data of `blocks` blocks, at least one and at most what 64 bits can count (64 ZiB with
+/// blocks of 4096 bytes): the function never computes a number of bytes. `thin`: discarded blocks are unmapped, and
+/// read as zeroes.
 fn capacity_16(blocks: u64, block_size: u32, thin: bool) -> [u8; 32] {
     let mut data = [0; 32];
     data[..8].copy_from_slice(&last(blocks).to_be_bytes());
@@ -59,10 +59,10 @@ mod tests {
         for (blocks, short, long) in [
             (1, 0, 0),
             (0xffff_ffff, 0xffff_fffe, 0xffff_fffe),
-            // Its last block's address is what says "too large", and it is.
+            // The address of the last block equals the "too large" marker, and is right.
             (1 << 32, u32::MAX, 0xffff_ffff),
             ((1 << 32) + 1, u32::MAX, 1 << 32),
-            // The largest that a backend, which counts in 512 bytes, can have in blocks of 4096.
+            // The largest disk of a backend, which counts in 512 bytes, in blocks of 4096.
             (u64::MAX / 8, u32::MAX, u64::MAX / 8 - 1),
             (u64::MAX, u32::MAX, u64::MAX - 1),
         ] {

@@ -1,4 +1,4 @@
-//! The commands: one table by which CDBs are judged, and which REPORT SUPPORTED OPERATION CODES reads out.
+//! The commands: one table, by which CDBs are checked and from which REPORT SUPPORTED OPERATION CODES is answered.
 
 use super::capacity::{read_capacity_10, read_capacity_16};
 use super::control::{report_luns, report_opcodes, request_sense, start_stop, test_unit_ready};
@@ -60,7 +60,7 @@ const COMMANDS: &[Command] = {
     ]
 };
 
-/// The first row of each opcode; none: the length of the table.
+/// The index of each opcode's first row; the length of the table if there is none.
 const FIRST: [u8; 256] = {
     let mut first = [COMMANDS.len() as u8; 256];
     let mut at = COMMANDS.len();
@@ -71,7 +71,7 @@ const FIRST: [u8; 256] = {
     first
 };
 
-/// Judges a command.
+/// Checks a command and plans its work.
 pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Result<Plan, Sense> {
     let command = find(cdb).filter(|command| command.offered(unit));
     let command = command.ok_or(Sense::OPERATION_CODE)?;
@@ -87,7 +87,7 @@ pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Re
         return Err(Sense::cdb(1, Some(4)));
     }
     let Some(cdb) = cdb.get(..command.usage.len()) else {
-        // The transport has cut it off: the first field that is not there.
+        // The transport has cut the CDB off: report its first missing field.
         return Err(Sense::cdb(cdb.len() as u16, None));
     };
     for (at, byte) in cdb.iter().enumerate().skip(1) {
@@ -107,7 +107,7 @@ pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Re
     })
 }
 
-/// The command that a CDB begins with; one with another service action, if there is none with this one.
+/// The row of a CDB's opcode and service action; a row with another service action if there is none with this one.
 fn find(cdb: &[u8]) -> Option<&'static Command> {
     let &opcode = cdb.first()?;
     let rows = COMMANDS.get(FIRST[usize::from(opcode)].into()..)?;

@@ -6,12 +6,12 @@ use super::plan::{Command, Plan, Request};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// TEST UNIT READY (SPC-5, 6.52). What could be in its way was looked at already.
+/// TEST UNIT READY (SPC-5, 6.52). The check of the command has already found the unit ready.
 pub(super) fn test_unit_ready(_: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Run(Job::nothing()))
 }
 
-/// REQUEST SENSE (SPC-5, 6.40): a unit attention condition, which is cleared with that, or why the unit is not ready.
+/// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the unit is not ready.
 pub(super) fn request_sense(request: &Request<'_>) -> Result<Plan, Sense> {
     let unit = request.unit;
     let stopped = unit.stopped().then_some(Sense::STOPPED);
@@ -21,11 +21,11 @@ pub(super) fn request_sense(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Answer { bytes, allocation })
 }
 
-/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: there is this one, with number 0.
+/// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: the only unit is number 0.
 pub(super) fn report_luns(request: &Request<'_>) -> Result<Plan, Sense> {
     let mut bytes = vec![0; 8];
     match request.byte(2) {
-        // Without and with well known logical units, of which there are none.
+        // Without and with well known logical units, which do not exist here.
         0x00 | 0x02 => {
             bytes[3] = 8;
             bytes.extend([0; 8]);
@@ -37,7 +37,8 @@ pub(super) fn report_luns(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Answer { bytes, allocation })
 }
 
-/// START STOP UNIT (SBC-4, 5.29). A stopped unit has its cache on the medium, and refuses commands that need that.
+/// START STOP UNIT (SBC-4, 5.29). Stopping a unit flushes its cache; a stopped unit refuses commands that need the
+/// medium.
 pub(super) fn start_stop(request: &Request<'_>) -> Result<Plan, Sense> {
     let unit = request.unit;
     let start = request.bit(4, 0x01);
@@ -64,17 +65,17 @@ pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
     let exact = |command: &&Command| command.action.unwrap_or(0) as u64 == action;
     let bytes = match (request.byte(2) & 0x07, has_actions) {
         (0, _) => list(all(), timeouts),
-        // By opcode alone, or by opcode and service action: an opcode of the other kind is an error.
+        // 1 is by opcode alone, 2 by opcode and service action: an opcode of the other kind is an error.
         (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
         (1, _) => one(request, same.next(), timeouts),
-        // 3: either.
+        // 3: by opcode, and by service action if the opcode has any.
         (2 | 3, _) => one(request, same.find(exact), timeouts),
         _ => return Err(Sense::cdb(2, Some(2))),
     };
     Ok(Plan::Answer { bytes, allocation })
 }
 
-/// A command timeouts descriptor without any (SPC-5, 6.35.4).
+/// A command timeouts descriptor without any timeouts (SPC-5, 6.35.4).
 const TIMEOUTS: [u8; 12] = [0, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// The all_commands parameter data (SPC-5, 6.35.2).
@@ -98,10 +99,10 @@ fn list<'a>(commands: impl Iterator<Item = &'a Command>, timeouts: bool) -> Vec<
 /// The one_command parameter data (SPC-5, 6.35.3).
 fn one(request: &Request<'_>, command: Option<&Command>, timeouts: bool) -> Vec<u8> {
     let Some(command) = command else {
-        // SUPPORT: not supported.
+        // SUPPORT: the command is not supported.
         return vec![0, 0x01, 0, 0];
     };
-    // CTDP; SUPPORT: as a standard has it.
+    // CTDP; SUPPORT: the command is supported as in a standard.
     let flags = u8::from(timeouts) << 7 | 0x03;
     let mut bytes = vec![0, flags, 0, command.usage.len() as u8];
     bytes.extend((0..command.usage.len()).map(|at| command.usage(request.unit, at)));

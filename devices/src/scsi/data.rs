@@ -1,10 +1,10 @@
-//! A command's data, wherever the transport has it.
+//! A command's data, in whatever memory the transport has.
 
 /// A command's data buffer: memory of the transport, scattered or not. Lengths and offsets in bytes.
 ///
-/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of one that receives some.
+/// It is the Data-Out Buffer of a command that sends data, and the Data-In Buffer of a command that receives data.
 pub trait DataBuffer {
-    /// Its length, which may be 0.
+    /// Its length in bytes, which may be 0.
     fn len(&self) -> usize;
 
     /// Whether it has no bytes.

@@ -1,4 +1,4 @@
-//! INQUIRY: what the unit is, who it is, and what it takes (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
+//! INQUIRY: the unit's type, identity and limits (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
 use super::plan::{Plan, Request};
 use super::provisioning::{MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES, max_unmap_blocks};
@@ -9,14 +9,14 @@ use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
 const VENDOR: &[u8; 8] = b"WALVISOR";
 /// PRODUCT IDENTIFICATION.
 const PRODUCT: &[u8; 16] = b"Virtual disk    ";
-/// What the unit keeps to: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
+/// The standards that the unit follows: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
 const VERSIONS: [u16; 5] = [0x00a0, 0x0460, 0x04c0, 0x05c0, 0x0600];
 
-/// OPTIMAL TRANSFER LENGTH in bytes: the log takes 1 % more than the payload at this length, and 100 % at a page. Linux makes
-/// no longer requests of its own than this.
+/// OPTIMAL TRANSFER LENGTH in bytes. A log record of this length takes 1 % more than its payload, a record of a page
+/// 100 % more. Linux makes no requests of its own longer than this.
 const OPTIMAL_BYTES: usize = 1 << 20;
 
-/// The vital product data pages, in ascending order as page 00h has them.
+/// The vital product data pages in ascending order, as page 00h lists them.
 const PAGES: &[(u8, Page)] = &[
     (0x00, supported),
     (0x80, serial),
@@ -26,7 +26,7 @@ const PAGES: &[(u8, Page)] = &[
     (0xb2, provisioning),
 ];
 
-/// What follows a page's header.
+/// Makes the bytes after a page's header.
 type Page = fn(&LogicalUnit) -> Vec<u8>;
 
 /// INQUIRY (SPC-5, 6.7).
@@ -51,7 +51,7 @@ pub(super) fn inquiry(request: &Request<'_>) -> Result<Plan, Sense> {
 /// Standard INQUIRY data (SPC-5, 6.7.2).
 fn standard() -> Vec<u8> {
     let mut bytes = vec![0; 96];
-    bytes[2] = 0x06; // SPC-4: initiators that are older than SPC-5 take 07h for less, if for anything.
+    bytes[2] = 0x06; // SPC-4: initiators older than SPC-5 rank 07h lower, if they know it.
     bytes[3] = 0x02; // response data format
     bytes[4] = 96 - 5;
     bytes[7] = 0x02; // CMDQUE
@@ -86,13 +86,13 @@ fn identification(unit: &LogicalUnit) -> Vec<u8> {
     };
     // T10 vendor ID based, ASCII: at most 8 + 36 bytes.
     put(2, 1, &[VENDOR, unit.serial().as_bytes()].concat());
-    // NAA, binary: locally assigned, since the project has no company ID. 60 bits.
+    // NAA, binary, 60 bits: locally assigned, because the project has no company ID.
     let naa = 3 << 60 | digest(unit.serial().as_bytes()) >> 4;
     put(1, 3, &naa.to_be_bytes());
     bytes
 }
 
-/// FNV-1a: another one for another serial number, as far as 64 bits allow, and the same in every version.
+/// FNV-1a: different for different serial numbers, as far as 64 bits allow, and the same in every version.
 fn digest(bytes: &[u8]) -> u64 {
     let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
@@ -101,7 +101,7 @@ fn digest(bytes: &[u8]) -> u64 {
 /// B0h, Block Limits (SBC-4, 6.6.4).
 fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
     let mut page = vec![0; 0x3c];
-    // By the page's own offsets, its header counted.
+    // Offsets are the page's own, which count its header.
     let mut put =
         |at: usize, field: &[u8]| page[at - 4..at - 4 + field.len()].copy_from_slice(field);
     let in_blocks = |bytes: u64| bytes / u64::from(unit.block_size());
@@ -124,7 +124,7 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
 /// B1h, Block Device Characteristics (SBC-4, 6.6.2).
 fn characteristics(_: &LogicalUnit) -> Vec<u8> {
     let mut page = vec![0; 0x3c];
-    // MEDIUM ROTATION RATE: none. How far apart two blocks are says nothing about the time between them.
+    // MEDIUM ROTATION RATE: none. The distance between two blocks says nothing about access times.
     page[1] = 1;
     page
 }
@@ -132,7 +132,7 @@ fn characteristics(_: &LogicalUnit) -> Vec<u8> {
 /// B2h, Logical Block Provisioning (SBC-4, 6.6.7).
 fn provisioning(unit: &LogicalUnit) -> Vec<u8> {
     match unit.thin() {
-        // LBPU, LBPWS, LBPWS10; LBPRZ: what is discarded reads as zeroes. Thin.
+        // LBPU, LBPWS, LBPWS10; LBPRZ: discarded blocks read as zeroes. Thin.
         true => vec![0, 0xe0 | 1 << 2, 2, 0],
         false => vec![0; 4],
     }

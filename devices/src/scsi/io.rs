@@ -1,22 +1,22 @@
-//! READ, WRITE and SYNCHRONIZE CACHE of every length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to 5.42), and what the other
-//! commands that name blocks have in common with them.
+//! READ, WRITE and SYNCHRONIZE CACHE of every CDB length (SBC-4, 5.13 to 5.17, 5.30, 5.31, 5.39 to 5.42), and the
+//! checks that they share with the other commands that name blocks.
 
 use super::job::{Action, Change, Job, Range, Then};
 use super::plan::{Plan, Request};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// The blocks that a CDB names, on the disk and not too many. It may be none.
+/// The blocks that a CDB names. They are on the disk and within the limit; there may be none.
 pub(super) struct Named {
     pub(super) range: Range,
-    /// Where the CDB has their number: what a pointer to a wrong one points to.
+    /// Offset of their number in the CDB, which sense data about a wrong number points to.
     pub(super) at: u16,
 }
 
 /// Takes LOGICAL BLOCK ADDRESS and TRANSFER LENGTH out of a CDB of 6, 10, 12 or 16 bytes.
 ///
 /// # Errors
-/// If they are not all on the disk, or more than `most`.
+/// If the blocks are not all on the disk, or more than `most`.
 pub(super) fn named(request: &Request<'_>, most: u32) -> Result<Named, Sense> {
     let (lba, blocks, at) = match request.cdb_len() {
         6 => {
@@ -24,7 +24,7 @@ pub(super) fn named(request: &Request<'_>, most: u32) -> Result<Named, Sense> {
                 0 => 256,
                 blocks => blocks.into(),
             };
-            // Without the three bits of byte 1 that have no meaning here, and which are 0.
+            // Byte 1 has three bits that are not part of the address; they are 0.
             (request.number(1, 3), blocks, 4)
         }
         10 => (request.number(2, 4), request.number(7, 2), 7),
@@ -35,7 +35,7 @@ pub(super) fn named(request: &Request<'_>, most: u32) -> Result<Named, Sense> {
     Ok(Named { range, at })
 }
 
-/// `blocks` blocks from `lba` on. `at`: where the CDB has their number.
+/// `blocks` blocks from `lba` on. `at`: offset of their number in the CDB.
 pub(super) fn range(
     request: &Request<'_>,
     lba: u64,
@@ -53,7 +53,7 @@ pub(super) fn range(
     }
 }
 
-/// Whether the Data-Out Buffer has `blocks` blocks, which the CDB announces at byte `at`.
+/// Checks that the Data-Out Buffer has `blocks` blocks, which the CDB announces at byte `at`.
 pub(super) fn sent(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Sense> {
     let bytes = u64::from(blocks) * u64::from(request.unit.block_size());
     match request.data.len() as u64 >= bytes {
@@ -62,8 +62,8 @@ pub(super) fn sent(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Se
     }
 }
 
-/// Whether the Data-Out Buffer has `blocks` blocks and nothing else: one of another length is divided in another way than
-/// the command divides it.
+/// Checks that the Data-Out Buffer has exactly `blocks` blocks. With another length the initiator divides the buffer
+/// differently from the command.
 pub(super) fn sent_exactly(request: &Request<'_>, blocks: u32, at: u16) -> Result<(), Sense> {
     sent(request, blocks, at)?;
     let block = request.unit.block_size() as usize;
@@ -73,7 +73,7 @@ pub(super) fn sent_exactly(request: &Request<'_>, blocks: u32, at: u16) -> Resul
     }
 }
 
-/// Whether the unit can be written to.
+/// Checks that the unit can be written to.
 pub(super) fn writable(request: &Request<'_>) -> Result<(), Sense> {
     match request.unit.can().read_only {
         true => Err(Sense::WRITE_PROTECTED),
@@ -86,7 +86,7 @@ fn forced(request: &Request<'_>) -> bool {
     request.cdb_len() > 6 && request.bit(1, 0x08)
 }
 
-/// What comes after a change with FUA: the step that makes it durable.
+/// The flush after a change with FUA, which makes the change durable.
 pub(super) fn durable(request: &Request<'_>) -> Option<Action> {
     let needed = forced(request) && request.unit.can().flush;
     needed.then_some(Action::Flush)
@@ -96,7 +96,7 @@ pub(super) fn durable(request: &Request<'_>) -> Option<Action> {
 pub(super) fn read(request: &Request<'_>) -> Result<Plan, Sense> {
     let unit = request.unit;
     let mut range = named(request, unit.max_transfer_blocks())?.range;
-    // What does not fit need not be read.
+    // Blocks that do not fit the buffer are not read.
     let fits = request.data.len().div_ceil(unit.block_size() as usize);
     range.blocks = range.blocks.min(u32::try_from(fits).unwrap_or(u32::MAX));
     if range.blocks == 0 {
@@ -104,7 +104,7 @@ pub(super) fn read(request: &Request<'_>) -> Result<Plan, Sense> {
         return Ok(Plan::Answer { bytes, allocation });
     }
     let read = Some(Action::Read(Then::Return));
-    // With FUA it comes from the medium: what is newer in the cache goes there first (SBC-4, 4.15.2).
+    // A read with FUA comes from the medium: newer data in the cache is flushed first (SBC-4, 4.15.2).
     let script = match forced(request) && unit.write_cache() {
         true => [Some(Action::Flush), read, None],
         false => [read, None, None],
@@ -125,9 +125,9 @@ pub(super) fn write(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Run(job.changing(Change::Shared)))
 }
 
-/// SYNCHRONIZE CACHE (10), (16). Whatever range it names, everything is synchronized: many of these share one sync.
+/// SYNCHRONIZE CACHE (10), (16). It synchronizes everything, whatever range it names: many commands share one sync.
 pub(super) fn synchronize(request: &Request<'_>) -> Result<Plan, Sense> {
-    // 0 blocks: all from there on.
+    // 0 blocks: all blocks from the address on.
     named(request, u32::MAX)?;
     let flush = request.unit.can().flush.then_some(Action::Flush);
     let script = [flush, None, None];

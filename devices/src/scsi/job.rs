@@ -1,8 +1,8 @@
-//! What a command has to do, once it is judged: a few steps on blocks.
+//! The work of a command that has been checked: a few steps on blocks.
 
 use crate::latency::OperationKind;
 
-/// Blocks that follow each other, all of them on the disk when the command was judged.
+/// Consecutive blocks, all of them on the disk when the command was checked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Range {
     pub(super) lba: u64,
@@ -29,31 +29,31 @@ pub(super) enum Action {
     Unmap,
 }
 
-/// What is done with blocks that were read.
+/// How blocks that were read are used.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Then {
-    /// They go to the Data-In Buffer, as much as fits.
+    /// Copy them to the Data-In Buffer, as much as fits.
     Return,
-    /// They were readable, and that was the question.
+    /// Drop them: the command only checks that they are readable.
     Forget,
-    /// They are to be what the Data-Out Buffer begins with.
+    /// Compare them with the start of the Data-Out Buffer.
     Compare,
-    /// Each is to be the one block in the Data-Out Buffer.
+    /// Compare each of them with the one block in the Data-Out Buffer.
     CompareEach,
 }
 
-/// Who may change blocks while a job does.
+/// Whether other commands may change a job's blocks while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// It changes none.
+    /// The job changes no blocks.
     None,
-    /// Anyone.
+    /// Other commands may change the blocks too.
     Shared,
-    /// Nobody: what it reads it goes by.
+    /// No other command may: the job relies on what it has read or written.
     Alone,
 }
 
-/// What a command has to do.
+/// The work of a command.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) kind: Option<OperationKind>,
@@ -64,7 +64,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// `script` on `range`.
+    /// A job that runs `script` on `range`.
     pub(super) fn new(kind: OperationKind, range: Range, script: [Option<Action>; 3]) -> Self {
         Self {
             kind: Some(kind),
@@ -75,7 +75,7 @@ impl Job {
         }
     }
 
-    /// Nothing more than what was done when the command was judged.
+    /// A job without steps: checking the command has done all its work.
     pub(super) fn nothing() -> Self {
         Self {
             kind: None,

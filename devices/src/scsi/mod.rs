@@ -8,7 +8,7 @@
 //!      └───────── BackendQueue ──▶ Task::ended    data, or sense                                 sense.rs
 //! ```
 //!
-//! Every command is judged in full before the first step of it is submitted, and its data is copied once: between the
+//! Every command is checked in full before its first step is submitted. Its data is copied once, between the
 //! transport's memory and the backend's [`Buffer`](crate::backend::Buffer).
 //!
 //! # How a transport runs a command
@@ -24,20 +24,21 @@
 //!     }
 //! }
 //! ```
-//! A unit's tasks may be run in any number of threads, as long as each hears when a task of another one is over. A task is
-//! dropped only while none of its operations is in flight.
+//! A unit's tasks may run in any number of threads, as long as each thread is notified when a task of another thread is
+//! over. A task may be dropped only while none of its operations is in flight.
 //!
-//! # Which rules where the standards leave a choice
+//! # Choices where the standards leave one
 //!
-//! - **Lengths**: a Data-In Buffer shorter than what the CDB asks for gets as much as fits, with GOOD; the transport
-//!   knows both lengths and reports the residual. A Data-Out Buffer shorter than that is refused, and nothing is written;
-//!   of a longer one the rest is passed over, but for WRITE SAME and COMPARE AND WRITE, where it shows that the initiator
-//!   divides it in another way.
-//! - **Reserved bits** of a CDB must be zero: CHECK CONDITION with the byte and the bit. So must what this server does not
-//!   do (protection information, groups, NACA, ANCHOR), instead of being passed over.
-//! - **Reservations** are refused as unknown commands: they belong to I_T nexuses, and of these a transport in user space
-//!   such as TCMU tells nothing. There the kernel answers them before they come here.
-//! - **IMMED** is taken, and status comes when the work is done: later than it might, and true.
+//! - **Lengths**: a Data-In Buffer shorter than the CDB asks for gets as much as fits, with GOOD; the transport knows
+//!   both lengths and reports the residual. A command with too short a Data-Out Buffer is refused, and nothing is
+//!   written. The rest of too long a one is ignored, except by WRITE SAME and COMPARE AND WRITE, because there it shows
+//!   that the initiator divides the buffer differently.
+//! - **Reserved bits** of a CDB must be zero; otherwise the command gets CHECK CONDITION with the byte and the bit. The
+//!   same holds for features that this server lacks (protection information, groups, NACA, ANCHOR): it does not ignore
+//!   them.
+//! - **Reservations** are refused as unknown commands. They belong to I_T nexuses, which a transport in user space such
+//!   as TCMU does not report. With TCMU the kernel answers them before they reach this server.
+//! - **IMMED** is accepted, but status comes only when the work is done: later than it might, but true.
 
 mod capacity;
 mod command;

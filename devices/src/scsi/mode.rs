@@ -20,16 +20,16 @@ const WCE: u8 = 0x04;
 /// D_SENSE, in byte 2 of the control page: sense data in the descriptor format.
 const D_SENSE: u8 = 0x04;
 
-/// PC (SPC-5, table 191): which values a page is to have.
+/// PC (SPC-5, table 191): which values of a page are asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Values {
     Current,
-    /// A mask of what MODE SELECT changes.
+    /// A mask of the bits that MODE SELECT can change.
     Changeable,
     Default,
 }
 
-/// A mode page, its header of two bytes included.
+/// A mode page, including its header of two bytes.
 fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
     let on = |bit: u8, current: bool, changeable: bool, default: bool| {
         let set = match values {
@@ -111,7 +111,7 @@ pub(super) fn sense(request: &Request<'_>) -> Result<Plan, Sense> {
     };
     bytes.extend(descriptor);
     bytes.extend(pages);
-    // MODE DATA LENGTH counts what follows it. Everything together is less than 60 bytes.
+    // MODE DATA LENGTH counts the bytes after itself. The whole answer is shorter than 60 bytes.
     match short {
         true => bytes[0] = (bytes.len() - 1) as u8,
         false => bytes[1] = (bytes.len() - 2) as u8,
@@ -129,26 +129,26 @@ fn block_descriptor(unit: &LogicalUnit, long: bool) -> Vec<u8> {
     } else {
         descriptor.extend(u32::try_from(blocks).unwrap_or(u32::MAX).to_be_bytes());
     }
-    // The short one has three bytes for the length, behind a reserved one.
+    // The short descriptor has three bytes for the length, after a reserved byte.
     descriptor.extend(size);
     descriptor
 }
 
-/// What a MODE SELECT asks for that can be changed.
+/// The changes that a MODE SELECT asks for.
 #[derive(Default)]
 struct Wanted {
     write_cache: Option<bool>,
     descriptor_sense: Option<bool>,
 }
 
-/// MODE SELECT (6), (10). All of the list is checked before any of it takes effect.
+/// MODE SELECT (6), (10). The whole list is checked before any of it takes effect.
 pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
     let unit = request.unit;
     let (len, header) = match request.cdb_len() {
         6 => (request.length(4, 1), 4),
         _ => (request.length(7, 2), 8),
     };
-    // PF: pages as the standards have them. Without it they would be vendor's own.
+    // PF: pages as in the standards. Without it they would be vendor specific.
     if !request.bit(1, 0x10) {
         return Err(Sense::cdb(1, Some(4)));
     }
@@ -170,7 +170,7 @@ pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
         return Ok(Plan::Run(Job::nothing()));
     };
     unit.backend().set_write_cache(on);
-    // What is in the cache when it is turned off goes to the medium before the command ends.
+    // If the cache is turned off, its contents go to the medium before the command ends.
     let flush = (!on).then_some(Action::Flush);
     let script = [flush, None, None];
     Ok(Plan::Run(Job::new(
@@ -181,7 +181,7 @@ pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
 }
 
 fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense> {
-    // MODE DATA LENGTH is reserved here, and of DEVICE-SPECIFIC PARAMETER nothing can be set (SBC-4, 6.5.2.1).
+    // MODE DATA LENGTH is reserved here, and nothing in DEVICE-SPECIFIC PARAMETER can be set (SBC-4, 6.5.2.1).
     let (medium_type, length_at) = if header == 4 { (1, 3) } else { (2, 6) };
     if list[medium_type] != 0 {
         return Err(Sense::list(medium_type as u16, None));
@@ -199,7 +199,8 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense
         let Some(given) = list.get(header..header + descriptor) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // The number of blocks may be left at 0, "as it is" (SBC-4, 6.5.2.2). A change of either would be a FORMAT UNIT.
+        // The number of blocks may be 0, "unchanged" (SBC-4, 6.5.2.2). To change it or the length would need a FORMAT
+        // UNIT.
         let count = if long { 8 } else { 4 };
         let same =
             given[..count] == current[..count] || given[..count].iter().all(|&byte| byte == 0);
@@ -216,7 +217,7 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense
         let Some(&[code, len]) = list.get(at..at + 2) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // PS is reserved here; initiators send back what they got. SPF: no page with subpages can be changed.
+        // PS is reserved here, but initiators send back what they got. SPF: no page with subpages can be changed.
         let code = code & 0x7f;
         let Some(current) = page(unit, code, Values::Current) else {
             return Err(Sense::list(at as u16, Some(6)));

@@ -1,9 +1,9 @@
-//! Which commands wait for which: those that read and then change what they have read stand alone on their blocks.
+//! Which commands wait for which: a command that reads blocks and then relies on them has these blocks to itself.
 //!
-//! A COMPARE AND WRITE is one action for everyone else (SBC-4, 5.3): no change to its blocks may come between its read and
-//! its write. So a command that changes blocks is listed from the moment it is judged until it is over; one that stands
-//! alone waits for every listed one before it that overlaps it, and those behind wait for it. Nobody waits for one that
-//! came later, so nobody waits in a circle.
+//! A COMPARE AND WRITE is one action for all other commands (SBC-4, 5.3): no change to its blocks may come between its
+//! read and its write. So a command that changes blocks is listed from its check until it is over. A command that
+//! needs its blocks alone waits for every overlapping command listed before it, and later overlapping commands wait
+//! for it. No command waits for a later one, so there is no deadlock.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,16 +15,16 @@ pub(super) struct Order {
 
 #[derive(Default)]
 struct List {
-    /// In the order in which they came.
+    /// In order of arrival.
     entries: Vec<Entry>,
     next: u64,
-    /// How many of them stand alone.
+    /// Number of entries that need their blocks alone.
     alone: usize,
 }
 
 struct Entry {
     number: u64,
-    /// First block, and the one after the last.
+    /// First block; `end` is the block after the last.
     start: u64,
     end: u64,
     alone: bool,
@@ -32,7 +32,7 @@ struct Entry {
 
 impl Order {
     fn lock(&self) -> MutexGuard<'_, List> {
-        // The list is right between any two steps.
+        // A panic leaves no partial change in the list.
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -55,7 +55,7 @@ impl Order {
     }
 }
 
-/// A place in the list; dropped when the command is over.
+/// A place in the list; it is dropped when the command is over.
 pub(super) struct Ticket {
     order: Arc<Order>,
     number: u64,

@@ -1,19 +1,19 @@
-//! How a command is judged: the row of the table, the CDB that its decoder sees, and what it comes to.
+//! How a command is checked: its row in the table, the CDB that its decoder sees, and the resulting plan.
 
 use super::data::DataBuffer;
 use super::job::Job;
 use super::sense::Sense;
 use super::unit::LogicalUnit;
 
-/// What a command comes to, once it is judged.
+/// The result of checking a command.
 pub(super) enum Plan {
-    /// Parameter data, to be cut to the allocation length.
+    /// Parameter data, to be cut off at the allocation length.
     Answer { bytes: Vec<u8>, allocation: usize },
-    /// Work for the backend, or none.
+    /// Work for the backend, possibly none.
     Run(Job),
 }
 
-/// A command as its decoder sees it: a CDB of full length without a bit that the command does not have.
+/// A command as its decoder sees it: the CDB has its full length and no bit that the command does not use.
 pub(super) struct Request<'a> {
     pub(super) unit: &'a LogicalUnit,
     pub(super) data: &'a dyn DataBuffer,
@@ -23,7 +23,7 @@ pub(super) struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// The commands that the unit has.
+    /// The commands that the unit supports.
     pub(super) fn commands(&self) -> impl Iterator<Item = &'static Command> {
         let offered = |command: &&Command| command.offered(self.unit);
         self.table.iter().filter(offered)
@@ -54,7 +54,7 @@ impl Request<'_> {
     }
 }
 
-/// How a command is judged.
+/// Checks the fields of a command and makes its plan.
 pub(super) type Decoder = fn(&Request<'_>) -> Result<Plan, Sense>;
 
 /// A command of the table.
@@ -62,22 +62,22 @@ pub(super) struct Command {
     pub(super) opcode: u8,
     /// The service action in the low five bits of byte 1, for opcodes that have them.
     pub(super) action: Option<u8>,
-    /// Which bits of each byte are evaluated: CDB usage data (SPC-5, 6.35.3). The CDB is as long.
+    /// The bits of each byte that are evaluated: CDB usage data (SPC-5, 6.35.3). The CDB has the same length.
     pub(super) usage: &'static [u8],
-    /// Bits of byte 1 that mean something only where blocks can be unmapped; all of them: so does the command.
+    /// Bits of byte 1 that are valid only if blocks can be unmapped. [`ALL`]: so is the command itself.
     pub(super) thin: u8,
     pub(super) needs: Needs,
     pub(super) decode: Decoder,
 }
 
-/// What a command needs to be carried out.
+/// What state of the unit a command needs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Needs {
-    /// Nothing, not even that no unit attention condition is left (SAM-5, 5.14).
+    /// None: it is carried out even if a unit attention condition is left (SAM-5, 5.14).
     Nothing,
     /// No unit attention condition.
     Unit,
-    /// A unit that is not stopped, too.
+    /// No unit attention condition, and a unit that is not stopped.
     Medium,
 }
 
@@ -93,7 +93,7 @@ impl Command {
         }
     }
 
-    /// One with a service action, which is in the usage data.
+    /// A command with a service action, which is in the usage data.
     pub(super) const fn action(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
         let mut command = Self::new(needs, usage, decode);
         command.action = Some(usage[1] & ACTION);

@@ -9,16 +9,16 @@ use crate::backend::{Allocation, Extent, SECTOR_SIZE};
 use crate::block::MAX_ERASE_SECTORS;
 use crate::latency::OperationKind;
 
-/// Most bytes of one UNMAP, all descriptors together: as much as a DISCARD of virtio-blk.
+/// The most bytes of one UNMAP, all descriptors together: as many as a DISCARD of virtio-blk may cover.
 const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
-/// Most blocks of one UNMAP: what libiscsi's conformance tests hold for sane.
+/// The most blocks of one UNMAP: the limit that libiscsi's conformance tests accept.
 const MAX_UNMAP_BLOCKS: u64 = 1 << 20;
-/// Most descriptors of one UNMAP.
+/// The most descriptors of one UNMAP.
 pub(super) const MAX_UNMAP_RANGES: usize = 256;
-/// Most bytes of one WRITE SAME: a second's work where the block is not zeroes, and has to be written that often.
+/// The most bytes of one WRITE SAME: a second's work if the block is not zeroes and has to be written to each.
 pub(super) const MAX_WRITE_SAME_BYTES: u64 = 256 << 20;
 
-/// Most descriptors in one answer to GET LBA STATUS.
+/// The most descriptors in one answer to GET LBA STATUS.
 const MAX_STATUS: usize = 256;
 
 /// MAXIMUM UNMAP LBA COUNT.
@@ -43,8 +43,8 @@ pub(super) fn unmap(request: &Request<'_>) -> Result<Plan, Sense> {
     // At most 64 KiB.
     let mut list = vec![0; len];
     request.data.read(0, &mut list);
-    // UNMAP DATA LENGTH may be 0 as well, for a list without descriptors. A descriptor that is not all there is passed
-    // over if the list says that it is not, and an error if the list is cut off.
+    // UNMAP DATA LENGTH may also be 0, for a list without descriptors. An incomplete last descriptor is ignored if
+    // UNMAP DATA LENGTH ends within it, and an error if the list itself is cut off.
     let announced = usize::from(u16::from_be_bytes([list[2], list[3]]));
     if announced > len - HEADER {
         return Err(Sense::LIST_LENGTH);
@@ -92,7 +92,7 @@ pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
     let most = MAX_WRITE_SAME_BYTES / u64::from(unit.block_size());
     let Named { range, at } = named(request, most as u32)?;
     if range.blocks == 0 {
-        // WSNZ: "all up to the last one" might be work without end.
+        // WSNZ: 0 would mean all blocks up to the last one, which might be unbounded work.
         return Err(Sense::cdb(at, None));
     }
     let unmap = request.bit(1, 0x08);
@@ -100,8 +100,8 @@ pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
     if !no_data {
         sent_exactly(request, 1, at)?;
     }
-    // Zeroes are a record without payload. With UNMAP set, blocks of zeroes may be unmapped, since these read as zeroes;
-    // others are written (SBC-4, table 139).
+    // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because unmapped blocks read
+    // as zeroes; other blocks are written (SBC-4, table 139).
     let zero = no_data || is_zero(request.data, unit.block_size() as usize);
     let (kind, action) = match zero && (unit.can().write_zeroes || unmap) {
         true => (OperationKind::WriteZeroes, Action::Zero { unmap }),
@@ -112,7 +112,7 @@ pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Run(job.changing(Change::Shared)))
 }
 
-/// Whether the data buffer begins with so many zeroes.
+/// Whether the data buffer begins with `len` zero bytes.
 fn is_zero(data: &dyn DataBuffer, len: usize) -> bool {
     let mut block = [0; 4096];
     let block = &mut block[..len];
@@ -148,13 +148,13 @@ pub(super) fn lba_status(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Answer { bytes, allocation })
 }
 
-/// Mapped, or something that is not known to be unmapped.
+/// Mapped, or not known to be unmapped.
 const MAPPED: u8 = 0;
 /// Deallocated.
 const DEALLOCATED: u8 = 1;
 
-/// At least one and at most `most` ranges that follow each other from block `start` on, where `extents` begin, with their
-/// PROVISIONING STATUS. A block of several sectors is deallocated if all of them are.
+/// At least one and at most `most` consecutive ranges with their PROVISIONING STATUS, from block `start` on, where
+/// `extents` begin. A block of several sectors is deallocated if all of them are.
 fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<(u8, Range)> {
     let mut statuses: Vec<(u8, Range)> = Vec::new();
     let (mut sector, mut told) = (start * per_block, start);
@@ -162,7 +162,7 @@ fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<
         let Some(blocks) = until.checked_sub(*told).filter(|&blocks| blocks > 0) else {
             return true;
         };
-        // Of a stretch that is longer its beginning is told; who wants the rest asks again.
+        // Only the beginning of too long a range is reported; an initiator that wants the rest asks again.
         let told_of = u32::try_from(blocks).unwrap_or(u32::MAX);
         let lba = std::mem::replace(told, until);
         let last = statuses
@@ -189,7 +189,7 @@ fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<
                     begin.div_ceil(per_block).min(sector / per_block),
                 ) && tell(DEALLOCATED, &mut told, sector / per_block)
             }
-            // The block at its end may be in part of the next one, which does not begin it then.
+            // The extent's last block may reach into the next extent, which then begins with the block after it.
             _ => tell(MAPPED, &mut told, sector.div_ceil(per_block)),
         };
         if !goes_on {
@@ -197,7 +197,7 @@ fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<
         }
     }
     if statuses.is_empty() {
-        // Less than a block is known of.
+        // The extents cover less than a block.
         let (lba, blocks) = (start, 1);
         statuses.push((MAPPED, Range { lba, blocks }));
     }
@@ -238,7 +238,7 @@ mod tests {
             told(&[(12, Data), (30, Hole), (6, Data)], 8, 2, 9),
             [(0, 2, 2), (1, 4, 3), (0, 7, 1)]
         );
-        // A hole in the middle of one block, twice, and then one that has a whole block.
+        // A hole in the middle of one block, twice, and then a hole that covers a whole block.
         assert_eq!(
             told(
                 &[(2, Data), (2, Hole), (2, Data), (2, Hole), (9, Hole)],

@@ -1,4 +1,4 @@
-//! Status and sense data: why a command failed, exactly (SPC-5, 4.4; SAM-5, 5.3).
+//! Status and sense data: the exact reason why a command failed (SPC-5, 4.4; SAM-5, 5.3).
 
 use std::ops::Deref;
 
@@ -8,11 +8,11 @@ use crate::backend::Failure;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// It was carried out.
+    /// The command was carried out.
     Good = 0x00,
-    /// It was not; sense data tells why.
+    /// The command failed; sense data has the reason.
     CheckCondition = 0x02,
-    /// It was aborted.
+    /// The command was aborted.
     TaskAborted = 0x40,
 }
 
@@ -24,7 +24,7 @@ pub struct SenseData {
 }
 
 impl SenseData {
-    /// Most bytes that it has.
+    /// Its maximum length in bytes.
     pub const MAX: usize = 28;
 }
 
@@ -52,7 +52,7 @@ mod key {
     pub(super) const MISCOMPARE: u8 = 0xe;
 }
 
-/// Which field of the CDB or of the parameter list is in error (SPC-5, 4.4.2.4.2).
+/// The field of the CDB or of the parameter list that is in error (SPC-5, 4.4.2.4.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Field {
     in_cdb: bool,
@@ -61,7 +61,7 @@ struct Field {
     bit: Option<u8>,
 }
 
-/// Why a command failed.
+/// The reason why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sense {
     key: u8,
@@ -110,7 +110,7 @@ impl Sense {
         self
     }
 
-    /// INVALID FIELD IN CDB; `bit`: the field's most significant one, if the field is less than whole bytes.
+    /// INVALID FIELD IN CDB; `bit`: the field's most significant bit, if the field is not whole bytes.
     pub(super) const fn cdb(byte: u16, bit: Option<u8>) -> Self {
         Self::new(key::ILLEGAL_REQUEST, 0x2400).at_cdb(byte, bit)
     }
@@ -133,10 +133,10 @@ impl Sense {
         sense
     }
 
-    /// What the failure of a backend operation means; `io`: for one of the medium.
+    /// The sense for a failed backend operation; `io`: the sense for an error of the medium.
     pub(super) const fn of(failure: Failure, io: Self) -> Self {
         match failure {
-            // The disk has changed since the command was judged.
+            // The disk has changed since the command was checked.
             Failure::OutOfRange => Self::OUT_OF_RANGE,
             Failure::TooLarge => Self::new(key::ILLEGAL_REQUEST, 0x2400),
             Failure::ReadOnly => Self::WRITE_PROTECTED,
@@ -157,7 +157,7 @@ impl Sense {
         if !descriptors {
             bytes[0] = 0x70;
             bytes[2] = self.key;
-            // Valid only if it fits into four bytes.
+            // VALID is set only if the information fits into four bytes.
             if let Some(information) = self.information.and_then(|value| u32::try_from(value).ok())
             {
                 bytes[0] |= 0x80;

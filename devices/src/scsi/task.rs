@@ -1,4 +1,4 @@
-//! One command in flight: a few backend operations, and what came of them.
+//! One command in flight: its backend operations and its outcome.
 
 use super::command;
 use super::data::DataBuffer;
@@ -10,21 +10,21 @@ use super::unit::LogicalUnit;
 use crate::backend::{Buffer, Failure, Operation, SECTOR_SIZE};
 use crate::latency::OperationKind;
 
-/// Most operations of one command in flight.
+/// The most operations of one command in flight.
 const MAX_IN_FLIGHT: usize = 32;
 /// Longest write of a WRITE SAME in bytes: the block repeated.
 const FILL_PART: usize = 1 << 20;
 /// Bytes of a data buffer compared at once.
 const COMPARED: usize = 4096;
 
-/// What a transport is to do next for a task.
+/// The transport's next step for a task.
 #[derive(Debug)]
 pub enum Step {
-    /// Submit this, and ask again.
+    /// Submit this operation, then call [`Task::next`] again.
     Submit(Operation),
-    /// Nothing until an operation of this task has ended.
+    /// Wait until an operation of this task has ended.
     InFlight,
-    /// Nothing until another task of the unit is over, for the two must not overlap.
+    /// Wait until another task of the unit is over: the two must not overlap.
     Blocked,
     /// The command has ended.
     Done,
@@ -35,9 +35,9 @@ pub enum Step {
 pub struct Outcome {
     /// The status.
     pub status: Status,
-    /// Why it failed, with CHECK CONDITION.
+    /// With CHECK CONDITION, the reason.
     pub sense: Option<SenseData>,
-    /// Bytes of the Data-In Buffer that are valid, from its first one on. `None`: the command receives no data, or it failed.
+    /// Valid bytes at the start of the Data-In Buffer. `None`: the command receives no data, or it failed.
     pub data_in: Option<usize>,
 }
 
@@ -46,10 +46,10 @@ pub struct Task {
     job: Job,
     /// The next action.
     at: usize,
-    /// Blocks of the range that are filled, or ranges of the list that are discarded, with what is in flight.
+    /// Blocks of the range filled, or ranges of the list discarded, including those in flight.
     progress: usize,
     in_flight: usize,
-    /// What the blocks in flight are for, if they are read.
+    /// How the blocks of the read in flight are used; `None`: no read is in flight.
     then: Option<Then>,
     ticket: Option<Ticket>,
     data_in: Option<usize>,
@@ -57,9 +57,9 @@ pub struct Task {
 }
 
 impl Task {
-    /// Judges a command: finds it, checks its CDB, and its parameter list if it has one, before anything is done.
+    /// Checks a command before any of its work is done: finds it, and checks its CDB and its parameter list if any.
     ///
-    /// `cdb` may be longer than the command's. `data` is the same for all calls of one task.
+    /// `cdb` may be longer than the command's CDB. `data` is the same for all calls of one task.
     pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
         let (job, data_in, failed) = match command::judge(unit, cdb, data) {
             Ok(Plan::Run(job)) => (job, None, None),
@@ -99,12 +99,12 @@ impl Task {
         }
     }
 
-    /// What the command counts as, and bytes of its payload; `None` for one that is neither I/O nor a flush.
+    /// The kind under which the command's latency counts; `None` for a command that is neither I/O nor a flush.
     pub fn kind(&self) -> Option<OperationKind> {
         self.job.kind
     }
 
-    /// Most bytes of backend buffers that the command has in use at any time.
+    /// The most bytes of backend buffers that the command uses at any time.
     pub fn bytes(&self, unit: &LogicalUnit) -> usize {
         let range = self.job.range.blocks as usize * unit.block_size() as usize;
         let most = self.job.script.iter().flatten().map(|action| match action {
@@ -115,7 +115,7 @@ impl Task {
         most.max().unwrap_or(0)
     }
 
-    /// What is to be done next.
+    /// The transport's next step.
     pub fn next(&mut self, unit: &LogicalUnit, data: &dyn DataBuffer) -> Step {
         let idle = match self.in_flight {
             0 => Step::Done,
@@ -134,7 +134,7 @@ impl Task {
         let Some(action) = self.job.script.get(self.at).copied().flatten() else {
             return idle;
         };
-        // Only the ranges of one list run beside each other.
+        // Only the ranges of one list run side by side.
         let most = match action {
             Action::Unmap if self.progress > 0 => MAX_IN_FLIGHT,
             _ => 1,
@@ -147,7 +147,7 @@ impl Task {
         Step::Submit(operation)
     }
 
-    /// The operation of `action`, which is done with this or not.
+    /// The next operation of `action`, which may have more of them.
     fn operation(
         &mut self,
         unit: &LogicalUnit,
@@ -169,7 +169,7 @@ impl Task {
                 Operation::Read { sector, sectors }
             }
             Action::Write { from } => {
-                // `read` fills all of it.
+                // `read` fills the whole buffer.
                 let mut payload = Buffer::for_overwrite(blocks as usize * block);
                 data.read(from, &mut payload);
                 let data = payload;
@@ -224,7 +224,7 @@ impl Task {
         }
     }
 
-    /// An operation of this task has ended.
+    /// Takes the result of an operation of this task.
     pub fn ended(
         &mut self,
         unit: &LogicalUnit,
@@ -232,14 +232,14 @@ impl Task {
         result: Result<Option<Buffer>, Failure>,
     ) {
         self.in_flight = self.in_flight.saturating_sub(1);
-        // Of several failures the first counts.
+        // The first failure counts.
         if self.failed.is_some() {
             return;
         }
         let judged = match (result, self.then) {
             (Ok(Some(blocks)), Some(then)) => self.took(unit, data, &blocks, then),
             (Ok(_), None) => Ok(()),
-            // A read without its data is as failed as one that says so.
+            // A read without its data has failed too.
             (Ok(None), Some(_)) => Err(Sense::READ_ERROR),
             (Err(failure), Some(_)) => Err(Sense::of(failure, Sense::READ_ERROR)),
             (Err(failure), None) => Err(Sense::of(failure, Sense::WRITE_ERROR)),
@@ -251,7 +251,7 @@ impl Task {
         }
     }
 
-    /// Blocks were read.
+    /// Uses blocks that were read.
     fn took(
         &mut self,
         unit: &LogicalUnit,
@@ -276,8 +276,8 @@ impl Task {
         }
     }
 
-    /// Gives the command up: nothing more of it is submitted, and it ends with TASK ABORTED once nothing is in flight. What
-    /// was submitted is not taken back.
+    /// Aborts the command: it submits nothing more, and it ends with TASK ABORTED once nothing is in flight. Operations
+    /// already submitted are not undone.
     pub fn abort(&mut self) {
         self.failed = Some((Status::TaskAborted, None));
         self.data_in = None;
@@ -294,10 +294,10 @@ impl Task {
     }
 }
 
-/// Compares blocks with the first `period` bytes of the data buffer, over and over.
+/// Compares blocks with the first `period` bytes of the data buffer, repeated.
 fn compare(blocks: &[u8], data: &dyn DataBuffer, period: usize) -> Result<(), Sense> {
     let mut piece = [0; COMPARED];
-    // Of every block size and the piece one is a multiple of the other.
+    // Each block size divides `COMPARED`, or is a multiple of it.
     for (index, blocks) in blocks.chunks(COMPARED.min(period)).enumerate() {
         let offset = index * COMPARED.min(period) % period;
         let expected = &mut piece[..blocks.len()];

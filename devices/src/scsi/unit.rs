@@ -7,27 +7,28 @@ use super::order::Order;
 use super::sense::Sense;
 use crate::backend::{Backend, Capabilities, MAX_REQUEST_BYTES, SECTOR_SIZE};
 
-/// Physical block in bytes: what the log aligns to, and base images on today's media like. As virtio-blk's.
+/// Physical block in bytes, as virtio-blk's: the alignment of the log, and the usual block of today's media under base
+/// images.
 pub(super) const PHYSICAL_BLOCK: u32 = 4096;
 
-/// Most blocks of a COMPARE AND WRITE: its CDB has a byte for them.
+/// The most blocks of a COMPARE AND WRITE: its CDB has one byte for their number.
 const MAX_COMPARE_BLOCKS: u64 = u8::MAX as u64;
 
-/// A backend that cannot be a logical unit.
+/// Reasons why a backend cannot be a logical unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
-    /// Logical blocks have 512 or 4096 bytes.
+    /// The block size is neither 512 nor 4096 bytes.
     #[error("a logical block of {0} bytes: it must have 512 or 4096")]
     BlockSize(u32),
-    /// There is no logical block.
+    /// The disk has not even one logical block.
     #[error("the disk has less than a logical block of {0} bytes")]
     TooSmall(u32),
 }
 
 /// A logical unit: a [`Backend`] with an identity, a logical block size, and the state that its commands share.
 ///
-/// One for all initiators: a transport that cannot tell them apart is what it is made for. So a unit attention condition is
-/// reported once, and mode pages are shared.
+/// All initiators share the unit, because it serves transports that cannot tell them apart. So a unit attention
+/// condition is reported once, and mode pages are shared.
 pub struct LogicalUnit {
     backend: Arc<dyn Backend>,
     serial: String,
@@ -39,7 +40,7 @@ pub struct LogicalUnit {
     descriptor_sense: AtomicBool,
     /// Stopped by START STOP UNIT.
     stopped: AtomicBool,
-    /// Unit attention conditions that wait, as bits; the lowest is reported first.
+    /// Unit attention conditions to be reported, as bits; the lowest is reported first.
     attentions: AtomicU8,
 }
 
@@ -50,15 +51,15 @@ impl LogicalUnit {
     /// Longest serial number in bytes.
     pub const MAX_SERIAL_BYTES: usize = 36;
 
-    /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. What the disk has beyond the last whole
-    /// block is out of reach.
+    /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. A partial block at the end of the
+    /// disk cannot be accessed.
     ///
-    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h), and what the designators of page 83h are made of: hosts take
-    /// units with the same one for two paths to one disk. What is not printable ASCII in it becomes `_`, and it is cut to
-    /// [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
+    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h), and the designators of page 83h are made from it: hosts
+    /// take units with the same serial number for two paths to one disk. Characters other than printable ASCII become
+    /// `_`, and it is cut to [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
     ///
     /// # Errors
-    /// If the block size is another one, or the disk has not even one block.
+    /// If the block size is neither of these, or the disk has not even one block.
     pub fn new(
         backend: Arc<dyn Backend>,
         serial: &str,
@@ -106,19 +107,19 @@ impl LogicalUnit {
         self.block_size
     }
 
-    /// Capacity in logical blocks, as it is now.
+    /// Current capacity in logical blocks.
     pub fn blocks(&self) -> u64 {
         self.backend.sectors() / self.sectors_per_block()
     }
 
-    /// Most bytes that a command moves, a multiple of the block size. One that asks for more is refused.
+    /// The most bytes that a command moves, a multiple of the block size. A command that asks for more is refused.
     pub fn max_transfer_bytes(&self) -> usize {
         let block = self.block_size as usize;
         let most = self.backend.max_request_bytes().min(MAX_REQUEST_BYTES);
         (most / block).max(1) * block
     }
 
-    /// The disk has another size now: the next command hears of it.
+    /// Takes note that the disk has another size: the next command gets a unit attention condition.
     pub fn capacity_changed(&self) {
         self.attentions.fetch_or(CAPACITY_CHANGED, Ordering::AcqRel);
     }
@@ -141,7 +142,7 @@ impl LogicalUnit {
         self.backend.capabilities()
     }
 
-    /// Whether blocks can be unmapped, after which they read as zeroes (LBPME, LBPRZ).
+    /// Whether blocks can be unmapped. Unmapped blocks read as zeroes (LBPME, LBPRZ).
     pub(super) fn thin(&self) -> bool {
         let can = self.can();
         can.discard && !can.read_only

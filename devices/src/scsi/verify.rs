@@ -1,5 +1,5 @@
-//! Commands that look at what is there: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE AND
-//! WRITE (5.3).
+//! Commands that compare or verify blocks: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE
+//! AND WRITE (5.3).
 
 use super::io::{Named, durable, named, range, sent, sent_exactly, writable};
 use super::job::{Action, Change, Job, Then};
@@ -7,13 +7,13 @@ use super::plan::{Plan, Request};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// BYTCHK (SBC-4, table 117): what the blocks are compared with.
+/// BYTCHK (SBC-4, table 117): the data with which the blocks are compared.
 enum Check {
-    /// 00b: nothing; they must be readable.
+    /// 00b: none; the blocks must be readable.
     Readable,
-    /// 01b: as many blocks.
+    /// 01b: as many blocks as are verified.
     Blocks,
-    /// 11b: one block.
+    /// 11b: one block, with which each is compared.
     Block,
 }
 
@@ -46,8 +46,8 @@ pub(super) fn verify(request: &Request<'_>) -> Result<Plan, Sense> {
     Ok(Plan::Run(Job::new(OperationKind::Read, range, script)))
 }
 
-/// WRITE AND VERIFY (10), (12), (16). What is verified is on the medium: the write is made durable first. And it is what this
-/// command wrote, so no other changes it meanwhile.
+/// WRITE AND VERIFY (10), (12), (16). The write is made durable first, so that the verified blocks are on the medium.
+/// No other command changes them meanwhile, so that they are what this command wrote.
 pub(super) fn write_and_verify(request: &Request<'_>) -> Result<Plan, Sense> {
     writable(request)?;
     let then = match check(request)? {
