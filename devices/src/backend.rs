@@ -1,4 +1,4 @@
-//! What a frontend calls: the disk behind a device, and one queue's way to it.
+//! The disk behind a device, and one queue's interface to it, as frontends call them.
 //!
 //! ```text
 //!   virtio queue worker ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)

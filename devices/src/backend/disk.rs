@@ -1,4 +1,4 @@
-//! The disk behind a device, and one queue's way to it.
+//! The disk behind a device, and the interface of a queue to it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -7,7 +7,7 @@ use walvisor_storage::{Allocation, Completion, Extent, LogCounters, MAX_REQUEST_
 #[cfg(doc)]
 use walvisor_storage::{Failure, SECTOR_SIZE};
 
-/// What a backend really does (promise 6: a feature bit is offered only if this says so).
+/// The operations that a backend really implements (promise 6: a feature bit is offered only if they include it).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// WRITE, DISCARD and WRITE_ZEROES fail with [`Failure::ReadOnly`].
@@ -20,19 +20,20 @@ pub struct Capabilities {
     pub discard: bool,
     /// WRITE_ZEROES works.
     pub write_zeroes: bool,
-    /// A WRITE_ZEROES without `unmap`, once a FLUSH after it has completed, leaves no copy of what the sectors held
-    /// before, neither on the medium nor in a log. Together with [`flush`](Self::flush) and
-    /// [`write_zeroes`](Self::write_zeroes) that is SECURE_ERASE.
+    /// A WRITE_ZEROES without `unmap` leaves no copy of the sectors' old contents, neither on the medium nor in a log,
+    /// once a later FLUSH has completed. Together with [`flush`](Self::flush) and [`write_zeroes`](Self::write_zeroes)
+    /// that is SECURE_ERASE.
     pub secure_erase: bool,
 }
 
-/// When a write (a discard, zeroes) is answered that is not yet durable, where clients outlive this process.
+/// When a change (a write, discard or write of zeroes) that is not yet durable is answered, if clients outlive this
+/// process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Answer {
-    /// When it outlives this process: a client that connects again after a kill finds it, and its FLUSH there covers it.
+    /// Once it outlives this process: a client that reconnects after a kill finds it, and the client's FLUSH covers it.
     #[default]
     Written,
-    /// At once. It may be in this process's memory alone, which a kill loses.
+    /// At once. It may be only in this process's memory, which a kill loses.
     Memory,
 }
 
@@ -41,25 +42,24 @@ pub trait Backend: Send + Sync {
     /// Capacity in sectors of 512 bytes.
     fn sectors(&self) -> u64;
 
-    /// What the disk really does.
+    /// The operations that the disk really implements.
     fn capabilities(&self) -> Capabilities;
 
     /// Whether writes complete before they are durable (writeback). `false` is writethrough.
     fn write_cache(&self) -> bool;
 
-    /// Turns the volatile write cache on (writeback) or off (writethrough). Requests submitted after
-    /// the call follow the new mode; turning it off makes everything written so far durable with the
-    /// next write or FLUSH.
+    /// Turns the volatile write cache on (writeback) or off (writethrough). Requests submitted after the call follow
+    /// the new mode. After it is turned off, the next write or FLUSH makes everything written so far durable.
     fn set_write_cache(&self, on: bool);
 
-    /// Opens a way in for one queue worker.
+    /// Opens a queue for one worker.
     ///
     /// # Errors
     /// If the system refuses a descriptor, a ring or a thread.
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>>;
 
-    /// Whether a queue's [`submit`](BackendQueue::submit) reads in its caller's thread, so that others who share the
-    /// queue wait for the medium too.
+    /// Whether a queue's [`submit`](BackendQueue::submit) reads in its caller's thread, so that other users of the
+    /// thread wait for the medium too.
     fn blocks(&self) -> bool {
         false
     }
@@ -69,12 +69,12 @@ pub trait Backend: Send + Sync {
         MAX_REQUEST_BYTES
     }
 
-    /// How the disk keeps what begins at `sector`: extents that follow each other, at least one and at most `most`
-    /// (at least 1), of `sectors` sectors in all or fewer. The range lies on the disk and is not empty. A backend that
-    /// cannot tell says that all of it is data.
+    /// Which parts of the disk from `sector` on hold data: consecutive extents, at least one and at most `most` (at
+    /// least 1), of `sectors` sectors in all or fewer. The range lies on the disk and is not empty. A backend that
+    /// does not know reports all of it as data.
     ///
     /// # Errors
-    /// If the medium cannot be asked.
+    /// If the medium cannot be queried.
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let (_, _) = (sector, most);
         let allocation = Allocation::Data;
@@ -84,10 +84,10 @@ pub trait Backend: Send + Sync {
         }])
     }
 
-    /// Makes the disk longer while it is in use, to `bytes`; requests submitted after the call reach all of it.
+    /// Grows the disk to `bytes` while it is in use; requests submitted after the call may use all of it.
     ///
     /// # Errors
-    /// If `bytes` is no size that the disk can have, or less than it has; `Unsupported` from a backend of one size.
+    /// If the disk cannot have this size, or it would shrink; `Unsupported` from a backend whose size is fixed.
     fn grow(&self, bytes: u64) -> io::Result<()> {
         let _ = bytes;
         Err(io::Error::new(
@@ -96,7 +96,7 @@ pub trait Backend: Send + Sync {
         ))
     }
 
-    /// Copies what the disk's log holds to its base image; nothing, where there is no log.
+    /// Copies the contents of the disk's log to its base image; does nothing if there is no log.
     ///
     /// # Errors
     /// If the log has failed or the copy fails.
@@ -104,41 +104,41 @@ pub trait Backend: Send + Sync {
         Ok(())
     }
 
-    /// What the disk's log has done so far, where it has one.
+    /// Counters of the disk's log, if it has one.
     fn log_counters(&self) -> Option<LogCounters> {
         None
     }
 }
 
-/// One queue's way to a disk. Owned and called by one thread.
+/// One queue of a disk. Owned and called by one thread.
 ///
-/// A FLUSH, and a write in writethrough mode, completes later without blocking the requests beside it.
+/// A FLUSH, and a write in writethrough mode, completes later without blocking other requests.
 pub trait BackendQueue: Send {
-    /// Tells how many clients share the queue, each of which waits for its FLUSH before it goes on; 1 unless told.
+    /// Sets how many clients share the queue, each of which waits for its FLUSH before it goes on; 1 unless set.
     fn set_clients(&mut self, clients: usize) {
         let _ = clients;
     }
 
-    /// Hands in one request. Its completion carries `token`. Never blocks on the medium's sync.
+    /// Submits one request. Its completion carries `token`. Never blocks on the medium's sync.
     fn submit(&mut self, token: u64, operation: Operation);
 
-    /// Asks for word once the writes that this queue has completed so far outlive this process, though not yet a power
-    /// cut: a completion that carries `token` comes then, or with it why they will not. `true`: they do already, and
-    /// none comes. [`kick`](BackendQueue::kick) starts what it takes.
+    /// Requests a completion once the writes that this queue has completed so far outlive this process, though not yet
+    /// a power cut. The completion carries `token`, and the failure if they never will. `true`: they do already, and
+    /// there is no completion. [`kick`](BackendQueue::kick) starts the work that this needs.
     ///
-    /// A queue that completes no write sooner, such as a file's, has nothing to do.
+    /// A queue whose completed writes always outlive the process, such as a file's, has nothing to do.
     fn when_written(&mut self, token: u64) -> bool {
         let _ = token;
         true
     }
 
-    /// Ends a batch: whatever was submitted since the last call is started now.
+    /// Ends a batch: starts everything submitted since the last call.
     fn kick(&mut self);
 
-    /// Readable when [`completions`](Self::completions) may have something to give.
+    /// Readable when [`completions`](Self::completions) may return some.
     fn event(&self) -> BorrowedFd<'_>;
 
-    /// Appends the requests that have ended to `done`, in the order they ended, and clears the event.
-    /// Call it after [`kick`](Self::kick) too: a request may end at once, without the event.
+    /// Appends the requests that have ended to `done`, in the order in which they ended, and clears the event. Call it
+    /// after [`kick`](Self::kick) too: a request may end at once, without the event.
     fn completions(&mut self, done: &mut Vec<Completion>);
 }

@@ -1,4 +1,4 @@
-//! The flush of a disk by somebody who has no queue of it: beside its device, or when that has gone.
+//! The flush of a disk by a caller that has no queue of it: beside its device, or after the device is gone.
 
 use std::io;
 
@@ -8,8 +8,8 @@ use walvisor_storage::Operation;
 
 use super::disk::Backend;
 
-/// Makes everything durable that was written to `backend` before. Opens a queue for it and waits as long as the medium takes;
-/// a backend without FLUSH has nothing to be done.
+/// Makes durable everything that was written to `backend` before. Opens a queue for it and waits for the medium. For a
+/// backend without FLUSH it does nothing.
 ///
 /// # Errors
 /// If the system refuses a queue, or the flush fails.

@@ -1,4 +1,4 @@
-//! A disk in memory: the fastest backend there is, and the one that can lose power on request.
+//! A disk in memory: the fastest backend, and the only one that can lose power on request.
 //!
 //! ```text
 //!   chunks of 64 KiB, a lock each; a chunk of zeroes takes no memory
@@ -24,14 +24,12 @@ const SECTOR_LEN: usize = SECTOR_SIZE as usize;
 
 /// A RAM disk. Clones are the same disk.
 ///
-/// Each 64 KiB take a few bytes for a table even while they hold nothing, so a disk much larger than the machine's memory
-/// cannot be made: its constructor panics, or the process is out of memory.
+/// Each 64 KiB take a few bytes for a table even while they hold nothing. So a disk much larger than the machine's
+/// memory cannot be made: the constructor panics, or the process runs out of memory.
 ///
-/// Memory is its medium: what has been applied cannot get any safer, so FLUSH has only to wait for the
-/// requests before it, and those were applied when they were submitted. With
-/// [`with_power_loss`](Self::with_power_loss) it has a volatile write cache too, and
-/// [`power_loss`](Self::power_loss) takes back every write that neither a FLUSH nor writethrough mode has
-/// made durable.
+/// Memory is its medium, and a request is applied when it is submitted, so FLUSH has nothing to do. With
+/// [`with_power_loss`](Self::with_power_loss) the disk has a volatile write cache too, and
+/// [`power_loss`](Self::power_loss) undoes every write that neither a FLUSH nor writethrough mode has made durable.
 #[derive(Clone)]
 pub struct RamDisk {
     shared: Arc<Shared>,
@@ -43,7 +41,7 @@ struct Shared {
     toggle: bool,
     write_cache: AtomicBool,
     chunks: Vec<RwLock<Option<Buffer>>>,
-    /// By sector, what the medium holds instead of the cached contents. `None`: no power loss here.
+    /// By sector, the contents of the medium where the cache differs from it. `None`: the disk cannot lose power.
     durable: Option<Mutex<BTreeMap<u64, [u8; SECTOR_LEN]>>>,
 }
 
@@ -53,8 +51,8 @@ impl RamDisk {
         Self::build(sectors, Vec::new(), false, true, false)
     }
 
-    /// The same with a volatile write cache that [`power_loss`](Self::power_loss) empties. `toggle`: the
-    /// cache can be switched.
+    /// An empty disk with a volatile write cache, which [`power_loss`](Self::power_loss) empties. `toggle`: the cache
+    /// can be switched off.
     pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
         Self::build(sectors, Vec::new(), false, toggle, true)
     }
@@ -99,8 +97,7 @@ impl RamDisk {
         }
     }
 
-    /// Loses power: every sector goes back to what it was when it was last durable. Does nothing to a disk
-    /// without a volatile cache.
+    /// Loses power: every sector gets its last durable contents back. Does nothing to a disk without a volatile cache.
     pub fn power_loss(&self) {
         let Some(durable) = &self.shared.durable else {
             return;
@@ -155,7 +152,7 @@ impl Shared {
         });
     }
 
-    /// Writes zeroes. With `release` whole chunks give their memory back; without, it is overwritten.
+    /// Writes zeroes. With `release` whole chunks are freed; without, their memory is overwritten.
     fn zero(&self, offset: u64, len: u64, release: bool) {
         self.pieces(offset, len, |chunk, at, range| {
             let mut chunk = chunk.write().unwrap_or_else(PoisonError::into_inner);
@@ -167,7 +164,8 @@ impl Shared {
         });
     }
 
-    /// Applies a change to `[sector, sector + sectors)`, remembering what is durable there if that matters.
+    /// Applies a change to `[sector, sector + sectors)`. Before it saves the durable contents, if the disk can lose
+    /// power.
     fn change(&self, sector: u64, sectors: u64, apply: impl FnOnce()) {
         let Some(durable) = &self.durable else {
             return apply();
@@ -259,7 +257,8 @@ impl Backend for RamDisk {
             write_cache_toggle: self.shared.toggle,
             discard: true,
             write_zeroes: true,
-            // What a volatile cache hides from the medium is kept until a FLUSH, and then merely let go.
+            // The volatile cache keeps a copy of the old contents until a FLUSH, which frees the copy without erasing
+            // it.
             secure_erase: self.shared.durable.is_none(),
         }
     }
@@ -284,10 +283,10 @@ impl Backend for RamDisk {
     }
 }
 
-/// A queue of a RAM disk: every request ends while it is submitted.
+/// A queue of a RAM disk: every request ends when it is submitted.
 struct RamQueue {
     shared: Arc<Shared>,
-    /// Never readable: nothing ends later.
+    /// Never readable: no request ends later.
     event: OwnedFd,
     done: Vec<Completion>,
 }

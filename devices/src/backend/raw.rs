@@ -1,5 +1,5 @@
-//! A raw image as a backend: what goes to it goes to the file, and FLUSH is an fdatasync, which it shares only with those
-//! that wait at the same time. No log.
+//! A raw image as a backend: requests go to the file, and FLUSH is an fdatasync, shared only by requests that wait at
+//! the same time. No log.
 //!
 //! ```text
 //!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (raw/ring.rs)
@@ -7,8 +7,8 @@
 //!      │           └──▶ sync ──▶ a thread, one a disk                      (raw/sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
 //! ```
-//! What it promises is what the file system does: a FLUSH makes every request completed before it durable. A crash may
-//! leave a write in part, which a disk with a log never does.
+//! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
+//! torn write, which a disk with a log never does.
 
 mod ring;
 mod shared;
@@ -33,7 +33,7 @@ use walvisor_storage::{EngineKind, Image};
 
 use super::disk::{Backend, BackendQueue, Capabilities};
 
-/// When a write completes, and what a FLUSH does.
+/// When a write completes, and whether a FLUSH syncs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RawCache {
     /// Writes complete before they are durable; FLUSH makes them so.
@@ -50,12 +50,12 @@ pub enum RawCache {
 pub struct RawDisk {
     shared: Arc<Shared>,
     uring: bool,
-    /// There once it is needed.
+    /// `None` until it is first needed.
     syncer: Mutex<Option<Arc<Syncer>>>,
 }
 
 impl RawDisk {
-    /// A disk that is `image`, as long as that was when it was opened, with io_uring if the kernel has it.
+    /// A disk over `image`, with the size that the image had when it was opened. It uses io_uring if the kernel has it.
     pub fn new(image: Image, cache: RawCache) -> Self {
         let uring = match ring::probe() {
             Ok(()) => true,
@@ -67,10 +67,11 @@ impl RawDisk {
         Self::build(image, cache, uring)
     }
 
-    /// The same with one engine and no other.
+    /// As [`new`](Self::new), but with the engine given.
     ///
     /// # Errors
-    /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or one that lacks an operation that is needed (Linux 5.6).
+    /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or its io_uring lacks a needed operation (Linux
+    /// 5.6).
     pub fn with_engine(image: Image, cache: RawCache, engine: EngineKind) -> io::Result<Self> {
         match engine {
             EngineKind::Auto => Ok(Self::new(image, cache)),
@@ -95,7 +96,7 @@ impl RawDisk {
         }
     }
 
-    /// Who syncs the image for all queues.
+    /// The thread that syncs the image for all queues.
     fn syncer(&self) -> io::Result<Arc<Syncer>> {
         let mut syncer = locked(&self.syncer);
         if let Some(syncer) = &*syncer {
@@ -119,7 +120,7 @@ impl Backend for RawDisk {
             write_cache_toggle: writable,
             discard: writable,
             write_zeroes: writable,
-            // ZERO_RANGE leaves what was there in blocks that the file system gives back or marks as unwritten.
+            // ZERO_RANGE leaves the old data in blocks that the file system frees or marks as unwritten.
             secure_erase: false,
         }
     }
@@ -129,7 +130,7 @@ impl Backend for RawDisk {
     }
 
     fn set_write_cache(&self, on: bool) {
-        // An fdatasync is of the whole file: the first one makes all earlier writes durable, too.
+        // An fdatasync covers the whole file, so the first one makes all earlier writes durable, too.
         self.shared.write_cache.store(on, Ordering::Release);
     }
 
@@ -176,7 +177,7 @@ impl Backend for RawDisk {
     }
 }
 
-/// One queue's way to a raw disk.
+/// One queue of a raw disk.
 struct RawQueue {
     shared: Arc<Shared>,
     mover: Box<dyn Mover>,
@@ -184,7 +185,7 @@ struct RawQueue {
     mailbox: Arc<Mailbox>,
     /// Tasks being looked at; empty between calls, kept for its memory.
     moved: Vec<(Task, io::Result<()>)>,
-    /// What has ended without the medium.
+    /// Requests that ended without the medium.
     done: Vec<Completion>,
 }
 
@@ -217,7 +218,7 @@ impl BackendQueue for RawQueue {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        // Before looking: what ends later writes it again.
+        // Clear the event before looking: a later completion sets it again.
         let _ = self.mailbox.event.read();
         done.append(&mut self.done);
         self.mover.poll(&mut self.moved);

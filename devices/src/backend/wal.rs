@@ -1,4 +1,4 @@
-//! The write-ahead-logged disk as a backend: every request and completion is the store's own.
+//! The write-ahead-logged disk as a backend: the store already has requests and completions of this form.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -21,8 +21,8 @@ impl Backend for Disk {
             write_cache_toggle: writable,
             discard: writable,
             write_zeroes: writable,
-            // Zeroes are a record like any other: what they cover stays in older segments of the log until those are
-            // used again, and in blocks that the file system gives back.
+            // Zeroes are a record like any other. The data that they replace stays in older segments of the log until
+            // those are reused, and in blocks that the file system frees.
             secure_erase: false,
         }
     }

@@ -1,4 +1,4 @@
-//! Tasks through io_uring: one system call for all that a turn submits, none to learn what has ended.
+//! Tasks through io_uring: one system call submits all tasks of a turn, and completions are read without one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,7 +15,7 @@ use super::task::{Step, Task};
 
 /// Submission entries; the kernel gives twice as many completion entries.
 const ENTRIES: u32 = 256;
-/// Most entries in flight, so that the completion queue never overflows.
+/// The most entries in flight, so that the completion queue never overflows.
 const IN_FLIGHT: usize = 2 * ENTRIES as usize;
 
 /// Whether the kernel gives a ring with the operations used here (Linux 5.6).
@@ -52,7 +52,7 @@ pub(super) struct Ring {
 
 impl Ring {
     pub(super) fn new(event: &EventFd, shared: &Arc<Shared>) -> io::Result<Self> {
-        // Completions interrupt nobody who runs: the next system call takes them. Linux 5.19.
+        // Linux 5.19: completions do not interrupt a running thread; its next system call takes them.
         let cooperative = IoUring::builder().setup_coop_taskrun().build(ENTRIES);
         let ring = cooperative.or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_eventfd(event.as_raw_fd())?;
@@ -141,7 +141,7 @@ impl Ring {
         true
     }
 
-    /// Takes what has completed out of the ring; whether anything has.
+    /// Takes the completed entries out of the ring; returns whether there were any.
     fn take_ended(&mut self) -> bool {
         let entries = self.ring.completion();
         let entries = entries.map(|entry| (entry.user_data(), entry.result()));
@@ -166,8 +166,8 @@ impl Mover for Ring {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again;
-                // without, nothing would: wait here.
+                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again. Without,
+                // nothing would, so wait here.
                 Err(_) if self.open > self.ring.submission().len() => return,
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
             }
@@ -199,7 +199,7 @@ impl Mover for Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel may still use buffers of what it has: wait for each. What it has not is not begun any more.
+        // The kernel may still use the buffers of submitted entries: wait for each. The others are never submitted.
         self.waiting.clear();
         loop {
             self.take_ended();

@@ -1,4 +1,4 @@
-//! What all queues of a disk know, and what carries their tasks out.
+//! State shared by all queues of a disk, and the interface of the engines that carry out their tasks.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -13,7 +13,7 @@ use walvisor_storage::{
 
 use super::task::{Step, Task};
 
-/// What all queues of a disk know.
+/// State shared by all queues of a disk.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) image: Image,
@@ -21,19 +21,20 @@ pub(super) struct Shared {
     /// Capacity. It grows while the disk is open.
     pub(super) sectors: AtomicU64,
     pub(super) write_cache: AtomicBool,
-    /// A sync has failed. What it was to make durable may be lost, and a second one would not tell: the kernel reports
-    /// each error once. So every request that could hide that fails until the disk is opened again.
+    /// A sync has failed. The data that it was to make durable may be lost, and a second sync would not report that,
+    /// because the kernel reports each error once. So every request that could hide the loss fails until the disk is
+    /// opened again.
     pub(super) failed: AtomicBool,
     /// Held while the file gets longer.
     pub(super) growing: Mutex<()>,
 }
 
-/// What is behind the locks here is right between any two steps.
+/// Locks `mutex`. A panic leaves no partial change behind the locks here.
 pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where a queue hears of what others have ended for it.
+/// Completions that other threads put in for a queue.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     pub(super) ended: Mutex<Vec<Completion>>,
@@ -43,7 +44,7 @@ pub(super) struct Mailbox {
 impl Mailbox {
     pub(super) fn put(&self, completion: Completion) {
         locked(&self.ended).push(completion);
-        // A full counter is readable all the same.
+        // If the counter is full, the event is readable already.
         let _ = self.event.write(1);
     }
 }
@@ -71,7 +72,7 @@ impl Shared {
         }
     }
 
-    /// What `operation` takes.
+    /// Checks `operation` and returns the work that it needs.
     pub(super) fn begin(&self, operation: Operation) -> Result<Work, Failure> {
         let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
         if changes && self.image.read_only() {
@@ -87,7 +88,7 @@ impl Shared {
                 if len > MAX_REQUEST_BYTES as u64 {
                     return Err(Failure::TooLarge);
                 }
-                // Filled to its end, or not given to anybody.
+                // The read fills the whole buffer, or the client does not get it.
                 Step::read(offset, Buffer::for_overwrite(len as usize))
             }
             Operation::Write { sector, data } => {
@@ -111,7 +112,7 @@ impl Shared {
                 let (offset, len) = self.range(sector, sectors.into())?;
                 Step::zeroes(offset, len, unmap)
             }
-            // Nothing was written, or nobody wants to know.
+            // Nothing was written, or durability is not wanted.
             Operation::Flush if self.image.read_only() || self.no_sync => {
                 return Ok(Work::Nothing);
             }
@@ -119,7 +120,7 @@ impl Shared {
         }))
     }
 
-    /// How a task ended, for the client.
+    /// The completion of a task, for the client.
     pub(super) fn end(&self, task: Task, result: io::Result<()>) -> Completion {
         let Task { token, step, .. } = task;
         let result = match (result, step) {
@@ -138,7 +139,7 @@ impl Shared {
         self.failed.load(Ordering::Acquire)
     }
 
-    /// A sync has failed: remembered before anybody is told.
+    /// Records a failed sync before any waiter gets the error.
     pub(super) fn sync_failed(&self, error: Errno) {
         self.failed.store(true, Ordering::Release);
         let path = self.image.path().display();
@@ -148,22 +149,22 @@ impl Shared {
     }
 }
 
-/// What a request takes.
+/// The work that a request needs.
 pub(super) enum Work {
-    /// Bytes are moved.
+    /// Move bytes.
     Move(Step),
-    /// What was written is made durable.
+    /// Make durable what was written.
     Sync,
-    /// Nothing.
+    /// None.
     Nothing,
 }
 
-/// What carries tasks out. Dropping it waits for those that the kernel has.
+/// Carries out tasks. Dropping it waits for those that the kernel has.
 pub(super) trait Mover: Send {
     /// Takes a task; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, task: Task);
-    /// Starts everything submitted.
+    /// Starts every task submitted.
     fn enter(&mut self);
-    /// Appends what has been carried out to `moved`, with how. The mailbox's event is written at each end.
+    /// Appends the tasks that have ended to `moved`, with their results. Each end sets the mailbox's event.
     fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>);
 }

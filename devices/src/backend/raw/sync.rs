@@ -1,12 +1,13 @@
-//! Syncs of a raw image: one thread, and one sync at a time, which serves all who wait for one.
+//! Syncs of a raw image: one thread runs one sync at a time, for all requests that wait.
 //!
 //! ```text
 //!   queue ─┐                                       ┌─▶ mailbox of the queue
 //!   queue ─┼─▶ all who wait ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
 //!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
 //! ```
-//! The kernel tells each write-back error once to each open file, and all queues share one: of two syncs side by side one
-//! would take the error, and the other would say that all is well. Here everybody who waits hears of it.
+//! The kernel reports each write-back error once per open file, and all queues share one open file. Of two concurrent
+//! syncs one would get the error, and the other would report success. With one sync at a time every waiter gets the
+//! error.
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use walvisor_storage::{Completion, Failure};
 
 use super::shared::{Mailbox, Shared};
 
-/// Somebody who waits for a sync.
+/// A waiter for a sync.
 #[derive(Debug)]
 enum Waiter {
     /// A request of a queue.
@@ -34,13 +35,13 @@ impl Waiter {
                 token,
                 result: result.map(|()| None),
             }),
-            // Whoever asked may have gone.
+            // The caller may be gone.
             Self::Caller(answer) => drop(answer.send(result)),
         }
     }
 }
 
-/// The thread. Dropping it lets it serve those who wait, and waits for it.
+/// The sync thread. Dropping it serves the waiters first, and joins the thread.
 #[derive(Debug)]
 pub(super) struct Syncer {
     /// `None` only while dropping.
@@ -61,7 +62,8 @@ impl Syncer {
         })
     }
 
-    /// Makes durable what was written before the call, and then tells the mailbox that request `token` has ended.
+    /// Makes durable what was written before the call, and then puts the completion of request `token` into the
+    /// mailbox.
     pub(super) fn submit(&self, token: u64, mailbox: &Arc<Mailbox>) {
         let mailbox = Arc::clone(mailbox);
         self.send(Waiter::Request { token, mailbox });
@@ -78,7 +80,7 @@ impl Syncer {
         let Some(waiters) = &self.waiters else {
             return;
         };
-        // The thread died of a panic, which has been printed.
+        // It fails if the thread has panicked; the panic has been printed.
         if let Err(refused) = waiters.send(waiter) {
             refused.0.tell(Err(Failure::Io));
         }
@@ -98,7 +100,7 @@ impl Drop for Syncer {
 fn run(shared: &Shared, waiters: &Receiver<Waiter>) {
     let mut served = Vec::new();
     while let Ok(first) = waiters.recv() {
-        // All of them came before the sync begins.
+        // All waiters taken here came before the sync begins.
         served.push(first);
         served.extend(waiters.try_iter());
         let result = sync(shared);
@@ -106,12 +108,12 @@ fn run(shared: &Shared, waiters: &Receiver<Waiter>) {
     }
 }
 
-/// Makes durable what has been written. An error is final: the next sync would not tell of it.
+/// Makes durable what has been written. An error is final, because the kernel would not report it to the next sync.
 fn sync(shared: &Shared) -> Result<(), Failure> {
     while !shared.has_failed() {
         match rustix::fs::fdatasync(shared.fd()) {
             Ok(()) => return Ok(()),
-            // A signal came before it began.
+            // A signal came before the sync began.
             Err(Errno::INTR) => {}
             Err(error) => shared.sync_failed(error),
         }

@@ -1,4 +1,4 @@
-//! A request as the steps that the kernel takes for it; the same for both ways of asking.
+//! A request as a series of kernel operations, the same for both engines.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -7,28 +7,28 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use walvisor_storage::Buffer;
 
-/// Most zeroes written at once where the file system cannot make a range read as zeroes by itself.
+/// The most zeroes written at once, if the file system cannot make a range read as zeroes by itself.
 const ZEROES: u64 = 1 << 20;
 
-/// A request on its way.
+/// A request that an engine carries out.
 #[derive(Debug)]
 pub(super) struct Task {
     pub token: u64,
     pub step: Step,
-    /// A sync is to follow before the request completes.
+    /// Whether a sync must follow before the request completes.
     pub durably: bool,
 }
 
-/// What is asked of the kernel next. It owns the memory that the kernel uses meanwhile.
+/// The next kernel operation. It owns the memory that the kernel uses meanwhile.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// Fill `buffer` from byte `done` of it on; its first byte is at `offset` of the file.
+    /// Fill `buffer` from its byte `done` on; its byte 0 is at `offset` of the file.
     Read {
         offset: u64,
         buffer: Buffer,
         done: usize,
     },
-    /// Write `buffer` from byte `done` of it on.
+    /// Write `buffer` from its byte `done` on.
     Write {
         offset: u64,
         buffer: Buffer,
@@ -36,7 +36,7 @@ pub(super) enum Step {
     },
     /// Make a range read as zeroes.
     Zero { offset: u64, len: u64, unmap: bool },
-    /// Write zeroes to a range, which gets shorter.
+    /// Write zeroes to a range, of which each write leaves less.
     Fill {
         offset: u64,
         len: u64,
@@ -67,7 +67,7 @@ impl Step {
         Self::Zero { offset, len, unmap }
     }
 
-    /// What messages call it.
+    /// Its name in messages.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Read { .. } => "read",
@@ -76,7 +76,7 @@ impl Step {
         }
     }
 
-    /// How fallocate is to make a range read as zeroes.
+    /// The fallocate mode that makes a range read as zeroes.
     pub(super) fn zero_mode(unmap: bool) -> FallocateFlags {
         let how = match unmap {
             true => FallocateFlags::PUNCH_HOLE,
@@ -90,7 +90,7 @@ impl Step {
         &zeroes[..len.min(zeroes.len() as u64) as usize]
     }
 
-    /// Takes it in the calling thread, and waits for it: the bytes moved.
+    /// Carries the step out in the calling thread and returns the number of bytes moved.
     pub(super) fn call(&mut self, file: BorrowedFd<'_>) -> Result<usize, Errno> {
         match self {
             Self::Read {
@@ -116,11 +116,11 @@ impl Step {
 }
 
 impl Task {
-    /// Goes on after a step that moved so many bytes: how the request ended, or `None` if there is another step now.
+    /// Goes on after a step that moved so many bytes: the result of the request, or `None` if another step follows.
     pub(super) fn advance(&mut self, moved: Result<usize, Errno>) -> Option<io::Result<()>> {
         let moved = match (moved, &self.step) {
             (Ok(moved), _) => moved,
-            // A signal: once more.
+            // Interrupted by a signal: repeat the step.
             (Err(Errno::INTR), _) => return None,
             (Err(Errno::OPNOTSUPP), Step::Zero { offset, len, .. }) => {
                 self.step = Step::Fill {
@@ -133,7 +133,7 @@ impl Task {
             (Err(errno), _) => return Some(Err(errno.into())),
         };
         match &mut self.step {
-            // Somebody made the file shorter.
+            // The file was truncated by another program.
             Step::Read { .. } if moved == 0 => Some(Err(io::ErrorKind::UnexpectedEof.into())),
             Step::Write { .. } | Step::Fill { .. } if moved == 0 => {
                 Some(Err(io::ErrorKind::WriteZero.into()))

@@ -1,4 +1,4 @@
-//! Both engines against a model in memory; what each promises in every cache mode, and when something fails.
+//! Both engines against a model in memory: their promises in every cache mode, and after failures.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ fn on_every_engine(cache: RawCache, test: impl Fn(&RawDisk, &Path)) {
     }
 }
 
-/// A queue with requests that were told apart by their number.
+/// A queue whose requests are numbered.
 struct Client {
     queue: Box<dyn BackendQueue>,
     submitted: u64,
@@ -53,7 +53,7 @@ impl Client {
         self.submitted += 1;
     }
 
-    /// Waits for all: their ends in the order in which they were submitted.
+    /// Waits for all requests: their results in the order in which they were submitted.
     fn finish(&mut self) -> Vec<Result<Option<Buffer>, Failure>> {
         let mut done = Vec::new();
         self.queue.kick();
@@ -83,7 +83,7 @@ fn write(sector: u64, byte: u8, sectors: usize) -> Operation {
     Operation::Write { sector, data }
 }
 
-/// How something that has no data ended.
+/// The result of a request that returns no data.
 fn end(ended: Result<Option<Buffer>, Failure>) -> Result<(), Failure> {
     ended.map(|data| assert!(data.is_none()))
 }
@@ -168,7 +168,7 @@ fn more_requests_at_once_than_a_ring_holds() {
             let data = ended.expect("a read").expect("data");
             assert!(data.iter().all(|&byte| byte == sector as u8));
         }
-        // What nobody waits for harms nobody.
+        // The queue may be dropped with requests in flight.
         for sector in 0..1500 {
             client.submit(write(sector, 9, 8));
         }
@@ -242,7 +242,7 @@ fn a_disk_grows_and_tells_its_holes() {
         assert_eq!(total, 2 * SECTORS);
         let kept: Vec<_> = told.iter().map(|extent| extent.allocation).collect();
         let (data, hole) = (Allocation::Data, Allocation::Hole);
-        // A file system without holes says that all is data.
+        // A file system without holes reports everything as data.
         assert!(kept == [hole, data, hole] || kept == [data], "{kept:?}");
         assert_eq!(disk.extents(SECTORS, 8, 1).expect("extents").len(), 1);
         assert_eq!(
@@ -254,7 +254,7 @@ fn a_disk_grows_and_tells_its_holes() {
 
 #[test]
 fn where_the_file_system_makes_no_zeroes_they_are_written() {
-    // tmpfs knows holes, but no ranges of zeroes.
+    // tmpfs has holes, but no ZERO_RANGE.
     let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
         return println!("skipped: no /dev/shm");
     };
@@ -329,7 +329,7 @@ struct Loop {
 }
 
 impl Loop {
-    /// `None`, with a line that says why, where there is no loop device to be had.
+    /// `None`, with a line that says why, if no loop device is available.
     fn new() -> Option<Self> {
         let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
         let memory: std::os::fd::OwnedFd = rustix::fs::memfd_create("disk", flags).expect("memory");

@@ -1,4 +1,4 @@
-//! Tasks through plain calls, for kernels without io_uring: a thread that moves bytes.
+//! Tasks through plain system calls in a thread of their own, for kernels without io_uring.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(super) struct Threads {
     /// `None` only while dropping.
     tasks: Option<Sender<Task>>,
     ended: Receiver<Moved>,
-    /// What the thread did not take.
+    /// Tasks that the thread could not take, with their error.
     refused: Vec<Moved>,
     thread: Option<JoinHandle<()>>,
 }
@@ -28,8 +28,8 @@ impl Threads {
         let (mailbox, shared) = (Arc::clone(mailbox), Arc::clone(shared));
         let work = move || {
             for task in tasks {
-                // A receiver that is gone belongs to a queue that is being dropped: nobody waits. An event with a full
-                // counter is readable all the same.
+                // If the receiver is gone, its queue is being dropped and no request waits. If the counter is full,
+                // the event is readable already.
                 let _ = report.send(carry_out(task, &shared));
                 let _ = mailbox.event.write(1);
             }
@@ -58,7 +58,7 @@ impl Mover for Threads {
         let Some(tasks) = &self.tasks else {
             return;
         };
-        // It died of a panic, which has been printed.
+        // It fails if the thread has panicked; the panic has been printed.
         if let Err(task) = tasks.send(task) {
             let error = io::Error::other("the disk's thread has ended");
             self.refused.push((task.0, Err(error)));
@@ -77,7 +77,7 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.tasks = None;
         if let Some(thread) = self.thread.take() {
-            // It ends once its tasks are done; a panic in it has been printed already.
+            // The thread ends once its tasks are done; a panic in it has been printed already.
             let _ = thread.join();
         }
     }
