@@ -1,4 +1,4 @@
-//! What whoever runs a device may do with it while its driver or its clients use it.
+//! The owner's control of a device while its driver or its clients use it.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -8,27 +8,28 @@ use crate::backend::Backend;
 
 /// A device in use, as its owner sees it. May be called from any thread.
 pub trait DeviceControl: Send + Sync {
-    /// The backend may have another capacity now: tells whoever uses the device, as far as its transport can.
+    /// Reads the backend's capacity, which may have changed, and notifies the driver or clients as the transport
+    /// allows.
     fn capacity_changed(&self);
 
-    /// Wants writeback (`true`) or writethrough. Returns what is in force now.
+    /// Asks for writeback (`true`) or writethrough. Returns the mode that is in force now.
     ///
-    /// Writethrough is in force at once. Writeback is in force at once only if every user of the device knows that a
+    /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the device knows that a
     /// completed write may be lost: a driver that was told otherwise would never flush. For such a driver the device
-    /// stays as it is until the driver asks for writeback itself, or is reset.
+    /// keeps its mode until the driver asks for writeback itself, or is reset.
     fn set_write_cache(&self, on: bool) -> bool;
 
-    /// Takes no more requests, and returns when all that were taken are answered.
+    /// Takes no more requests, and returns when all requests taken are answered.
     ///
     /// # Errors
-    /// If whoever uses the device does not let that happen. It goes on then.
+    /// If the driver or a client prevents that. The device then goes on.
     fn pause(&self) -> io::Result<()>;
 
-    /// Takes requests again, those first that have come meanwhile.
+    /// Takes requests again, beginning with those that came meanwhile.
     fn resume(&self);
 }
 
-/// The same for a transport that is shared by the vCPUs under a lock.
+/// The same for a transport that the vCPUs share under a lock.
 pub trait ControlTransport: Send {
     /// See [`DeviceControl::capacity_changed`].
     fn capacity_changed(&mut self);
@@ -40,7 +41,7 @@ pub trait ControlTransport: Send {
     fn resume(&mut self);
 }
 
-/// Of a transport that is gone nothing happens.
+/// If the transport is gone, the calls do nothing.
 impl<T: ControlTransport> DeviceControl for Weak<Mutex<T>> {
     fn capacity_changed(&self) {
         with(self, T::capacity_changed);
@@ -62,15 +63,15 @@ impl<T: ControlTransport> DeviceControl for Weak<Mutex<T>> {
 
 fn with<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R) -> Option<R> {
     let transport = transport.upgrade()?;
-    // A vCPU that panicked in it has ended the run already.
+    // A vCPU that panicked inside the transport has ended the run already.
     let mut transport = transport.lock().unwrap_or_else(PoisonError::into_inner);
     Some(f(&mut transport))
 }
 
-/// The cache mode of a device, which its owner and its driver both have a say in.
+/// The cache mode of a device, on which both its owner and its driver decide.
 ///
-/// What the driver sees in `writeback` is what it has chosen, or the owner's mode at the time of its choice. The owner can
-/// make writes stable that the driver takes for volatile, never the reverse.
+/// In `writeback` the driver sees its own choice, or the owner's mode at the time of that choice. The owner can make
+/// writes stable that the driver takes for volatile, never the reverse.
 pub(crate) struct CacheSwitch {
     backend: Arc<dyn Backend>,
     state: Mutex<CacheState>,
@@ -78,16 +79,16 @@ pub(crate) struct CacheSwitch {
 
 #[derive(Clone, Copy)]
 struct CacheState {
-    /// The mode of a driver that has no word in it, and of one that starts.
+    /// The mode for a driver that cannot choose, and for a driver that starts.
     default: bool,
-    /// What the driver believes.
+    /// The mode that the driver sees.
     driver: bool,
-    /// The owner insists on writethrough.
+    /// Whether the owner insists on writethrough.
     forced: bool,
 }
 
 impl CacheSwitch {
-    /// The backend's mode is the owner's.
+    /// Starts with the backend's mode as the owner's choice.
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         let on = backend.write_cache();
         let state = Mutex::new(CacheState {
@@ -99,11 +100,11 @@ impl CacheSwitch {
     }
 
     fn lock(&self) -> MutexGuard<'_, CacheState> {
-        // Three flags are right between any two steps.
+        // A panic leaves no partial change in the flags.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the driver is to read.
+    /// The value of `writeback` that the driver reads.
     pub(crate) fn driver_sees(&self) -> bool {
         match self.backend.capabilities().write_cache_toggle {
             true => self.lock().driver,
@@ -111,17 +112,17 @@ impl CacheSwitch {
         }
     }
 
-    /// The driver has chosen, or a new one gets the default.
+    /// Sets the driver's choice, or the default for a new driver.
     pub(crate) fn set_for_driver(&self, on: Option<bool>) {
         self.change(|state| state.driver = on.unwrap_or(state.default));
     }
 
-    /// A driver begins that cannot flush, or can.
+    /// Sets the mode for a driver that has negotiated its features and can, or cannot, flush.
     pub(crate) fn negotiated(&self, can_flush: bool) {
         self.change(|state| state.driver = state.default && can_flush);
     }
 
-    /// The owner has chosen. Returns what is in force.
+    /// Sets the owner's choice. Returns the mode in force.
     pub(crate) fn set_for_owner(&self, on: bool) -> bool {
         self.change(|state| (state.default, state.forced) = (on, !on));
         self.backend.write_cache()
@@ -143,20 +144,20 @@ pub(crate) trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// A way that requests of many threads take to a disk, and that can be closed: who closes it waits until nobody is on it.
+/// A gate on the way of many threads' requests to a disk. Closing it waits until no request is inside.
 #[derive(Default)]
 pub(crate) struct Gate {
     closed: AtomicBool,
     inside: AtomicUsize,
-    /// Those who have to look again when it opens or closes.
+    /// Threads that have to check again when the gate opens or closes.
     watchers: Mutex<Vec<Weak<dyn Wake>>>,
     empty: Condvar,
 }
 
 impl Gate {
-    /// Lets a request in; `false`: it is closed. Every request that was let in has to [`leave`](Self::leave).
+    /// Lets a request in; `false`: the gate is closed. Every request let in has to [`leave`](Self::leave).
     pub(crate) fn enter(&self) -> bool {
-        // Counted first: either this sees that the gate is closed, or who closes it sees this.
+        // Counted first: either this call sees that the gate is closed, or `close` sees the count.
         self.inside.fetch_add(1, Ordering::SeqCst);
         let open = !self.is_closed();
         if !open {
@@ -165,7 +166,7 @@ impl Gate {
         open
     }
 
-    /// A request that was let in has ended.
+    /// Counts the end of a request that was let in.
     pub(crate) fn leave(&self) {
         if self.inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_closed() {
             drop(self.lock());
@@ -177,14 +178,14 @@ impl Gate {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Tells `watcher` of every change.
+    /// Wakes `watcher` whenever the gate opens or closes.
     pub(crate) fn watch(&self, watcher: Weak<dyn Wake>) {
         let mut watchers = self.lock();
         watchers.retain(|watcher| watcher.strong_count() > 0);
         watchers.push(watcher);
     }
 
-    /// Closes it, and returns when all are out.
+    /// Closes the gate, and returns when no request is inside.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.wake();
@@ -197,7 +198,7 @@ impl Gate {
         }
     }
 
-    /// Opens it.
+    /// Opens the gate.
     pub(crate) fn open(&self) {
         self.closed.store(false, Ordering::SeqCst);
         self.wake();
@@ -213,7 +214,7 @@ impl Gate {
     }
 }
 
-/// A request inside of a gate; dropping it is the way out.
+/// A request inside a gate; dropping it leaves the gate.
 pub(crate) struct Pass<'a>(&'a Gate);
 
 impl<'a> Pass<'a> {
@@ -222,7 +223,7 @@ impl<'a> Pass<'a> {
         gate.enter().then_some(Self(gate))
     }
 
-    /// Stays inside: somebody else calls [`Gate::leave`].
+    /// Stays inside: [`Gate::leave`] is called elsewhere, at the end of the request.
     pub(crate) fn keep(self) {
         std::mem::forget(self);
     }

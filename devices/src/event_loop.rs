@@ -5,14 +5,14 @@
 //!   descriptor ─┼─▶ EventLoop::wait ──┤                                  one list, worked off by the thread that waits
 //!   Remote ─────┘                     └─ Event::Message(message), …
 //! ```
-//! `event-manager` calls a subscriber for each descriptor that is ready. Most threads here want to know of all that are
-//! ready before they act on one: they take requests from all queues, hand all of them in, and answer all of them. So a
-//! loop has one subscriber, which only notes what is ready, and [`EventLoop::wait`] returns its notes. Messages of other
-//! threads come through the manager's remote endpoint. They stand behind all descriptors in the list: a message that
-//! removes or adds a descriptor cannot change what an event before it is about.
+//! `event-manager` calls a subscriber for each ready descriptor. Most threads here have to know all ready descriptors
+//! before they act on one: they take requests from all queues, submit them all, and answer them all. So a loop has one
+//! subscriber, which only notes what is ready, and [`EventLoop::wait`] returns its notes. Messages from other threads
+//! come through the manager's remote endpoint. They follow all descriptors in the list, so a message that removes or
+//! adds a descriptor cannot change the meaning of an event before it.
 //!
-//! The manager waits in whole milliseconds. A timeout is rounded up to the next one; whoever needs it finer watches a timer
-//! (`timerfd_create`), as the limits of disks do.
+//! The manager waits in whole milliseconds, and a timeout is rounded up to the next one. A thread that needs a finer
+//! timeout watches a timer (`timerfd_create`), as the limits of disks do.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -25,15 +25,15 @@ use event_manager::{
 
 pub use event_manager::EventSet;
 
-/// Descriptors that one wait tells of, at most. The others are told of by the next.
+/// The most descriptors that one wait reports. The next wait reports the others.
 const MOST_READY: usize = 64;
 
-/// What a thread has waited for.
+/// An event that a thread has waited for.
 #[derive(Debug)]
 pub enum Event<K, M> {
-    /// The descriptor of this key is ready.
+    /// The descriptor with this key is ready.
     Ready(K, EventSet),
-    /// Another thread has sent this.
+    /// Another thread has sent this message.
     Message(M),
 }
 
@@ -47,7 +47,8 @@ pub struct EventLoop<K, M> {
 /// The one subscriber of a loop.
 #[derive(Debug)]
 struct Notes<K, M> {
-    /// The keys of watched descriptors, by descriptor. The system gives out the lowest free number, so they are few.
+    /// The keys of watched descriptors, by descriptor. The system gives out the lowest free number, so the list is
+    /// short.
     keys: Vec<Option<K>>,
     events: Vec<Event<K, M>>,
 }
@@ -66,7 +67,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
     /// A loop that watches nothing yet.
     ///
     /// # Errors
-    /// If the system refuses a descriptor: a loop takes two.
+    /// If the system refuses a descriptor: a loop needs two.
     pub fn new() -> io::Result<Self> {
         let mut manager = EventManager::new_with_capacity(MOST_READY).map_err(system)?;
         let notes = manager.add_subscriber(Notes {
@@ -76,7 +77,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         Ok(Self { manager, notes })
     }
 
-    /// The way for messages to this loop.
+    /// Sends messages to this loop.
     pub fn remote(&self) -> Remote<K, M> {
         Remote {
             endpoint: self.manager.remote_endpoint(),
@@ -84,13 +85,13 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         }
     }
 
-    /// Watches a descriptor: the loop tells of it with `key` when one of `events` is true of it, or it is at its end.
-    /// [`unwatch`](Self::unwatch) it before it is closed: if another process or thread holds it open too, the system
-    /// goes on to tell of it.
+    /// Watches a descriptor: the loop reports it with `key` when one of `events` is true of it, or when it is at its
+    /// end. [`unwatch`](Self::unwatch) it before it is closed: if another process or thread holds it open too, the
+    /// system goes on reporting it.
     ///
     /// # Errors
-    /// `AlreadyExists` if it is watched already; `PermissionDenied` if nobody can wait for it: regular files and
-    /// `/dev/null` are always ready. Otherwise what the system says.
+    /// `AlreadyExists` if it is watched already; `PermissionDenied` if it cannot be waited for: regular files and
+    /// `/dev/null` are always ready. Otherwise the system's error.
     pub fn watch(&mut self, fd: impl AsFd, key: K, events: EventSet) -> io::Result<()> {
         let fd = fd.as_fd().as_raw_fd();
         self.ops()
@@ -104,7 +105,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         Ok(())
     }
 
-    /// Watches for other events of a descriptor that is watched.
+    /// Changes the events for which a watched descriptor is reported.
     ///
     /// # Errors
     /// If it is not watched, or the system refuses.
@@ -115,7 +116,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
             .map_err(system)
     }
 
-    /// Watches a descriptor no longer.
+    /// Stops watching a descriptor.
     ///
     /// # Errors
     /// If it is not watched.
@@ -126,8 +127,8 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready or a message comes, no longer than `timeout`, rounded up to milliseconds, and puts
-    /// what happened into `events`, in place of what was there. A signal may end the wait early, with nothing.
+    /// Waits until a descriptor is ready or a message arrives, at most for `timeout`, rounded up to milliseconds.
+    /// Replaces the contents of `events` with what happened. A signal may end the wait early, with no events.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -166,8 +167,8 @@ pub struct Remote<K, M> {
 }
 
 impl<K: Copy, M: Send + 'static> Remote<K, M> {
-    /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later drops the
-    /// messages that it has not read.
+    /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later
+    /// drops the messages that it has not read.
     pub fn send(&self, message: M) -> bool {
         let notes = self.notes;
         let sent = self.endpoint.fire(move |manager| {

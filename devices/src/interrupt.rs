@@ -1,4 +1,4 @@
-//! How a device interrupts its driver, whatever carries the interrupt.
+//! How a device interrupts its driver, over either transport.
 //!
 //! ```text
 //!  queue worker ─┐                 ┌─ MMIO: InterruptStatus bit + edge interrupt (EdgeLine)
@@ -14,10 +14,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::metrics::BlockMetrics;
 
-/// What a device raises: the two notifications of virtio 1.2, 2.3.
+/// The two notifications that a device sends (virtio 1.2, 2.3).
 ///
-/// Called from queue workers and vCPU threads at once. An implementation must not wait for either,
-/// in particular not for a lock held while the transport's registers are accessed.
+/// Called from queue workers and vCPU threads at the same time. An implementation must not wait for either, in
+/// particular not for a lock held while the transport's registers are accessed.
 pub trait Interrupt: Send + Sync {
     /// Used buffer notification of `queue`.
     fn queue(&self, queue: u16);
@@ -25,7 +25,7 @@ pub trait Interrupt: Send + Sync {
     /// Configuration change notification. Also announces DEVICE_NEEDS_RESET.
     fn config(&self);
 
-    /// Forgets whatever is pending and the driver's choices: the device is being reset.
+    /// Clears pending notifications and the driver's choices, because the device is being reset.
     fn reset(&self);
 }
 
@@ -47,19 +47,19 @@ pub trait MsiRouter: Send + Sync {
     /// whenever the driver has changed the entry, at the moment that it becomes unmasked.
     ///
     /// # Errors
-    /// If the hypervisor refuses the route; the vector stays silent until it is set again.
+    /// If the hypervisor refuses the route; the vector sends nothing until it is set again.
     fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()>;
 
-    /// Raises `vector`. Only called while it is unmasked and routed; masks and pending bits are kept here.
+    /// Raises `vector`. Only called while it is unmasked and routed; this crate keeps the masks and pending bits.
     ///
     /// # Errors
     /// If the interrupt cannot be delivered.
     fn trigger(&self, vector: u16) -> io::Result<()>;
 }
 
-/// An interrupt line that takes edges: an eventfd that the hypervisor listens to, or a call of the hypervisor.
+/// An edge-triggered interrupt line: an eventfd that the hypervisor listens to, or a call of the hypervisor.
 ///
-/// Called from queue workers and vCPU threads at once.
+/// Called from queue workers and vCPU threads at the same time.
 pub trait EdgeLine: Send + Sync {
     /// Raises the line, and lowers it again.
     ///
@@ -105,8 +105,8 @@ impl LineInterrupt {
         self.status.fetch_and(!bits, Ordering::SeqCst);
     }
 
-    /// Every notification is an edge of its own: the driver may have read InterruptStatus already and not
-    /// acknowledged it yet, so "the bit was set before" does not mean that it will look again.
+    /// Sends an edge for every notification. The driver may have read InterruptStatus already and not acknowledged it
+    /// yet, so a bit that was set before does not mean that the driver will look again.
     fn raise(&self, bit: u32) {
         self.status.fetch_or(bit, Ordering::SeqCst);
         match self.line.pulse() {

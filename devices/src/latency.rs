@@ -1,6 +1,6 @@
-//! How long requests take: a histogram for each operation of each queue.
+//! Latencies of requests: a histogram for each operation of each queue.
 //!
-//! Counting is three additions to counters that the queue's worker has to itself, and takes no memory; the clock is read
+//! Counting a request adds to counters that only the queue's worker changes, and allocates no memory. The clock is read
 //! once a batch.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use crate::backend::Operation;
 /// Length of [`LatencyCounts::classes`].
 pub const LATENCY_CLASSES: usize = 25;
 
-/// What requests do, as far as their latency is told apart.
+/// The kinds of requests whose latencies are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperationKind {
     /// Reads.
@@ -59,7 +59,7 @@ impl OperationKind {
     }
 }
 
-/// One histogram, being counted.
+/// One histogram that is being counted.
 #[derive(Debug, Default)]
 struct Histogram {
     classes: [AtomicU64; LATENCY_CLASSES],
@@ -69,26 +69,26 @@ struct Histogram {
 /// One histogram at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LatencyCounts {
-    /// Requests by how long they took, in microseconds: element 0 counts those up to 1, element 1 those up to 2, then up to
-    /// 4, 8 and so on by powers of two; the last element counts all above 2^23 (8.4 s).
+    /// Requests by latency in microseconds: element 0 counts those up to 1, element 1 those up to 2, then up to 4, 8
+    /// and so on by powers of two. The last element counts all above 2^23 (8.4 s).
     pub classes: [u64; LATENCY_CLASSES],
-    /// Nanoseconds of all of them together.
+    /// The sum of all latencies in nanoseconds.
     pub sum_ns: u64,
 }
 
 impl LatencyCounts {
-    /// The upper end of a class in microseconds; `None`: it has none.
+    /// The upper end of a class in microseconds; `None` for the last class, which has no end.
     pub fn upper_us(class: usize) -> Option<u64> {
         (class + 1 < LATENCY_CLASSES).then(|| 1 << class)
     }
 
-    /// How many requests.
+    /// The number of requests.
     pub fn count(&self) -> u64 {
         self.classes.iter().sum()
     }
 
-    /// How long at most all but one of `one_in` requests took, as the upper end of a class in microseconds: 2 for the
-    /// median, 100 for the 99th percentile. `None` of nothing, or if it is in the class without an end.
+    /// The latency that all but one in `one_in` requests do not exceed, as the upper end of a class in microseconds: 2
+    /// for the median, 100 for the 99th percentile. `None` if there are no requests, or for the class without an end.
     pub fn all_but_one_in_us(&self, one_in: u64) -> Option<u64> {
         let count = self.count();
         let wanted = count - count / one_in.max(1);
@@ -100,7 +100,7 @@ impl LatencyCounts {
         class.and_then(Self::upper_us)
     }
 
-    /// Adds what `other` has counted.
+    /// Adds the counts of `other`.
     pub fn add(&mut self, other: &Self) {
         for (ours, theirs) in self.classes.iter_mut().zip(other.classes) {
             *ours += theirs;
@@ -135,7 +135,7 @@ impl Latencies {
         };
         let histogram = &histograms[kind as usize];
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        // Up to and with a power of two.
+        // Each class includes its upper end, a power of two.
         let class = ns
             .div_ceil(1000)
             .max(1)
@@ -145,7 +145,7 @@ impl Latencies {
         add(&histogram.sum_ns, ns);
     }
 
-    /// What was counted for `kind` on `queue`; nothing if there is no such queue.
+    /// The counts for `kind` on `queue`; all zero if there is no such queue.
     pub fn get(&self, queue: usize, kind: OperationKind) -> LatencyCounts {
         let Some(histograms) = self.queues.get(queue) else {
             return LatencyCounts::default();
@@ -158,7 +158,7 @@ impl Latencies {
     }
 }
 
-/// Adds to a counter that nothing else is ordered by.
+/// Adds to a counter. Nothing else is ordered by it.
 pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }

@@ -1,4 +1,4 @@
-//! What servers are made of: listeners, threads that all end when the server is to stop, and waits that end then too.
+//! Parts of servers: listeners, threads that all end when the server stops, and waits that end then too.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -12,10 +12,10 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 
-/// How long a listener rests when the system has no descriptors left.
+/// How long a listener pauses after the system has refused it a client, for instance for lack of descriptors.
 const REST: Duration = Duration::from_millis(100);
 
-/// Tells any number of threads that they are to end. Its descriptor is readable from then on.
+/// Stops any number of threads. Its descriptor is readable once they have to end.
 #[derive(Clone, Debug)]
 pub struct Stop(Arc<OwnedFd>);
 
@@ -27,9 +27,9 @@ impl Stop {
         Ok(Self(Arc::new(event)))
     }
 
-    /// Tells all who wait, and all who will.
+    /// Stops all threads that wait, now and later.
     pub fn tell(&self) {
-        // A full counter is readable all the same.
+        // If the counter is full, the descriptor is readable already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
@@ -40,30 +40,30 @@ impl AsFd for Stop {
     }
 }
 
-/// What a [`Waiter`] has waited for, the most urgent last.
+/// Why a [`Waiter`] returned, the most urgent reason last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Waited {
-    /// The time is over.
+    /// The time limit has passed.
     Late,
-    /// The descriptor is ready, or at its end.
+    /// The descriptor is ready, or at its end of file.
     Ready,
-    /// A message has come.
+    /// A message has arrived.
     Told,
-    /// The thread is to end.
+    /// The thread has to end.
     Stopped,
 }
 
-/// Waits for one descriptor at a time, unless a message comes first or the thread is to end.
+/// Waits for one descriptor at a time. A message or the end of the thread ends the wait too.
 pub struct Waiter<M = ()> {
     events: EventLoop<Waited, M>,
     happened: Vec<Event<Waited, M>>,
     messages: VecDeque<M>,
-    /// What the descriptor is watched for; `None`: it is always ready, as regular files are.
+    /// The events for which the descriptor is watched; `None`: it is always ready, as regular files are.
     watched: Option<EventSet>,
 }
 
 impl Waiter {
-    /// Waits for `fd`, and for no message. See [`watch`](Self::watch).
+    /// A waiter for `fd` that gets no messages. See [`watch`](Self::watch).
     ///
     /// # Errors
     /// If the system refuses a descriptor.
@@ -75,7 +75,7 @@ impl Waiter {
 }
 
 impl<M: Send + 'static> Waiter<M> {
-    /// Waits for `stop` and for messages, and for no descriptor yet.
+    /// A waiter for `stop` and for messages, with no descriptor yet.
     ///
     /// # Errors
     /// If the system refuses a descriptor.
@@ -90,20 +90,20 @@ impl<M: Send + 'static> Waiter<M> {
         })
     }
 
-    /// The way for messages.
+    /// Sends messages to this waiter.
     pub fn remote(&self) -> Remote<Waited, M> {
         self.events.remote()
     }
 
-    /// The oldest message that was not taken.
+    /// The oldest message not taken yet.
     pub fn message(&mut self) -> Option<M> {
         self.messages.pop_front()
     }
 
-    /// Waits for `fd` from here on, until [`unwatch`](Self::unwatch) or its own end.
+    /// Waits for `fd` from now on, until [`unwatch`](Self::unwatch) or until it is closed.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If the system refuses to watch it.
     pub fn watch(&mut self, fd: impl AsFd) -> io::Result<()> {
         self.watched = match self.events.watch(fd, Waited::Ready, EventSet::IN) {
             Ok(()) => Some(EventSet::IN),
@@ -113,14 +113,14 @@ impl<M: Send + 'static> Waiter<M> {
         Ok(())
     }
 
-    /// Waits for `fd`, which is still open, no longer.
+    /// Stops waiting for `fd`, which is still open.
     pub fn unwatch(&mut self, fd: impl AsFd) {
         if let Err(error) = self.events.unwatch(fd) {
             tracing::debug!("a descriptor was not watched: {error}");
         }
     }
 
-    /// Waits until `wanted` is true of `fd`, which is watched, until `end` at most.
+    /// Waits until `wanted` is true of `fd`, which is watched, at most until `end`.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -161,21 +161,21 @@ impl<M: Send + 'static> Waiter<M> {
     }
 }
 
-/// Threads of one owner. Dropping it waits for them.
+/// Threads of one owner. Dropping it joins them.
 pub struct Threads {
-    /// What messages call him.
+    /// The owner's name in messages.
     owner: &'static str,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Threads {
-    /// None yet.
+    /// Starts without threads.
     pub fn new(owner: &'static str) -> Self {
         let threads = Vec::new();
         Self { owner, threads }
     }
 
-    /// Number of those that have not ended.
+    /// Number of threads that have not ended.
     pub fn count(&mut self) -> usize {
         for ended in self.threads.extract_if(.., |thread| thread.is_finished()) {
             join(ended, self.owner);
@@ -183,10 +183,10 @@ impl Threads {
         self.threads.len()
     }
 
-    /// Starts one.
+    /// Starts a thread.
     ///
     /// # Errors
-    /// If the system refuses it.
+    /// If the system refuses the thread.
     pub fn start(
         &mut self,
         thread: thread::Builder,
@@ -206,14 +206,15 @@ impl Drop for Threads {
     }
 }
 
-/// Waits for a thread of `owner`'s, and tells if it has panicked.
+/// Joins a thread of `owner`, and logs an error if it has panicked.
 pub fn join(thread: JoinHandle<()>, owner: &str) {
     if thread.join().is_err() {
         tracing::error!("a thread of {owner} has panicked");
     }
 }
 
-/// Accepts clients until `stop` is told: gives each to `serve`. `listener` does not block; `place` is what messages call it.
+/// Accepts clients until `stop` is set, and gives each to `serve`. `listener` is non-blocking; `place` is its name in
+/// messages.
 pub fn accept_each<L: AsFd, T>(
     listener: &L,
     stop: &Stop,
@@ -235,8 +236,8 @@ pub fn accept_each<L: AsFd, T>(
     }
 }
 
-/// The client that a listener at `place` has accepted; `None`: there is none after all. If the system refuses one, that is
-/// told, and the listener rests for 0.1 s: it stays readable, and would be asked again at once.
+/// The client that a listener at `place` has accepted; `None` if there is none. If the system refuses one, that is
+/// logged, and the listener pauses for 0.1 s, because it stays readable and would be tried again at once.
 pub fn accepted<T>(outcome: io::Result<T>, place: impl Display) -> Option<T> {
     outcome
         .inspect_err(|error| {

@@ -1,4 +1,4 @@
-//! Guest memory, as devices need it.
+//! Guest memory.
 
 use vm_memory::GuestAddressSpace;
 

@@ -1,4 +1,4 @@
-//! What a device has done so far, readable while it runs.
+//! Counters of a device, readable while it runs.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,7 +8,7 @@ macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Live counters of one device, over all of its queues and since it was created (a reset keeps them).
         ///
-        /// Each is exact; taken together they are not one instant.
+        /// Each counter is exact, but all of them together are not read at one instant.
         #[derive(Debug, Default)]
         pub struct BlockMetrics {
             $($(#[$doc])* pub $name: AtomicU64,)*
@@ -56,14 +56,14 @@ block_metrics! {
     errors,
     /// Doorbells seen by the queue workers: writes to the queues' event descriptors.
     doorbells,
-    /// Nanoseconds of processor time spent on looking at rings before going to sleep, found anything or not.
+    /// Nanoseconds of processor time spent on polling rings, whether or not a request was found.
     poll_ns,
-    /// Interrupts sent to the driver, of queues and of the configuration.
+    /// Interrupts sent to the driver, for queues and for the configuration.
     interrupts,
 }
 
 impl BlockMetrics {
-    /// The metrics of a device with so many queues.
+    /// The metrics of a device with this number of queues.
     pub(crate) fn of_queues(queues: usize) -> Self {
         Self {
             latencies: Latencies::new(queues),

@@ -21,14 +21,14 @@ pub(crate) const NEEDS_RESET: u8 = bits::VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 /// The driver has given up on the device.
 pub(crate) const FAILED: u8 = bits::VIRTIO_CONFIG_S_FAILED as u8;
 
-/// The status byte, and the interrupt that announces what the device itself changes in it.
+/// The status byte, and the interrupt that announces the device's own changes to it.
 pub(crate) struct DeviceStatus {
     bits: AtomicU8,
     interrupt: Arc<dyn Interrupt>,
     complaints: AtomicU32,
 }
 
-/// Warnings about a driver that are shown; one that never stops breaking rules must not fill anyone's log.
+/// The most warnings about a driver that are shown: a driver that keeps breaking rules must not fill the log.
 const MOST_COMPLAINTS: u32 = 16;
 
 impl DeviceStatus {
@@ -55,13 +55,13 @@ impl DeviceStatus {
         self.bits.fetch_or(mask, Ordering::SeqCst);
     }
 
-    /// Back to 0, with nothing pending. Only once no worker runs.
+    /// Resets the status to 0 and clears pending interrupts. Only once no worker runs.
     pub(crate) fn reset(&self) {
         self.bits.store(0, Ordering::SeqCst);
         self.interrupt.reset();
     }
 
-    /// Sets DEVICE_NEEDS_RESET and tells the driver, once it is ready to hear it (2.1.2).
+    /// Sets DEVICE_NEEDS_RESET, and notifies the driver if DRIVER_OK is set (2.1.2).
     pub(crate) fn needs_reset(&self) {
         let before = self.bits.fetch_or(NEEDS_RESET, Ordering::SeqCst);
         if before & NEEDS_RESET == 0 && before & DRIVER_OK != 0 {
@@ -69,21 +69,21 @@ impl DeviceStatus {
         }
     }
 
-    /// Warns of what the driver has done, the first few times in the device's life.
+    /// Warns of a driver's offence, the first few times in the device's life.
     pub(crate) fn complain(&self, of: fmt::Arguments<'_>) {
         match self.complaints.fetch_add(1, Ordering::Relaxed) {
             0..MOST_COMPLAINTS => tracing::warn!("{of}"),
             MOST_COMPLAINTS => {
                 tracing::warn!("{of}; further offences of this driver are not shown")
             }
-            // So that the counter never comes round.
+            // So that the counter never wraps.
             _ => self
                 .complaints
                 .store(MOST_COMPLAINTS + 1, Ordering::Relaxed),
         }
     }
 
-    /// Where used buffer and configuration change notifications go.
+    /// Sends used buffer and configuration change notifications.
     pub(crate) fn interrupt(&self) -> &dyn Interrupt {
         &*self.interrupt
     }

@@ -1,13 +1,14 @@
-//! Limits on how much of a disk may be used: operations and bytes a second, each with a burst, changed while it is in use.
+//! Limits on the use of a disk: operations and bytes a second, each with a burst. They can be changed while it is in
+//! use.
 //!
 //! ```text
 //!   frontend ──submit──▶ ThrottledQueue ── Throttle says "now" ──▶ BackendQueue
 //!                             │ "at t"
 //!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ completions: on it goes
 //! ```
-//! A bucket is kept as one moment, the one at which it will be full again (the generic cell rate algorithm, which admits
-//! what a token bucket admits): no lock, no thread, nothing to be done while nobody asks. Without limits a request costs one
-//! look at a flag.
+//! A bucket is stored as one moment, at which it will be full again (the generic cell rate algorithm, which admits the
+//! same requests as a token bucket). It needs no lock and no thread, and no work between requests. Without limits a
+//! request costs one check of a flag.
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,17 +25,17 @@ use crate::backend::{Backend, BackendQueue, Completion, Operation, SECTOR_SIZE};
 
 const SECOND: u64 = 1_000_000_000;
 
-/// How much of a disk may be used. 0 is no limit.
+/// Limits on the use of a disk. 0 is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Operations a second; each request is one.
     pub ops_per_second: u64,
-    /// Operations that may come at once after a rest; 0: as many as a second's.
+    /// Operations that may come at once after a pause; 0: as many as in a second.
     pub ops_burst: u64,
     /// Bytes read and written a second.
     pub bytes_per_second: u64,
-    /// Bytes that may come at once after a rest; 0: as many as a second's. A longer request waits until the bucket is
-    /// full, and what comes after it waits for its excess.
+    /// Bytes that may come at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
+    /// full, and the requests after it wait for its excess.
     pub bytes_burst: u64,
 }
 
@@ -45,7 +46,7 @@ struct Bucket {
     rate: AtomicU64,
     /// How long an empty bucket takes to be full, in nanoseconds.
     depth: AtomicU64,
-    /// When the bucket will be full.
+    /// The moment at which the bucket will be full.
     full_at: AtomicU64,
 }
 
@@ -57,10 +58,10 @@ impl Bucket {
         self.rate.store(rate, Ordering::Relaxed);
     }
 
-    /// Takes `amount` at the moment `now`. Returns what it has cost.
+    /// Takes `amount` at the moment `now`. Returns its cost, which [`give_back`](Self::give_back) takes.
     ///
     /// # Errors
-    /// The moment at which there will be enough.
+    /// The moment at which the bucket will hold enough.
     fn take(&self, amount: u64, now: u64) -> Result<u64, u64> {
         let rate = self.rate.load(Ordering::Relaxed);
         if rate == 0 || amount == 0 {
@@ -88,7 +89,7 @@ impl Bucket {
     }
 
     fn give_back(&self, cost: u64) {
-        // A bucket that was set anew meanwhile is full: it stays so.
+        // If the limit was set anew meanwhile, the bucket is full and stays full.
         let give = |full_at: u64| Some(full_at.saturating_sub(cost));
         let _ = self
             .full_at
@@ -96,7 +97,7 @@ impl Bucket {
     }
 }
 
-/// The time in which `amount` comes in at `rate` a second, in nanoseconds.
+/// The time that `amount` takes at `rate` a second, in nanoseconds.
 fn time_of(amount: u64, rate: u64) -> u64 {
     let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
     u64::try_from(time).unwrap_or(u64::MAX)
@@ -109,7 +110,7 @@ pub struct Throttle {
     active: AtomicBool,
     ops: Bucket,
     bytes: Bucket,
-    /// Counts changes.
+    /// Counts changes of the limits.
     changes: AtomicU64,
     state: Mutex<State>,
 }
@@ -122,7 +123,7 @@ struct State {
 
 impl Throttle {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Numbers and a list are right between any two steps.
+        // A panic leaves no partial change in the state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -131,7 +132,7 @@ impl Throttle {
         self.lock().limits
     }
 
-    /// Puts `limits` in force, with full buckets. What waits for the ones before goes by the new ones.
+    /// Puts `limits` in force, with full buckets. Requests that are held are checked against the new limits.
     pub fn set(&self, limits: Limits) {
         let mut state = self.lock();
         state.limits = limits;
@@ -146,7 +147,7 @@ impl Throttle {
         }
     }
 
-    /// Whether `operation` may go now, and if not, when to ask again, in nanoseconds of CLOCK_MONOTONIC.
+    /// Whether `operation` may start now. If not, the error is when to ask again, in nanoseconds of CLOCK_MONOTONIC.
     fn admit(&self, operation: &Operation) -> Result<(), u64> {
         if !self.active.load(Ordering::Relaxed) {
             return Ok(());
@@ -163,7 +164,7 @@ impl Throttle {
     }
 }
 
-/// Bytes that move: what is discarded or made zero does not.
+/// The bytes that an operation moves: discards and zeroes move none.
 fn bytes_of(operation: &Operation) -> u64 {
     match operation {
         Operation::Read { sectors, .. } => u64::from(*sectors) * SECTOR_SIZE,
@@ -177,7 +178,7 @@ fn now() -> u64 {
     now.tv_sec as u64 * SECOND + now.tv_nsec as u64
 }
 
-/// What wakes a queue that holds requests.
+/// The timer that wakes a queue's thread when held requests may start.
 struct Timer {
     fd: OwnedFd,
     armed: AtomicBool,
@@ -192,10 +193,10 @@ impl Timer {
         })
     }
 
-    /// Makes the descriptor readable at `when`, or at once if that is past.
+    /// Makes the descriptor readable at `when`, at once if `when` is past.
     fn arm(&self, when: u64) {
         self.armed.store(true, Ordering::SeqCst);
-        // Zero would disarm it.
+        // Zero would disarm the timer.
         let when = when.clamp(1, i64::MAX as u64);
         let time = Itimerspec {
             it_interval: Timespec::default(),
@@ -213,18 +214,18 @@ impl Timer {
 
     fn clear(&self) {
         if self.armed.swap(false, Ordering::SeqCst) {
-            // Not readable yet is as good.
+            // It fails if the timer has not expired, and then there is nothing to clear.
             let _ = rustix::io::read(&self.fd, &mut [0; 8]);
         }
     }
 }
 
-/// A queue of a backend behind the limits of its disk. As a [`BackendQueue`], with one more descriptor to wait for.
+/// A queue of a backend behind the limits of its disk: as a [`BackendQueue`], with one more descriptor to wait for.
 pub(crate) struct ThrottledQueue {
     queue: Box<dyn BackendQueue>,
     throttle: Arc<Throttle>,
     timer: Arc<Timer>,
-    /// Those that may not go yet, in order.
+    /// Requests that may not start yet, in order.
     held: VecDeque<(u64, Operation)>,
 }
 
@@ -244,12 +245,12 @@ impl ThrottledQueue {
         })
     }
 
-    /// Readable when held requests may go. Then [`completions`](Self::completions) is to be called.
+    /// Readable when held requests may start; then call [`completions`](Self::completions).
     pub(crate) fn timer(&self) -> BorrowedFd<'_> {
         self.timer.fd.as_fd()
     }
 
-    /// Whether requests are held: more would be held too.
+    /// Whether requests are held. Further ones would be held too.
     pub(crate) fn holds(&self) -> bool {
         !self.held.is_empty()
     }
@@ -287,7 +288,7 @@ impl ThrottledQueue {
         self.queue.completions(done);
     }
 
-    /// Lets those go that may; `true`: some went. Sees to it that the others are thought of.
+    /// Starts the held requests that may start now; `true`: some were started. It arms the timer for the others.
     fn release(&mut self) -> bool {
         let mut some = false;
         while let Some((_, operation)) = self.held.front() {
@@ -300,7 +301,8 @@ impl ThrottledQueue {
                 }
                 Err(when) => {
                     self.timer.arm(when);
-                    // Whoever changed the limits meanwhile has set the timer before, and to no avail.
+                    // A change of the limits meanwhile has armed the timer too, and `arm` has just undone that: check
+                    // again.
                     if self.throttle.changes.load(Ordering::SeqCst) == changes {
                         break;
                     }
@@ -324,7 +326,7 @@ mod tests {
         throttle
     }
 
-    /// How many requests of `bytes` go in `seconds` when somebody asks whenever he is told to.
+    /// How many requests of `bytes` start in `seconds`, if the caller retries at each moment that the throttle returns.
     fn admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
         let (start, mut count) = (1_000 * SECOND, 0);
         let mut at = start;
@@ -362,9 +364,9 @@ mod tests {
             ..Limits::default()
         };
         assert!(admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
-        // Longer than the burst: one after the other, each paid for in full.
+        // Requests longer than the burst: one after the other, each charged in full.
         assert!(admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
-        // Nothing moves: nothing is paid.
+        // Operations that move no bytes are not charged.
         let throttle = throttle(bytes);
         assert!((0..10_000).all(|_| throttle.admit_at(0, SECOND).is_ok()));
     }
@@ -436,7 +438,7 @@ mod tests {
             "no wake-up is left over"
         );
 
-        // So slow that only the end of the limit can free it.
+        // So slow that only the end of the limit can release the requests.
         throttle.set(Limits {
             ops_per_second: 1,
             bytes_per_second: 1,

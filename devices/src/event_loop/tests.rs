@@ -17,7 +17,7 @@ fn ring(event: &OwnedFd) {
     rustix::io::write(event, &1_u64.to_ne_bytes()).unwrap();
 }
 
-/// What the loop tells of, in its order: keys as they are, messages in brackets.
+/// What the loop reports, in order: keys as they are, messages in brackets.
 fn told(events: &mut EventLoop<u8, u8>, timeout: Option<Duration>) -> Vec<String> {
     let mut list = vec![Event::Message(99)];
     events.wait(timeout, &mut list).unwrap();
@@ -40,7 +40,7 @@ fn messages_stand_behind_descriptors_whoever_was_first() {
     ring(&b);
     ring(&a);
     assert_eq!(told(&mut events, None), ["2", "1", "(7)", "(8)"]);
-    // A message comes once, a descriptor as long as it is ready.
+    // A message is reported once, a descriptor as long as it is ready.
     assert_eq!(told(&mut events, None), ["2", "1"]);
 }
 
@@ -77,7 +77,7 @@ fn an_edge_is_told_once() {
     assert_eq!(told(&mut events, None), ["1"]);
 }
 
-/// The other side of a shared descriptor keeps it open, and ringing.
+/// The other end of a shared descriptor keeps it open, and ready.
 #[test]
 fn a_descriptor_that_is_not_watched_is_not_told_of_and_its_number_is_free() {
     let mut events = EventLoop::new().unwrap();
