@@ -1,4 +1,4 @@
-//! CONFORMANCE.md names code and tests: they exist.
+//! Checks that the code and the tests that CONFORMANCE.md names exist.
 
 use std::collections::HashSet;
 use std::fs;

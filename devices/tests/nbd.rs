@@ -1,5 +1,5 @@
-//! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever comes,
-//! nothing panics, and the next client finds the disk as it was or as it was told.
+//! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever it
+//! gets, the server never panics, and the next client finds the disk unchanged or with the requested changes.
 
 #[path = "support/numbers.rs"]
 mod numbers;
@@ -107,7 +107,7 @@ fn no_message_harms_the_server() {
         let mut client = UnixStream::connect(&path).unwrap();
         let timeout = Some(Duration::from_secs(120));
         client.set_read_timeout(timeout).unwrap();
-        // The server may have hung up already.
+        // The server may have closed the connection already.
         let _ = client.write_all(&bytes);
         let _ = client.shutdown(std::net::Shutdown::Write);
         let mut answer = Vec::new();
@@ -120,7 +120,7 @@ fn no_message_harms_the_server() {
     assert_eq!(PANICS.load(Ordering::SeqCst), 0);
     let counts = metrics.counts();
     println!("{counts:?}");
-    // Most sessions got as far as requests, of every kind, and some of those were wrong.
+    // Most sessions must have reached requests, of every kind, and some of the requests must have been invalid.
     assert!(
         counts.reads > 100 && counts.writes > 100 && counts.flushes > 100,
         "{counts:?}"

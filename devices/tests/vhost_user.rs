@@ -1,4 +1,4 @@
-//! Random messages to the vhost-user server: whatever comes, it goes on to serve whoever comes next.
+//! Random messages to the vhost-user server: whatever a front-end sends, the server goes on to serve the next one.
 
 #[path = "support/numbers.rs"]
 mod numbers;
@@ -27,7 +27,7 @@ const SECTORS: u64 = 64;
 const PAGES: u64 = 16;
 
 impl Random {
-    /// A number that means something in this protocol, or nearly so, or nothing.
+    /// A number that is valid in this protocol, or nearly valid, or meaningless.
     fn field(&mut self) -> u64 {
         match self.below(8) {
             0 => 0,
@@ -54,7 +54,7 @@ fn send(socket: &UnixStream, request: u32, flags: u32, payload: &[u8], files: &[
     if !fds.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
     }
-    // The server may have gone already.
+    // The server may have closed the connection already.
     let _ = sendmsg(
         socket,
         &[IoSlice::new(&bytes)],
@@ -70,7 +70,8 @@ fn fields(values: &[u64]) -> Vec<u8> {
         .collect()
 }
 
-/// Shared memory with rings of 4 descriptors at 0, 0x100 (available) and 0x200 (used), not quite at random.
+/// Shared memory with rings of 4 descriptors at 0, 0x100 (available) and 0x200 (used), whose contents are partly
+/// random.
 fn memory(random: &mut Random) -> File {
     let file = File::from(memfd_create("memory", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(PAGES * 0x1000).unwrap();
@@ -89,7 +90,7 @@ fn memory(random: &mut Random) -> File {
         put(0x104 + index * 2, &(random.below(5) as u16).to_ne_bytes());
     }
     put(0x102, &(random.below(6) as u16).to_ne_bytes());
-    // Every page may be a header, and an indirect table.
+    // Every page may serve as a header, and as an indirect table.
     for page in 1..PAGES {
         let header = [random.below(16), random.below(2 * SECTORS)];
         put(page * 0x1000, &fields(&header));
@@ -105,7 +106,7 @@ fn descriptor(random: &mut Random, memory: &File) -> OwnedFd {
     }
 }
 
-/// A front-end that begins as it should, and goes on at random.
+/// A front-end that begins a valid session and continues with random messages.
 fn attack(path: &Path, random: &mut Random) {
     let socket = UnixStream::connect(path).expect("the server listens");
     let memory = memory(random);
@@ -140,7 +141,7 @@ fn attack(path: &Path, random: &mut Random) {
             send(&socket, 12, 1, &fields(&[ring]), &[kick]);
             send(&socket, 18, 1, &fields(&[ring | 1 << 32]), &[]);
         }
-        // Answered when all that is done, or not at all.
+        // The server answers this once it has handled the messages before, or not at all.
         send(&socket, GET_FEATURES, 1, &[], &[]);
         let _ = (&socket).read(&mut [0; 20]);
     }
@@ -159,7 +160,7 @@ fn attack(path: &Path, random: &mut Random) {
         payload.truncate(payload.len() - random.below(8).min(payload.len() as u64) as usize);
         send(&socket, request, flags, &payload, &files);
     }
-    // At times with memory that is no more.
+    // Sometimes the front-end truncates its memory.
     if random.below(3) == 0 {
         memory.set_len(0x1000 * random.below(2)).unwrap();
     }
@@ -181,7 +182,7 @@ fn no_message_harms_the_server() {
     for seed in 1..=2000 {
         attack(&path, &mut Random(seed));
     }
-    // One that behaves.
+    // A front-end that behaves.
     let mut socket = UnixStream::connect(&path).unwrap();
     socket
         .set_read_timeout(Some(Duration::from_secs(60)))
@@ -192,7 +193,7 @@ fn no_message_harms_the_server() {
         .read_exact(&mut reply)
         .expect("the server still answers");
     assert_eq!(reply[..4], GET_FEATURES.to_ne_bytes());
-    // Some of what was sent must have been taken for requests, or nothing was attacked.
+    // The server must have taken some of the chains for requests, or the test has attacked nothing.
     assert!(metrics.counts().requests > 100, "{:?}", metrics.counts());
     server.stop();
 }

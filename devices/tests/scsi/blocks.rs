@@ -58,7 +58,7 @@ fn a_length_of_zero_is_256_blocks_in_six_bytes_and_none_in_more() {
     }
 }
 
-/// FUA is durable, and so is everything before a SYNCHRONIZE CACHE; what is neither is lost with the power.
+/// A write with FUA is durable, as is every write before a SYNCHRONIZE CACHE; a power loss drops the others.
 #[test]
 fn what_is_forced_to_the_medium_survives_power_loss() {
     use std::sync::Arc;
@@ -81,13 +81,13 @@ fn what_is_forced_to_the_medium_survives_power_loss() {
         disk.power_loss();
         assert_eq!(bench.read(2 + at as u64, 1), block(3));
     }
-    // COMPARE AND WRITE with FUA, and WRITE AND VERIFY, which is durable always.
+    // COMPARE AND WRITE with FUA, and WRITE AND VERIFY, which is always durable.
     bench.send(
         &compare_and_write(FUA, 0, 1),
         &[block(1), block(4)].concat(),
     );
     bench.send(&cdb10(0x2e, 0, 8, 1), &block(5));
-    // A read with FUA puts what it reads onto the medium first.
+    // A read with FUA first makes durable what it reads.
     bench.send(&cdb10(0x2a, 0, 9, 1), &block(6));
     assert_eq!(bench.receive(&cdb10(0x28, FUA, 9, 1), 512), block(6));
     disk.power_loss();
@@ -115,7 +115,7 @@ fn verify_tells_where_blocks_differ() {
             let refused = bench.refused(&cdb, &other);
             assert_eq!(refused.code, MISCOMPARE);
             assert_eq!(refused.information, Some(4 * size as u32 + 100));
-            // Each block with one: the first is the same, the second is not.
+            // Each block is compared with one block: the first is equal, the second is not.
             cdb[1] = 0x06;
             let refused = bench.refused(&cdb, &bytes[..size]);
             assert_eq!(refused.code, MISCOMPARE);
@@ -168,7 +168,7 @@ fn write_and_verify_writes() {
     }
 }
 
-/// A Data-In Buffer that is too short gets as much as fits; one of data out that is, and nothing is written.
+/// Too short a Data-In Buffer gets as much as fits. With too short a Data-Out Buffer nothing is written.
 #[test]
 fn lengths_that_do_not_agree() {
     for mut bench in benches() {

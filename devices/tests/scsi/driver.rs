@@ -1,4 +1,4 @@
-//! An initiator, its data buffers, and the disks that it talks to.
+//! An initiator, its data buffers, and the disks that it uses.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -23,7 +23,7 @@ impl Data {
     }
 
     pub fn room(len: usize) -> Self {
-        // What a server leaves alone must still be there.
+        // Bytes that the server must not change keep this value.
         Self::new(vec![0xee; len])
     }
 
@@ -62,7 +62,7 @@ pub const WRITE_ERROR: Code = (3, 0x0c, 0);
 pub const NOT_READY: Code = (2, 0x04, 2);
 pub const CAPACITY_CHANGED: Code = (6, 0x2a, 9);
 
-/// What fixed format sense data says.
+/// The contents of fixed format sense data.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fixed {
     pub code: Code,
@@ -90,12 +90,12 @@ pub fn fixed(outcome: &Outcome) -> Fixed {
     }
 }
 
-/// A logical unit and a way to its disk.
+/// A logical unit and a queue to its disk.
 pub struct Bench {
     pub unit: LogicalUnit,
     queue: Box<dyn BackendQueue>,
     done: Vec<Completion>,
-    /// What keeps the disk, if that is more than memory.
+    /// The storage of the disk, if it is not in memory only.
     _kept: Option<(TempDir, Option<Store>)>,
 }
 
@@ -144,7 +144,7 @@ impl Bench {
         bench
     }
 
-    /// One of each kind.
+    /// A bench for each kind of disk.
     pub fn each(bytes: u64, block_size: u32) -> [Self; 3] {
         [
             Self::ram(bytes, block_size),
@@ -178,7 +178,7 @@ impl Bench {
         }
     }
 
-    /// Carries out a command with `data`.
+    /// Runs a command with `data`.
     pub fn run(&mut self, cdb: &[u8], data: &Data) -> Outcome {
         let mut task = Task::new(&self.unit, cdb, data);
         let mut in_flight = 0;
@@ -205,12 +205,12 @@ impl Bench {
         }
     }
 
-    /// A command without data that succeeds.
+    /// Runs a command without data, which must succeed.
     pub fn good(&mut self, cdb: &[u8]) {
         self.send(cdb, &[]);
     }
 
-    /// One that sends data, and succeeds.
+    /// Runs a command that sends data, which must succeed.
     pub fn send(&mut self, cdb: &[u8], bytes: &[u8]) {
         let data = Data::new(bytes);
         let outcome = self.run(cdb, &data);
@@ -219,7 +219,7 @@ impl Bench {
         assert_eq!(data.bytes(), bytes, "it is not the server's to write to");
     }
 
-    /// One that receives data, with room for `room` bytes: what came.
+    /// Runs a command that receives data, with room for `room` bytes, and returns the data.
     pub fn receive(&mut self, cdb: &[u8], room: usize) -> Vec<u8> {
         let data = Data::room(room);
         let outcome = self.run(cdb, &data);
@@ -231,13 +231,13 @@ impl Bench {
         bytes
     }
 
-    /// One that fails, with `bytes` sent: how.
+    /// Runs a command that sends `bytes` and must fail, and returns its sense.
     pub fn refused(&mut self, cdb: &[u8], bytes: &[u8]) -> Fixed {
         let outcome = self.run(cdb, &Data::new(bytes));
         fixed(&outcome)
     }
 
-    /// Blocks by READ (16).
+    /// Reads blocks with READ (16).
     pub fn read(&mut self, lba: u64, blocks: u32) -> Vec<u8> {
         let room = blocks as usize * self.unit.block_size() as usize;
         let bytes = self.receive(&cdb16(0x88, 0, lba, blocks), room);
@@ -245,7 +245,7 @@ impl Bench {
         bytes
     }
 
-    /// Blocks by WRITE (16).
+    /// Writes blocks with WRITE (16).
     pub fn write(&mut self, lba: u64, bytes: &[u8]) {
         let blocks = bytes.len() as u32 / self.unit.block_size();
         self.send(&cdb16(0x8a, 0, lba, blocks), bytes);
@@ -301,7 +301,7 @@ pub fn unmap_list(ranges: &[(u64, u32)]) -> Vec<u8> {
     list
 }
 
-/// Bytes that differ from block to block and within one.
+/// Bytes that differ from block to block and within a block.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -1,4 +1,4 @@
-//! INQUIRY, VPD pages, READ CAPACITY, REPORT LUNS: what an initiator learns before it does anything.
+//! INQUIRY, VPD pages, READ CAPACITY, REPORT LUNS: an initiator's first commands.
 
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ fn serial_number_and_designators() {
 #[test]
 fn limits_are_what_the_backend_does() {
     for block_size in [512_u32, 4096] {
-        // Segments of 1 MiB take requests of a quarter of that.
+        // A log with segments of 1 MiB takes requests of a quarter of that.
         for (mut bench, most) in [
             (Bench::ram(4 << 20, block_size), 16 << 20),
             (Bench::wal(4 << 20, block_size), 256 << 10),
@@ -89,7 +89,7 @@ fn limits_are_what_the_backend_does() {
             assert_eq!(u32_at(&page, 28), 4096 / block_size);
             assert_eq!(u32_at(&page, 32), 1 << 31);
             assert_eq!(u64_at(&page, 36), (256 << 20) / u64::from(block_size));
-            // Not one block more than that.
+            // A request one block longer is refused.
             let blocks = most / block_size;
             let refused = bench.refused(&cdb16(0x88, 0, 0, blocks + 1), &[]);
             let beyond = u64::from(blocks + 1) > bench.unit.blocks();
@@ -148,7 +148,7 @@ fn capacity() {
         assert!(long[16..].iter().all(|&byte| byte == 0));
         cdb[13] = 12;
         assert_eq!(bench.receive(&cdb, 64), long[..12]);
-        // The last block can be read, and the one behind it not.
+        // The last block can be read, and the block after it cannot.
         bench.read(last.into(), 1);
         let refused = bench.refused(&cdb10(0x28, 0, last, 2), &[]);
         assert_eq!((refused.code, refused.cdb), (OUT_OF_RANGE, None));

@@ -1,4 +1,4 @@
-//! MODE SENSE and MODE SELECT, and what they change.
+//! MODE SENSE and MODE SELECT, and the effects of the latter.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use walvisor_devices::scsi::Status;
 
 use crate::driver::*;
 
-/// MODE SENSE (6) of a page, values as PC has them.
+/// MODE SENSE (6) of a page; `values` is its PC field.
 fn sense(bench: &mut Bench, values: u8, page: u8) -> Vec<u8> {
     bench.receive(&[0x1a, 0, values << 6 | page, 0, 255, 0], 255)
 }
@@ -122,7 +122,7 @@ fn d_sense_chooses_the_format_of_sense_data() {
     assert_eq!(bench.refused(&bad, &[]).cdb, Some((1, Some(7))));
 }
 
-/// What MODE SENSE gives goes back to MODE SELECT as it is, and so does both pages together.
+/// MODE SELECT accepts unchanged what MODE SENSE returns, for each page and for both together.
 #[test]
 fn what_was_sensed_can_be_selected() {
     let mut bench = Bench::ram(1 << 20, 4096);
@@ -135,7 +135,7 @@ fn what_was_sensed_can_be_selected() {
     list[26] = 4;
     bench.send(&[0x55, 0x10, 0, 0, 0, 0, 0, 0, list.len() as u8, 0], &list);
     assert!(bench.unit.backend().write_cache());
-    // Nothing, and a header without anything behind it.
+    // An empty list, and a list of only a header.
     bench.good(&[0x15, 0x10, 0, 0, 0, 0]);
     bench.send(&[0x15, 0x10, 0, 0, 4, 0], &[0; 4]);
 }
@@ -184,7 +184,7 @@ fn lists_that_are_wrong_change_nothing() {
     ] {
         assert_eq!(bench.refused(&select(&list), &list).code, LIST_LENGTH);
     }
-    // The CDB announces more than there is.
+    // The CDB announces a longer list than the initiator sends.
     let refused = bench.refused(&[0x15, 0x10, 0, 0, 24, 0], &caching(false)[..23]);
     assert_eq!(refused.code, LIST_LENGTH);
     for (cdb, at) in [

@@ -1,4 +1,4 @@
-//! REPORT SUPPORTED OPERATION CODES against what the server really does.
+//! REPORT SUPPORTED OPERATION CODES compared with what the server really does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn usages(bench: &mut Bench) -> BTreeMap<(u8, Option<u8>), Vec<u8>> {
     usages
 }
 
-/// Every bit that a command does not use is refused with its place, whatever the command.
+/// For every command, each bit that it does not use is refused with its position.
 #[test]
 fn bits_that_are_not_in_the_usage_data_are_refused_where_they_are() {
     let mut bench = Bench::ram(1 << 20, 512);
@@ -84,7 +84,7 @@ fn opcodes_that_are_not_listed_are_not_there() {
             (INVALID_OPCODE, Some((0, None)))
         );
     }
-    // RESERVE, RELEASE, PERSISTENT RESERVE IN and OUT are among them: the transport's.
+    // RESERVE, RELEASE, PERSISTENT RESERVE IN and OUT are among the unknown ones: the transport handles them.
     for opcode in [0x16, 0x17, 0x5e, 0x5f] {
         assert!(!known.contains(&opcode));
     }
@@ -118,7 +118,7 @@ fn what_cannot_be_unmapped_is_not_offered() {
 #[test]
 fn reporting_options() {
     let mut bench = Bench::ram(1 << 20, 512);
-    // With command timeouts descriptors, which say that there are no figures.
+    // With command timeouts descriptors, which hold no timeouts.
     let plain = bench.receive(&cdb(0, 0, 0), 4096);
     let timed = bench.receive(&cdb(0x80, 0, 0), 4096);
     let commands = (plain.len() - 4) / 8;
@@ -129,7 +129,7 @@ fn reporting_options() {
         one,
         [&[0, 0x83, 0, 6][..], &[0; 6], &[0, 10], &[0; 10]].concat()
     );
-    // By opcode, by both, by either.
+    // By opcode, by opcode and service action, and by either.
     assert_eq!(
         bench.receive(&cdb(3, 0x9e, 0x10), 64)[..6],
         [0, 3, 0, 16, 0x9e, 0x10]

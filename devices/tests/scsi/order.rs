@@ -1,4 +1,4 @@
-//! Commands beside each other, in every order in which a backend may end their operations.
+//! Concurrent commands, in every order in which a backend may end their operations.
 
 use walvisor_devices::backend::{Failure, Operation};
 use walvisor_devices::scsi::{Status, Step, Task};
@@ -47,8 +47,8 @@ impl<'a> Slow<'a> {
     }
 }
 
-/// Two COMPARE AND WRITE of one block that expect the same: one of them fails. And a plain write between the read and the
-/// write of one waits.
+/// Of two COMPARE AND WRITE of one block with the same expectation, one fails. A plain write waits while one of them is
+/// between its read and its write.
 #[test]
 fn compare_and_write_is_one_action() {
     let mut bench = Bench::ram(1 << 20, 512);
@@ -72,7 +72,7 @@ fn compare_and_write_is_one_action() {
     assert_eq!(one.end(&mut bench), State::InFlight);
     assert_eq!(two.go(&bench), State::Blocked);
     assert_eq!(one.end(&mut bench), State::Done);
-    // Still not answered.
+    // The command is still not answered.
     assert_eq!(two.go(&bench), State::Blocked);
     assert_eq!(one.task.outcome().status, Status::Good);
     assert_eq!(
@@ -170,7 +170,7 @@ fn failures_of_the_backend() {
         assert!(slow.held.is_empty());
         assert_eq!(fixed(&slow.task.outcome()).code, code, "{cdb:02x?}");
     }
-    // Several in flight, of which the first to fail counts.
+    // Several operations in flight: the first to fail counts.
     let list = Data::new(unmap_list(&[(0, 1), (2, 1), (4, 1)]));
     let mut slow = Slow::new(&bench, &cdb10(0x42, 0, 0, 56), &list);
     assert_eq!((slow.go(&bench), slow.held.len()), (State::InFlight, 3));
@@ -195,6 +195,6 @@ fn an_aborted_command_ends_with_what_is_in_flight() {
     let outcome = slow.task.outcome();
     assert_eq!((outcome.status, outcome.sense), (Status::TaskAborted, None));
     assert!(bench.read(8000, 1).iter().all(|&byte| byte == 0));
-    // It holds up nobody any more.
+    // The aborted command does not hold up others any more.
     bench.send(&compare_and_write(0, 0, 1), &[[7; 512], [8; 512]].concat());
 }

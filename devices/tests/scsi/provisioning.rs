@@ -19,7 +19,7 @@ fn unmapped_blocks_read_as_zeroes() {
         let size = bench.unit.block_size() as usize;
         let bytes = pattern(1, 60 * size);
         bench.write(0, &bytes);
-        // 40 ranges, one of them empty, two of them the same; more than run beside each other.
+        // 40 ranges, one of them empty, two of them equal: more than may run side by side.
         let mut ranges: Vec<(u64, u32)> = (0..37).map(|at| (at + 1, 1)).collect();
         ranges.extend([(50, 0), (40, 5), (40, 5)]);
         let list = unmap_list(&ranges);
@@ -44,7 +44,7 @@ fn unmap_lists_are_checked_before_anything_is_unmapped() {
     bench.good(&unmap(0));
     let empty = unmap_list(&[]);
     bench.send(&unmap(8), &empty);
-    // The end of the disk is where an empty range may be.
+    // An empty range may lie at the end of the disk.
     let list = unmap_list(&[(8192, 0)]);
     bench.send(&unmap(24), &list);
 
@@ -87,13 +87,13 @@ fn unmap_lists_are_checked_before_anything_is_unmapped() {
         (INVALID_CDB, Some((1, Some(0))))
     );
 
-    // A list that says itself that its last descriptor is in part.
+    // A list whose UNMAP DATA LENGTH ends within its last descriptor.
     let mut list = unmap_list(&[(0, 1), (1, 1)]);
     list[3] = 31;
     bench.send(&unmap(40), &list);
     assert_eq!(bench.read(0, 2), [&[0; 512], &bytes[512..1024]].concat());
 
-    // More blocks than one command may have, on a disk that has them.
+    // More blocks than one command may unmap, on a disk that has them.
     let mut bench = Bench::ram(8 << 30, 4096);
     let most = (2 << 30) / 4096;
     let list = unmap_list(&[(0, most - 1), (0, 1)]);
@@ -118,7 +118,7 @@ fn one_block_is_written_again_and_again() {
         assert_eq!(after[..2 * size], before[..2 * size]);
         assert_eq!(after[2 * size..5 * size], block.repeat(3));
         assert_eq!(after[5 * size..], before[5 * size..]);
-        // Longer than one write of it, and with UNMAP, which does not change what is read.
+        // Longer than one write of a WRITE SAME, and with UNMAP, which does not change the data read.
         let blocks = (3 << 20) / size as u32 + 5;
         bench.send(&cdb16(0x93, 8, 7, blocks), &block);
         assert_eq!(bench.read(7, 9), block.repeat(9));
@@ -207,7 +207,7 @@ fn status_tells_what_is_unmapped() {
         let refused = bench.refused(&cdb16(0x9e, 0x12, blocks, 64), &[]);
         assert_eq!(refused.code, OUT_OF_RANGE);
     }
-    // A disk that cannot tell: all of it may hold data.
+    // A disk that does not know its allocation reports all of it as mapped.
     let mut bench = Bench::ram(BYTES, 512);
     assert_eq!(status(&mut bench, 5, 64), [(0, 5, 8187)]);
 }

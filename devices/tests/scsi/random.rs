@@ -1,4 +1,4 @@
-//! Random commands of valid shapes against a plain vector of bytes.
+//! Random commands of valid form, compared with a plain vector of bytes.
 
 use proptest::prelude::*;
 use walvisor_devices::scsi::Status;
@@ -7,7 +7,7 @@ use crate::driver::*;
 
 const BLOCKS: u64 = 96;
 
-/// A command: which, where, how many, what its data is made of, and spare bits.
+/// A command: kind, address, number of blocks, seed of its data, and spare bits.
 #[derive(Clone, Debug)]
 struct Command {
     kind: u8,
@@ -29,7 +29,7 @@ fn command() -> impl Strategy<Value = Command> {
     )
 }
 
-/// What a disk is: bytes.
+/// The model of a disk: its bytes.
 struct Model {
     bytes: Vec<u8>,
     block: usize,
@@ -45,7 +45,7 @@ impl Model {
     }
 }
 
-/// Data whose blocks come again: comparisons and runs of zeroes happen.
+/// Data with repeated blocks, so that comparisons succeed and runs of zeroes occur.
 fn blocks(seed: u64, lba: u64, blocks: u32, block: usize) -> Vec<u8> {
     let one = |at: u64| match seed {
         0 => vec![0; block],
@@ -56,7 +56,7 @@ fn blocks(seed: u64, lba: u64, blocks: u32, block: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Carries out a command on both. Each has to end in the same way.
+/// Runs a command on the disk and on the model. Both have to end in the same way.
 fn step(bench: &mut Bench, model: &mut Model, command: &Command) {
     let Command {
         kind,
@@ -68,13 +68,13 @@ fn step(bench: &mut Bench, model: &mut Model, command: &Command) {
     let size = model.block;
     let data = blocks(seed, lba, count, size);
     let flags = bits & 0x18;
-    // Whichever CDB can say it.
+    // One of the CDB lengths that can express the command.
     let pick = |ten: u8, twelve: Option<u8>, sixteen: u8, flags: u8| match (bits & 3, twelve) {
         (0, _) => cdb10(ten, flags, lba as u32, count as u16).to_vec(),
         (1, Some(twelve)) => cdb12(twelve, flags, lba as u32, count).to_vec(),
         _ => cdb16(sixteen, flags, lba, count).to_vec(),
     };
-    // Its status, and where the data differ, as the model has it.
+    // The result in the model: the data read, or a failure and the offset of the first difference if any.
     let differs = |is: &[u8], should: &[u8]| is.iter().zip(should).position(|(a, b)| a != b);
     let (cdb, send, expected): (_, _, Result<Vec<u8>, Option<usize>>) = match kind {
         0..3 => {
@@ -184,7 +184,7 @@ fn play(mut bench: Bench, commands: &[Command]) {
     for command in commands {
         step(&mut bench, &mut model, command);
     }
-    // In parts that a log takes at once.
+    // In pieces that a disk with a log takes in one request.
     let parts = (0..BLOCKS).step_by(32).flat_map(|lba| bench.read(lba, 32));
     assert!(parts.eq(model.bytes));
 }
@@ -202,7 +202,7 @@ proptest! {
 }
 
 proptest! {
-    // Each of them creates a log.
+    // Few cases, because each creates a log.
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(12) })]
 
     #[test]

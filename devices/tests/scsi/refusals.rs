@@ -1,4 +1,4 @@
-//! What every command refuses: addresses, protection, a unit that is not ready, CDBs that are cut off.
+//! Errors that every command checks for: addresses, write protection, a unit that is not ready, truncated CDBs.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ fn no_command_reaches_beyond_the_disk() {
             (u32::MAX.into(), 1),
             (u32::MAX.into(), u32::MAX),
             (1 << 32, 1),
-            // Bytes of these wrap, sectors of these wrap, blocks of these wrap.
+            // The numbers of bytes, of sectors and of blocks of these wrap.
             (1 << 52, 1),
             (1 << 55, 8),
             (1 << 61, 1),
@@ -105,7 +105,7 @@ fn a_stopped_unit_is_not_ready() {
     ] {
         assert_eq!(bench.refused(cdb, &[0; 512]).code, NOT_READY);
     }
-    // These do not need the medium.
+    // These commands do not need the medium.
     bench.receive(&[0x12, 0, 0, 0, 96, 0], 96);
     bench.receive(&[0x1a, 0, 0x3f, 0, 96, 0], 96);
     let sense = bench.receive(&[0x03, 0, 0, 0, 32, 0], 32);
@@ -136,14 +136,14 @@ fn a_change_of_capacity_is_told_once() {
     assert_eq!(bench.receive(&[0x03, 0, 0, 0, 18, 0], 18)[2], 0, "no sense");
     bench.unit.backend().grow(2 << 20).expect("room");
     bench.unit.capacity_changed();
-    // Not to these.
+    // These commands do not report the unit attention condition.
     bench.receive(&[0x12, 0, 0, 0, 96, 0], 96);
     bench.receive(&[0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], 96);
     assert_eq!(
         bench.refused(&[0x1f, 0, 0, 0, 0, 0], &[]).code,
         INVALID_OPCODE
     );
-    // To the next one, which is not carried out.
+    // The next command reports it and is not carried out.
     let refused = bench.refused(&cdb10(0x2a, 0, 0, 1), &[9; 512]);
     assert_eq!((refused.code, refused.cdb), (CAPACITY_CHANGED, None));
     assert_eq!(bench.read(0, 1), [0; 512]);
@@ -152,7 +152,7 @@ fn a_change_of_capacity_is_told_once() {
         4095_u32.to_be_bytes()
     );
     bench.write(4095, &[1; 512]);
-    // REQUEST SENSE clears it as well; in either format.
+    // REQUEST SENSE clears it too, in either format.
     bench.unit.capacity_changed();
     bench.unit.capacity_changed();
     let sense = bench.receive(&[0x03, 1, 0, 0, 252, 0], 252);
@@ -160,7 +160,7 @@ fn a_change_of_capacity_is_told_once() {
     bench.good(&[0x00, 0, 0, 0, 0, 0]);
 }
 
-/// Whatever part of a CDB a transport hands over: the field that is missing is named, and nothing is read beyond.
+/// For every truncated CDB the server reports the first missing field, and reads nothing beyond the CDB.
 #[test]
 fn cdbs_that_are_cut_off() {
     let mut bench = Bench::ram(1 << 20, 512);
@@ -177,7 +177,7 @@ fn cdbs_that_are_cut_off() {
             assert_eq!(refused.code, INVALID_CDB);
             assert_eq!(refused.cdb, Some((len as u16, None)));
         }
-        // More than it has is not looked at.
+        // Bytes after the command's CDB are ignored.
         let mut long = cdb.to_vec();
         long.resize(32, 0xff);
         let outcome = bench.run(&long, &Data::new([0; 512]));

@@ -1,6 +1,6 @@
 //! Numbers that look random and are the same each time: xorshift64*.
 
-/// Where the next number comes from; not 0.
+/// The state of the generator; not 0.
 pub struct Random(pub u64);
 
 impl Random {

@@ -1,4 +1,4 @@
-//! When a write is stable (virtio 1.2, 5.2.5.2 and 5.2.6.2), judged by taking the power away.
+//! When a write is stable (virtio 1.2, 5.2.5.2 and 5.2.6.2), tested by power loss.
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::Backend;
@@ -47,7 +47,7 @@ fn without_flush_every_write_is_stable_on_a_disk_that_cannot_be_switched(kind: K
     assert!(disk.write_cache());
     every_change_survives(&mut driver, &disk);
     assert_eq!(driver.counts().flushes, 0, "the driver has sent none");
-    // With FLUSH the very same disk is volatile.
+    // With FLUSH negotiated, the same disk has a volatile cache.
     let mut driver = start(kind, &disk, EVERYTHING);
     driver.write(0, 0, &[8; 512]);
     disk.power_loss();

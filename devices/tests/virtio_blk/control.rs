@@ -1,4 +1,4 @@
-//! What the owner of a device does with it while a driver uses it.
+//! The owner's control of a device while a driver uses it.
 
 use std::thread;
 
@@ -43,7 +43,7 @@ fn a_paused_device_finishes_what_it_has_taken_and_takes_no_more(kind: Kind) {
     driver.kick(0);
     thread::sleep(A_WHILE);
     assert_eq!((gate.submitted(), driver.rings[0].used_index()), (2, 1));
-    // Twice is as good as once.
+    // A second pause changes nothing.
     driver.registers.pause();
 
     driver.registers.resume();
@@ -71,7 +71,7 @@ fn a_device_that_is_paused_and_resumed_loses_nothing(kind: Kind) {
     for round in 0..200 {
         assert_eq!(driver.read(0, round, 512), pattern(round, 512));
     }
-    // A reset in between is as any other.
+    // A reset between pause and resume works as any other.
     driver.registers.pause();
     driver.registers.set_status(0);
     driver.registers.resume();
@@ -95,7 +95,7 @@ fn the_owner_makes_writes_stable_whatever_the_driver_believes(kind: Kind) {
     let disk = RamDisk::with_power_loss(64, true);
     let mut driver = Driver::start(kind, disk.clone(), config(1), EVERYTHING);
     assert!(!driver.registers.set_write_cache(false));
-    // The driver goes on to flush, which costs nothing and does no harm.
+    // The driver still sees writeback and goes on flushing, which does no harm.
     assert_eq!(driver.read_config::<1>(32), [1]);
     driver.write(0, 0, &[1; 512]);
     disk.power_loss();
@@ -104,7 +104,7 @@ fn the_owner_makes_writes_stable_whatever_the_driver_believes(kind: Kind) {
     assert!(!disk.write_cache(), "the owner has the last word");
     assert!(driver.registers.set_write_cache(true));
     assert!(disk.write_cache());
-    // After a reset too.
+    // The owner's choice also holds after a reset.
     driver.registers.set_write_cache(false);
     driver.initialise(EVERYTHING);
     assert_eq!(driver.read_config::<1>(32), [0]);

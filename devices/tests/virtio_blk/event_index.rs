@@ -1,4 +1,4 @@
-//! Doorbells and interrupts: how many, and that none is missing (virtio 1.2, 2.7.7, 2.7.10).
+//! Doorbells and interrupts: their number, and that none is missing (virtio 1.2, 2.7.7, 2.7.10).
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::ram::RamDisk;
@@ -23,7 +23,7 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
         let posted: Vec<Posted> = (0..16)
             .map(|sector| driver.post(0, VIRTIO_BLK_T_OUT, sector, &pattern(sector, 512), 0))
             .collect();
-        // The worker may be looking already, and then wants no doorbell.
+        // The worker may be awake and looking at the ring already, and then asks for no doorbell.
         let rung = driver.kick(0);
         wait_until("16 requests", || gate.submitted() == 16);
         wait_until("the end of the batch", || gate.kicks() > 0);
@@ -52,7 +52,7 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
 
 fn used_event_holds_interrupts_back(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(1024), config(1), EVERYTHING);
-    // One at a time, but the driver wants to hear of every eighth only.
+    // One request at a time, but the driver asks only for an interrupt after every eighth.
     for round in 0..4 {
         driver.rings[0].set_used_event(round * 8 + 7);
         for sector in 0..8 {
@@ -73,7 +73,7 @@ fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
     for sector in 0..8 {
         driver.write(0, sector, &[1; 512]);
     }
-    // Doorbells are wanted again only after an interrupt would have been sent.
+    // The worker asks for doorbells again only after it would have sent an interrupt.
     wait_until("the worker's rest", || driver.rings[0].used_flags() == 0);
     assert_eq!(driver.counts().interrupts, 0);
     driver.rings[0].set_no_interrupt(false);
@@ -84,7 +84,7 @@ fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
     assert_eq!(driver.registers.take_queue_interrupts(0), 8);
 }
 
-/// The driver sleeps until it is interrupted: with a missing interrupt it sleeps forever. Over 2^16 used
+/// The driver sleeps until it is interrupted, so a missing interrupt would make it sleep forever. More than 2^16 used
 /// elements, so that the indices wrap.
 fn an_interrupt_is_never_missing(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);

@@ -1,4 +1,4 @@
-//! Features that follow from the backend and the configuration, and what they promise (virtio 1.2, 5.2.3 to 5.2.6, 6).
+//! Features that follow from the backend and the configuration, and their effects (virtio 1.2, 5.2.3 to 5.2.6, 6).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,9 +45,9 @@ fn blocks_of_4096_bytes_are_told_and_sectors_still_work(kind: Kind) {
     };
     let mut driver = Driver::start(kind, RamDisk::new(64), blocks, EVERYTHING);
     assert_eq!(u32_at(&mut driver, 20), 4096, "blk_size");
-    // A physical block is a logical one, and the smallest and best request too.
+    // The physical block equals the logical one, and is the minimum I/O size.
     assert_eq!(driver.read_config::<4>(24), [0, 0, 1, 0], "topology");
-    // These stay in sectors of 512 bytes (5.2.4).
+    // These fields stay in sectors of 512 bytes (5.2.4).
     assert_eq!(u32_at(&mut driver, 44), 8, "discard_sector_alignment");
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64, "capacity");
     driver.write(0, 3, &pattern(3, 512));
@@ -103,7 +103,7 @@ fn store(directory: &tempfile::TempDir, segment_size: u64) -> Store {
     Store::open(&log, &[DiskOptions::new(&path)], &options).expect("a store")
 }
 
-/// size_max and seg_max.
+/// Reads size_max and seg_max.
 fn limits(driver: &mut Driver) -> (u32, u32) {
     (u32_at(driver, 8), u32_at(driver, 12))
 }
@@ -173,7 +173,7 @@ fn a_secure_erase_overwrites_and_is_flushed(kind: Kind) {
         assert_eq!(answer.status, expected, "{len} bytes of segments");
     }
     assert_eq!(driver.counts().secure_erases, 10);
-    // A disk with a volatile cache lets go of what it held, and says so by not offering the feature.
+    // A volatile cache frees old contents without erasing them, so such a disk does not offer the feature.
     let volatile = RamDisk::with_power_loss(64, true);
     let mut driver = Driver::attach(kind, volatile, config(1));
     let offered = driver.registers.device_features();
@@ -244,7 +244,7 @@ fn without_in_order_a_read_overtakes_a_flush(kind: Kind) {
     assert_eq!(early, reads);
     gate.open();
     assert_eq!(driver.next_used(0).0, heads[0]);
-    // Whoever does not ask for it is not offered it either.
+    // A device not configured for IN_ORDER does not offer it.
     let mut plain = Driver::attach(kind, RamDisk::new(8), config(1));
     assert_eq!(plain.registers.device_features() & IN_ORDER, 0);
 }
@@ -254,7 +254,7 @@ fn in_order_the_chains_that_wait_are_bounded(kind: Kind) {
     let size = driver.rings[0].size;
     let read = driver.post(0, VIRTIO_BLK_T_IN, 0, &[], 512);
     driver.kick(0);
-    // One chain again and again, more often than there are descriptors, while the first still waits.
+    // The driver offers one chain more often than there are descriptors, while the first chain is still in flight.
     for _ in 0..20 {
         for _ in 0..size / 2 {
             driver.rings[0].offer(read.head);
@@ -275,7 +275,7 @@ fn processors(name: &str) -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
     let mut found = Vec::new();
     for task in tasks.flatten() {
-        // One that has just ended is none.
+        // A thread that has just ended does not count.
         let Ok(status) = std::fs::read_to_string(task.path().join("status")) else {
             continue;
         };
@@ -303,9 +303,9 @@ fn workers_keep_to_their_processors(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), pinned, EVERYTHING);
     driver.flush(7);
     driver.flush(6);
-    // Other tests' workers have the same names, but no other has these numbers pinned.
+    // Other tests' workers have the same names, but none of them is pinned to these processors.
     for (name, cpu) in [("virtio-blk-q7", cpus[0]), ("virtio-blk-q6", last)] {
-        // A list of threads leaves some out when others end meanwhile.
+        // A listing of threads may miss some while others end.
         wait_until(name, || processors(name).contains(&cpu.to_string()));
     }
     let absent = BlockConfig {
@@ -323,14 +323,14 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
         let poll = walvisor_devices::block::MAX_POLL;
         let polled = BlockConfig { poll, ..config(1) };
         let mut driver = Driver::start(kind, RamDisk::new(64), polled, features);
-        // Where processors are busy, few requests follow the one before as soon as that.
+        // On a busy machine few requests follow the previous one so soon.
         let (mut rounds, mut at_once, mut before) = (0, 0, None::<Instant>);
         while rounds < 500 || at_once < 10 {
             assert!(rounds < 6000, "only {at_once} requests in time");
             let post = driver.post(0, VIRTIO_BLK_T_OUT, rounds % 64, &[rounds as u8; 512], 0);
             let began = Instant::now();
             let rung = driver.kick(0);
-            // The worker has looked at the ring since it answered the one before, and still does.
+            // The worker has polled the ring since it answered the previous request, and still does.
             if before.is_some_and(|before| before.elapsed() < poll) {
                 assert!(!rung, "a doorbell for request {rounds}");
                 at_once += 1;
@@ -343,7 +343,7 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
         let counts = driver.counts();
         assert_eq!((counts.requests, counts.errors), (rounds, 0));
         assert!(counts.poll_ns > 0);
-        // And a worker that has given up polling is woken.
+        // A worker that has stopped polling is woken by a doorbell.
         for _ in 0..3 {
             let before = driver.kicks;
             wait_until("a worker that sleeps", || {
@@ -359,7 +359,7 @@ fn a_polled_ring_needs_no_doorbell(kind: Kind) {
     assert_eq!(driver.counts().poll_ns, 0);
 }
 
-/// What polling saves and what it costs, for a driver that waits 100 us after each request: for README.md.
+/// Measures what polling saves and costs, for a driver that waits 100 us after each request: for README.md.
 #[test]
 fn the_price_of_polling_is_counted() {
     for poll in [0, 20, 200, 1000].map(Duration::from_micros) {
@@ -399,7 +399,7 @@ fn a_queue_of_1024_descriptors_is_used_to_its_end(kind: Kind) {
     }
     let live = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
     driver.registers.set_status(live);
-    // 512 requests of two descriptors: not one more fits.
+    // 512 requests of two descriptors fill the ring.
     let posted: Vec<Posted> = (0..512)
         .map(|_| driver.post(1, VIRTIO_BLK_T_FLUSH, 0, &[], 0))
         .collect();

@@ -1,5 +1,5 @@
-//! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test decides
-//! what is in flight, and can change the capacity.
+//! A RAM disk behind a gate: requests run, but they end only while the gate is open. So a test decides which requests
+//! are in flight, and it can change the capacity.
 
 use std::collections::HashSet;
 use std::io;
@@ -13,7 +13,7 @@ use walvisor_devices::backend::{
     Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation,
 };
 
-/// Clones are the same gate.
+/// Clones share the gate.
 #[derive(Clone)]
 pub struct Gate {
     disk: RamDisk,
@@ -33,7 +33,7 @@ struct Shared {
 }
 
 impl Gate {
-    /// A closed gate before `disk`.
+    /// A closed gate in front of `disk`.
     pub fn new(disk: RamDisk) -> Self {
         let shared = Shared {
             open: AtomicBool::new(false),
@@ -52,12 +52,12 @@ impl Gate {
         }
     }
 
-    /// Lets everything pass but FLUSH.
+    /// Holds only FLUSH requests and lets all others end.
     pub fn hold_flushes(&self) {
         self.shared.only_flushes.store(true, Ordering::SeqCst);
     }
 
-    /// The longest request that the disk says it takes.
+    /// Sets the longest request that the disk claims to take, in bytes.
     pub fn set_max_request(&self, bytes: usize) {
         self.shared.max_request.store(bytes, Ordering::SeqCst);
     }
@@ -69,12 +69,12 @@ impl Gate {
         }
     }
 
-    /// Requests handed in so far.
+    /// Requests submitted so far.
     pub fn submitted(&self) -> u64 {
         self.shared.submitted.load(Ordering::SeqCst)
     }
 
-    /// Batches so far.
+    /// Batches kicked so far.
     pub fn kicks(&self) -> u64 {
         self.shared.kicks.load(Ordering::SeqCst)
     }
@@ -139,7 +139,7 @@ struct GateQueue {
     inner: Box<dyn BackendQueue>,
     shared: Arc<Shared>,
     event: EventFd,
-    /// Submitted and not kicked yet: not started, by the contract.
+    /// Requests submitted and not kicked yet, which by the contract have not started.
     batch: Vec<(u64, Operation)>,
     held: Vec<Completion>,
     /// Tokens of FLUSH requests.

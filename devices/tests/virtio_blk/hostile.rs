@@ -1,4 +1,4 @@
-//! A driver that breaks the rules costs itself a reset, and nobody else anything.
+//! A driver that breaks the rules forces itself to reset the device, and harms no other user.
 
 use virtio_bindings::virtio_blk::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -11,7 +11,7 @@ on_every_transport!(
     broken_chains_need_a_reset,
     broken_indices_need_a_reset,
     requests_in_flight_end_when_their_queue_breaks,
-    // A vhost-user front-end with such addresses is disconnected, and each ring has an error signal of its own.
+    // With vhost-user, a front-end with such addresses is disconnected, and each ring has an error signal of its own.
     ; broken_ring_addresses_need_a_reset,
     the_other_queues_go_on,
     a_queue_that_broke_stays_so_over_a_pause,
@@ -21,7 +21,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT_TABLE: u16 = 4;
 
-/// Breaks queue 0 with `offence`, and checks that only a reset helps, and that it does.
+/// Breaks queue 0 with `offence`, and checks that a reset, and nothing else, makes it work again.
 fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddress)) {
     let gate = Gate::new(RamDisk::new(64));
     gate.open();
@@ -43,7 +43,7 @@ fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddre
         "{what}: nothing was answered"
     );
     assert_eq!(gate.submitted(), 1, "{what}: nothing was done");
-    // The queue is dead until then.
+    // The queue does nothing until the reset.
     driver.registers.notify(0);
     std::thread::sleep(A_WHILE / 10);
     assert_eq!(driver.rings[0].used_index(), used, "{what}");
@@ -81,7 +81,7 @@ fn broken_chains_need_a_reset(kind: Kind) {
             ring.set_descriptor(1, at, 16, 0, 0);
         }),
         ("a status byte outside memory", |ring, at| {
-            // A FLUSH, which must not be done either.
+            // The request is a FLUSH, which must not be carried out either.
             ring.set_descriptor(0, at, 16, NEXT, 1);
             ring.set_descriptor(1, MEMORY_END, 1, WRITE, 0);
         }),
@@ -183,7 +183,7 @@ fn requests_in_flight_end_when_their_queue_breaks(kind: Kind) {
     }
     driver.kick(0);
     wait_until("4 requests", || gate.submitted() == 4);
-    // Two good ones and a bad one between them in a single batch.
+    // One batch of two valid chains and an invalid one between them.
     driver.post(0, VIRTIO_BLK_T_OUT, 4, &pattern(4, 512), 0);
     driver.rings[0].offer(u16::MAX);
     driver.post(0, VIRTIO_BLK_T_OUT, 5, &pattern(5, 512), 0);
@@ -214,7 +214,7 @@ fn a_queue_that_broke_stays_so_over_a_pause(kind: Kind) {
     std::thread::sleep(A_WHILE / 5);
     assert_eq!(driver.rings[0].used_index(), 0);
     assert_eq!(driver.counts().requests, requests);
-    // The other queue is whole.
+    // The other queue still works.
     driver.post(1, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
     driver.kick(1);
     wait_until("an answer", || driver.rings[1].used_index() == 1);
@@ -232,7 +232,7 @@ fn the_other_queues_go_on(kind: Kind) {
     driver.kick(1);
     wait_until("an answer", || driver.rings[1].used_index() == 1);
     assert_eq!(driver.answer(&post, 1).status, OK);
-    // A second queue that breaks is no news.
+    // The error of a second queue changes nothing in the device's status.
     driver.rings[1].offer(u16::MAX);
     driver.rings[1].publish();
     let errors = driver.counts().errors;

@@ -18,7 +18,7 @@ on_every_transport!(
     chains_offered_before_the_first_doorbell_are_served,
 );
 
-/// Opens the gate after this time, and says when.
+/// Opens the gate after `time`, and returns when it did.
 fn open_later(gate: &Gate, time: Duration) -> thread::JoinHandle<Instant> {
     let gate = gate.clone();
     thread::spawn(move || {
@@ -30,7 +30,7 @@ fn open_later(gate: &Gate, time: Duration) -> thread::JoinHandle<Instant> {
 }
 
 fn a_reset_waits_for_what_is_in_flight(kind: Kind) {
-    // Again if the thread that resets was held up: nothing may have been in flight any more.
+    // Repeated with more time if the resetting thread was delayed until no request was in flight.
     let came = [4, 20, 100]
         .into_iter()
         .find_map(|factor| reset_in_flight(kind, factor * A_WHILE));
@@ -56,7 +56,7 @@ fn a_reset_waits_for_what_is_in_flight(kind: Kind) {
     assert_eq!(driver.read(1, 7, 512), pattern(7, 512));
 }
 
-/// Resets a device that has 16 writes in flight, which end after this time. `None` if it was too late for that.
+/// Resets a device with 16 writes in flight, which end after `time`. `None` if the reset came too late.
 fn reset_in_flight(kind: Kind, time: Duration) -> Option<(Gate, Driver)> {
     let gate = Gate::new(RamDisk::new(1024));
     let mut driver = Driver::start(kind, gate.clone(), config(2), EVERYTHING);
@@ -132,7 +132,7 @@ fn a_device_can_be_reset_again_and_again(kind: Kind) {
             assert_eq!(driver.read(1 - queue, round, 512), pattern(round, 512));
         }
         for queue in 0..2 {
-            // And one that nobody waits for.
+            // And a request that the driver does not wait for.
             driver.post(queue, VIRTIO_BLK_T_IN, 0, &[], 512);
             driver.kick(queue);
         }
@@ -161,7 +161,7 @@ fn bytes_in_flight_are_bounded(kind: Kind) {
     driver.kick(0);
     wait_until("the first requests", || gate.submitted() == 4);
     thread::sleep(A_WHILE);
-    // Further doorbells change nothing: 32 MiB are in flight.
+    // Further doorbells have no effect, because 32 MiB are in flight.
     driver.registers.notify(0);
     thread::sleep(A_WHILE);
     assert_eq!(gate.submitted(), 4);
@@ -170,7 +170,7 @@ fn bytes_in_flight_are_bounded(kind: Kind) {
         let (_, written) = driver.next_used(0);
         assert_eq!(written, 8 * MIB + 1);
     }
-    // And the doorbell works again.
+    // The doorbell works again.
     driver.flush(0);
 }
 
@@ -178,7 +178,7 @@ fn requests_in_flight_are_bounded(kind: Kind) {
     let gate = Gate::new(RamDisk::new(64));
     let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
     let size = driver.rings[0].size;
-    // A driver that offers one chain again and again without waiting for it: far more than it may have.
+    // A driver offers one chain again and again without waiting, far more often than it may.
     let post = driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
     driver.kick(0);
     for _ in 0..20 {
@@ -208,7 +208,7 @@ fn chains_offered_before_the_first_doorbell_are_served(kind: Kind) {
     let (posted, header, status) = driver.lay_out(VIRTIO_BLK_T_FLUSH, 0, &[], 0);
     ring.add(&[Piece::readable(header, 16), Piece::writable(status, 1)]);
     ring.publish();
-    // The driver has left rubbish where the device will ask for doorbells.
+    // The driver has left garbage in the field in which the device asks for doorbells.
     ring.set_avail_event(0x7777);
     driver.registers.set_queue(0, 64, ring.addresses());
     driver.rings.push(ring);

@@ -1,4 +1,4 @@
-//! virtio-blk from the driver's side: real rings in real guest memory, both transports, every test on each.
+//! virtio-blk from the driver's side: real rings in real guest memory, and every test over each transport.
 
 #[macro_use]
 mod driver;

@@ -1,4 +1,4 @@
-//! What is virtio-mmio's own (virtio 1.2, 4.2.2).
+//! Properties of virtio-mmio alone (virtio 1.2, 4.2.2).
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ fn registers_are_read_and_written_as_aligned_words_only() {
     device.transport.write(0x71, &[0; 4]);
     device.transport.write(0x70, &[]);
     assert_eq!(device.get(0x70), 1);
-    // Only a zero resets, not a word whose low byte is one.
+    // Only a whole word of zero resets, not a word whose low byte is zero.
     device.set(0x70, 0x100);
     assert_eq!(device.get(0x70), 1);
     device.set(0x70, 0);
@@ -70,7 +70,7 @@ fn registers_that_do_not_exist_read_as_the_specification_says() {
             "no shared memory region: {offset:#x}"
         );
     }
-    // Write-only and reserved ones, and QueueReset, whose feature is not negotiated.
+    // Write-only and reserved registers, and QueueReset, whose feature is not negotiated.
     for offset in [
         0x14, 0x20, 0x24, 0x30, 0x38, 0x50, 0x64, 0x80, 0xa4, 0xc0, 0xf8,
     ] {
@@ -172,7 +172,7 @@ fn a_queue_that_is_not_ready_is_not_looked_at() {
     driver.write(0, 1, &[1; 512]);
     let requests = driver.counts().requests;
     let size = driver.rings[0].size;
-    // 4.2.2.1: not with chains in the ring, and not with doorbells.
+    // 4.2.2.1: a disabled queue does not run, even with chains in its ring and doorbells.
     driver.registers.disable_queue(0);
     driver.post(
         0,
@@ -185,7 +185,7 @@ fn a_queue_that_is_not_ready_is_not_looked_at() {
     driver.registers.notify(0);
     std::thread::sleep(A_WHILE);
     assert_eq!(driver.counts().requests, requests);
-    // Another ring of another size in its place works from its start.
+    // Another ring of another size works in place of the old one, from index 0 on.
     let at = driver.allocate(Ring::bytes(size / 2));
     let ring = Ring::new(driver.memory.clone(), size / 2, at, true);
     driver.registers.set_queue(0, size / 2, ring.addresses());

@@ -32,7 +32,7 @@ fn a_masked_vector_becomes_pending_and_is_sent_once_when_unmasked() {
     wait_until("the pending bit", || live.pci.pending(1));
     assert!(!live.pci.pending(0) && !live.pci.pending(2));
     assert_eq!(live.pci.router.take(1), 0, "masked");
-    // The worker may have yet to tell of the last that it has used: not any more once it is drained.
+    // The worker may still be about to send its last interrupt. Draining it with a pause rules that out.
     live.pci.pause();
     live.pci.mask_vector(1, false);
     assert_eq!(live.pci.router.take(1), 1, "once for all");
@@ -62,7 +62,7 @@ fn a_vector_rewritten_while_masked_is_routed_anew_before_it_is_sent() {
     live.flush();
     wait_until("an interrupt", || live.pci.router.take(1) == 1);
     assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
-    // Masking and unmasking alone changes no route.
+    // Masking and unmasking alone do not change the route.
     live.pci.mask_vector(1, true);
     live.pci.mask_vector(1, false);
     assert_eq!(live.pci.router.route(1), Some((PciDriver::message(1), 1)));
@@ -168,7 +168,7 @@ fn without_msix_the_isr_tells() {
     assert_eq!(seen, 1);
     assert_eq!(isr(&mut live), 0, "cleared by the read");
     assert_eq!(live.pci.router.route(1), None);
-    // Switched on later, MSI-X sends nothing old.
+    // MSI-X, enabled later, does not send earlier interrupts.
     live.pci.enable_msix();
     assert!(!live.pci.pending(1));
     live.flush();
@@ -179,7 +179,7 @@ fn without_msix_the_isr_tells() {
 #[test]
 fn the_isr_names_configuration_changes_even_under_msix() {
     let mut live = live(1);
-    // A queue that breaks: DEVICE_NEEDS_RESET, announced.
+    // A queue breaks, and the device announces DEVICE_NEEDS_RESET.
     live.ring.offer(u16::MAX);
     live.ring.publish();
     live.pci.notify(0);
@@ -212,7 +212,7 @@ fn without_msix_the_interrupt_status_bit_follows_the_isr() {
     assert_eq!(status_interrupt(&mut live), 0);
     live.flush();
     wait_until("the bit", || status_interrupt(&mut live) != 0);
-    // It is read-only, and reading it clears nothing.
+    // The bit is read-only, and reading the Status register does not clear it.
     live.pci.transport.config_write(0x06, &[0, 0]);
     assert_ne!(status_interrupt(&mut live), 0);
     let (mut isr, place) = ([0], live.pci.isr);
@@ -234,7 +234,7 @@ fn every_event_can_have_every_vector_and_none() {
         live.pci.set(0x10, vector.to_le_bytes());
         assert_eq!(live.pci.get(0x10), vector.to_le_bytes());
     }
-    // 4.1.5.3.1, 4.1.5.4.1: without a vector, nothing.
+    // 4.1.5.3.1, 4.1.5.4.1: without a vector, no interrupt is sent.
     for field in [0x1a, 0x10] {
         live.pci.set(field, 0xffffu16.to_le_bytes());
     }
@@ -263,14 +263,14 @@ fn pending_bits_are_read_only_and_end_with_a_reset() {
     live.pci.transport.bar_write(bar, at, &[0; 8]);
     live.pci.transport.bar_write(bar, at, &[0xff; 8]);
     assert!(live.pci.pending(1) && !live.pci.pending(0));
-    // Off and on again: what was pending still is, and goes when it may.
+    // MSI-X is switched off and on again: pending vectors stay pending, and are sent once unmasked and enabled.
     let control = live.pci.msix + 3;
     live.pci.transport.config_write(control, &[0]);
     live.pci.mask_vector(1, false);
     assert_eq!(live.pci.router.take(1), 0);
     live.pci.transport.config_write(control, &[0x80]);
     assert_eq!(live.pci.router.take(1), 1);
-    // A reset of the device takes back what nobody has seen.
+    // A reset of the device clears interrupts that are still pending.
     live.pci.mask_vector(1, true);
     live.flush();
     wait_until("the pending bit", || live.pci.pending(1));

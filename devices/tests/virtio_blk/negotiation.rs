@@ -39,7 +39,7 @@ fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(2), EVERYTHING);
     assert_eq!(driver.features, expected);
     driver.write(1, 3, &pattern(1, 512));
-    // The poorest driver there is.
+    // A driver that accepts nothing but VERSION_1.
     driver.initialise(VERSION_1);
     assert_eq!(driver.features, VERSION_1);
     assert_eq!(driver.read(0, 3, 512), pattern(1, 512));
@@ -73,7 +73,7 @@ fn a_choice_that_was_not_offered_is_refused(kind: Kind) {
         assert_eq!(status & FEATURES_OK != 0, accepted, "{choice:#x}");
         assert_eq!(status & !FEATURES_OK, ACKNOWLEDGE | DRIVER);
     }
-    // Fixed from FEATURES_OK on.
+    // The choice is fixed from FEATURES_OK on.
     driver.negotiate(EVERYTHING);
     driver.registers.set_driver_features(0);
     driver
@@ -141,7 +141,7 @@ fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
         [1, 0, 0, 0],
         "write_zeroes_may_unmap"
     );
-    // Any width, and zeroes beyond the end.
+    // Reads work in any width, and give zeroes beyond the end.
     assert_eq!(driver.read_config::<1>(1), [0x67]);
     assert_eq!(driver.read_config::<2>(1), [0x67, 0x45]);
     assert_eq!(u32_at(&mut driver, 64), 1, "max_secure_erase_seg");
@@ -196,7 +196,7 @@ fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {
     assert_eq!(driver.registers.take_config_interrupts(), 1);
     assert_eq!(u64::from_le_bytes(driver.read_config(0)), 64);
     assert_eq!(driver.request(0, VIRTIO_BLK_T_IN, 63, &[], 512).status, OK);
-    // However often it changes, even 256 times in 8 bits: not the generation with which it was read.
+    // However often the configuration changes, even 256 times in 8 bits, the generation differs from the one last read.
     let generation = driver.registers.generation();
     for round in 0..256 {
         gate.set_sectors(16 + round % 2);
@@ -222,7 +222,7 @@ fn queue_registers_do_not_change_while_enabled(kind: Kind) {
     );
     driver.registers.set_queue(0, 16, ring.addresses());
     driver.registers.scribble_on_queue(0);
-    // A smaller queue than the largest, and the only one that is enabled.
+    // The queue is smaller than the maximum, and it is the only one enabled.
     driver
         .registers
         .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);

@@ -1,4 +1,4 @@
-//! Drivers that do what drivers may, but seldom do, and some that do what they must not: the device stays defined.
+//! Drivers that do what is allowed but rare, and drivers that break the rules: the device's behaviour stays defined.
 
 use std::thread;
 
@@ -37,7 +37,7 @@ fn the_device_writes_only_what_it_may(kind: Kind) {
         let mut driver = Driver::start(kind, RamDisk::new(64), config(1), features);
         let data = pattern(4, 1024);
         let (posted, readable, writable) = driver.lay_out(VIRTIO_BLK_T_OUT, 2, &data, 0);
-        // Readable and writable buffers side by side, with bytes around them that belong to nobody.
+        // Readable and writable buffers lie side by side, with bytes around them that the device must not touch.
         driver.rings[0].add(&[
             Piece::readable(readable, 16 + 1024),
             Piece::writable(writable, 1),
@@ -59,7 +59,7 @@ fn the_device_writes_only_what_it_may(kind: Kind) {
             .expect("bytes");
         assert_eq!(after, header, "2.7.5.1: a device-readable buffer");
 
-        // A read fills its buffer and not a byte beside it.
+        // A read fills its buffer and changes no byte beside it.
         let (_, header, _) = driver.lay_out(VIRTIO_BLK_T_IN, 2, &[], 0);
         let page = driver.allocate(4096);
         driver
@@ -90,8 +90,8 @@ fn indirect_descriptors_are_followed_in_every_legal_place(kind: Kind) {
     let mut driver = live(kind);
     driver.write(0, 0, &pattern(6, 512));
     let table = driver.allocate(4096).0;
-    // 2.7.5.3.2: the write-only flag of a descriptor that refers to a table means nothing; chained descriptors may
-    // come before it, none, one or two.
+    // 2.7.5.3.2: the write-only flag of a descriptor that refers to a table is ignored; zero, one or two chained
+    // descriptors may come before it.
     for (before, flags) in [(0, 0), (0, WRITE), (1, 0), (1, WRITE), (2, 0), (2, WRITE)] {
         let (posted, readable, writable) = driver.lay_out(VIRTIO_BLK_T_IN, 0, &[], 512);
         let parts = [
@@ -134,7 +134,7 @@ fn with_event_idx_the_flags_mean_nothing_and_without_it_the_event_does(kind: Kin
             EVERYTHING & !EVENT_IDX
         };
         let mut driver = Driver::start(kind, RamDisk::new(64), config(1), features);
-        // 2.7.7.1: what counts asks for an interrupt each time, what does not count asks for none.
+        // 2.7.7.1: the field that is in use asks for an interrupt each time, and the ignored one asks for none.
         driver.rings[0].set_no_interrupt(event_idx);
         for round in 1..=5u64 {
             let used = driver.rings[0].last_used();
@@ -145,7 +145,7 @@ fn with_event_idx_the_flags_mean_nothing_and_without_it_the_event_does(kind: Kin
             // 2.7.10.1: 0 with EVENT_IDX, else 0 or 1.
             assert!(driver.rings[0].used_flags() <= u16::from(!event_idx));
         }
-        // And the other way round.
+        // Now the field in use asks for no interrupt, and the ignored one for each.
         driver.rings[0].set_no_interrupt(!event_idx);
         for _ in 0..5 {
             let used = driver.rings[0].last_used();
@@ -198,7 +198,7 @@ fn chains_before_driver_ok_are_left_alone(kind: Kind) {
 
 fn the_configuration_is_read_at_every_width_and_offset_from_the_start(kind: Kind) {
     let mut driver = Driver::attach(kind, RamDisk::new(0x1234), config(3));
-    // 2.5.3: before anything has been negotiated, fields of offered features too.
+    // 2.5.3: readable before any negotiation, including the fields of offered features.
     let whole: Vec<u8> = (0..96).map(|at| driver.read_config::<1>(at)[0]).collect();
     assert_eq!(whole[..8], 0x1234u64.to_le_bytes());
     assert_eq!(whole[34..36], [3, 0], "num_queues");
@@ -212,7 +212,7 @@ fn the_configuration_is_read_at_every_width_and_offset_from_the_start(kind: Kind
         assert_eq!(driver.read_config::<4>(at as u64), here(4), "{at}");
         assert_eq!(driver.read_config::<8>(at as u64), here(8), "{at}");
     }
-    // The last access of the window, and those that run beyond it.
+    // The last access inside the window, and accesses that run beyond it.
     for at in [0xef8, 0xefc, 0xeff] {
         assert_eq!(driver.read_config::<8>(at), [0; 8]);
         driver.registers.write_config(at, &[0xff; 8]);
@@ -232,7 +232,7 @@ fn features_are_negotiated_anew_after_a_reset(kind: Kind) {
             VERSION_1 | FLUSH
         };
         driver.initialise(wanted);
-        // What was negotiated before counts no more: neither the requests, nor the rings, nor the cache mode.
+        // The earlier negotiation has no effect any more: on requests, rings or the cache mode.
         let discard = driver.request(0, VIRTIO_BLK_T_DISCARD, 0, &segment(0, 8, 0), 0);
         assert_eq!(discard.status, if round % 2 == 0 { OK } else { UNSUPP });
         driver.registers.write_config(32, &[0]);
@@ -241,7 +241,7 @@ fn features_are_negotiated_anew_after_a_reset(kind: Kind) {
         driver.write(1, round, &pattern(round, 512));
         assert_eq!(driver.read(0, round, 512), pattern(round, 512));
     }
-    // Without a reset in between, a second choice is no choice (3.1.1).
+    // Without a reset in between, the driver's second choice is ignored (3.1.1).
     driver.registers.set_driver_features(all);
     let status = driver.registers.status();
     driver.registers.set_status(status | FEATURES_OK);
@@ -271,7 +271,7 @@ fn a_doorbell_of_a_queue_that_is_not_ready_does_nothing(kind: Kind) {
     driver.flush(0);
     assert_eq!((gate.queues(), gate.submitted()), (1, 1));
     assert_eq!(driver.registers.status(), LIVE);
-    // Enabled later, on a live device, the queue works; the old doorbells are worth no more than new ones.
+    // A queue enabled later, on a live device, works; doorbells rung before that have no effect.
     let addresses = driver.rings[1].addresses();
     driver.registers.set_queue(2, 64, addresses);
     let (posted, header, status) = driver.lay_out(VIRTIO_BLK_T_FLUSH, 0, &[], 0);
@@ -287,7 +287,8 @@ fn a_legacy_driver_gets_nowhere(kind: Kind) {
     gate.open();
     let mut driver = Driver::attach(kind, gate.clone(), config(1));
     let offered = driver.registers.device_features();
-    // 3.1.2: no FEATURES_OK, only the low 32 bits, and the queues before that.
+    // 3.1.2: a legacy driver sets no FEATURES_OK, chooses only the low 32 bits, and sets up the queues before
+    // DRIVER_OK.
     driver.registers.set_status(ACKNOWLEDGE);
     driver.registers.set_status(ACKNOWLEDGE | DRIVER);
     driver.registers.set_driver_features(offered & 0xffff_ffff);
@@ -304,7 +305,7 @@ fn a_legacy_driver_gets_nowhere(kind: Kind) {
     driver.registers.notify(0);
     thread::sleep(A_WHILE / 5);
     assert_eq!((gate.queues(), driver.rings[0].used_index()), (0, 0));
-    // One that knows FEATURES_OK, but not VERSION_1: refused (2.2.2, 6.2).
+    // A driver that knows FEATURES_OK but not VERSION_1 is refused (2.2.2, 6.2).
     driver
         .registers
         .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);

@@ -1,4 +1,4 @@
-//! What is virtio-pci's own: configuration space, BARs, capabilities (virtio 1.2, 4.1).
+//! Properties of virtio-pci alone: configuration space, BARs, capabilities (virtio 1.2, 4.1).
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ pub fn device(queues: u16) -> PciDriver {
     )
 }
 
-/// A driver whose PCI side is in reach: a live device with one queue, driven by hand.
+/// A driver whose PCI side tests can access: a live device with one queue.
 pub struct Live {
     pub pci: PciDriver,
     pub ring: Ring,
@@ -39,7 +39,7 @@ impl Live {
         pci.set_queue(0, 64, ring.addresses());
         pci.set_status(15);
         assert_eq!(pci.status(), 15);
-        // A FLUSH at 0x8000, its status at 0x9000.
+        // A FLUSH request at 0x8000, its status byte at 0x9000.
         use vm_memory::{Bytes, GuestAddress};
         memory
             .write_obj(VIRTIO_BLK_T_FLUSH, GuestAddress(0x8000))
@@ -52,7 +52,7 @@ impl Live {
         Self { pci, ring, memory }
     }
 
-    /// One request, until the device has used it.
+    /// Makes one request and waits until the device has used it.
     pub fn flush(&mut self) {
         let before = self.ring.used_index();
         self.ring.publish();
@@ -124,7 +124,7 @@ fn bars_are_sized_and_moved() {
             (address.into(), bar.size, true)
         );
     }
-    // Byte by byte works too, and registers without a BAR stay zero.
+    // Byte writes work too, and registers without a BAR stay zero.
     pci.transport.config_write(0x13, &[0xe1]);
     assert_eq!(pci.config::<4>(0x10)[3], 0xe1);
     for register in [0x14, 0x1c, 0x24, 0x30] {
@@ -143,7 +143,7 @@ fn a_reset_unmaps_the_vectors() {
         ([0xff; 2], [0xff; 2])
     );
     assert_eq!(live.pci.get(0x1c), [0, 0], "and disables the queues");
-    // The PCI side is not the device's to reset.
+    // A device reset leaves the PCI configuration unchanged.
     assert_eq!(live.pci.config::<1>(live.pci.msix + 3), [0x80]);
     assert!(live.pci.transport.bars().iter().all(|bar| bar.enabled));
     let memory = Arc::clone(&live.memory);
@@ -177,13 +177,13 @@ fn bars_are_reached_through_configuration_space() {
         1u32.to_le_bytes(),
         "device_feature_select"
     );
-    // A doorbell.
+    // The window writes a doorbell.
     let notify = live.pci.notify;
     window(&mut live, notify.bar as u8, notify.offset as u32, 2);
     live.ring.publish();
     live.pci.transport.config_write(at + 16, &[0, 0]);
     wait_until("the answer", || live.ring.used_index() == 1);
-    // What is not allowed does nothing.
+    // Values that are not allowed have no effect.
     for (bar, offset, len) in [
         (bar, 0x14, 3),
         (bar, 0x14, 0),
@@ -304,7 +304,7 @@ fn every_capability_is_as_it_must_be() {
         while at != 0 {
             let [id, next, len, kind] = pci.config(at);
             if id == 0x09 {
-                // 4.1.4.2: 16 bytes, and what is behind them: a multiplier, or the window's data.
+                // 4.1.4.2: 16 bytes and the type's extra field: a multiplier, or the window's data.
                 let extra = if matches!(kind, 2 | 5) { 4 } else { 0 };
                 assert_eq!(len, 16 + extra, "cfg_type {kind}");
                 assert!(next == 0 || u16::from(next) >= at + u16::from(len));
@@ -354,7 +354,7 @@ fn feature_bits_are_shown_by_their_selector() {
         assert_eq!(pci.get(0x04), word(offered).to_le_bytes(), "{select}");
         let driver = offered & !EVENT_IDX;
         assert_eq!(pci.get(0x0c), word(driver).to_le_bytes(), "{select}");
-        // There are no bits above 63, so a choice of them is none.
+        // There are no feature bits above 63, so a choice of them has no effect.
         if select > 1 {
             pci.set(0x0c, [0xff; 4]);
             assert_eq!(pci.get(0x0c), [0; 4]);
@@ -392,12 +392,12 @@ fn pci_configuration_is_read_at_every_width_and_offset() {
             assert_eq!(bytes, expected, "{width} bytes at {at:#x}");
         }
     }
-    // The end of the space, and what is behind it.
+    // The end of the configuration space, and offsets beyond it.
     for at in [0xfff, 0x1000, 0xfffc, 0xffff] {
         assert_eq!(pci.config::<8>(at), [0; 8]);
         pci.transport.config_write(at, &[0xff; 8]);
     }
-    // A write of every width changes what may change, byte by byte, and nothing else.
+    // Writes of every width change writable bits, byte by byte, and nothing else.
     for at in (0..0x100u16).filter(|at| !(0x04..0x28).contains(at) && at / 4 != pci.msix / 4) {
         pci.transport.config_write(at, &[0xff; 3]);
     }

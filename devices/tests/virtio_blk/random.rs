@@ -1,5 +1,5 @@
-//! Random register accesses and random rings: the device may do as it likes, but neither panic nor hang,
-//! and after a reset it must work.
+//! Random register accesses and random rings: the device's answers do not matter, but it must neither panic nor hang,
+//! and it must work after a reset.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::gate::Gate;
 on_both_transports!(random_registers_do_no_harm, random_rings_do_no_harm,);
 
 fn random_bytes(random: &mut Random, len: usize) -> Vec<u8> {
-    // Mostly small numbers: they mean something.
+    // Mostly small numbers, because they are valid.
     let small = random.below(2) == 0;
     (0..len)
         .map(|_| random.next() as u8 & if small { 0x0f } else { 0xff })
@@ -29,7 +29,7 @@ fn random_registers_do_no_harm(kind: Kind) {
         let disk = Arc::new(gate.clone());
         let device = walvisor_devices::block::VirtioBlock::new(disk, config(2)).expect("a device");
         match kind {
-            // It has no registers; devices/tests/vhost_user.rs sends it random messages.
+            // vhost-user has no registers; devices/tests/vhost_user.rs sends it random messages.
             Kind::VhostUser => {}
             Kind::Mmio => {
                 let mut mmio = MmioDriver::new(device, guest_memory());
@@ -78,7 +78,7 @@ fn random_registers_do_no_harm(kind: Kind) {
 fn random_rings_do_no_harm(kind: Kind) {
     let gate = Gate::new(RamDisk::new(64));
     gate.open();
-    // With every option that changes how a worker goes about a ring.
+    // With every option that changes how a worker processes a ring.
     let config = BlockConfig {
         in_order: true,
         poll: Duration::from_micros(20),
@@ -95,7 +95,7 @@ fn random_rings_do_no_harm(kind: Kind) {
         });
         let scratch = driver.allocate(0x4000).0;
         for at in (0..0x4000).step_by(16) {
-            // Headers that make sense, here and there, and bytes that could be descriptors.
+            // Some valid headers, and bytes that could be descriptors.
             let kind = random.below(16) as u32;
             let header = [
                 kind.to_le_bytes(),
@@ -139,7 +139,7 @@ fn random_rings_do_no_harm(kind: Kind) {
             driver.counts().doorbells > before.doorbells
         });
         if seed % 4 > 0 && offered > 0 {
-            // In the midst of its work, not before it has begun.
+            // The reset comes while the worker is busy, not before it has begun.
             wait_until("a chain or an error", || {
                 driver.counts().requests > before.requests
                     || driver.registers.status() & NEEDS_RESET != 0

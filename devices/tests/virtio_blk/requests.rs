@@ -1,4 +1,4 @@
-//! Every request type, in every shape a driver may give it (virtio 1.2, 5.2.6).
+//! Every request type, in every layout that a driver may use (virtio 1.2, 5.2.6).
 
 use std::fs::File;
 
@@ -23,7 +23,7 @@ on_every_transport!(
     a_read_only_disk_reads_and_flushes,
 );
 
-/// The same for what every disk does: memory, and a raw image.
+/// The same for properties of every disk: over memory, and over a raw image.
 macro_rules! on_every_disk {
     ($($name:ident,)*) => {
         mod ram {
@@ -57,7 +57,7 @@ fn start_raw(kind: Kind) -> Driver {
     let file = File::create(&path).expect("an image");
     file.set_len(SECTORS * 512).expect("an image");
     let image = Image::open(&path, false).expect("an image");
-    // Its name goes with the directory; the file, when the device does.
+    // The image's name is removed with the directory, and the file is closed with the device.
     let disk = RawDisk::new(image, RawCache::Writeback);
     Driver::start(kind, disk, config(1), EVERYTHING)
 }
@@ -79,8 +79,8 @@ fn what_is_written_is_read(mut driver: Driver) {
         (2058 * 512, 2058 * 512)
     );
     assert_eq!(counts.errors, 0);
-    // Each is seen soon, even if its request was seen before it. A request that comes before the device asks for its
-    // doorbell needs none.
+    // The worker counts each doorbell soon, even if it has already taken the request. A request made before the device
+    // asks for its doorbell needs none.
     assert!((1..=12).contains(&driver.kicks), "{}", driver.kicks);
     wait_until("the doorbells", || {
         driver.counts().doorbells == driver.kicks
@@ -125,7 +125,7 @@ fn the_serial_is_the_identity(kind: Kind) {
         (answer.status, answer.data.as_slice(), answer.written),
         (OK, &b"serial"[..], 7)
     );
-    // 20 bytes are written; the rest of a longer buffer is not, and is not claimed.
+    // The device writes 20 bytes. It does not write the rest of a longer buffer, and does not claim to.
     let answer = driver.request(0, VIRTIO_BLK_T_GET_ID, 0, &[], 64);
     assert_eq!((answer.status, answer.written), (OK, 20));
 
@@ -223,7 +223,7 @@ fn several_queues_keep_their_requests_apart(kind: Kind) {
     let mut driver = Driver::start(kind, gate.clone(), config(QUEUES as u16), EVERYTHING);
     assert_eq!(gate.queues(), QUEUES as u64);
     for round in 0..20 {
-        // Every queue writes its own sectors, all at once; then every queue reads another's.
+        // All queues write their own sectors at the same time; then each queue reads another queue's.
         for write in [true, false] {
             let mut posted = Vec::new();
             for queue in 0..QUEUES {
@@ -257,7 +257,7 @@ fn several_queues_keep_their_requests_apart(kind: Kind) {
                 }
             }
         }
-        // Start over with fresh rings now and then: the pages are used up otherwise.
+        // Start over with fresh rings now and then, because the driver never frees pages.
         if round % 5 == 4 {
             driver = Driver::start(kind, gate.clone(), config(QUEUES as u16), EVERYTHING);
         }
@@ -325,13 +325,13 @@ fn sizes_that_are_no_sectors_are_errors(mut driver: Driver) {
             let answer = driver.request(0, request, 0, &vec![0; len], 0);
             assert_eq!(answer.status, IOERR, "{request} with {len} bytes");
         }
-        // More than the one segment that is advertised: what QEMU answers, and its test suite asks for.
+        // More than the one segment that is advertised: QEMU answers so, and its test suite expects it.
         for len in [17, 32, 160] {
             let answer = driver.request(0, request, 0, &vec![0; len], 0);
             assert_eq!(answer.status, UNSUPP, "{request} with {len} bytes");
         }
     }
-    // A header that is too short has no type at all.
+    // A header that is too short has no type.
     for len in [1, 8, 15] {
         let (posted, readable, _) = driver.lay_out(VIRTIO_BLK_T_FLUSH, 0, &[], 0);
         let status = driver.allocate(1);
@@ -446,7 +446,7 @@ fn what_was_not_negotiated_is_unsupported(kind: Kind) {
         let answer = driver.request(0, request, 0, &segment(0, 8, 0), 0);
         assert_eq!(answer.status, UNSUPP);
     }
-    // A FLUSH does no harm.
+    // A FLUSH still works.
     driver.flush(0);
 }
 
@@ -497,7 +497,7 @@ fn buffers_outside_guest_memory_are_errors(mut driver: Driver) {
             assert_eq!(driver.memory.read_obj::<u8>(status).expect("status"), IOERR);
             assert_eq!(written, u32::from(write), "{posted:?}");
         }
-        // And a header that is not there, or half of it.
+        // A missing header, or half a header.
         let address = GuestAddress(address.0.max(MEMORY_END - 8));
         let status = driver.allocate(1);
         driver.rings[0].add(&[Piece::readable(address, 512), Piece::writable(status, 1)]);
@@ -505,7 +505,7 @@ fn buffers_outside_guest_memory_are_errors(mut driver: Driver) {
         driver.next_used(0);
         assert_eq!(driver.memory.read_obj::<u8>(status).expect("status"), IOERR);
     }
-    // Across the border of two regions is inside.
+    // A buffer across the border of two regions lies inside guest memory.
     let border = GuestAddress(REGION - 300);
     driver
         .memory

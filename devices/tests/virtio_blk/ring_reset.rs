@@ -1,4 +1,4 @@
-//! A queue that is reset alone (virtio 1.2, 2.6.1, 4.1.4.3 and 4.2.2).
+//! The reset of a single queue (virtio 1.2, 2.6.1, 4.1.4.3 and 4.2.2).
 
 use virtio_bindings::virtio_blk::*;
 use walvisor_devices::backend::ram::RamDisk;
@@ -44,7 +44,7 @@ fn a_queue_is_reset_and_set_up_anew_while_the_other_runs(kind: Kind) {
         assert_eq!(driver.registers.queue_max(0), 64, "as after a reset");
         set_up(&mut driver, 0, size);
         assert!(driver.registers.queue_enabled(0) && !driver.registers.queue_resetting(0));
-        // Both rings begin at 0 again, or nothing would be answered.
+        // Both rings begin at index 0 again, or the device would answer nothing.
         for sector in [round, round + 8] {
             assert_eq!(driver.read(0, sector, 512), pattern(sector, 512));
         }
@@ -67,11 +67,11 @@ fn a_queue_reset_goes_on_until_its_requests_have_ended(kind: Kind) {
     driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
     driver.kick(0);
     wait_until("a request", || gate.submitted() == 1);
-    // Returns at once: no register access waits for the disk.
+    // The reset returns at once, because no register access waits for the disk.
     driver.registers.reset_queue(0);
     assert!(driver.registers.queue_resetting(0));
     assert!(!driver.registers.queue_resetting(1));
-    // Neither does it run any more, nor can it be enabled before the reset has ended.
+    // The queue does not run any more, and it cannot be enabled before the reset has ended.
     driver.post(0, VIRTIO_BLK_T_IN, 0, &[], 512);
     driver.kick(0);
     driver.registers.notify(0);
@@ -163,13 +163,13 @@ fn a_queue_reset_while_the_device_is_paused_begins_anew(kind: Kind) {
     std::thread::sleep(A_WHILE / 10);
     assert_eq!(driver.rings[0].used_index(), 0, "paused");
     driver.registers.resume();
-    // From index 0 on, not from where the old ring was.
+    // The queue starts at index 0, not at the old ring's index.
     let (head, written) = driver.next_used(0);
     assert_eq!(head, waiting.head);
     let answer = driver.answer(&waiting, written);
     assert_eq!((answer.status, answer.data), (OK, pattern(4, 512)));
     driver.flush(1);
-    // A pause ends a reset that is still going on: nothing is in flight then.
+    // A pause ends a reset that is still going on, because it drains the queue.
     driver.registers.pause();
     driver.registers.reset_queue(1);
     assert!(!driver.registers.queue_resetting(1) && !driver.registers.queue_enabled(1));

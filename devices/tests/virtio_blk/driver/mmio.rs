@@ -46,7 +46,7 @@ impl MmioDriver {
         self.irq.read().unwrap_or(0)
     }
 
-    /// The interrupt handler: one edge may stand for both causes.
+    /// Acts as the interrupt handler: one edge may stand for both causes.
     fn handle_interrupts(&mut self) {
         let edges = self.take_edges();
         if edges == 0 {

@@ -1,5 +1,5 @@
-//! A virtio-blk driver for tests. It does what a guest's driver does and knows nothing of the device's
-//! inside: registers through a transport, rings and buffers in guest memory, doorbells, interrupts.
+//! A virtio-blk driver for tests. It does what a guest's driver does and does not know the device's implementation. It
+//! uses registers through a transport, rings and buffers in guest memory, doorbells and interrupts.
 
 mod mmio;
 #[path = "../../support/numbers.rs"]
@@ -42,28 +42,28 @@ pub const IN_ORDER: u64 = 1 << VIRTIO_F_IN_ORDER;
 pub const RING_RESET: u64 = 1 << VIRTIO_F_RING_RESET;
 pub const FLUSH: u64 = 1 << VIRTIO_BLK_F_FLUSH;
 pub const CONFIG_WCE: u64 = 1 << VIRTIO_BLK_F_CONFIG_WCE;
-/// Whatever the device offers.
+/// Every feature that the device offers.
 pub const EVERYTHING: u64 = u64::MAX;
 
 pub const OK: u8 = VIRTIO_BLK_S_OK as u8;
 pub const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 pub const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
-/// What the driver puts into a status byte before the device answers.
+/// The status byte that the driver writes before the device answers.
 pub const UNANSWERED: u8 = 0xee;
 
-/// Nothing takes this long on the slowest machine; a test that waits longer has hung.
+/// The time after which a test has hung: no wait takes so long, even on the slowest machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
-/// Long enough for something to happen that must not.
+/// Long enough for a forbidden event to happen if it would.
 pub const A_WHILE: Duration = Duration::from_millis(50);
 
 pub type Memory = Arc<GuestMemoryMmap>;
 
-/// Guest memory: two regions side by side, so that a buffer can lie across them, then nothing.
+/// Guest memory: two adjacent regions, so that a buffer can lie across their border, and nothing after them.
 pub const REGION: u64 = 32 << 20;
 pub const MEMORY_END: u64 = 2 * REGION;
 
 pub fn guest_memory() -> Memory {
-    // Of a file, so that it can be shared.
+    // Backed by a file, so that it can be shared.
     let fd = memfd_create("guest memory", MemfdFlags::CLOEXEC).expect("a file");
     let file = Arc::new(File::from(fd));
     file.set_len(MEMORY_END).expect("memory");
@@ -94,7 +94,7 @@ macro_rules! on_both_transports {
     };
 }
 
-/// The same with one for vhost-user, but for those behind the semicolon.
+/// The same with a third test for vhost-user, except for the functions after the semicolon.
 macro_rules! on_every_transport {
     ($($name:ident,)* $(; $($registers:ident,)*)?) => {
         on_both_transports! { $($name,)* $($($registers,)*)? }
@@ -121,11 +121,11 @@ pub trait Registers {
     fn notify(&mut self, queue: u16);
     /// Starts the reset of `queue` alone (2.6.1).
     fn reset_queue(&mut self, queue: u16);
-    /// Whether that is still going on.
+    /// Whether the reset of `queue` is still going on.
     fn queue_resetting(&mut self, queue: u16) -> bool;
-    /// Enables `queue` as it is, whatever comes of it.
+    /// Tries to enable `queue` as it is.
     fn enable_queue(&mut self, queue: u16);
-    /// Disables `queue`, where the transport can.
+    /// Disables `queue`, if the transport can.
     fn disable_queue(&mut self, queue: u16);
     /// Whether `queue` is enabled.
     fn queue_enabled(&mut self, queue: u16) -> bool;
@@ -158,8 +158,8 @@ pub struct Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        // A device drains when it goes. In a test that has failed nobody may be left to let its requests
-        // end, so there it stays behind.
+        // Dropping a device drains it. After a test has failed no thread may be left to end its requests, so the
+        // device is leaked.
         if !std::thread::panicking() {
             // SAFETY: the field is not used again.
             unsafe { ManuallyDrop::drop(&mut self.registers) }
@@ -167,7 +167,7 @@ impl Drop for Driver {
     }
 }
 
-/// How a request ended.
+/// The answer to a request.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u8,
@@ -194,7 +194,7 @@ pub fn config(queues: u16) -> BlockConfig {
 }
 
 impl Driver {
-    /// A device that nobody has touched yet.
+    /// A device that no driver has initialised yet.
     pub fn attach(kind: Kind, backend: impl Backend + 'static, config: BlockConfig) -> Self {
         let memory = guest_memory();
         let device = VirtioBlock::new(Arc::new(backend), config).expect("a device");
@@ -216,7 +216,7 @@ impl Driver {
         }
     }
 
-    /// A device that is live, with those of the `wanted` features that it offers.
+    /// A live device, with those of the `wanted` features that it offers.
     pub fn start(
         kind: Kind,
         backend: impl Backend + 'static,
@@ -228,7 +228,7 @@ impl Driver {
         driver
     }
 
-    /// Virtio 1.2, 3.1.1, with a ring for every queue.
+    /// Initialises the device (virtio 1.2, 3.1.1), with a ring for every queue.
     pub fn initialise(&mut self, wanted: u64) {
         self.negotiate(wanted);
         self.rings.clear();
@@ -255,7 +255,7 @@ impl Driver {
         );
     }
 
-    /// Reset to FEATURES_OK.
+    /// Initialises the device from reset to FEATURES_OK.
     pub fn negotiate(&mut self, wanted: u64) {
         self.registers.set_status(0);
         assert_eq!(self.registers.status(), 0);
@@ -268,7 +268,7 @@ impl Driver {
         assert_eq!(self.registers.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
     }
 
-    /// Guest pages that nobody else uses. Never freed.
+    /// Fresh guest pages, which are never freed.
     pub fn allocate(&self, bytes: usize) -> GuestAddress {
         let len = (bytes as u64).next_multiple_of(0x1000);
         let address = self.next_page.fetch_add(len, Ordering::Relaxed);
@@ -350,7 +350,7 @@ impl Driver {
         self.wait_for_used(queue, Ring::pop_used)
     }
 
-    /// The same, but the chain stays as it is, to be offered again.
+    /// The same, but the chain is not freed, so that it can be offered again.
     pub fn next_used_keep_chain(&mut self, queue: usize) -> (u16, u32) {
         self.wait_for_used(queue, Ring::take_used_keep_chain)
     }
@@ -375,7 +375,7 @@ impl Driver {
         }
     }
 
-    /// What the device has answered to `posted`.
+    /// The device's answer to `posted`.
     pub fn answer(&self, posted: &Posted, written: u32) -> Answer {
         let mut data = vec![0; posted.data_len];
         self.memory
@@ -389,7 +389,7 @@ impl Driver {
         }
     }
 
-    /// One request, start to end.
+    /// Makes one request and waits for its answer.
     pub fn request(
         &mut self,
         queue: usize,
@@ -461,7 +461,7 @@ pub fn segment(sector: u64, sectors: u32, flags: u32) -> [u8; 16] {
     bytes
 }
 
-/// Waits for something that another thread brings about.
+/// Waits for a condition that another thread brings about.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -470,7 +470,7 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Gives way to the other threads: at first to whoever is ready, then to everyone.
+/// Yields to runnable threads at first, and sleeps later.
 fn pause(waiting_since: Instant) {
     if waiting_since.elapsed() < Duration::from_micros(200) {
         std::thread::yield_now();

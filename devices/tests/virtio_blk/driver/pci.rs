@@ -1,4 +1,4 @@
-//! Registers over virtio-pci, found as a driver finds them: by walking the capabilities.
+//! Registers over virtio-pci. It finds them as a driver does, by walking the capabilities.
 
 use std::collections::HashMap;
 use std::io;
@@ -26,7 +26,7 @@ struct Vector {
 }
 
 impl Router {
-    /// What the vector sends, and how often it was routed.
+    /// The message of the vector, and how often it was routed.
     pub fn route(&self, vector: u16) -> Option<(MsiMessage, u64)> {
         let vectors = self.vectors.lock().expect("vectors");
         vectors
@@ -67,7 +67,7 @@ impl MsiRouter for Router {
     }
 }
 
-/// Where a virtio structure lies.
+/// The location of a virtio structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     pub bar: usize,
@@ -75,7 +75,7 @@ pub struct Place {
     pub len: u64,
 }
 
-/// A virtio-pci driver. Vector 0 is the configuration's, vector i + 1 queue i's.
+/// A virtio-pci driver. Vector 0 belongs to the configuration, vector i + 1 to queue i.
 pub struct PciDriver {
     pub transport: PciTransport<Memory>,
     pub router: Arc<Router>,
@@ -257,7 +257,7 @@ impl Registers for PciDriver {
     fn set_status(&mut self, status: u8) {
         self.set(0x14, [status]);
         if status == 1 {
-            // The reset before has unmapped every vector.
+            // The preceding reset has unmapped every vector.
             self.set(0x10, 0u16.to_le_bytes());
             assert_eq!(self.get(0x10), 0u16.to_le_bytes());
         }
@@ -313,7 +313,7 @@ impl Registers for PciDriver {
     }
 
     fn disable_queue(&mut self, _queue: u16) {
-        // Over PCI only a reset of the queue does.
+        // Over PCI only a reset disables a queue.
     }
 
     fn queue_enabled(&mut self, queue: u16) -> bool {

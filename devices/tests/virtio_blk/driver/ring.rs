@@ -86,7 +86,7 @@ impl Ring {
         self.free.len()
     }
 
-    /// Writes a descriptor, whatever it says.
+    /// Writes a descriptor, valid or not.
     pub fn set_descriptor(&self, index: u16, address: u64, len: u32, flags: u16, next: u16) {
         self.write_descriptor(self.descriptors, index, address, len, flags, next);
     }
@@ -122,7 +122,7 @@ impl Ring {
         head
     }
 
-    /// The same with one descriptor that refers to a table of the pieces at `table`.
+    /// The same, with one descriptor that refers to an indirect table of the pieces at `table`.
     pub fn add_indirect(&mut self, pieces: &[Piece], table: GuestAddress) -> u16 {
         let indices: Vec<u16> = (0..pieces.len() as u16).collect();
         self.fill(table.0, &indices, pieces);
@@ -144,7 +144,7 @@ impl Ring {
         }
     }
 
-    /// Puts any head into the available ring.
+    /// Puts a head, valid or not, into the available ring.
     pub fn offer(&mut self, head: u16) {
         let slot = u64::from(self.next_available % self.size);
         let at = GuestAddress(self.available + 4 + slot * 2);
@@ -154,7 +154,7 @@ impl Ring {
         self.next_available = self.next_available.wrapping_add(1);
     }
 
-    /// Publishes whatever was added. `true`: the device wants to be told (2.7.10).
+    /// Publishes the chains added. `true`: the device wants a doorbell (2.7.10).
     pub fn publish(&mut self) -> bool {
         let old = std::mem::replace(&mut self.published, self.next_available);
         self.store_index(self.next_available);
@@ -168,7 +168,7 @@ impl Ring {
         }
     }
 
-    /// Stores an available index, true or not.
+    /// Stores an available index, correct or not.
     pub fn store_index(&self, index: u16) {
         let at = GuestAddress(self.available + 2);
         self.memory
@@ -181,7 +181,7 @@ impl Ring {
         self.load(self.used)
     }
 
-    /// The descriptor table and the available ring with its event index: what only the driver may write.
+    /// The descriptor table and the available ring with its event index, which only the driver may write.
     pub fn driver_bytes(&self) -> Vec<u8> {
         let n = usize::from(self.size);
         let mut bytes = vec![0; n * 16 + 6 + n * 2];
@@ -193,12 +193,12 @@ impl Ring {
         bytes
     }
 
-    /// Where the device wants the next doorbell.
+    /// The index at which the device wants the next doorbell.
     pub fn avail_event(&self) -> u16 {
         self.load(self.used + 4 + u64::from(self.size) * 8)
     }
 
-    /// Writes what only the device should.
+    /// Writes `avail_event`, which only the device should write.
     pub fn set_avail_event(&self, index: u16) {
         let at = GuestAddress(self.used + 4 + u64::from(self.size) * 8);
         self.memory
@@ -237,7 +237,7 @@ impl Ring {
         Some((head, written))
     }
 
-    /// The same, but the chain stays as it is, to be offered again.
+    /// The same, but the chain is not freed, so that it can be offered again.
     pub fn take_used_keep_chain(&mut self) -> Option<(u16, u32)> {
         if self.used_index() == self.last_used {
             return None;

@@ -1,4 +1,4 @@
-//! Registers as a vhost-user front-end has them: what the protocol does not carry is kept here.
+//! Registers as a vhost-user front-end has them. This driver keeps the state that the protocol does not carry.
 
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
@@ -36,9 +36,9 @@ pub struct VhostUserDriver {
     broken: bool,
     errors: u64,
     control: Arc<dyn DeviceControl>,
-    /// Where the back-end tells of a changed configuration.
+    /// The channel on which the back-end reports a changed configuration.
     from_back_end: UnixStream,
-    /// After the socket: its front-end goes first.
+    /// After the socket, because the front-end must be dropped first.
     _server: Server,
 }
 
@@ -115,7 +115,7 @@ impl VhostUserDriver {
         self.reply()
     }
 
-    /// Something that is only acknowledged.
+    /// Sends a request that gets only an acknowledgement.
     fn tell(&mut self, request: u32, values: &[u64], files: &[BorrowedFd<'_>]) {
         self.send(request, NEED_REPLY, &fields(values), files);
         assert_eq!(self.reply(), [0; 8], "request {request}");
@@ -181,7 +181,7 @@ impl Registers for VhostUserDriver {
         if new & DRIVER_OK != 0 {
             for queue in 0..self.queues.len() {
                 self.tell(18, &[queue as u64 | 1 << 32], &[]);
-                // A ring that begins to run tells so: something may have been used before.
+                // A ring signals when it starts, because chains may have been used before.
                 let _ = self.queues[queue].call.read();
             }
         }
@@ -209,7 +209,7 @@ impl Registers for VhostUserDriver {
         if usize::from(queue) >= self.queues.len() {
             return 0;
         }
-        // The protocol does not say it. seg_max does: a request has a header and a status too.
+        // The protocol does not report the size. seg_max implies it, as a request also has a header and a status.
         let mut bytes = [0; 4];
         self.read_config(12, &mut bytes);
         let most = u32::from_le_bytes(bytes) as u16 + 2;
@@ -239,7 +239,7 @@ impl Registers for VhostUserDriver {
     }
 
     fn reset_queue(&mut self, _queue: u16) {
-        // The front-end's affair: RING_RESET is not offered here.
+        // The front-end would have to do it: RING_RESET is not offered here.
     }
 
     fn queue_resetting(&mut self, _queue: u16) -> bool {
@@ -259,7 +259,7 @@ impl Registers for VhostUserDriver {
     }
 
     fn scribble_on_queue(&mut self, _queue: u16) {
-        // Refused, with the end of the connection: the server's own tests.
+        // The server would refuse this and close the connection, which its own tests cover.
     }
 
     fn doorbells(&self) -> Vec<EventFd> {
