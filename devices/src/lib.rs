@@ -20,8 +20,7 @@
 //! passes register accesses and the guest's memory to the transport, and gets its interrupts through an eventfd (MMIO)
 //! or an [`interrupt::MsiRouter`] (PCI). The queues are served by threads of the device's own, or of a
 //! [`block::WorkerPool`] that devices share; the backend may do its part in any thread or event loop. `examples/embed`
-//! is a small example:
-//! `cargo run --example embed`.
+//! is a small example: `cargo run --example embed`.
 //!
 //! # Features
 //!
@@ -30,10 +29,9 @@
 //! - `raw`: `backend::raw`, a raw image through io_uring.
 //!
 //! A program with a backend of its own needs neither. With `default-features = false` this crate uses only these parts
-//! of
-//! `walvisor-storage`: the types of requests ([`backend::Operation`], [`backend::Completion`], [`backend::Failure`],
-//! [`backend::Buffer`], [`backend::Extent`], [`backend::LogCounters`]), two constants, and one call that shortens the
-//! time slices of worker threads. No log and no io_uring are built.
+//! of `walvisor-storage`: the types of requests ([`backend::Operation`], [`backend::Completion`],
+//! [`backend::Failure`], [`backend::Buffer`], [`backend::Extent`], [`backend::LogCounters`]), two constants, and one
+//! call that shortens the time slices of worker threads. No log and no io_uring are built.
 
 pub mod backend;
 pub mod block;

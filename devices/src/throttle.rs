@@ -4,7 +4,7 @@
 //! ```text
 //!   frontend ──submit──▶ ThrottledQueue ── Throttle says "now" ──▶ BackendQueue
 //!                             │ "at t"
-//!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ completions: on it goes
+//!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ completions: submit
 //! ```
 //! A bucket is stored as one moment, at which it will be full again (the generic cell rate algorithm, which admits the
 //! same requests as a token bucket). It needs no lock and no thread, and no work between requests. Without limits a

@@ -1,5 +1,5 @@
-//! Ended chains that are to be published next: all of them, or with IN_ORDER those before which no taken chain is still
-//! open (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available").
+//! The ended chains that are published next: all of them, or with IN_ORDER only those whose predecessors have all ended
+//! (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available").
 
 use std::collections::VecDeque;
 

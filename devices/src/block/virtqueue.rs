@@ -22,7 +22,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
 use super::chain::Chain;
 use super::tracker::{Tracker, Used};
 
-/// What the driver wrote into the registers of one queue, not checked yet.
+/// The driver's settings in the registers of one queue, not checked yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct QueueSetup {
     /// Number of descriptors.

@@ -77,7 +77,7 @@ fn an_edge_is_told_once() {
     assert_eq!(told(&mut events, None), ["1"]);
 }
 
-/// The other end of a shared descriptor keeps it open, and ready.
+/// A clone of the descriptor keeps it open, and ready.
 #[test]
 fn a_descriptor_that_is_not_watched_is_not_told_of_and_its_number_is_free() {
     let mut events = EventLoop::new().unwrap();

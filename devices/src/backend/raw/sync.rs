@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   queue ─┐                                       ┌─▶ mailbox of the queue
-//!   queue ─┼─▶ all who wait ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
+//!   queue ─┼─▶ all waiters  ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
 //!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
 //! ```
 //! The kernel reports each write-back error once per open file, and all queues share one open file. Of two concurrent
