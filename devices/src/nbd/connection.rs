@@ -1,5 +1,5 @@
-//! The transmission phase of a connection: what its client has sent becomes requests, what has ended becomes replies.
-//! Nothing here waits.
+//! The transmission phase of a connection: received bytes become requests, and completed requests become replies.
+//! Nothing here blocks.
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,12 +20,12 @@ use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 
-/// Bytes of requests in flight and replies not sent above which nothing more is read. One request may overshoot it.
+/// Bytes of requests in flight and unsent replies above which the connection reads no more. One request may exceed it.
 const MAX_BYTES: usize = 32 << 20;
-/// Most requests in flight.
+/// Most requests in flight on one connection.
 const MAX_REQUESTS: usize = 256;
 
-/// A client counted among those of a listener, until it is dropped.
+/// One client counted against its listener's limit, until this is dropped.
 pub(super) struct Seat(Arc<AtomicUsize>);
 
 impl Seat {
@@ -47,10 +47,10 @@ pub(super) struct Connection {
     wire: Wire,
     incoming: Incoming,
     outgoing: Outgoing,
-    /// Requests in flight, and the bytes that they keep.
+    /// Requests in flight, and the bytes of memory that they hold.
     requests: usize,
     bytes: usize,
-    /// Nothing more is read: what is in flight ends and is answered.
+    /// The connection reads no more requests; those in flight are still completed and answered.
     closing: bool,
     _seat: Seat,
 }
@@ -85,12 +85,12 @@ impl Connection {
         self.requests
     }
 
-    /// Takes no more requests.
+    /// Stops taking requests.
     pub(super) fn close(&mut self) {
         self.closing = true;
     }
 
-    /// All is answered that ever will be.
+    /// Whether the connection is closing and every request has been answered and sent.
     pub(super) fn is_over(&self) -> bool {
         self.closing && self.requests == 0 && !self.has_unsent()
     }
@@ -99,7 +99,7 @@ impl Connection {
         !self.outgoing.is_empty() || self.wire.has_unsent()
     }
 
-    /// What the socket is to be watched for.
+    /// The events for which the worker must watch the socket.
     pub(super) fn interest(&self) -> EventSet {
         let mut interest = EventSet::empty();
         interest.set(EventSet::IN, self.is_listening());
@@ -107,7 +107,7 @@ impl Connection {
         interest
     }
 
-    /// There is something to read although the socket will not tell of it.
+    /// Whether there may be decrypted data to read that the socket does not report.
     pub(super) fn has_decrypted(&self) -> bool {
         self.is_listening() && self.wire.may_have_data()
     }
@@ -121,7 +121,7 @@ impl Connection {
         !full && !self.export().gate.is_closed()
     }
 
-    /// Reads once what the client has sent.
+    /// Reads from the socket once.
     ///
     /// # Errors
     /// If the socket fails.
@@ -139,14 +139,14 @@ impl Connection {
         Ok(())
     }
 
-    /// The next request for the disk that is there and has room; others are answered. It is inside of its export's gate
-    /// until its last step has ended.
+    /// The next request for the disk that has arrived in full, if the connection has room for it. Invalid requests
+    /// are refused here. The request stays inside its export's gate until its last step has ended.
     ///
     /// # Errors
-    /// If the client breaks the protocol. What it has asked for before is carried out all the same.
+    /// If the client breaks the protocol. Its earlier requests are carried out all the same.
     pub(super) fn next(&mut self) -> Result<Option<Pending>, Ended> {
         while !self.closing && self.has_room() {
-            // It counts as in flight before it is looked at: who closes the gate waits for it.
+            // The request enters the gate before it is parsed, so a thread that closes the gate waits for it.
             let Some(pass) = Pass::take(&self.agreed.export.gate) else {
                 break;
             };
@@ -195,7 +195,7 @@ impl Connection {
         }
     }
 
-    /// Sends as many replies as the socket takes.
+    /// Sends as many bytes of replies as the socket takes.
     ///
     /// # Errors
     /// If the client is gone.
@@ -203,13 +203,13 @@ impl Connection {
         Ok(self.outgoing.send(&mut self.wire)?)
     }
 
-    /// Tells the client that it was the last, if that can be told at once.
+    /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.
     pub(super) fn say_goodbye(&mut self) {
         self.wire.close();
     }
 }
 
-/// Longest step of a request of an export, in bytes.
+/// The longest step of a request to an export, in bytes: whole sectors.
 pub(super) fn part(export: &Export) -> usize {
     let sector = SECTOR_SIZE as usize;
     (export.backend.max_request_bytes() / sector).max(1) * sector

@@ -1,4 +1,4 @@
-//! The way of one thread to one disk.
+//! One worker's port to one disk.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,28 +13,28 @@ use crate::backend::Answer;
 use crate::latency::OperationKind;
 use crate::throttle::ThrottledQueue;
 
-/// The way to one disk, which the connections of a thread share.
+/// A port to one disk, shared by the worker's connections to that disk.
 pub(super) struct Desk {
     pub(super) export: Arc<Export>,
     pub(super) queue: ThrottledQueue,
     pub(super) part: usize,
-    /// Requests in flight by token, each with its client's key and when it was read.
+    /// Requests in flight by token, each with its client's key and the time when the worker took it.
     pub(super) in_flight: Slab<(usize, Pending, Instant)>,
     pub(super) clients: usize,
     /// Something was submitted since the last kick.
     pub(super) submitted: bool,
-    /// Something may have ended.
+    /// The queue's event has fired: there may be completions.
     pub(super) rung: bool,
 }
 
 impl Desk {
-    /// Clients come or go.
+    /// Adjusts the number of clients.
     pub(super) fn count(&mut self, more: isize) {
         self.clients = self.clients.saturating_add_signed(more);
         self.queue.set_clients(self.clients);
     }
 
-    /// Takes up a request that was put in flight at this desk, `key` of the inbox's worker.
+    /// Starts a request that is in [`in_flight`](Self::in_flight). `key` is this desk's key in the worker of `inbox`.
     pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<Inbox>) {
         let pending = self.in_flight.get(token);
         match pending.and_then(|(_, pending, _)| pending.question()) {
@@ -52,12 +52,12 @@ impl Desk {
                 } = &*self.export;
                 mapper.ask(backend, question, asker);
             }
-            // There is always a first step.
+            // A request without a question always has a first step.
             None => drop(self.step(token)),
         }
     }
 
-    /// Submits the next step of a request; `false`: there is none.
+    /// Submits the next step of a request; `false`: all its steps have been submitted.
     pub(super) fn step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
         let Some(operation) = pending.and_then(|(_, pending, _)| pending.step(self.part)) else {
@@ -68,7 +68,7 @@ impl Desk {
         true
     }
 
-    /// Whether a request whose steps have ended is answered later, when what it has changed is written.
+    /// Whether a request whose steps have ended must be answered later, once its changes are written.
     pub(super) fn waits(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
         let asks = pending.is_some_and(|(_, pending, _)| pending.take_unasked())
@@ -80,7 +80,7 @@ impl Desk {
 }
 
 impl Drop for Desk {
-    /// What is still in flight, after an error, nobody will hear of.
+    /// Requests still in flight here were abandoned after an error. They leave the gate without a reply.
     fn drop(&mut self) {
         for _ in self.in_flight.drain() {
             self.export.gate.leave();
@@ -88,7 +88,7 @@ impl Drop for Desk {
     }
 }
 
-/// What a command counts as.
+/// The kind of operation that a command's latency counts as.
 pub(super) fn kind(command: u16) -> Option<OperationKind> {
     match command {
         command::READ => Some(OperationKind::Read),

@@ -1,13 +1,13 @@
-//! How connections end, and what is told of it.
+//! How connections end, and what the log says about it.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// Why there is nothing to transmit.
+/// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Ended {
-    /// The client went, or the server is to stop: no fault of anybody.
+    /// The client left or the server stops. This is no error.
     #[error("the connection has ended")]
     Gone,
     /// The client broke the protocol.
@@ -24,7 +24,7 @@ impl From<Errno> for Ended {
     }
 }
 
-/// Tells why a connection has ended, if that is worth to be known.
+/// Logs why a connection has ended, unless it ended regularly.
 pub(super) fn report(outcome: Result<(), Ended>) {
     match outcome {
         Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {

@@ -1,4 +1,4 @@
-//! A disk under a name that clients ask for.
+//! A disk under the name by which clients choose it.
 
 use std::io;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::control::{DeviceControl, Gate};
 use crate::metrics::BlockMetrics;
 use crate::throttle::Throttle;
 
-/// A disk under a name that clients ask for.
+/// A disk under the name by which clients choose it.
 pub struct Export {
     pub(super) name: String,
     pub(super) description: String,
@@ -40,7 +40,7 @@ impl Export {
         }
     }
 
-    /// The same, whose clients' writes are answered so.
+    /// Sets when the server answers writes to this export.
     pub fn answering(self, answer: Answer) -> Self {
         Self { answer, ..self }
     }
@@ -50,7 +50,7 @@ impl Export {
         &self.name
     }
 
-    /// What clients have asked for so far.
+    /// Counters of the clients' requests so far.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
     }
@@ -60,7 +60,7 @@ impl Export {
         Arc::clone(&self.throttle)
     }
 
-    /// The export in use, for its owner.
+    /// A handle with which the owner controls the export while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ExportControl {
             gate: Arc::clone(&self.gate),
@@ -68,40 +68,40 @@ impl Export {
         })
     }
 
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub(super) fn size(&self) -> u64 {
         self.backend.sectors().saturating_mul(SECTOR_SIZE)
     }
 
-    /// The transmission flags: what the disk really does.
+    /// The transmission flags: what the disk supports.
     pub(super) fn flags(&self, structured: bool) -> u16 {
         use super::protocol::transmission as flag;
         let can = self.backend.capabilities();
         let when = |condition: bool, flags: u16| if condition { flags } else { 0 };
-        // A FLUSH waits for the newest record of the disk, whoever wrote it.
+        // CAN_MULTI_CONN: a FLUSH waits for the disk's newest record, whichever connection wrote it.
         flag::HAS_FLAGS
             | flag::CAN_MULTI_CONN
             | when(can.read_only, flag::READ_ONLY)
             | when(can.flush, flag::SEND_FLUSH | flag::SEND_FUA)
             | when(can.discard, flag::SEND_TRIM)
-            // Zeroes are a record without payload, so never slower than a write.
+            // FAST_ZERO: zeroing is a record without payload, so it is never slower than a write.
             | when(can.write_zeroes, flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO)
-            // A read is answered as one chunk anyway.
+            // DF: the server answers a read as one chunk anyway.
             | when(structured, flag::SEND_DF)
     }
 }
 
-/// An export as its owner sees it.
+/// The control handle of an export.
 struct ExportControl {
     gate: Arc<Gate>,
     backend: Arc<dyn Backend>,
 }
 
 impl DeviceControl for ExportControl {
-    /// The protocol has no word for it: who connects from now on learns the size, and others reach all of it too.
+    /// NBD has no message for a new size. New connections learn it, and existing ones can access the new sectors too.
     fn capacity_changed(&self) {}
 
-    /// Clients are told of FLUSH whatever the mode, so they flush where they have to.
+    /// Both cache modes announce FLUSH to clients, so clients flush where they have to.
     fn set_write_cache(&self, on: bool) -> bool {
         if self.backend.capabilities().write_cache_toggle {
             self.backend.set_write_cache(on);

@@ -1,4 +1,4 @@
-//! The handshake: which export the client wants, and what replies look like.
+//! The handshake: client and server agree on the export and on the framing of replies.
 
 use std::io::{self, ErrorKind, IoSlice};
 use std::sync::Arc;
@@ -19,22 +19,22 @@ use crate::listen::{Stop, Waited, Waiter};
 /// How long a client may take to choose its export.
 const LIMIT: Duration = Duration::from_secs(60);
 const TOO_LONG: &str = "it took too long to choose an export";
-/// Longest option in bytes: strings have at most 4096 bytes, and no option needs more than a few.
+/// Longest data of an option, in bytes. A string has at most 4096 bytes, and an option needs only a few strings.
 const MAX_OPTION: usize = 32 << 10;
-/// Bytes of the best block: a page, as file systems use it.
+/// The preferred block size in bytes: a page, as file systems use it.
 const PREFERRED_BLOCK: u32 = 4096;
-/// The least that a server should take in one request, in bytes.
+/// The least maximum block size that a server should announce, in bytes.
 const LEAST_MAXIMUM_BLOCK: u32 = 1 << 20;
 
-/// What was agreed upon.
+/// The result of a handshake.
 pub(super) struct Agreed {
     pub(super) export: Arc<Export>,
     pub(super) framing: Framing,
-    /// BLOCK_STATUS tells `base:allocation`.
+    /// The client may ask for `base:allocation` with BLOCK_STATUS.
     pub(super) allocation: bool,
 }
 
-/// A non-blocking socket that is waited for, but not forever.
+/// A non-blocking socket on which reads and writes wait, until a deadline.
 struct Channel<'a> {
     wire: &'a mut Wire,
     waiter: Waiter,
@@ -47,7 +47,7 @@ impl Channel<'_> {
         if now >= self.end {
             return Err(Ended::Broken(TOO_LONG));
         }
-        // What is decrypted need not be waited for, but the end of the server is looked for all the same.
+        // Decrypted data can be read without waiting, but a stop of the server must be noticed all the same.
         let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
         let end = if decrypted { now } else { self.end };
         match self.waiter.wait(&*self.wire, events, Some(end))? {
@@ -57,7 +57,7 @@ impl Channel<'_> {
         }
     }
 
-    /// Waits after `error`, unless it is a real one.
+    /// Waits if `error` is that the socket would block; returns any other error but EINTR.
     fn wait_after(&mut self, error: io::Error, events: EventSet) -> Result<(), Ended> {
         match error.kind() {
             ErrorKind::WouldBlock => self.wait(events),
@@ -104,7 +104,7 @@ impl Channel<'_> {
         }
     }
 
-    /// The TLS handshake: all that follows is encrypted.
+    /// Runs the TLS handshake. Everything after it is encrypted.
     fn start_tls(&mut self, config: &TlsConfig) -> Result<(), Ended> {
         self.wire.start_tls(config)?;
         while self.wire.is_shaking_hands() {
@@ -117,10 +117,10 @@ impl Channel<'_> {
     }
 }
 
-/// Talks until the client has chosen one of `exports`.
+/// Runs the handshake until the client has chosen one of `exports`.
 ///
 /// # Errors
-/// If it goes, breaks the protocol or takes too long, or `stop` is told.
+/// If the client leaves, breaks the protocol or takes too long, or `stop` is signalled.
 pub(super) fn negotiate(
     wire: &mut Wire,
     stop: &Stop,
@@ -143,7 +143,7 @@ pub(super) fn negotiate(
     }
     let mut talk = Talk::new(exports);
     loop {
-        // Also for a client that never stops to send options.
+        // This wait checks the time limit even for a client that sends options without a pause.
         channel.wait(EventSet::IN)?;
         let header: [u8; 16] = channel.array()?;
         let mut fields = Fields(&header);
@@ -168,7 +168,7 @@ pub(super) fn negotiate(
                     Ok(config) => {
                         channel.write(&option_reply(option, reply::ACK, &[]))?;
                         channel.start_tls(config)?;
-                        // Somebody may have changed what was said in the clear.
+                        // An attacker may have altered the options that came unencrypted, so they are forgotten.
                         talk = Talk::new(exports);
                     }
                     Err((kind, why)) => {
@@ -178,7 +178,7 @@ pub(super) fn negotiate(
                 None
             }
             option::EXPORT_NAME if tls.forbids(channel.wire) => {
-                // This option has no other way to say no.
+                // EXPORT_NAME has no error reply: the server can only disconnect.
                 return Err(Ended::Broken("it asks for an export without TLS"));
             }
             option::EXPORT_NAME => {
@@ -195,7 +195,7 @@ pub(super) fn negotiate(
                 Some(index)
             }
             option::ABORT => {
-                // It need not wait for the answer.
+                // The client may leave without waiting for this reply.
                 let _ = channel.write(&option_reply(option, reply::ACK, &[]));
                 return Err(Ended::Gone);
             }
@@ -220,15 +220,15 @@ pub(super) fn negotiate(
     }
 }
 
-/// What the options so far have agreed upon.
+/// What client and server have agreed on so far.
 struct Talk<'a> {
     exports: &'a [Arc<Export>],
     framing: Framing,
-    /// The export whose allocation was asked for: it counts for that export alone.
+    /// The export for which SET_META_CONTEXT chose `base:allocation`; the choice holds for that export alone.
     allocation: Option<usize>,
 }
 
-/// The answer to an option that was wrong.
+/// An error reply to an option: its type and message.
 type Refusal = (u32, &'static str);
 
 impl<'a> Talk<'a> {
@@ -240,7 +240,7 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// The export of a name. The empty name is that of the only one.
+    /// The export with a name. The empty name finds the export if there is only one.
     fn find(&self, name: &[u8]) -> Option<usize> {
         if name.is_empty() && self.exports.len() == 1 {
             return Some(0);
@@ -255,7 +255,7 @@ impl<'a> Talk<'a> {
         self.find(name).ok_or((reply::ERR_UNKNOWN, why))
     }
 
-    /// The replies to an option, and the export that it has chosen.
+    /// The replies to an option, and the export that the option has chosen, if any.
     fn answer(&mut self, option: u32, data: &[u8]) -> (Vec<u8>, Option<usize>) {
         let mut out = Vec::new();
         let result = match option {
@@ -304,7 +304,7 @@ impl<'a> Talk<'a> {
         Ok(None)
     }
 
-    /// INFO and GO: both tell about an export, and GO chooses it.
+    /// INFO and GO: both describe an export, and GO also chooses it.
     fn go(
         &mut self,
         option: u32,
@@ -334,7 +334,7 @@ impl<'a> Talk<'a> {
         if wanted.contains(&info::DESCRIPTION) {
             tell(info::DESCRIPTION, &[export.description.as_bytes()]);
         }
-        // Whoever keeps to the largest block has requests that are all-or-nothing after a crash.
+        // A write within the maximum block size is all-or-nothing after a crash.
         let largest = export
             .backend
             .max_request_bytes()

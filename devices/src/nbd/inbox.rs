@@ -1,4 +1,4 @@
-//! What other threads bring to a worker: connections, how disks are kept, and the end.
+//! Messages from other threads to a worker: connections, answers about a disk's extents, and the order to stop.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,37 +11,37 @@ use crate::event_loop::Remote;
 /// A descriptor that a worker watches.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    /// The disk of this desk has something to say.
+    /// The completion event or timer of this desk's queue.
     Desk(usize),
     /// A client's socket.
     Client(usize),
 }
 
-/// What a worker is sent.
+/// A message to a worker.
 pub(super) enum Mail {
     /// A client to serve.
     Connection(Box<Connection>),
-    /// The answer to a question.
+    /// The answer of an export's `Mapper`.
     Answer(Mapped),
-    /// A gate has opened, or closed.
+    /// An export's gate has opened or closed.
     Gate,
-    /// No more connections will come.
+    /// No more connections will arrive; the worker ends when its clients are gone.
     Closed,
-    /// The same, and those that there are end.
+    /// No more connections will arrive, and the worker is to end those it has.
     Stop,
 }
 
-/// How a disk is kept: the answer to the request of this token at this desk.
+/// The extents of a disk: the answer to the request with this token at this desk.
 pub(super) struct Mapped {
     pub(super) desk: usize,
     pub(super) token: usize,
     pub(super) extents: io::Result<Vec<Extent>>,
 }
 
-/// The way to a worker.
+/// The sending end of a worker's messages.
 pub(super) struct Inbox {
     remote: Remote<Source, Mail>,
-    /// Connections that the worker has.
+    /// How many connections the worker has.
     pub(super) load: AtomicUsize,
 }
 
@@ -56,7 +56,7 @@ impl Inbox {
         self.send(Mail::Connection(Box::new(connection)));
     }
 
-    /// A worker that is gone needs to know nothing.
+    /// Sends a message. It is lost if the worker has ended.
     pub(super) fn send(&self, mail: Mail) {
         self.remote.send(mail);
     }

@@ -1,4 +1,4 @@
-//! What a client sends, cut into requests.
+//! Splits the bytes that a client sends into requests.
 
 use std::collections::VecDeque;
 use std::io;
@@ -7,33 +7,33 @@ use super::protocol::{Framing, MAX_PAYLOAD, Request};
 use super::wire::Wire;
 use crate::backend::Buffer;
 
-/// Bytes read at once: a few dozen requests, or some with a short payload.
+/// Bytes read at once: thousands of bare requests, or about thirty writes of 4 KiB.
 const BUFFER_LEN: usize = 128 << 10;
 
-/// A whole request.
+/// A request that has arrived in full.
 pub(super) struct Message {
     pub(super) request: Request,
     pub(super) payload: Payload,
 }
 
-/// What came behind a header.
+/// The payload that followed a header.
 pub(super) enum Payload {
     /// Nothing.
     None,
-    /// The data of a write, in parts that the backend takes at once.
+    /// The data of a write, in parts no longer than the backend takes in one operation.
     Data(VecDeque<Buffer>),
-    /// Bytes that were thrown away: too many, or of a request that should have none.
+    /// The payload was discarded: it was longer than [`MAX_PAYLOAD`].
     Dropped,
 }
 
-/// A payload on its way.
+/// A request whose payload is still arriving.
 struct Arriving {
     request: Request,
-    /// `None`: it is thrown away.
+    /// `None`: the payload is discarded.
     parts: Option<VecDeque<Buffer>>,
-    /// Bytes of the last part that are there.
+    /// Bytes of the last part that have arrived.
     filled: usize,
-    /// Bytes that are still to come.
+    /// Bytes of the payload that are still to arrive.
     left: u64,
 }
 
@@ -60,7 +60,7 @@ impl Incoming {
         }
     }
 
-    /// Reads what is there, once. 0: the client sends no more. To be called when [`next`](Self::next) has nothing left.
+    /// Reads from the socket once; 0: the client sends no more. To be called when [`next`](Self::next) returns `None`.
     pub(super) fn receive(&mut self, wire: &mut Wire) -> io::Result<usize> {
         if self.start == self.end
             && let Some(arriving) = &mut self.arriving
@@ -79,10 +79,10 @@ impl Incoming {
         Ok(read)
     }
 
-    /// The next request that is there in full.
+    /// The next request that has arrived in full.
     ///
     /// # Errors
-    /// Something that is no request stands where one has to begin: nothing after it can be understood.
+    /// If the bytes where a request must begin are none: the rest of the stream cannot be parsed.
     pub(super) fn next(&mut self) -> Result<Option<Message>, NotARequest> {
         if self.arriving.is_none() {
             let len = Request::len(self.framing);
@@ -129,7 +129,8 @@ impl Incoming {
 }
 
 impl Arriving {
-    /// Where the next bytes belong. Memory is taken part by part, when bytes come, not when they are announced.
+    /// Where the next bytes go; `None` for a discarded payload. Each part is allocated when its first bytes arrive, not
+    /// when the header announces them.
     fn space(&mut self, part: usize) -> Option<&mut [u8]> {
         let parts = self.parts.as_mut()?;
         if parts.back().is_none_or(|last| last.len() == self.filled) {
@@ -141,6 +142,6 @@ impl Arriving {
     }
 }
 
-/// The client has lost its place in the protocol, or never knew it.
+/// A header does not begin with the magic number of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct NotARequest;

@@ -1,10 +1,10 @@
-//! Asking a disk which parts of it hold data, in a thread of its own.
+//! Asks a disk which parts of it hold data, in a thread of its own.
 //!
-//! The answer may take a seek in the base image (SEEK_HOLE), for which a file system takes its time: one on a network, or
-//! in user space, as much as it likes. A thread that serves many disks must not wait for that. Each export has a thread
-//! for it, from its first question on, so that one slow file system keeps nobody waiting but those who ask for its disk.
+//! The answer may take a seek in the base image (SEEK_HOLE). A file system on a network or in user space may take
+//! arbitrarily long for it, and a worker that serves many disks must not wait. So each export starts a thread with its
+//! first question, and a slow file system delays only the clients that ask about its own disk.
 //!
-//! What waits for the thread is bounded by what connections may have in flight.
+//! The questions that wait for the thread are bounded by the requests that connections may have in flight.
 
 use std::io;
 use std::sync::mpsc::{Sender, channel};
@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use crate::backend::{Backend, Extent};
 use crate::listen::join;
 
-/// A range of sectors, and at most how many extents are to be told of it.
+/// A range of sectors, and the most extents wanted in the answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Question {
     pub(super) sector: u64,
@@ -22,10 +22,10 @@ pub(super) struct Question {
     pub(super) most: usize,
 }
 
-/// Whom to tell the answer, in whichever thread has it.
+/// Receives the answer, in the thread that has it.
 pub(super) type Asker = Box<dyn FnOnce(io::Result<Vec<Extent>>) + Send>;
 
-/// The thread of an export, once there was a question. Dropping it ends the thread, after the questions that it has.
+/// The thread of an export, started by its first question. Dropping this ends the thread, after the pending questions.
 #[derive(Default)]
 pub(super) struct Mapper(Mutex<Option<Running>>);
 
@@ -35,7 +35,7 @@ struct Running {
 }
 
 impl Mapper {
-    /// Has `backend` asked, the same at each call, and `asker` told the answer.
+    /// Has the thread ask `backend`, which must be the same at each call, and pass the answer to `asker`.
     pub(super) fn ask(&self, backend: &Arc<dyn Backend>, question: Question, asker: Asker) {
         let mut running = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if running.is_none() {

@@ -1,29 +1,29 @@
 //! The disk for NBD clients: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
 //!
 //! ```text
-//!   Server     a thread a listener: accept                                    server.rs
-//!     ├─────   a thread a client that chooses: TLS, export, kind of replies   handshake.rs, tls.rs
-//!     └ Pool   a thread for two processors, and one for each connection to a
+//!   Server     a thread per listener: accept                                  server.rs
+//!     ├─────   a thread per client in the handshake: TLS, export, framing     handshake.rs, tls.rs
+//!     └ Pool   a thread per two processors, and one per connection to a
 //!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, desk.rs
 //!         Connection                                                          connection.rs
 //!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
 //!           Wire   the socket, bare or under TLS                              wire.rs
-//!   Mapper     a thread an export that is asked for its holes                 mapper.rs
+//!   Mapper     a thread per export that a client asks for its holes           mapper.rs
 //! ```
-//! Requests of a connection run beside each other and are answered as they end. What a connection may keep in memory is
-//! bounded: above the bound nothing more is read from its socket. Nothing is shared between connections but the disk,
-//! and a FLUSH covers the completed writes of all of them (CAN_MULTI_CONN).
+//! Requests of a connection run concurrently, and each is answered as it ends. The memory of a connection is bounded:
+//! above the bound the worker reads nothing more from its socket. Connections share nothing but the disk, and a FLUSH
+//! on one covers the completed writes of all (CAN_MULTI_CONN).
 //!
-//! A write is answered when it outlives this process ([`Answer`](crate::backend::Answer)), since a client that connects again does not repeat it.
-//! A FLUSH waits for more, so a write with FUA asks for nothing beside its FLUSH.
+//! A write is answered once it would survive the end of this process ([`Answer`](crate::backend::Answer)), since a
+//! client that reconnects does not repeat it. A FLUSH makes it durable, so a write with FUA needs only its FLUSH.
 //!
-//! TLS sits between the socket and both halves of a connection: a socket never blocks, and rustls never touches one, so
-//! the loops are the same. The one difference: bytes may be decrypted already when no byte is left in the socket, so that
-//! the event loop would not tell of them.
+//! TLS sits between the socket and both halves of a connection. The socket never blocks and rustls waits for nothing,
+//! so the event loop is the same with and without TLS. The one difference: decrypted bytes may be left when the socket
+//! is empty, and the event loop does not report those.
 //!
-//! Not from a crate: of those on crates.io `nbd` calls itself a first sketch and serves one request at a time from
-//! anything that can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another
-//! server. The codec is small, and pipelining, back-pressure and group commit are what this door is for.
+//! Why no crate from crates.io: `nbd` calls itself a first sketch and serves one request at a time from anything that
+//! can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another server. The codec
+//! is small, and pipelining, back-pressure and group commit are the reason to have this server.
 
 mod connection;
 mod desk;

@@ -1,4 +1,4 @@
-//! Replies that wait for the socket to take them.
+//! Replies that wait until the socket takes them.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -6,7 +6,7 @@ use std::io::{self, IoSlice};
 use super::wire::Wire;
 use crate::backend::Buffer;
 
-/// Most pieces handed to the system at once.
+/// Most pieces in one vectored write.
 const PIECES_AT_ONCE: usize = 32;
 
 enum Piece {
@@ -23,18 +23,18 @@ impl Piece {
     }
 }
 
-/// The sending half of a connection. The data of reads is sent from where it was read to.
+/// The sending half of a connection. Data that was read is sent from the buffer of the read, without a copy.
 #[derive(Default)]
 pub(super) struct Outgoing {
     pieces: VecDeque<Piece>,
-    /// Bytes of the first piece that were sent.
+    /// Bytes of the first piece that have been sent.
     sent: usize,
-    /// Bytes that were not.
+    /// Unsent bytes of all pieces.
     bytes: usize,
 }
 
 impl Outgoing {
-    /// Bytes that wait.
+    /// Unsent bytes.
     pub(super) fn len(&self) -> usize {
         self.bytes
     }
@@ -43,7 +43,7 @@ impl Outgoing {
         self.bytes == 0
     }
 
-    /// Lets `put` append to what waits.
+    /// Lets `put` append bytes to the replies that wait.
     pub(super) fn header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
         if !matches!(self.pieces.back(), Some(Piece::Bytes(_))) {
             self.pieces.push_back(Piece::Bytes(Vec::new()));

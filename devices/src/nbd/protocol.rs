@@ -1,11 +1,11 @@
-//! Numbers and messages of the protocol, all big-endian on the wire.
+//! Constants and messages of the NBD protocol, all big-endian on the wire.
 
 /// The port that IANA has assigned to NBD.
 pub const DEFAULT_PORT: u16 = 10809;
 
 /// First word of a server's greeting.
 pub(super) const GREETING: u64 = 0x4e42_444d_4147_4943;
-/// Second word of it, and first of every option.
+/// Second word of the greeting, and first of every option.
 pub(super) const OPTION: u64 = 0x4948_4156_454f_5054;
 /// First word of every option reply.
 pub(super) const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
@@ -16,7 +16,7 @@ pub(super) mod handshake {
     pub(crate) const NO_ZEROES: u16 = 2;
 }
 
-/// Options of a client.
+/// Options that a client may send.
 pub(super) mod option {
     pub(crate) const EXPORT_NAME: u32 = 1;
     pub(crate) const ABORT: u32 = 2;
@@ -44,7 +44,7 @@ pub(super) mod reply {
     pub(crate) const ERR_EXTENDED_HEADERS: u32 = (1 << 31) + 10;
 }
 
-/// What an INFO reply tells.
+/// Types of information in an INFO reply.
 pub(super) mod info {
     pub(crate) const EXPORT: u16 = 0;
     pub(crate) const NAME: u16 = 1;
@@ -83,7 +83,7 @@ pub(super) mod flag {
     pub(crate) const DF: u16 = 1 << 2;
     pub(crate) const REQUEST_ONE: u16 = 1 << 3;
     pub(crate) const FAST_ZERO: u16 = 1 << 4;
-    /// The length is that of a payload. With extended headers only.
+    /// The request's length is that of its payload. Extended headers only.
     pub(crate) const PAYLOAD_LENGTH: u16 = 1 << 5;
 }
 
@@ -103,12 +103,12 @@ pub(super) mod extent {
     pub(crate) const ZERO: u32 = 2;
 }
 
-/// The one metadata context that there is.
+/// The one metadata context that this server offers.
 pub(super) const ALLOCATION: &str = "base:allocation";
-/// Its number in replies.
+/// The context's ID in replies.
 pub(super) const ALLOCATION_ID: u32 = 1;
 
-/// Why a request failed, as the wire says it.
+/// Error numbers in replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Error {
@@ -119,11 +119,11 @@ pub(super) enum Error {
     Shutdown = 108,
 }
 
-/// Longest payload of a request or reply in bytes, whatever block size was agreed upon: what clients that ask for no
-/// block size keep to.
+/// Longest payload of a request or reply in bytes, whatever block size was agreed on. Clients that do not ask for block
+/// sizes keep to this limit.
 pub(super) const MAX_PAYLOAD: u64 = 32 << 20;
 
-/// What requests and replies look like on this connection.
+/// The format of requests and replies on a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Framing {
     /// Simple replies alone.
@@ -160,7 +160,7 @@ impl Request {
         }
     }
 
-    /// Reads a header of [`len`](Self::len) bytes. `None`: it does not begin as one, so nothing after it can be trusted.
+    /// Decodes a header of [`len`](Self::len) bytes. `None`: its magic number is wrong: the stream cannot be parsed.
     pub(super) fn decode(bytes: &[u8], framing: Framing) -> Option<Self> {
         let mut fields = Fields(bytes);
         let magic = fields.u32()?;
@@ -179,7 +179,7 @@ impl Request {
         })
     }
 
-    /// Whether bytes follow the header that belong to it.
+    /// Whether a payload follows the header.
     pub(super) fn has_payload(&self, framing: Framing) -> bool {
         self.command == command::WRITE
             || (framing == Framing::Extended && self.flags & flag::PAYLOAD_LENGTH != 0)
@@ -212,14 +212,14 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A string behind its length of 32 bits.
+    /// A string preceded by its length in 32 bits.
     pub(super) fn string(&mut self) -> Option<&'a [u8]> {
         let len = self.u32()?;
         self.bytes(len as usize)
     }
 }
 
-/// Appends the reply to a request that returns nothing.
+/// Appends a simple reply; the data of a successful READ follows it.
 pub(super) fn put_simple(out: &mut Vec<u8>, cookie: u64, error: Option<Error>) {
     out.extend(SIMPLE_REPLY.to_be_bytes());
     out.extend(error.map_or(0, |error| error as u32).to_be_bytes());
@@ -248,7 +248,7 @@ pub(super) fn put_chunk(
         out.extend(request.offset.to_be_bytes());
         out.extend((len as u64).to_be_bytes());
     } else {
-        // At most MAX_PAYLOAD and a few bytes.
+        // It fits: at most MAX_PAYLOAD and a few bytes.
         out.extend((len as u32).to_be_bytes());
     }
 }

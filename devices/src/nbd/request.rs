@@ -1,4 +1,4 @@
-//! One request: checked, carried out in steps that the backend takes, answered.
+//! One request: its checks, its steps at the backend, its reply.
 
 use std::collections::VecDeque;
 
@@ -13,12 +13,12 @@ use crate::backend::{
     Allocation, Backend, Buffer, Capabilities, Extent, Failure, Operation, SECTOR_SIZE,
 };
 
-/// Most sectors that become zeroes in one step: a multiple of every block size, 1 TiB.
+/// Most sectors zeroed or discarded in one step: a multiple of every block size, 1 TiB.
 const ZERO_STEP: u64 = 1 << 31;
 /// Most extents in one reply.
 const MAX_EXTENTS: usize = 4096;
 
-/// What a request is judged by.
+/// What the checks of a request depend on.
 pub(super) struct Rules<'a> {
     pub(super) backend: &'a dyn Backend,
     pub(super) capabilities: Capabilities,
@@ -26,26 +26,26 @@ pub(super) struct Rules<'a> {
     pub(super) allocation: bool,
 }
 
-/// What is to be done.
+/// How to go on with a request.
 pub(super) enum Action {
-    /// Steps for the backend, or a question to it.
+    /// Run it: it has steps for the backend, or a question to it.
     Run(Pending),
-    /// It failed already.
+    /// Answer it with this error.
     Refuse(Request, Error),
-    /// Nothing more will come.
+    /// The client sends no more requests.
     Disconnect,
 }
 
-/// A request on its way.
+/// A request in flight.
 pub(super) struct Pending {
     pub(super) request: Request,
     work: Work,
     sector: u64,
-    /// A FLUSH is the last step, still to be taken.
+    /// The last step is a FLUSH, not submitted yet.
     flush_after: bool,
-    /// It changes the disk, and nobody has asked yet whether that is written.
+    /// The request changes the disk, and [`take_unasked`](Self::take_unasked) was not called yet.
     unasked: bool,
-    /// It ends before it is done.
+    /// The request was cut short by a stop of the server.
     cut: bool,
 }
 
@@ -165,7 +165,7 @@ fn writable(can: Capabilities) -> Result<(), Error> {
     }
 }
 
-/// The sectors of a request, at least one. `beyond`: what a range that leaves the disk fails with.
+/// The sectors of a request, at least one. `beyond` is the error for a range that exceeds the disk.
 fn range(request: &Request, rules: &Rules<'_>, beyond: Error) -> Result<u64, Error> {
     let end = request.offset.checked_add(request.length).ok_or(beyond)?;
     if end > rules.backend.sectors().saturating_mul(SECTOR_SIZE) {
@@ -179,7 +179,7 @@ fn range(request: &Request, rules: &Rules<'_>, beyond: Error) -> Result<u64, Err
 }
 
 impl Pending {
-    /// Bytes that it keeps in memory at most.
+    /// The most bytes of memory that the request holds.
     pub(super) fn bytes(&self) -> usize {
         match self.work {
             Work::Read { .. } | Work::Write { .. } => self.request.length as usize,
@@ -188,7 +188,7 @@ impl Pending {
         }
     }
 
-    /// The next step; `None`: all are done.
+    /// The next step; `None`: there are no more.
     pub(super) fn step(&mut self, part: usize) -> Option<Operation> {
         let sector = self.sector;
         let (operation, sectors) = match &mut self.work {
@@ -227,7 +227,7 @@ impl Pending {
         Some(operation)
     }
 
-    /// Lets a request that zeroes more than a step end now: there may be millions of steps to come.
+    /// Cuts short a request that has more zeroing steps to come: there may be millions of them.
     pub(super) fn cut(&mut self) {
         if let Work::Zero { left, .. } = &mut self.work
             && *left > 0
@@ -238,7 +238,7 @@ impl Pending {
         }
     }
 
-    /// What the disk is to be asked instead of steps.
+    /// The question about extents; `None` if the request has steps instead.
     pub(super) fn question(&self) -> Option<Question> {
         match &self.work {
             Work::Map { question, .. } => Some(*question),
@@ -246,26 +246,26 @@ impl Pending {
         }
     }
 
-    /// Takes the answer.
+    /// Takes the answer to the question.
     pub(super) fn mapped(&mut self, found: Vec<Extent>) {
         if let Work::Map { extents, .. } = &mut self.work {
             *extents = found;
         }
     }
 
-    /// Whether it has yet to be asked if it is written, before it is answered; answers `true` once.
+    /// Whether the caller must still ask if the request's changes are written. Returns `true` only once.
     pub(super) fn take_unasked(&mut self) -> bool {
         std::mem::take(&mut self.unasked)
     }
 
-    /// Takes what a step has brought.
+    /// Takes the data that a step has read.
     pub(super) fn stepped(&mut self, data: Option<Buffer>) {
         if let (Work::Read { done, .. }, Some(data)) = (&mut self.work, data) {
             done.push(data);
         }
     }
 
-    /// Answers it, once all steps are done or one has failed. Returns whether it succeeded.
+    /// Answers the request, once all steps are done or one has failed. Returns whether it succeeded.
     pub(super) fn answer(
         self,
         result: Result<(), Failure>,
@@ -285,7 +285,7 @@ impl Pending {
         };
         match (error, self.work) {
             (Some(error), _) => return refuse(request, error, framing, out),
-            // A read without its data is as failed as one that says so.
+            // A read that returned less data than requested has failed too.
             (None, Work::Read { .. }) if len as u64 != request.length => {
                 return refuse(request, Error::Io, framing, out);
             }
@@ -308,13 +308,13 @@ impl Pending {
         true
     }
 
-    /// Which operation it is, for those who count.
+    /// The command of the request, for metrics.
     pub(super) fn command(&self) -> u16 {
         self.request.command
     }
 }
 
-/// Answers that it failed; `false`, since it did not succeed.
+/// Answers a request with an error. Returns `false`, as [`Pending::answer`] does for a failure.
 pub(super) fn refuse(
     request: &Request,
     error: Error,
@@ -332,13 +332,13 @@ pub(super) fn refuse(
         }
         put_chunk(out, framing, chunk::ERROR, request, 6);
         out.extend((error as u32).to_be_bytes());
-        // No text.
+        // The error message is empty.
         out.extend(0_u16.to_be_bytes());
     });
     false
 }
 
-/// Answers which parts of a range hold data.
+/// Answers a BLOCK_STATUS: which parts of a range hold data.
 fn answer_extents(request: &Request, extents: &[Extent], framing: Framing, out: &mut Outgoing) {
     let state = |extent: &Extent| match extent.allocation {
         Allocation::Data => 0,
@@ -361,7 +361,7 @@ fn answer_extents(request: &Request, extents: &[Extent], framing: Framing, out: 
             put_chunk(out, framing, chunk::BLOCK_STATUS, request, len);
             out.extend(ALLOCATION_ID.to_be_bytes());
             for extent in extents {
-                // No more than was asked for, which had 32 bits.
+                // It fits: an extent is no longer than the requested range, whose length has 32 bits.
                 out.extend(((extent.sectors * SECTOR_SIZE) as u32).to_be_bytes());
                 out.extend(state(extent).to_be_bytes());
             }

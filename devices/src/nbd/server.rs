@@ -1,4 +1,5 @@
-//! Listeners, and clients that still choose: a thread each, all ended by one event. Who has chosen goes to a worker.
+//! Listeners, and clients in the handshake: a thread each; one event stops them all. After its handshake a client's
+//! connection goes to a worker.
 
 use std::io;
 use std::net::TcpListener;
@@ -17,10 +18,10 @@ use super::wire::Wire;
 use super::worker::Pool;
 use crate::listen::{Stop, Threads, accept_each};
 
-/// Most connections of one listener at a time. One more is closed at once.
+/// Most connections of one listener at a time. The listener closes any further one at once.
 pub const MAX_CONNECTIONS: usize = 128;
 
-/// Where clients come in.
+/// The socket where clients connect.
 pub enum Listener {
     /// A Unix socket.
     Unix(UnixListener),
@@ -47,7 +48,7 @@ impl Listener {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(true)?;
-                // A reply is a message: nothing comes that it should wait for.
+                // A reply is a whole message, so TCP must not delay it to wait for more data.
                 stream.set_nodelay(true)?;
                 Ok(stream.into())
             }
@@ -64,20 +65,20 @@ impl AsFd for Listener {
     }
 }
 
-/// A listener with what is to be had there. A client that names no export gets the only one.
+/// A listener and the exports it offers. A client that names no export gets the only one.
 pub struct Service {
-    /// Where clients come in.
+    /// The socket where clients connect.
     pub listener: Listener,
-    /// The exports, of different names.
+    /// The exports. Their names differ.
     pub exports: Vec<Export>,
-    /// Whether what clients say is encrypted.
+    /// Whether clients use TLS.
     pub tls: Tls,
 }
 
 /// A running server. Dropping it stops it.
 pub struct Server {
     stop: Stop,
-    /// Waited for before the pool: they bring connections to it.
+    /// Joined before the pool is dropped, since these threads hand connections to it.
     listeners: Threads,
     pool: Arc<Pool>,
 }
@@ -110,9 +111,8 @@ impl Server {
         Ok(server)
     }
 
-    /// Accepts nobody more, answers what is in flight (which cuts off zeroes of more than a TiB: ESHUTDOWN), and returns
-    /// when every connection has ended. A client that does
-    /// not read its replies is waited for two seconds.
+    /// Stops accepting clients, answers the requests in flight, and returns when every connection has ended. Zeroing of
+    /// more than 1 TiB is cut short with ESHUTDOWN. A client that does not read its replies gets two seconds.
     pub fn stop(self) {
         drop(self);
     }
@@ -124,7 +124,7 @@ impl Drop for Server {
     }
 }
 
-/// Accepts clients until `stop` is told, then waits for those that still choose.
+/// Accepts clients until `stop` is signalled, then waits for those still in the handshake.
 fn listen(
     listener: &Listener,
     exports: &Arc<[Arc<Export>]>,
@@ -153,7 +153,7 @@ fn listen(
     });
 }
 
-/// Lets a client choose its export, and gives it to a worker.
+/// Runs the handshake, in which the client chooses its export, then gives the connection to a worker.
 fn choose(
     socket: OwnedFd,
     exports: &[Arc<Export>],

@@ -12,15 +12,15 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 
-/// Whether clients encrypt what they say.
+/// Whether clients use TLS.
 #[derive(Clone, Debug, Default)]
 pub enum Tls {
-    /// They cannot (NOTLS).
+    /// TLS is refused (NOTLS).
     #[default]
     Off,
-    /// They may (SELECTIVETLS).
+    /// Clients may use TLS (SELECTIVETLS).
     Offered(TlsConfig),
-    /// They have to, before they are told anything (FORCEDTLS).
+    /// Clients must start TLS before they learn anything about exports (FORCEDTLS).
     Required(TlsConfig),
 }
 
@@ -30,7 +30,7 @@ pub struct TlsConfig {
     server: Arc<ServerConfig>,
 }
 
-/// Why there is no TLS. Names the file.
+/// Why TLS cannot be set up. Names the file.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {why}", path.display())]
 pub struct TlsError {
@@ -67,7 +67,7 @@ impl TlsConfig {
         let private = PrivateKeyDer::from_pem_file(&key);
         let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
         let provider = Arc::new(ring::default_provider());
-        // Here, since further down the certificate would be blamed.
+        // The key is checked here, since a failure in `with_single_cert` would be reported for the certificate.
         let loaded = provider.key_provider.load_private_key(private.clone_key());
         loaded.map_err(|error| TlsError {
             path: key,
@@ -122,7 +122,7 @@ impl TlsConfig {
 
 impl fmt::Debug for TlsConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // It holds a key.
+        // The private key must not be printed.
         f.write_str("TlsConfig")
     }
 }

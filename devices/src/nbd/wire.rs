@@ -8,15 +8,15 @@ use rustls::ServerConnection;
 
 use super::tls::{Tls, TlsConfig};
 
-/// A non-blocking socket with what TLS keeps for it.
+/// A non-blocking socket, with the TLS state if the connection is encrypted.
 pub(super) struct Wire {
     socket: Socket,
     tls: Option<Box<ServerConnection>>,
-    /// More may be decrypted already than was read.
+    /// There may be decrypted bytes that were not read yet.
     decrypted: bool,
 }
 
-/// The bare socket, as rustls wants it.
+/// The bare socket, as a reader and writer for rustls.
 struct Socket(OwnedFd);
 
 impl Read for Socket {
@@ -46,7 +46,7 @@ impl AsFd for Wire {
 }
 
 impl Wire {
-    /// Talks over `socket`, which must not block.
+    /// A connection without TLS over `socket`, which must be non-blocking.
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self {
             socket: Socket(socket),
@@ -55,7 +55,7 @@ impl Wire {
         }
     }
 
-    /// Everything from here on is TLS.
+    /// Switches the connection to TLS.
     ///
     /// # Errors
     /// If rustls refuses its configuration.
@@ -73,11 +73,12 @@ impl Wire {
         self.tls.as_ref().is_some_and(|tls| tls.is_handshaking())
     }
 
-    /// Takes what the client has sent for the TLS handshake, once.
+    /// Reads and handles TLS handshake bytes once.
     ///
     /// # Errors
-    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if that is nothing; [`InvalidData`](io::ErrorKind::InvalidData) if the
-    /// handshake fails, and the client was told; others if the client is gone.
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the client has sent nothing;
+    /// [`InvalidData`](io::ErrorKind::InvalidData) if the handshake fails, after an alert to the client; others if the
+    /// client is gone.
     pub(super) fn shake_hands(&mut self) -> io::Result<()> {
         match self.decrypt()? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -85,8 +86,8 @@ impl Wire {
         }
     }
 
-    /// Reads what is there, once. 0: the client sends no more, which under TLS it need not have said in so many words:
-    /// NBD's messages say themselves where they end.
+    /// Reads from the socket once. 0: the client sends no more. Under TLS it need not send a closure alert first, since
+    /// NBD messages carry their own lengths.
     ///
     /// # Errors
     /// As [`shake_hands`](Self::shake_hands).
@@ -96,7 +97,7 @@ impl Wire {
         };
         let mut read = tls.reader().read(bytes);
         if matches!(&read, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
-            // Once: a client that sends records without data must not keep its thread here.
+            // Once only: a client that keeps sending records without data must not keep the thread here.
             if self.decrypt()? == 0 {
                 return Ok(0);
             }
@@ -112,12 +113,12 @@ impl Wire {
         }
     }
 
-    /// Whether a read may find something although nothing is left in the socket.
+    /// Whether a read may return decrypted data although the socket is empty.
     pub(super) fn may_have_data(&self) -> bool {
         self.decrypted
     }
 
-    /// Sends some of `slices`: how many bytes of them.
+    /// Sends a part of `slices`; returns how many bytes.
     ///
     /// # Errors
     /// [`WouldBlock`](io::ErrorKind::WouldBlock) if the socket takes none; others if the client is gone.
@@ -126,7 +127,7 @@ impl Wire {
         let Some(tls) = &mut self.tls else {
             return self.socket.write_vectored(slices);
         };
-        // As much as fits into what rustls keeps at most, which is 64 KiB.
+        // rustls takes as much as its send buffer holds, which is 64 KiB.
         let written = match tls.wants_write() {
             true => 0,
             false => tls.writer().write_vectored(slices)?,
@@ -162,7 +163,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Tells a client under TLS that nothing more will come, if that can be told at once.
+    /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.
     pub(super) fn close(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.send_close_notify();
@@ -170,7 +171,7 @@ impl Wire {
         }
     }
 
-    /// Reads encrypted bytes once and makes of them what can be made. 0: the client sends no more.
+    /// Reads encrypted bytes once and decrypts the complete records. 0: the client sends no more.
     fn decrypt(&mut self) -> io::Result<usize> {
         let Some(tls) = &mut self.tls else {
             return Ok(0);
@@ -178,10 +179,10 @@ impl Wire {
         self.decrypted = false;
         let read = tls.read_tls(&mut self.socket)?;
         match tls.process_new_packets() {
-            // The end of a handshake may bring data with it.
+            // Application data may arrive together with the end of the handshake.
             Ok(state) => self.decrypted = state.plaintext_bytes_to_read() > 0,
             Err(error) => {
-                // The alert that says why.
+                // Sends the alert that gives the reason.
                 let _ = self.flush();
                 return Err(invalid(error));
             }
@@ -195,7 +196,7 @@ fn invalid(error: rustls::Error) -> io::Error {
 }
 
 impl Tls {
-    /// Whether a client has to begin with TLS and has not.
+    /// Whether the client must start TLS before anything else and has not done so.
     pub(super) fn forbids(&self, wire: &Wire) -> bool {
         matches!(self, Self::Required(_)) && !wire.is_encrypted()
     }

@@ -1,8 +1,8 @@
-//! Threads that serve connections: each an event loop over many sockets, and a port to each disk that they use.
+//! Threads that serve connections. Each is an event loop over many sockets, with a port to each disk that they use.
 //!
-//! A thread a connection would cost two changes of thread for each request, which with many clients that flush is most
-//! of what a request costs. A processor serves a dozen clients better in one turn: what all of them have sent goes to
-//! the disk as one batch, and a commit group wakes the thread once for all whom it served.
+//! A thread per connection would cost two context switches per request, which with many clients that flush is most of a
+//! request's cost. One thread serves a dozen clients better: it submits the requests of all of them to the disk as one
+//! batch, and a commit group wakes it once for all the clients that the group served.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -27,11 +27,11 @@ use crate::throttle::ThrottledQueue;
 
 /// How long clients may take to read their last replies when the server stops.
 const PARTING: Duration = Duration::from_secs(2);
-/// How often disks are asked for what has ended before sockets are looked at again: steps of one long request may end as
-/// they are submitted, for a long time.
+/// How many rounds of completions a worker handles before it looks at sockets again. The steps of one long request may
+/// complete as they are submitted, for a long time.
 const ROUNDS: usize = 64;
 
-/// The threads of a server. They are started as connections come, up to [`most_threads`].
+/// The threads of a server. The pool starts them as connections arrive, up to [`most_threads`] shared ones.
 pub(super) struct Pool {
     most: usize,
     workers: Mutex<Vec<Handle>>,
@@ -39,7 +39,7 @@ pub(super) struct Pool {
 
 struct Handle {
     inbox: Arc<Inbox>,
-    /// It serves one connection and no other.
+    /// The thread serves one connection and no other.
     alone: bool,
     thread: JoinHandle<()>,
 }
@@ -58,7 +58,7 @@ impl Pool {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a connection to its end.
+    /// Hands a connection to a worker, which serves it to its end.
     ///
     /// # Errors
     /// If the system refuses a thread or a descriptor.
@@ -93,7 +93,7 @@ impl Pool {
 }
 
 impl Drop for Pool {
-    /// Ends every connection, and waits for it.
+    /// Ends every connection, and waits for the workers.
     fn drop(&mut self) {
         let workers: Vec<Handle> = self.lock().drain(..).collect();
         workers
@@ -132,35 +132,35 @@ fn start(alone: bool) -> io::Result<Handle> {
 }
 
 struct Client {
-    /// `None`: it is gone, but not all of its requests have ended.
+    /// `None`: the client is gone, but some of its requests are still in flight.
     connection: Option<Connection>,
-    /// Requests in flight of one that is gone.
+    /// Requests in flight of a client that is gone.
     left: usize,
     desk: usize,
-    /// What its socket is watched for; nothing: it is not.
+    /// The events for which its socket is watched; empty: the socket is not watched.
     watched: EventSet,
-    /// It is in the list of those that were touched.
+    /// The client is in [`Worker::touched`].
     touched: bool,
 }
 
 struct Worker {
     events: EventLoop<Source, Mail>,
-    /// What was waited for; empty between turns, kept for its memory.
+    /// The events of this turn. Empty between turns, and kept for its allocation.
     happened: Vec<Event<Source, Mail>>,
     inbox: Arc<Inbox>,
     desks: Slab<Desk>,
     clients: Slab<Client>,
-    /// Those that have something to send, or to be watched for something else.
+    /// Clients that may have something to send, or need their socket watched for other events.
     touched: Vec<usize>,
-    /// Those that have something to read of which their sockets do not tell.
+    /// Clients with decrypted data to read that their sockets do not report.
     decrypted: Vec<usize>,
-    /// Completions being worked on; kept for its memory.
+    /// Completions being handled. Empty between turns, and kept for its allocation.
     ended: Vec<Completion>,
-    /// The desk after the one that was served last.
+    /// The key after that of the desk served last.
     next_desk: usize,
-    /// No more connections come.
+    /// No more connections will arrive.
     closed: bool,
-    /// The server is to stop: when clients are left alone with what they have not read.
+    /// Set when the server stops: the time at which clients that have not read their replies are disconnected.
     end: Option<Instant>,
 }
 
@@ -178,7 +178,7 @@ impl Worker {
         }
     }
 
-    /// Waits for something to do, and does it.
+    /// Waits for events, and handles them.
     fn turn(&mut self) -> io::Result<()> {
         let mut happened = std::mem::take(&mut self.happened);
         self.events.wait(self.timeout(), &mut happened)?;
@@ -192,7 +192,7 @@ impl Worker {
                         desk.rung = true;
                     }
                 }
-                // Whatever happened to the socket, a read or a write tells.
+                // The read finds out whether the socket has data, an error or its end.
                 Event::Ready(Source::Client(key), what) if what != EventSet::OUT => {
                     self.receive(key);
                 }
@@ -222,12 +222,12 @@ impl Worker {
         Some(end.saturating_duration_since(Instant::now()))
     }
 
-    /// Does what another thread wants.
+    /// Handles a message from another thread.
     fn open(&mut self, mail: Mail) {
         match mail {
             Mail::Connection(connection) => self.welcome(*connection),
             Mail::Answer(answer) => self.end_question(answer),
-            // What has come waits or goes on, and sockets are watched or not.
+            // With an open gate, received requests go on; with a closed one, sockets are no longer watched for input.
             Mail::Gate => self.keys().into_iter().for_each(|key| self.submit(key)),
             Mail::Closed => self.closed = true,
             Mail::Stop => {
@@ -241,7 +241,7 @@ impl Worker {
         self.clients.iter().map(|(key, _)| key).collect()
     }
 
-    /// The server is to stop: clients get what they have asked for, and that is all.
+    /// The server stops: clients get the replies to requests already taken, and no more are read.
     fn part(&mut self) {
         self.end = Some(Instant::now() + PARTING);
         for key in self.keys() {
@@ -252,7 +252,7 @@ impl Worker {
         }
     }
 
-    /// Takes a new client.
+    /// Takes on a new client.
     fn welcome(&mut self, connection: Connection) {
         let desk = match self.desk(connection.export()) {
             Ok(desk) => desk,
@@ -271,11 +271,11 @@ impl Worker {
             watched: EventSet::empty(),
             touched: false,
         });
-        // It may have sent something already that lies decrypted.
+        // Data that the client has sent already may have been decrypted with the handshake.
         self.receive(key);
     }
 
-    /// The way to an export's disk.
+    /// The desk of an export, opened if this worker has none yet.
     fn desk(&mut self, export: &Arc<Export>) -> io::Result<usize> {
         let same = |(_, desk): &(usize, &Desk)| Arc::ptr_eq(&desk.export, export);
         if let Some((key, _)) = self.desks.iter().find(same) {
@@ -301,7 +301,7 @@ impl Worker {
         Ok(key)
     }
 
-    /// Nobody uses the disk any more.
+    /// Closes a desk that no client of this worker uses any more.
     fn close_desk(&mut self, key: usize) {
         let desk = self.desks.remove(key);
         for event in [desk.queue.event(), desk.queue.timer()] {
@@ -311,7 +311,7 @@ impl Worker {
         }
     }
 
-    /// Reads what a client has sent, and submits what it asks for.
+    /// Reads from a client's socket, and submits the requests that arrived.
     fn receive(&mut self, key: usize) {
         let client = self.clients.get_mut(key);
         let Some(connection) = client.and_then(|client| client.connection.as_mut()) else {
@@ -323,9 +323,9 @@ impl Worker {
         }
     }
 
-    /// Submits what a client has asked for, as far as there is room.
+    /// Submits a client's received requests, as far as its connection has room.
     fn submit(&mut self, key: usize) {
-        // One look at the clock for all.
+        // The clock is read once for all of them.
         let mut since = None;
         loop {
             let client = &mut self.clients[key];
@@ -346,7 +346,7 @@ impl Worker {
         self.touch(key);
     }
 
-    /// Starts what was submitted and answers what has ended, until the disks have nothing to say or others want to be heard.
+    /// Kicks what was submitted and handles completions, until no desk has work or [`ROUNDS`] have passed.
     fn serve_desks(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
         for _ in 0..ROUNDS {
@@ -367,7 +367,7 @@ impl Worker {
         self.ended = ended;
     }
 
-    /// A desk with something to do: each in turn.
+    /// A desk with something to do, chosen round-robin.
     fn busy_desk(&self) -> Option<usize> {
         let busy = |(_, desk): &(usize, &Desk)| desk.submitted || desk.rung;
         let mut desks = self.desks.iter();
@@ -376,7 +376,7 @@ impl Worker {
         found.map(|(key, _)| key)
     }
 
-    /// A step of a request has ended: goes on with the next, or answers.
+    /// Goes on after a step of a request has ended: submits the next step, or answers.
     fn end_step(&mut self, desk_key: usize, token: usize, result: Result<Option<Buffer>, Failure>) {
         let desk = &mut self.desks[desk_key];
         let Some((key, pending, _)) = desk.in_flight.get_mut(token) else {
@@ -401,14 +401,14 @@ impl Worker {
         self.end_request(desk_key, token, result);
     }
 
-    /// A disk has said how it is kept.
+    /// Takes the answer to a BLOCK_STATUS question about a disk, and answers the request.
     fn end_question(&mut self, answer: Mapped) {
         let Mapped {
             desk,
             token,
             extents,
         } = answer;
-        // Both are there as long as the request is in flight.
+        // The desk and the token live as long as the request is in flight.
         let in_flight = &mut self.desks[desk].in_flight;
         let result = match (extents, in_flight.get_mut(token)) {
             (Ok(extents), Some((_, pending, _))) => {
@@ -437,7 +437,7 @@ impl Worker {
         match &mut client.connection {
             Some(connection) => {
                 connection.answer(pending, result);
-                // There may be room now for what has come already.
+                // The connection may have room now for requests that arrived before.
                 self.submit(key);
             }
             None => {
@@ -455,7 +455,7 @@ impl Worker {
         }
     }
 
-    /// Sends what there is to be sent, watches sockets for what may come next, and lets go whose time is over.
+    /// Sends pending replies, updates the watched events of sockets, and drops clients that are over or too late.
     fn settle(&mut self) {
         for key in std::mem::take(&mut self.touched) {
             let Some(client) = self.clients.get_mut(key) else {
@@ -480,7 +480,8 @@ impl Worker {
             let watched = match (client.watched.is_empty(), wanted.is_empty()) {
                 _ if client.watched == wanted => Ok(()),
                 (true, _) => self.events.watch(&*connection, Source::Client(key), wanted),
-                // A client that is neither read from nor written to, and goes, would wake this thread over and over.
+                // When a client that is neither read from nor written to hangs up, its socket would wake this thread
+                // over and over.
                 (_, true) => self.events.unwatch(&*connection),
                 _ => self.events.rewatch(&*connection, wanted),
             };
@@ -501,7 +502,7 @@ impl Worker {
         }
     }
 
-    /// A connection has ended. What it has asked for in full is carried out all the same.
+    /// Ends a connection. Its requests in flight are carried out all the same.
     fn leave(&mut self, key: usize, outcome: Result<(), Ended>) {
         let client = &mut self.clients[key];
         if let Some(mut connection) = client.connection.take() {
@@ -517,7 +518,7 @@ impl Worker {
         self.forget(key);
     }
 
-    /// Forgets a client that is gone, once nothing of it is in flight; and a disk that nobody uses.
+    /// Forgets a client that is gone once it has no requests in flight, and closes its desk if no other client uses it.
     fn forget(&mut self, key: usize) {
         let client = &self.clients[key];
         if client.connection.is_some() || client.left > 0 {
