@@ -9,7 +9,7 @@ use crate::metrics::BlockMetrics;
 use crate::scsi::{LogicalUnit, UnitError};
 use crate::throttle::Throttle;
 
-/// A disk that the kernel asks for. [`Worker::start`](super::Worker::start) serves it.
+/// A disk for the kernel's SCSI target. [`Worker::start`](super::Worker::start) serves it.
 pub struct Device {
     pub(super) name: String,
     pub(super) unit: Arc<LogicalUnit>,
@@ -19,15 +19,15 @@ pub struct Device {
     pub(super) write_cache: WriteCacheHook,
 }
 
-/// Called with whether the disk has a volatile write cache.
+/// Called with `true` when the disk has a volatile write cache, with `false` when it has none.
 pub(super) type WriteCacheHook = Arc<dyn Fn(bool) + Send + Sync>;
 
 impl Device {
-    /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. `name` is what messages call it;
-    /// for `serial` see [`LogicalUnit::new`].
+    /// Presents `backend` as a SCSI disk with logical blocks of `block_size` bytes. Log messages call it `name`; for
+    /// `serial` see [`LogicalUnit::new`].
     ///
     /// # Errors
-    /// If the disk cannot have such blocks.
+    /// If the disk cannot have blocks of this size.
     pub fn new(
         backend: Arc<dyn Backend>,
         name: &str,
@@ -44,19 +44,19 @@ impl Device {
         })
     }
 
-    /// Lets `told` know whether the disk has a volatile write cache: when serving begins, and whenever that changes. That there
-    /// is one is told before a write is answered that goes by it; that there is none any more, once everything written
-    /// before is durable.
+    /// Has the worker call `told` with whether the disk has a volatile write cache: when serving begins, and at each
+    /// change. The worker reports `true` before it answers the first write that relies on the cache, and `false` only
+    /// after every earlier write is durable.
     pub fn on_write_cache(&mut self, told: Box<dyn Fn(bool) + Send + Sync>) {
         self.write_cache = told.into();
     }
 
-    /// The disk as SCSI shows it.
+    /// The disk as a SCSI logical unit.
     pub fn unit(&self) -> &LogicalUnit {
         &self.unit
     }
 
-    /// What the kernel has asked for so far: commands as requests, the kernel's events as doorbells, writes to the UIO
+    /// Counters of the device so far: commands as requests, the kernel's events as doorbells, writes to the UIO
     /// device as interrupts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
@@ -67,7 +67,7 @@ impl Device {
         Arc::clone(&self.throttle)
     }
 
-    /// The device in use, for its owner.
+    /// A handle with which the owner controls the device while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(Controls {
             unit: Arc::clone(&self.unit),
@@ -76,21 +76,21 @@ impl Device {
     }
 }
 
-/// A device as its owner sees it.
+/// The control handle of a device.
 struct Controls {
     unit: Arc<LogicalUnit>,
     gate: Arc<Gate>,
 }
 
 impl DeviceControl for Controls {
-    /// The next command hears of it (UNIT ATTENTION, CAPACITY DATA HAS CHANGED), and initiators ask for the new capacity
-    /// when they are told to rescan.
+    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new capacity when they are
+    /// told to rescan.
     fn capacity_changed(&self) {
         self.unit.capacity_changed();
     }
 
-    /// Writeback is for an initiator to ask for (MODE SELECT, caching page): one that was told of writethrough never
-    /// flushes.
+    /// Only an initiator may turn writeback on (MODE SELECT, caching page): an initiator that has seen writethrough
+    /// never flushes.
     fn set_write_cache(&self, on: bool) -> bool {
         let backend = self.unit.backend();
         if !on && backend.capabilities().write_cache_toggle {

@@ -1,7 +1,7 @@
-//! A model of the ring's other side: what the kernel's target_core_user does with it, and what it complains about.
+//! A model of the kernel's side of the ring: what target_core_user does, and when it calls the ring broken.
 //!
-//! For tests and fuzz targets. It keeps what it knows in its own memory, as the kernel does, and reads from the shared one
-//! only what it has to.
+//! For tests and fuzz targets. Like the kernel, it keeps its state in its own memory, and reads from the shared memory
+//! only what it must.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,27 +15,27 @@ use super::memory::Mapping;
 /// Length of a block of the data area: a page.
 pub const BLOCK: usize = 4096;
 
-/// A command as an initiator sees it.
+/// A command as an initiator sends it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Request {
     /// Its CDB.
     pub cdb: Vec<u8>,
-    /// What it writes.
+    /// The data that it writes.
     pub out: Vec<u8>,
     /// How many bytes it reads. With `out`, the command is bidirectional.
     pub read: usize,
 }
 
-/// What the initiator is told.
+/// The outcome of a command for the initiator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
     /// The command's number.
     pub id: u16,
     /// The SCSI status.
     pub status: u8,
-    /// Sense data, where the status is CHECK CONDITION.
+    /// Sense data, if the status is CHECK CONDITION.
     pub sense: Vec<u8>,
-    /// What was read.
+    /// The data that was read.
     pub data: Vec<u8>,
 }
 
@@ -44,7 +44,7 @@ struct InFlight {
     blocks: Vec<usize>,
 }
 
-/// The kernel.
+/// The model of the kernel.
 pub struct Kernel {
     memory: Arc<Mapping>,
     size: u32,
@@ -59,7 +59,7 @@ impl Kernel {
     /// Makes a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of `blocks` blocks.
     ///
     /// # Panics
-    /// If there is no memory.
+    /// If the system has no memory for it.
     pub fn new(ring_size: u32, blocks: usize) -> Self {
         let data = mailbox::LEN + ring_size as usize;
         let memory = Mapping::anonymous(data + blocks * BLOCK).expect("memory");
@@ -86,32 +86,32 @@ impl Kernel {
         Arc::clone(&self.memory)
     }
 
-    /// Begins with an empty ring at `position`.
+    /// Empties the ring, with head and tail at `position`.
     pub fn start_at(&mut self, position: u32) {
         (self.head, self.cleaned) = (position, position);
         self.publish();
         self.put(mailbox::TAIL, &position.to_ne_bytes());
     }
 
-    /// Where the next entry goes, from the start of the memory.
+    /// The place of the next entry, in bytes from the start of the memory.
     pub fn head_offset(&self) -> usize {
         mailbox::LEN + self.head as usize
     }
 
-    /// Where the data area begins, from the start of the memory.
+    /// The start of the data area, in bytes from the start of the memory.
     pub fn data_offset(&self) -> usize {
         mailbox::LEN + self.size as usize
     }
 
-    /// Commands that have not ended.
+    /// The number of commands that have not ended.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Puts bytes anywhere.
+    /// Writes bytes anywhere in the shared memory.
     ///
     /// # Panics
-    /// If that is outside of the memory.
+    /// If `at` or a byte is outside the memory.
     pub fn put(&self, at: usize, bytes: &[u8]) {
         self.memory.slice().write_slice(bytes, at).expect("inside");
     }
@@ -172,7 +172,7 @@ impl Kernel {
         Some(id)
     }
 
-    /// Tells of a task management function. `false`: there is no room.
+    /// Queues the report of a task management function. `false`: there is no room for it now.
     pub fn queue_task_management(&mut self, kind: u8, ids: &[u16]) -> bool {
         let len = (task_management::FIRST_ID + size_of_val(ids)).next_multiple_of(8);
         if !self.has_room(len) {
@@ -194,7 +194,7 @@ impl Kernel {
         true
     }
 
-    /// Makes the next entry visible, whatever was put there.
+    /// Publishes the next entry with the bytes that were put there.
     pub fn finish(&mut self, len: u32, op: u32) {
         self.put(
             self.head_offset() + header::LEN_OP,
@@ -226,7 +226,7 @@ impl Kernel {
         }
     }
 
-    /// Takes what has ended, as the kernel does when it is woken.
+    /// Takes the responses, as the kernel does when it is woken.
     ///
     /// # Panics
     /// Where the kernel would call the ring broken.

@@ -1,4 +1,4 @@
-//! The memory that is shared with the kernel, and the parts of it that hold a command's data.
+//! The memory shared with the kernel, and the parts of it that hold a command's data.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -11,22 +11,22 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use crate::scsi::DataBuffer;
 
-/// Shared memory. The other side writes to it at any time, so all access is volatile or atomic, and bounds-checked.
+/// Shared memory. The kernel may write to it at any time, so all access is volatile or atomic, and bounds-checked.
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the memory belongs to the value and may be accessed from any thread; nobody gets a plain reference to it.
+// SAFETY: the memory belongs to the value and may be accessed from any thread; no code gets a plain reference to it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; volatile and atomic accesses from several threads are what it is for.
+// SAFETY: as above; all access is volatile or atomic, which several threads may do at once.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first region of a UIO device, which is `len` bytes long: the kernel maps all of it or nothing.
+    /// Maps the first region of a UIO device, all of it: `len` must be the region's length in bytes.
     ///
     /// # Errors
-    /// If the kernel refuses, mostly because `len` is not the region's length.
+    /// If the kernel refuses, usually because `len` is not the region's length.
     pub fn of_device(device: impl AsFd, len: usize) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice: no memory that is in use changes.
@@ -43,10 +43,10 @@ impl Mapping {
         Self::new(start?, len)
     }
 
-    /// Memory of this process alone, zeroed, for who plays both sides.
+    /// Zeroed memory of this process alone, for tests that play both sides.
     ///
     /// # Errors
-    /// If there is not enough of it, or `len` is 0.
+    /// If there is not enough memory, or `len` is 0.
     pub fn anonymous(len: usize) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: as above.
@@ -60,13 +60,13 @@ impl Mapping {
         Ok(Self { start, len })
     }
 
-    /// Bytes of it.
+    /// Length in bytes.
     #[expect(clippy::len_without_is_empty, reason = "a mapping is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// All of it.
+    /// The whole mapping.
     pub fn slice(&self) -> VolatileSlice<'_> {
         // SAFETY: the memory is mapped, readable and writable, for as long as `self` lives, which the slice borrows.
         unsafe { VolatileSlice::new(self.start.as_ptr(), self.len) }
@@ -83,12 +83,12 @@ impl Drop for Mapping {
     }
 }
 
-/// The data of one command: blocks of the shared memory, in order. The kernel has put in what a command writes, and takes
-/// out what it has read once the command has ended.
+/// The data of one command: blocks of the shared memory, in order. The kernel stores the data of a write there before
+/// it queues the command, and takes the data of a read from there after the command has ended.
 #[derive(Clone)]
 pub struct CommandData {
     memory: Arc<Mapping>,
-    /// Offset and length; all lie inside of the memory.
+    /// Offset and length of each block; all lie inside the memory.
     pieces: SmallVec<[(usize, usize); 4]>,
     len: usize,
 }
@@ -108,7 +108,8 @@ impl CommandData {
         }
     }
 
-    /// Appends a block, if it lies in the memory from `from` on and all blocks together are no longer than that.
+    /// Appends a block. `None` if it does not lie in the memory from `from` on, or if all blocks together would be
+    /// longer than that part of the memory.
     pub(super) fn push(&mut self, from: usize, offset: u64, len: u64) -> Option<()> {
         let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let area = self.memory.len() - from;
@@ -124,7 +125,7 @@ impl CommandData {
         Some(())
     }
 
-    /// Overwrites all of it with zeroes.
+    /// Overwrites all the data with zeroes.
     pub(super) fn clear(&self) {
         let zeroes = [0; 4096];
         for offset in (0..self.len).step_by(zeroes.len()) {
@@ -133,7 +134,8 @@ impl CommandData {
         }
     }
 
-    /// Calls `copy` for each block of `[offset, offset + len)`: its place in memory, the bytes before it, its length.
+    /// Calls `copy` for each block of `[offset, offset + len)`, with the block's place in memory, the number of bytes
+    /// of the range before it, and its length.
     fn each(&self, offset: usize, len: usize, mut copy: impl FnMut(usize, usize, usize) -> bool) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(
@@ -165,7 +167,7 @@ impl DataBuffer for CommandData {
     }
 
     /// # Panics
-    /// If that is more than there is.
+    /// If the range exceeds the data.
     fn read(&self, offset: usize, into: &mut [u8]) {
         let memory = self.memory.slice();
         self.each(offset, into.len(), |at, done, len| {
@@ -175,7 +177,7 @@ impl DataBuffer for CommandData {
     }
 
     /// # Panics
-    /// If that is more than there is room for.
+    /// If the range exceeds the data.
     fn write(&self, offset: usize, from: &[u8]) {
         let memory = self.memory.slice();
         self.each(offset, from.len(), |at, done, len| {

@@ -1,19 +1,19 @@
-//! TCMU, LIO's user-space back end (target_core_user): the kernel's SCSI target asks this process for a disk.
+//! TCMU, LIO's user-space back end (target_core_user): this process serves disks to the kernel's SCSI target.
 //!
 //! ```text
 //!   initiator ─▶ fabric (tcm_loop, vhost, iSCSI …) ─▶ target core ─▶ target_core_user
 //!                                                                       │ ▲
-//!                             shared memory: mailbox, ring, data area   │ │   a UIO device: 4 bytes read tell of commands,
-//!                                                                       ▼ │   4 bytes written of answers
-//!   Ring     entries out, in order; answers in, in any order              ring.rs, layout.rs, memory.rs
-//!   Worker   a thread a device: an event loop over UIO device and backend worker.rs, device.rs
-//!   Task     a SCSI command as a few operations                            crate::scsi
+//!                             shared memory: mailbox, ring, data area   │ │   UIO device: 4 bytes read report commands,
+//!                                                                       ▼ │   4 bytes written report responses
+//!   Ring     entries out, in order; responses in, in any order            ring.rs, layout.rs, memory.rs
+//!   Worker   a thread per device: an event loop over UIO and backend      worker.rs, device.rs
+//!   Task     a SCSI command as a few operations                           crate::scsi
 //! ```
-//! The ring knows neither SCSI nor disks, and needs no kernel: its tests have a model of the other side. How a device comes
-//! to be, in configfs, is no business of this module either.
+//! The ring knows neither SCSI nor disks, and needs no kernel: its tests have a model of the kernel's side. This module
+//! does not create devices in configfs.
 //!
-//! Not from a crate, nor over libtcmu: of the former there is none, and the latter is C that takes a callback a command and
-//! wakes the kernel once for each.
+//! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library that calls back for each command
+//! and wakes the kernel once for each response.
 
 mod device;
 #[cfg(any(test, fuzzing))]

@@ -1,13 +1,13 @@
-//! The command ring: what the kernel has put in is taken out in its order, and answered in any.
+//! The command ring: entries are taken in the kernel's order, and answered in any order.
 //!
 //! ```text
 //!            tail: answered up to here            next: taken up to here         head (the kernel's)
 //!   ─────────┼── PAD ── COMMAND 7 ── COMMAND 8 ──┼── COMMAND 9 ─────────────────┼─────────
-//!            └ command 8 has ended: its response goes into the oldest entry, where 7's request was, and names 8
+//!            └ command 8 has ended: its response overwrites 7's request in the oldest entry, and names 8
 //! ```
-//! Requests are copied when they are taken, so their entries are free for responses from then on. Which entries lie between
-//! tail and next is remembered here and never read again. What the kernel says is checked as if anybody could say it; the
-//! first entry that makes no sense is the end of the ring.
+//! The ring copies a request when it takes it, so the entry is free for a response from then on. The ring remembers
+//! which entries lie between tail and next, and never reads their headers again. It checks all input as untrusted; the
+//! first malformed entry stops the ring.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::memory::{CommandData, Mapping};
 /// Longest CDB in bytes: one of variable length (SPC-4, 4.2.3).
 const MAX_CDB: usize = 260;
 
-/// Why a ring cannot be used, or no longer.
+/// Why a ring cannot be used, or cannot be used any longer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// The mailbox is of another version.
@@ -30,37 +30,37 @@ pub enum RingError {
         "the kernel's command ring is of version {0}, and version 2 is what is known: update walvisor"
     )]
     Version(u16),
-    /// The kernel wants answers in order.
+    /// The kernel requires answers in order.
     #[error("the kernel takes no answers out of order: it needs Linux 4.0 or newer")]
     InOrder,
-    /// The mailbox describes no ring that fits.
+    /// The ring that the mailbox describes does not fit in the memory.
     #[error(
         "a command ring of {size} bytes at {offset} does not fit the {memory} bytes of shared memory"
     )]
     Mailbox {
-        /// Where it is said to begin.
+        /// Start of the ring according to the mailbox, in bytes.
         offset: u32,
-        /// How long it is said to be.
+        /// Length of the ring according to the mailbox, in bytes.
         size: u32,
-        /// How much memory there is.
+        /// Bytes of shared memory.
         memory: usize,
     },
-    /// A position outside of the ring.
+    /// A position lies outside the ring or is not a multiple of 8.
     #[error("the command ring's {name} is {value}, which is no place in a ring of {size} bytes")]
     Position {
         /// `head` or `tail`.
         name: &'static str,
-        /// What it is.
+        /// The position's value.
         value: u32,
         /// Bytes of the ring.
         size: u32,
     },
-    /// An entry that makes no sense.
+    /// An entry is malformed.
     #[error("the entry at {position} of the command ring {problem}")]
     Entry {
-        /// Where it is, in bytes from the start of the ring.
+        /// The entry's start, in bytes from the start of the ring.
         position: u32,
-        /// What is wrong with it.
+        /// What is wrong with the entry.
         problem: EntryProblem,
     },
 }
@@ -68,31 +68,31 @@ pub enum RingError {
 /// What is wrong with an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EntryProblem {
-    /// Its length is no length that it can have there.
+    /// Its length is shorter than a header or longer than the room that is left.
     #[error("has a length of {len}, with {room} bytes left before the head")]
     Length {
-        /// Its length.
+        /// The entry's length in bytes.
         len: u32,
-        /// What there is.
+        /// Bytes left before the head or the end of the ring.
         room: u32,
     },
-    /// It is too short for what it is said to hold.
+    /// It is too short for its contents.
     #[error("is shorter than what it holds")]
     Short,
-    /// Its CDB does not lie in it.
+    /// Its CDB does not lie inside the entry.
     #[error("has its CDB elsewhere, at {0}")]
     Cdb(u64),
-    /// An iovec does not lie in the data area, or all together are longer than that.
+    /// An iovec does not lie in the data area, or all iovecs together are longer than the data area.
     #[error("has data outside of the data area: {len} bytes at {offset}")]
     Data {
-        /// Where.
+        /// Start of the iovec's data, in bytes from the mailbox.
         offset: u64,
-        /// How much.
+        /// Bytes of the iovec's data.
         len: u64,
     },
 }
 
-/// A command in flight. It is to be given back to [`Ring::complete`].
+/// A command in flight. Its owner must give it back to [`Ring::complete`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the initiator waits for an answer"]
 pub struct Ticket(u16);
@@ -107,31 +107,31 @@ impl Ticket {
 /// A SCSI command.
 #[derive(Debug)]
 pub struct Command {
-    /// What answers it.
+    /// The ticket with which to answer the command.
     pub ticket: Ticket,
     /// The CDB, as long as its operation code says: 6 to 260 bytes.
     pub cdb: SmallVec<[u8; 16]>,
-    /// What it writes, or room for what it reads.
+    /// The data that it writes, or room for the data that it reads.
     pub data: CommandData,
-    /// Of a bidirectional command, room for what it reads.
+    /// For a bidirectional command: room for the data that it reads.
     pub bidi: CommandData,
 }
 
-/// What is in the ring.
+/// An entry of the ring.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "nearly all are commands")]
 pub enum Entry {
-    /// A SCSI command, which wants an answer.
+    /// A SCSI command, which must be answered.
     Command(Command),
-    /// The kernel has aborted these commands, or reset the device. They are to be answered all the same.
+    /// The kernel has aborted these commands, or reset the device. They must be answered all the same.
     TaskManagement {
-        /// Which function: 1 ABORT TASK, 2 ABORT TASK SET, 3 CLEAR ACA, 4 CLEAR TASK SET, 5 LOGICAL UNIT RESET, 6 and 7
+        /// The function: 1 ABORT TASK, 2 ABORT TASK SET, 3 CLEAR ACA, 4 CLEAR TASK SET, 5 LOGICAL UNIT RESET, 6 and 7
         /// target reset, 128 a reset by PERSISTENT RESERVE OUT.
         kind: u8,
-        /// Numbers of the commands that it has hit.
+        /// Numbers of the commands that it has aborted.
         ids: Vec<u16>,
     },
-    /// Something of a kind not known, by its number. The kernel is told so.
+    /// An entry of an unknown kind, with the number of that kind. The ring has marked it as unknown for the kernel.
     Unknown(u32),
 }
 
@@ -142,15 +142,15 @@ pub struct Response<'a> {
     pub status: u8,
     /// Sense data, at most 96 bytes of it.
     pub sense: &'a [u8],
-    /// Bytes that were read, where that is less than there was room for. None at all cannot be said.
+    /// Bytes that were read, if fewer than there was room for. The kernel takes 0 for all.
     pub read: Option<u32>,
 }
 
-/// An entry that was taken and not yet given back.
+/// An entry that was taken and not yet given back to the kernel.
 struct Slot {
     position: u32,
     len: u32,
-    /// A command's: a response goes into it.
+    /// The entry is a command, so a response goes into it.
     answers: bool,
 }
 
@@ -164,22 +164,22 @@ pub struct Ring {
     flags: u16,
     /// The entry to be taken next.
     next: u32,
-    /// Behind the last entry that is done with; what the kernel is to be told.
+    /// The end of the last entry that is done with. [`publish`](Self::publish) stores it for the kernel.
     tail: u32,
-    /// The tail that it was told.
+    /// The tail that was published last.
     published: u32,
-    /// From `tail` to `next`.
+    /// The entries from `tail` to `next`.
     taken: VecDeque<Slot>,
-    /// Commands that ended since the kernel was last told.
+    /// Commands that have ended since the last [`publish`](Self::publish).
     ended: usize,
     broken: Option<RingError>,
 }
 
 impl Ring {
-    /// Opens the ring that the mailbox at the start of `memory` describes. What is in it already is taken first.
+    /// Opens the ring that the mailbox at the start of `memory` describes. Entries already in it are taken first.
     ///
     /// # Errors
-    /// If the mailbox makes no sense, or is of a version that is not known.
+    /// If the mailbox is malformed or of an unknown version.
     pub fn open(memory: Arc<Mapping>) -> Result<Self, RingError> {
         let len = memory.len();
         if len < mailbox::LEN {
@@ -229,7 +229,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Whether a command can be told to have read less than there was room for.
+    /// Whether a response can report that a command has read less than there was room for.
     pub fn knows_read_length(&self) -> bool {
         self.flags & flag::READ_LENGTH != 0
     }
@@ -237,7 +237,7 @@ impl Ring {
     /// Takes the next entry, if there is one.
     ///
     /// # Errors
-    /// If it makes no sense. Nothing more is taken then: this and every further call fails.
+    /// If the entry is malformed. No further entry is taken then: this and every later call fails.
     pub fn take(&mut self) -> Result<Option<Entry>, RingError> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
@@ -247,14 +247,14 @@ impl Ring {
     }
 
     fn try_take(&mut self) -> Result<Option<Entry>, RingError> {
-        // Acquire: the entries before the head are read after it.
+        // The load is Acquire, so that entries before the head are read after the head.
         let head = self.place("head", mailbox::HEAD)?;
         while self.next != head {
             let position = self.next;
             let end = if head > position { head } else { self.size };
             let room = end - position;
             let at = self.start + position as usize;
-            // Head and position are multiples of 8, so there is a header's room.
+            // Head and position are multiples of 8, so a header fits.
             let word: u32 = self.read(at + header::LEN_OP);
             let (op, len) = (word & header::OP, word & !header::OP);
             let wrong = |problem| RingError::Entry { position, problem };
@@ -286,9 +286,9 @@ impl Ring {
         Ok(None)
     }
 
-    /// Answers a command. The kernel learns of it with [`publish`](Self::publish).
+    /// Answers a command. The kernel sees the response after [`publish`](Self::publish).
     pub fn complete(&mut self, ticket: Ticket, answer: &Response<'_>) {
-        // There are as many tickets as entries that wait, and the oldest is one of them.
+        // There is one ticket per waiting command entry, and `skip` keeps a command entry at the front.
         let Some(slot) = self.taken.pop_front() else {
             debug_assert!(false, "command {} is not in flight", ticket.0);
             return;
@@ -318,11 +318,11 @@ impl Ring {
         self.skip();
     }
 
-    /// Lets the kernel see what is done with. Returns how many commands that ended since the last call: unless there is
-    /// none, the kernel is to be woken.
+    /// Stores the tail for the kernel. Returns how many commands have ended since the last call. If that is not 0, the
+    /// caller must wake the kernel.
     pub fn publish(&mut self) -> usize {
         if self.tail != self.published {
-            // Release: the kernel reads the responses after it.
+            // The store is Release, so that the kernel sees the responses before the new tail.
             let stored = self
                 .memory
                 .slice()
@@ -333,7 +333,7 @@ impl Ring {
         std::mem::take(&mut self.ended)
     }
 
-    /// Gives back what stands first in line and wants no answer.
+    /// Gives back the oldest entries up to the first that waits for an answer.
     fn skip(&mut self) {
         while let Some(slot) = self.taken.pop_front_if(|slot| !slot.answers) {
             self.advance(&slot);
@@ -390,7 +390,7 @@ impl Ring {
         let mut bytes = [0; MAX_CDB];
         let most = room.min(MAX_CDB);
         self.read_slice(start, &mut bytes[..most]);
-        // Of what was copied, so that nothing is looked at twice.
+        // The length comes from the copy: the kernel may change the original between two reads.
         let cdb = bytes[..most].get(..cdb_len(&bytes)).ok_or(elsewhere)?;
         Ok(SmallVec::from_slice(cdb))
     }
@@ -410,7 +410,7 @@ impl Ring {
         })
     }
 
-    /// A position in the ring that the kernel may change.
+    /// Reads and checks the position in the ring that the mailbox holds at `at`.
     fn place(&self, name: &'static str, at: usize) -> Result<u32, RingError> {
         let value: u32 = self.load(at);
         if value < self.size && value.is_multiple_of(8) {
@@ -429,7 +429,7 @@ impl Ring {
         loaded.unwrap_or_default()
     }
 
-    // Below: inside of the mailbox, or of an entry whose place and length were checked.
+    // The methods below access the mailbox, or an entry whose place and length were checked.
 
     fn read<T: ByteValued + Default>(&self, at: usize) -> T {
         let read = self.memory.slice().read_obj(at);
@@ -453,7 +453,7 @@ impl Ring {
     }
 }
 
-/// How long a CDB is, by its operation code (SPC-4, 4.2.5.1), as the kernel counts: vendors' groups have 10 bytes.
+/// The length of a CDB by its operation code (SPC-4, 4.2.5.1), as the kernel computes it: 10 for vendors' groups.
 fn cdb_len(bytes: &[u8; MAX_CDB]) -> usize {
     match bytes[0] {
         0x7f => 8 + usize::from(bytes[7]),

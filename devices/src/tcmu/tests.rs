@@ -58,7 +58,7 @@ fn commands_are_copied_and_answered_in_any_order() {
         (out.len(), BLOCK + 8, 512)
     );
 
-    // The last one first: its response overlays the request of the first.
+    // The last command is answered first: its response overwrites the request of the first.
     c.data.write(0, &pattern(3, 512));
     ring.complete(c.ticket, &Response::default());
     assert_eq!(ring.publish(), 1);
@@ -133,7 +133,7 @@ fn a_response_leaves_nothing_of_an_older_one() {
 
 #[test]
 fn the_ring_wraps_with_pads_and_answers_go_on() {
-    // Of every position that an entry can begin at.
+    // Tries every position where an entry can begin.
     for start in (0..1024).step_by(8) {
         let mut kernel = Kernel::new(1024, 8);
         kernel.start_at(start);
@@ -197,7 +197,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
     // The kernel gets the room of both entries back with one answer.
     assert_eq!(ring.publish(), 1);
     assert_eq!(kernel.ended().len(), 1);
-    // Alone in the ring it is given back without anybody's answer.
+    // A task management entry alone in the ring is given back without any answer.
     assert!(kernel.queue_task_management(1, &[]));
     assert!(matches!(
         ring.take().unwrap(),
@@ -221,7 +221,7 @@ fn an_unknown_entry_is_flagged_and_passed_over() {
     let first = command(&mut ring);
     assert!(matches!(ring.take().unwrap(), Some(Entry::Unknown(6))));
     let second = command(&mut ring);
-    // Answered around it: its own number stays where it was.
+    // The unknown entry gets no response: the kernel finds both commands' numbers in the other entries.
     ring.complete(second.ticket, &Response::default());
     ring.complete(first.ticket, &Response::default());
     ring.publish();
@@ -314,7 +314,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
 
 #[test]
 fn an_entry_that_makes_no_sense_stops_the_ring() {
-    // A good command is changed at `at` before its entry is read.
+    // Changes a valid command at `at` before the ring reads its entry.
     let take = |at: usize, bytes: &[u8]| {
         let mut kernel = Kernel::new(1024, 2);
         let mut ring = Ring::open(kernel.memory()).unwrap();
@@ -328,7 +328,7 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
     let data = (mailbox::LEN + 1024) as u64;
     let iovec = |offset: u64, len: u64| [offset.to_ne_bytes(), len.to_ne_bytes()].concat();
     for (at, bytes, part) in [
-        // Torn: not there yet.
+        // A length of 0, as in an entry not written yet.
         (
             header::LEN_OP,
             0_u32.to_ne_bytes().to_vec(),
@@ -395,14 +395,14 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
         let error = take(at, &bytes);
         assert!(error.contains(part), "{at}: {error}");
     }
-    // Blocks that are named more often than there are any.
+    // The iovecs name the same blocks twice, so together they exceed the data area.
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = Ring::open(kernel.memory()).unwrap();
     let at = kernel.head_offset() + request::FIRST_IOVEC;
     kernel.queue(read_of(2 * BLOCK)).unwrap();
     kernel.put(at, &iovec(data, 2 * BLOCK as u64));
     assert!(ring.take().unwrap_err().to_string().contains("data area"));
-    // A head that leaps.
+    // The head lies outside the ring.
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = Ring::open(kernel.memory()).unwrap();
     kernel.queue(read_of(8)).unwrap();

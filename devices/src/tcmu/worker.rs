@@ -1,12 +1,12 @@
-//! One device, one thread: it takes every command that there is, submits them as a batch, and tells the kernel of whatever
-//! has ended with one write.
+//! One thread per device. It takes every command in the ring, submits them as a batch, and reports all ended commands
+//! to the kernel with one write.
 //!
 //! ```text
 //!   UIO device ─┐                ┌─ take all commands ─▶ submit … kick ─┐
 //!   backend ────┼─▶ event loop ──┤                                      ├─▶ tail once, ≤ 1 write to the UIO device
 //!   stop ───────┘                └─ completions ────────────────────────┘
 //! ```
-//! Memory is bounded: commands stay in the ring while [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] are in flight.
+//! Memory is bounded: commands beyond [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] stay in the ring.
 
 #[cfg(test)]
 mod tests;
@@ -38,10 +38,10 @@ const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 /// Most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
 
-/// How often commands are taken and answered before messages are looked for again.
+/// How many rounds of taking and answering commands the worker runs before it looks for messages again.
 const ROUNDS: usize = 64;
 
-/// The token of the flush after which the disk counts as one without a volatile cache.
+/// The token of the flush after which the disk counts as having no volatile cache.
 const SETTLE: u64 = u64::MAX;
 
 /// Why a device cannot be served any longer.
@@ -62,10 +62,10 @@ enum Source {
     Backend,
 }
 
-/// What the worker is sent.
+/// A message to the worker.
 #[derive(Debug)]
 enum Mail {
-    /// The gate has opened, or closed.
+    /// The gate has opened or closed.
     Gate,
     Stop,
 }
@@ -76,9 +76,9 @@ impl Wake for Remote<Source, Mail> {
     }
 }
 
-/// A device that is served. Dropping it drains it: commands in flight end and are answered, others stay in the ring.
+/// Serves a device. Dropping it drains the device: commands in flight end and are answered, others stay in the ring.
 pub struct Worker {
-    /// Kept as long as the device is served: the gate knows it by a weak reference.
+    /// Kept alive here, since the gate holds only a weak reference to it.
     remote: Arc<Remote<Source, Mail>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -86,7 +86,7 @@ pub struct Worker {
 impl Worker {
     /// Serves `device` to the kernel, which has put `ring` into the memory of the UIO device `uio`.
     ///
-    /// What goes wrong later is logged, and ends the serving of this device: commands wait until their time is over.
+    /// A later failure is logged and ends the serving of this device: its commands then wait until they time out.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -132,7 +132,7 @@ impl Worker {
         })
     }
 
-    /// Whether the device is served no longer.
+    /// Whether the device is no longer served.
     pub fn finished(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
@@ -157,10 +157,10 @@ struct Flying {
     ticket: Ticket,
     task: Task,
     data: CommandData,
-    /// Of [`MAX_BYTES_IN_FLIGHT`].
+    /// The share of [`MAX_BYTES_IN_FLIGHT`] that it uses.
     bytes: usize,
     since: Instant,
-    /// Something of it was submitted while the disk had a volatile write cache.
+    /// An operation of it was submitted while the disk had a volatile write cache.
     volatile: bool,
 }
 
@@ -173,25 +173,25 @@ struct Server {
     uio: OwnedFd,
     queue: ThrottledQueue,
     events: EventLoop<Source, Mail>,
-    /// What was waited for; empty between waits, kept for its memory.
+    /// The events of this wait. Empty between waits, and kept for its allocation.
     happened: Vec<Event<Source, Mail>>,
     stopping: bool,
     in_flight: Slab<Flying>,
     bytes: usize,
-    /// Commands that wait for others of the unit, the oldest first.
+    /// Commands that wait for other commands of the unit, the oldest first.
     blocked: VecDeque<usize>,
-    /// A command has ended since the blocked ones were last asked.
+    /// A command has ended since the blocked ones were last tried.
     over: bool,
     /// Something was submitted since the last kick.
     submitted: bool,
-    /// Completions being worked on; kept for its memory.
+    /// Completions being handled. Empty between rounds, and kept for its allocation.
     ended: Vec<Completion>,
-    /// What was told last.
+    /// The value that `on_write_cache` was last called with.
     write_cache: bool,
     on_write_cache: WriteCacheHook,
-    /// A flush of our own is in flight: the cache is off, and what was written before is not durable yet.
+    /// The worker's own flush is in flight: the cache is off, and earlier writes are not durable yet.
     settling: bool,
-    /// Something has ended since that flush was submitted that it need not cover.
+    /// A volatile command has ended since that flush was submitted, and the flush may not cover it.
     unsettled: bool,
 }
 
@@ -205,7 +205,7 @@ impl Server {
                 "disk '{name}': {failure}: it is served no longer, and its commands end when their time is over"
             );
         }
-        // What the backend has, it ends; whoever cannot be told of it is not.
+        // The backend ends the operations that it has. If the UIO device fails, the kernel gets no responses.
         while !self.in_flight.is_empty() {
             if self.wait(None).is_err() {
                 break;
@@ -219,7 +219,7 @@ impl Server {
     }
 
     fn serve_until_stopped(&mut self) -> Result<(), Failure> {
-        // There may be commands of before.
+        // The ring may hold commands from before this worker started.
         loop {
             let more = self.serve()?;
             if self.stopping {
@@ -229,26 +229,26 @@ impl Server {
         }
     }
 
-    /// Waits for something to do.
+    /// Waits for events.
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Failure> {
         let mut happened = std::mem::take(&mut self.happened);
         let waited = self.events.wait(timeout, &mut happened);
         waited.map_err(Failure::Events)?;
         for event in happened.drain(..) {
             match event {
-                // How many times it has rung; nobody needs to know.
+                // The 4 bytes read are a count of events, which the worker does not need.
                 Event::Ready(Source::Kernel, _) => match rustix::io::read(&self.uio, &mut [0; 4]) {
                     Ok(4) => add(&self.metrics.doorbells, 1),
                     Err(Errno::AGAIN | Errno::INTR) => {}
                     outcome => {
-                        // It would be readable for ever.
+                        // A failed device would stay readable for ever.
                         let _ = self.events.unwatch(&self.uio);
                         return Err(Failure::Device(outcome.err().unwrap_or(Errno::IO)));
                     }
                 },
-                // The completions clear it.
+                // Taking the completions clears the event.
                 Event::Ready(Source::Backend, _) => {}
-                // It is looked at before a command is taken.
+                // The worker checks the gate before it takes a command.
                 Event::Message(Mail::Gate) => {}
                 Event::Message(Mail::Stop) => self.stopping = true,
             }
@@ -257,14 +257,15 @@ impl Server {
         Ok(())
     }
 
-    /// Works until there is nothing to do but wait; `true`: messages are to be looked for, and there may be more.
+    /// Works until there is nothing to do but wait. `true`: the worker must look for messages first, since there may be
+    /// more to do.
     fn serve(&mut self) -> Result<bool, Failure> {
         for _ in 0..ROUNDS {
             let taken = match self.stopping {
                 true => Ok(0),
                 false => self.take(),
             };
-            // What was taken before an error is carried out.
+            // Commands taken before an error are carried out.
             self.complete();
             let told = self.tell()?;
             if taken? == 0 && told == 0 {
@@ -276,7 +277,7 @@ impl Server {
 
     /// Takes commands until none is left or there is no more room. Returns how many.
     fn take(&mut self) -> Result<usize, RingError> {
-        // One look at the clock for all that are taken now.
+        // The clock is read once for all the commands taken now.
         let mut since = None;
         let mut taken = 0;
         while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
@@ -291,7 +292,7 @@ impl Server {
             let command = match entry? {
                 Some(Entry::Command(command)) => command,
                 Some(Entry::TaskManagement { kind, ids }) => {
-                    // All of them are answered, and the kernel knows that they were aborted.
+                    // The commands are still answered; the kernel itself knows that it has aborted them.
                     let name = &self.name;
                     tracing::debug!("disk '{name}': task management {kind} for {ids:?}");
                     continue;
@@ -332,7 +333,7 @@ impl Server {
         self.go_on(key);
     }
 
-    /// Submits what a command has to do next, or answers it.
+    /// Submits the next operations of a command, or answers it.
     fn go_on(&mut self, key: usize) {
         while let Some(Flying {
             task,
@@ -343,7 +344,7 @@ impl Server {
         {
             match task.next(&self.unit, data) {
                 Step::Submit(operation) => {
-                    // The cache is turned on by this thread alone, so it is not on if it is off here.
+                    // Only this thread turns the cache on, so a cache that is off here stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
                     self.queue.submit(key as u64, operation);
@@ -388,7 +389,7 @@ impl Server {
         }
         let short = outcome.data_in.filter(|&len| len < data.len());
         if short == Some(0) {
-            // Which cannot be said: what other commands have left there must not go to the initiator.
+            // The kernel takes a read length of 0 for all, so stale data of other commands must not stay in the blocks.
             data.clear();
         }
         let read = short.and_then(|len| u32::try_from(len).ok());
@@ -404,11 +405,11 @@ impl Server {
         self.over = true;
     }
 
-    /// Starts what was submitted and goes on with what has ended, until the backend has nothing to say.
+    /// Kicks what was submitted and goes on with commands whose operations have ended, until none has.
     fn complete(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
         loop {
-            // Those that waited for a command that is over now.
+            // Retries the commands that waited for one that is over now.
             while std::mem::take(&mut self.over) && !self.blocked.is_empty() {
                 for key in std::mem::take(&mut self.blocked) {
                     self.go_on(key);
@@ -439,7 +440,7 @@ impl Server {
         self.ended = ended;
     }
 
-    /// Lets the kernel know of what was answered. Returns how many commands that were.
+    /// Publishes the responses and wakes the kernel. Returns how many commands were answered.
     fn tell(&mut self) -> Result<usize, Failure> {
         if !self.write_cache && self.unit.backend().write_cache() {
             (self.on_write_cache)(true);
@@ -455,7 +456,7 @@ impl Server {
 }
 
 impl Server {
-    /// Flushes once the cache is off: what was written before may be volatile until then.
+    /// Submits a flush once the cache is off: earlier writes may be volatile until it has ended.
     fn settle(&mut self) {
         let off = self.write_cache && !self.unit.backend().write_cache();
         if off && !self.settling && !self.is_volatile() {
@@ -465,9 +466,9 @@ impl Server {
         }
     }
 
-    /// That flush has ended: there is no volatile write cache any more, unless it was on again meanwhile.
+    /// That flush has ended: the disk has no volatile write cache any more, unless the cache is on again.
     fn settled(&mut self, good: bool) {
-        // After an error there is none that would tell more.
+        // After an error no further flush is tried: it would say no more about earlier writes.
         self.settling = !good;
         let off = !self.unit.backend().write_cache();
         if good && off && !self.unsettled && !self.is_volatile() {
@@ -476,13 +477,13 @@ impl Server {
         }
     }
 
-    /// Whether commands are in flight that go by a volatile write cache.
+    /// Whether commands are in flight that were submitted with a volatile write cache.
     fn is_volatile(&self) -> bool {
         self.in_flight.iter().any(|(_, flying)| flying.volatile)
     }
 }
 
-/// Counts an operation as what it is.
+/// Counts an operation by its kind.
 fn count(metrics: &BlockMetrics, operation: &Operation) {
     let counter = match operation {
         Operation::Read { .. } => &metrics.reads,

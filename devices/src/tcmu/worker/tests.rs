@@ -45,7 +45,7 @@ impl Machine {
         self.bell.write_all(&1_u32.to_ne_bytes()).unwrap();
     }
 
-    /// Waits until the worker has told of this many.
+    /// Waits until the worker has reported this many ended commands.
     fn ended(&mut self, count: usize) -> Vec<Ended> {
         let mut ended = Vec::new();
         while ended.len() < count {
@@ -92,7 +92,7 @@ fn what_waits_is_one_batch_and_one_wake() {
         (32, 32, 1)
     );
     assert_eq!(counts.bytes_written, 32 * BLOCK as u64);
-    // One at a time, each is told of at once.
+    // Commands sent one at a time are each reported at once.
     for lba in 0..4 {
         machine.queue(read(lba, 2));
         machine.ring();
@@ -138,7 +138,7 @@ fn what_a_kill_would_lose_is_told_before_a_write_is_answered() {
         machine.ended(1);
     }
     assert_eq!(*told.lock().unwrap(), [true, false, true]);
-    // Who was told of writethrough would not flush.
+    // The owner cannot turn writeback on: an initiator that has seen writethrough would not flush.
     backend.set_write_cache(false);
     assert!(!control.set_write_cache(true));
 }
@@ -150,7 +150,7 @@ fn the_end_of_the_write_cache_is_told_once_nothing_is_volatile() {
     let (tell, told) = std::sync::mpsc::channel();
     let hook = std::sync::Mutex::new(tell);
     machine.device.on_write_cache(Box::new(move |on| {
-        // From here on the next process would let initiators go on.
+        // After `false` the next process would let initiators go on, so a power loss now must lose nothing.
         if !on {
             disk.power_loss();
         }
@@ -177,7 +177,7 @@ fn a_command_that_reads_nothing_shows_nothing_of_others() {
     machine.queue(write(1, 9));
     machine.ring();
     machine.ended(1);
-    // READ of no block, into the buffer that the write had.
+    // A READ of zero blocks, into the buffer that the write used.
     let request = Request {
         read: BLOCK,
         ..read(1, 0)
@@ -226,7 +226,7 @@ fn a_torn_entry_ends_the_device_and_not_what_came_before_it() {
     machine.start();
     let ended = machine.ended(1);
     assert_eq!(ended[0].status, 0);
-    // Its thread has ended: its end of the socket is closed.
+    // The worker's thread has ended, so its end of the socket is closed.
     assert_eq!(machine.bell.read(&mut [0; 4]).unwrap(), 0);
     assert_eq!(machine.counts().requests, 1);
 }
@@ -237,7 +237,7 @@ fn a_device_that_is_removed_is_served_no_longer() {
     machine.start();
     let (other, _) = UnixStream::pair().unwrap();
     drop(std::mem::replace(&mut machine.bell, other));
-    // Reads nothing, or fails: it is not asked for ever.
+    // The worker reads nothing, or gets an error: it must not retry for ever.
     while !machine.worker.as_ref().unwrap().finished() {
         thread::yield_now();
     }
