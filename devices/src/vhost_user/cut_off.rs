@@ -1,9 +1,9 @@
-//! Mapped memory whose file is cut off by its owner.
+//! Mapped memory whose file may be truncated by another process.
 //!
-//! That a file is long enough is checked when it is mapped, but whoever shares it can make it shorter later, and the next
-//! access is a SIGBUS: the end of the process, and of every other disk in it. So mappings are registered here, and the
-//! handler puts zeroes in place of a whole mapping that has lost its file. Rings in it are broken then, and told so.
-//! A SIGBUS anywhere else ends the process as ever.
+//! The length of a file is checked when it is mapped, but any process that shares the file can truncate it later. The
+//! next access is then a SIGBUS, which would end the process, and with it every other disk. So mappings are registered
+//! here, and the signal handler replaces a whole mapping that has lost its file with zeroes. Its rings are then broken
+//! and reported as such. A SIGBUS anywhere else ends the process as usual.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,14 +15,14 @@ use vmm_sys_util::signal::register_signal_handler;
 /// Most mappings in this process.
 const SLOTS: usize = 4096;
 
-/// A mapping; of length 0 while nobody has it.
+/// An entry of the table of mappings; its length is 0 while it is free.
 struct Slot {
     start: AtomicUsize,
-    /// [`TAKEN`] while it is being filled.
+    /// The mapping's length in bytes; [`TAKEN`] while the entry is being filled.
     len: AtomicUsize,
 }
 
-/// A length that no address is within.
+/// Marks an entry that is being filled; the handler skips it.
 const TAKEN: usize = usize::MAX;
 
 static TABLE: [Slot; SLOTS] = [const {
@@ -32,9 +32,9 @@ static TABLE: [Slot; SLOTS] = [const {
     }
 }; SLOTS];
 
-/// Something mapped.
+/// A memory mapping.
 pub(super) trait Mapped {
-    /// Where it begins, and its bytes.
+    /// Its start address, and its length in bytes.
     fn extent(&self) -> (usize, usize);
 }
 
@@ -46,7 +46,7 @@ impl Mapped for MmapRegion {
 
 impl Mapped for GuestRegionMmap {
     fn extent(&self) -> (usize, usize) {
-        // The whole region is asked for, so there is such an address.
+        // Offset 0 lies in every region, so there is an address.
         let start = self.get_host_address(vm_memory::MemoryRegionAddress(0));
         (start.map_or(0, |start| start as usize), self.size())
     }
@@ -59,10 +59,10 @@ pub(super) struct Guarded<T: Mapped> {
 }
 
 impl<T: Mapped> Guarded<T> {
-    /// Guards a mapping as long as the value lives.
+    /// Guards a mapping for as long as the value lives.
     ///
     /// # Errors
-    /// If there are too many, or the handler cannot be installed.
+    /// If the table is full, or the handler cannot be installed.
     pub(super) fn new(mapping: Arc<T>) -> io::Result<Self> {
         static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
         INSTALLED
@@ -87,7 +87,7 @@ impl<T: Mapped> Guarded<T> {
         &self.mapping
     }
 
-    /// Whether somebody else uses the mapping.
+    /// Whether the mapping has other users.
     pub(super) fn in_use(&self) -> bool {
         Arc::strong_count(&self.mapping) > 1
     }
@@ -95,12 +95,12 @@ impl<T: Mapped> Guarded<T> {
 
 impl<T: Mapped> Drop for Guarded<T> {
     fn drop(&mut self) {
-        // Before the mapping goes: its addresses may be another's soon.
+        // The entry is freed before the mapping, since another mapping may soon have the same addresses.
         self.slot.len.store(0, Ordering::Release);
     }
 }
 
-/// Only what is safe in a signal handler: atomics and system calls.
+/// The SIGBUS handler. It uses only what is safe in a signal handler: atomics and system calls.
 extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel gives a valid siginfo_t with the address of the fault.
     let address = unsafe { (*info).si_addr() } as usize;
@@ -110,8 +110,8 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
         if len == 0 || len == TAKEN || address.wrapping_sub(start) >= len {
             continue;
         }
-        // SAFETY: the range is one of our mappings, as long as it is in the table, and nothing but the access to lost
-        // memory that brought us here depends on what it maps. All access is volatile and expects any bytes.
+        // SAFETY: the range is a mapping of this process for as long as it is in the table, and only the access that
+        // has faulted depends on what it maps. All access is volatile and accepts any bytes.
         let zeroes = unsafe {
             libc::mmap(
                 start as *mut libc::c_void,
@@ -126,7 +126,7 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
             return;
         }
     }
-    // Nobody's: the access is repeated on return, and ends the process.
+    // The address is in no guarded mapping: the access is repeated on return, and ends the process.
     // SAFETY: signal(2) is safe in a handler.
     unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
 }

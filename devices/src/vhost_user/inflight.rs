@@ -1,5 +1,5 @@
-//! The area in which chains in flight are recorded: made here, kept by the front-end, and given to the back-end that comes
-//! after this one.
+//! The area that records the chains in flight. The back-end creates it, the front-end keeps it, and passes it to the
+//! next back-end after this one.
 //!
 //! ```text
 //!  message: size u64 │ offset u64 │ queues u16 │ queue size u16 │ 4 unused
@@ -19,20 +19,20 @@ use super::message::Message;
 use super::outcome::{Outcome, refused};
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
-/// An area that the front-end has given.
+/// An area that the front-end has passed in.
 pub(super) struct InflightArea {
     area: Guarded<MmapRegion>,
     queues: u16,
     queue_size: u16,
 }
 
-/// The queues and the descriptors of each that a message speaks of.
+/// The number of queues, and of descriptors per queue, in a message.
 fn extent(message: &Message) -> Outcome<(u16, u16)> {
     Ok((message.u16(16)?, message.u16(18)?))
 }
 
 impl InflightArea {
-    /// GET_INFLIGHT_FD: a new area, and what to say with it.
+    /// GET_INFLIGHT_FD: a new area, and the payload of the reply.
     pub(super) fn create(message: &Message, device: &VirtioBlock) -> Outcome<(Vec<u8>, File)> {
         let (queues, queue_size) = extent(message)?;
         let most = device.queues();
@@ -48,7 +48,7 @@ impl InflightArea {
         )?;
         let file = File::from(fd);
         file.set_len(bytes as u64)?;
-        // Nobody can cut off what is mapped.
+        // With the seals no holder of the descriptor can truncate the mapped file.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let mut payload = Vec::from((bytes as u64).to_ne_bytes());
         payload.extend_from_slice(&0_u64.to_ne_bytes());
@@ -58,7 +58,7 @@ impl InflightArea {
         Ok((payload, file))
     }
 
-    /// SET_INFLIGHT_FD.
+    /// SET_INFLIGHT_FD: maps the area that the front-end has passed in.
     pub(super) fn open(message: &Message, file: File) -> Outcome<Self> {
         let (size, offset) = (message.u64(0)?, message.u64(8)?);
         let (queues, queue_size) = extent(message)?;

@@ -27,13 +27,13 @@ pub(super) const REGION_BYTES: usize = 32;
 /// A region as a front-end describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Region {
-    /// Where it lies for the guest.
+    /// Its guest physical address.
     guest: u64,
-    /// Its bytes.
+    /// Its length in bytes.
     size: u64,
-    /// Where it lies for the front-end.
+    /// Its address in the front-end.
     user: u64,
-    /// Where it begins in its file.
+    /// Its start in its file, in bytes.
     offset: u64,
 }
 
@@ -48,7 +48,7 @@ impl Region {
         })
     }
 
-    /// Whether both are the same memory, wherever it comes from.
+    /// Whether both describe the same memory, whatever their files' offsets are.
     fn is(&self, other: &Self) -> bool {
         (self.guest, self.size, self.user) == (other.guest, other.size, other.user)
     }
@@ -64,11 +64,11 @@ impl fmt::Display for Region {
     }
 }
 
-/// The regions. Queue workers see changes with their next batch; what they still use stays mapped until then.
+/// The regions. Queue workers see a change with their next batch; regions that they still use stay mapped until then.
 pub(super) struct SharedMemory {
     map: GuestMemoryAtomic<GuestMemoryMmap>,
     regions: Vec<Region>,
-    /// What is mapped, also what was removed while a worker still uses it.
+    /// The mapped regions, including removed ones that a worker still uses.
     guarded: Vec<Guarded<GuestRegionMmap>>,
 }
 
@@ -81,12 +81,12 @@ impl SharedMemory {
         }
     }
 
-    /// The memory in guest physical addresses, as queue workers want it.
+    /// The memory by guest physical address, for queue workers.
     pub(super) fn guest(&self) -> GuestMemoryAtomic<GuestMemoryMmap> {
         self.map.clone()
     }
 
-    /// SET_MEM_TABLE: these regions instead of all others.
+    /// SET_MEM_TABLE: replaces all regions with these.
     pub(super) fn replace(&mut self, regions: &[Region], files: Vec<File>) -> Outcome<()> {
         if regions.len() > MAX_REGIONS {
             return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
@@ -131,11 +131,11 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Where an address of the front-end's lies for its guest.
+    /// The guest physical address of an address in the front-end.
     pub(super) fn guest_address(&self, user: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| {
             let offset = user.checked_sub(region.user)?;
-            // Regions that would wrap were refused when they came.
+            // The sum does not overflow: regions that would wrap were refused.
             (offset < region.size).then(|| region.guest + offset)
         })
     }
@@ -146,7 +146,7 @@ impl SharedMemory {
     }
 
     fn publish(&mut self, table: GuestMemoryMmap) {
-        // Nothing that holds the lock can panic half-way.
+        // No code that holds the lock can panic half-way.
         self.map
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -161,10 +161,10 @@ impl SharedMemory {
     }
 }
 
-/// The length of a file of which `size` bytes from `offset` on are to be mapped. It has to be in memory (a memfd, tmpfs,
-/// hugetlbfs), or on a file system that is on a block device: one of the front-end's, in user space or on a network, could keep
-/// whoever touches a page of it. Of huge pages it has to be whole ones: nothing could be put in the place of a part, should the
-/// file be cut off.
+/// The length of a file, if `size` bytes of it from `offset` on may be mapped. The file must be in memory (a memfd,
+/// tmpfs, hugetlbfs) or on a block device's file system. A file system in user space or on a network, which the
+/// front-end may control, could block any thread that touches a page. In hugetlbfs the range must be whole huge pages:
+/// the SIGBUS handler cannot replace a part of a huge page, should the file be truncated.
 pub(super) fn mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
     if fcntl_get_seals(file).is_ok() {
         let told = fstatfs(file)?;
@@ -177,7 +177,7 @@ pub(super) fn mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
         }
         return Ok(file.metadata()?.len());
     }
-    // Answered from what the kernel knows, whatever the file system.
+    // With STATX_DONT_SYNC the kernel answers from its own cache, whatever the file system.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let told = statx(file, c"", flags, StatxFlags::TYPE | StatxFlags::SIZE)?;
     let regular = FileType::from_raw_mode(told.stx_mode.into()).is_file();
@@ -189,7 +189,7 @@ pub(super) fn mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
     }
 }
 
-/// Maps a region, if its file is as long as it says: an access behind the end of a file is a SIGBUS.
+/// Maps a region, if its file reaches to the region's end: an access behind the end of a file is a SIGBUS.
 fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
     let failed = |what: &dyn fmt::Display| refused(format!("{region}: {what}"));
     let (offset, size) = (region.offset, region.size);

@@ -1,4 +1,4 @@
-//! Messages on the socket: a header, a payload, and descriptors beside them.
+//! Messages on the socket: a header, a payload, and descriptors as ancillary data.
 //!
 //! ```text
 //!  request u32 │ flags u32: version 1, REPLY 4, NEED_REPLY 8 │ size u32 │ payload, native byte order
@@ -25,16 +25,16 @@ const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// Longest payload that is taken: a memory table of 32 regions, a configuration space with its header.
+/// Longest accepted payload in bytes: a memory table of 32 regions, or a configuration space with its header, fits.
 const MAX_PAYLOAD: usize = 4096;
 /// Most descriptors that come with one message.
 const MAX_FILES: usize = 32;
 
-/// What a front-end asks for.
+/// A message from the front-end.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) request: u32,
-    /// Whether it waits for an acknowledgement, if REPLY_ACK was negotiated.
+    /// Whether the front-end waits for an acknowledgement, if REPLY_ACK was negotiated.
     pub(super) need_reply: bool,
     pub(super) payload: Vec<u8>,
     pub(super) files: Vec<File>,
@@ -76,7 +76,7 @@ impl Message {
     }
 }
 
-/// A front-end's socket. Non-blocking; whoever waits for it waits for the end of the server too.
+/// A front-end's socket, non-blocking. A wait on it also ends when the server stops.
 pub(super) struct Channel<'a> {
     socket: BorrowedFd<'a>,
     waiter: &'a mut Waiter<Wish>,
@@ -88,12 +88,12 @@ impl<'a> Channel<'a> {
         Ok(Self { socket, waiter })
     }
 
-    /// Waits for a wish, or for `None`: a message.
+    /// Waits for a message from the owner; `None`: a message from the front-end has arrived.
     pub(super) fn wait_for_message(&mut self) -> Outcome<Option<Wish>> {
         next(self.waiter, self.socket)
     }
 
-    /// The next message.
+    /// Receives the front-end's next message.
     pub(super) fn receive(&mut self) -> Outcome<Message> {
         let mut header = [0; HEADER];
         let mut files = Vec::new();
@@ -119,7 +119,7 @@ impl<'a> Channel<'a> {
         })
     }
 
-    /// Reads until `bytes` is full. `first`: a message begins here, so it may be missing.
+    /// Reads until `bytes` is full. `first`: a message begins here, so the end of the stream is no error.
     fn fill(&mut self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
         let mut done = 0;
         while done < bytes.len() {
@@ -189,7 +189,7 @@ impl<'a> Channel<'a> {
         Ok(())
     }
 
-    /// Waits in the middle of a message. Wishes have to wait too.
+    /// Waits in the middle of a message. The owner's messages are left for later.
     fn wait(&mut self, what: EventSet) -> Outcome<()> {
         loop {
             match self.waiter.wait(self.socket, what, None)? {
@@ -201,7 +201,7 @@ impl<'a> Channel<'a> {
     }
 }
 
-/// Waits for a wish, or for `None`: something can be read from `fd`, which is watched.
+/// Waits for a message from the owner; `None`: `fd`, which is watched, has become readable.
 pub(super) fn next(waiter: &mut Waiter<Wish>, fd: impl AsFd) -> Outcome<Option<Wish>> {
     loop {
         if let Some(wish) = waiter.message() {
@@ -221,8 +221,8 @@ impl Drop for Channel<'_> {
     }
 }
 
-/// Sends a request without payload to a front-end, on the channel that it has given for them. Waits for nobody: a
-/// front-end that does not look there misses it.
+/// Sends a request without payload to a front-end, on the channel that it has given for requests. Never waits: a
+/// front-end whose socket buffer is full misses the request.
 pub(super) fn send_to_front_end(channel: &File, request: u32) -> Result<(), Errno> {
     let mut bytes = [0; HEADER];
     for (at, field) in [(0, request), (4, VERSION), (8, 0)] {

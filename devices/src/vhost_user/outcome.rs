@@ -1,13 +1,13 @@
-//! How what a front-end wants ends.
+//! The result of handling a front-end's message, and why a connection ends.
 
 /// Why a connection ends.
 #[derive(Debug)]
 pub(super) enum Ended {
     /// The front-end has left, or the server stops.
     Gone,
-    /// The front-end does what it must not: told in one line.
+    /// The front-end broke the protocol; one line says how.
     Refused(String),
-    /// The system refuses.
+    /// A system call failed.
     System(std::io::Error),
 }
 
@@ -23,10 +23,10 @@ impl From<rustix::io::Errno> for Ended {
     }
 }
 
-/// The outcome of something that a front-end wants.
+/// The result of handling a front-end's message.
 pub(super) type Outcome<T> = Result<T, Ended>;
 
-/// The front-end's fault.
+/// An error that is the front-end's fault.
 pub(super) fn refused(what: impl Into<String>) -> Ended {
     Ended::Refused(what.into())
 }

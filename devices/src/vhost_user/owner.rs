@@ -1,4 +1,4 @@
-//! What the owner of a disk wants of the thread that serves it: sent here, done there between two messages.
+//! Messages from a disk's owner to the thread that serves the disk. The thread handles them between front-end messages.
 
 use std::io;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use crate::control::{CacheSwitch, DeviceControl};
 use crate::event_loop::Remote;
 use crate::listen::Waited;
 
-/// How long a front-end may keep the thread from resting: only one that stops in the middle of a message, or does not read
-/// its replies, does so at all.
+/// How long a front-end may delay a pause. Only a front-end that stops in the middle of a message, or does not read its
+/// replies, delays it at all.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is wanted.
+/// A message from the owner.
 #[derive(Debug)]
 pub(super) enum Wish {
     /// The configuration space may have changed.
     Announce,
-    /// No ring is to run; and who is told when none does.
+    /// All rings must stop; the thread reports on this channel when they have.
     Rest(Sender<()>),
-    /// Rings may run.
+    /// Rings may run again.
     Resume,
 }
 
-/// The disk in use, for its owner.
+/// The control handle of a disk in use, for its owner.
 pub(super) struct ServiceControl {
     pub(super) thread: Remote<Waited, Wish>,
     pub(super) cache: Arc<CacheSwitch>,

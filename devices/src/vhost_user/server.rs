@@ -1,4 +1,4 @@
-//! Listeners: a thread each, one front-end at a time.
+//! Listeners: each has a thread, which serves one front-end at a time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,7 +15,7 @@ use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
 use crate::listen::{Stop, Threads, Waiter, accepted};
 
-/// A socket with the disk that is to be had there.
+/// A listening socket and the disk that it offers.
 pub struct Service {
     listener: UnixListener,
     device: VirtioBlock,
@@ -26,8 +26,8 @@ pub struct Service {
 }
 
 impl Service {
-    /// `device` for front-ends that come in at `listener`. One is served at a time; the next waits until it has gone.
-    /// `name` is what the disk is called in messages.
+    /// Offers `device` to front-ends that connect to `listener`. One is served at a time; the next waits until it has
+    /// left. Log messages call the disk `name`.
     ///
     /// # Errors
     /// If the system refuses a descriptor, or has no way to signal a front-end without waiting for it.
@@ -43,7 +43,7 @@ impl Service {
         })
     }
 
-    /// The disk in use, for its owner.
+    /// A handle with which the owner controls the disk while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
             thread: self.waiter.remote(),
@@ -82,7 +82,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Accepts nobody more, answers what is in flight, and returns when every front-end is disconnected.
+    /// Stops accepting front-ends, answers the requests in flight, and returns when every front-end is disconnected.
     pub fn stop(self) {
         drop(self);
     }
@@ -97,17 +97,17 @@ impl Drop for Server {
 impl Service {
     /// Serves one front-end after the other until the server stops.
     fn listen(&mut self) -> Outcome<()> {
-        // The owner wants no ring to run.
+        // Whether the owner has paused the disk.
         let mut resting = false;
         self.waiter.watch(&self.listener)?;
         loop {
             if let Some(wish) = next(&mut self.waiter, &self.listener)? {
                 match wish {
-                    // Whoever comes reads the configuration as it is then.
+                    // No front-end is connected; the next one reads the current configuration.
                     Wish::Announce => drop(self.device.refresh_capacity()),
                     Wish::Rest(rests) => {
                         resting = true;
-                        // Who has lost patience does not wait for it.
+                        // The send fails if the owner has stopped waiting.
                         let _ = rests.send(());
                     }
                     Wish::Resume => resting = false,
@@ -122,7 +122,7 @@ impl Service {
             let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
                 continue;
             };
-            // Others wait until it has gone.
+            // Other front-ends wait in the backlog until this one has left.
             self.waiter.unwatch(&self.listener);
             match self.serve(stream.as_fd(), &mut resting) {
                 Ok(()) | Err(Ended::Gone) => {}
@@ -143,7 +143,7 @@ impl Service {
     fn serve(&mut self, socket: BorrowedFd<'_>, resting: &mut bool) -> Outcome<()> {
         let mut channel = Channel::new(socket, &mut self.waiter)?;
         let mut session = Session::new(&self.device, &self.bell);
-        // What was wanted before it came.
+        // Applies the owner's messages from before this front-end connected.
         self.device.refresh_capacity();
         session.set_resting(*resting)?;
         loop {

@@ -1,4 +1,4 @@
-//! One front-end's connection: what its messages say, and what they set going.
+//! One front-end's connection: handles its messages, and starts and stops its rings.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use super::vring::{Vring, doorbell};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
 use crate::status::{DRIVER_OK, DeviceStatus};
 
-/// Feature bit 30, the transport's: the front-end knows protocol features, and enables rings itself.
+/// Feature bit 30, VHOST_USER_F_PROTOCOL_FEATURES: the front-end knows protocol features, and enables rings itself.
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 
 // Protocol features, by bit.
 const MQ: u64 = 1 << 0;
 const REPLY_ACK: u64 = 1 << 3;
-/// A channel for requests of the back-end: a changed configuration. User-mode Linux gets no interrupt without it.
+/// A channel on which the back-end reports a changed configuration. User-mode Linux gets no interrupt without it.
 const BACKEND_REQ: u64 = 1 << 5;
 const CONFIG: u64 = 1 << 9;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
@@ -27,7 +27,7 @@ const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const OFFERED_PROTOCOL: u64 =
     MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
 
-/// Requests of a front-end, those that a back-end of a disk has to know.
+/// The front-end requests that a disk's back-end must know.
 mod request {
     pub(super) const GET_FEATURES: u32 = 1;
     pub(super) const SET_FEATURES: u32 = 2;
@@ -58,19 +58,19 @@ mod request {
 
 /// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the one request of this back-end.
 const CONFIG_CHANGE: u32 = 2;
-/// Length of the header in front of a piece of the configuration space.
+/// Length of the header before a piece of the configuration space, in bytes.
 const CONFIG_HEADER: usize = 12;
-/// Where the configuration space begins for front-ends with rust-vmm's crate, Cloud Hypervisor for one: where it does on
-/// MMIO. A disk has no field there.
+/// Start of the configuration space for front-ends that use rust-vmm's crate, such as Cloud Hypervisor: the offset that
+/// it has on MMIO. A disk has no field there.
 const MMIO_CONFIG: u32 = 0x100;
 /// Longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
 const MAX_CONFIG: u32 = 256;
-/// In a message with a ring's descriptor: there is none.
+/// Flag in a message about a ring's descriptor: no descriptor comes with it.
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
-/// What answers a message.
+/// The answer to a message.
 enum Answer {
-    /// Nothing but an acknowledgement, if it was asked for.
+    /// No payload; an acknowledgement if the front-end asked for one.
     Done,
     /// A payload.
     Payload(Vec<u8>),
@@ -92,11 +92,11 @@ pub(super) struct Session<'a> {
     features: Option<Features>,
     protocol: u64,
     rings: Vec<Vring>,
-    /// Where chains in flight are recorded.
+    /// The area that records the chains in flight.
     inflight: Option<InflightArea>,
-    /// Where requests to the front-end go; open as long as it listens there.
+    /// The channel for requests to the front-end, if it has given one.
     backend_requests: Option<File>,
-    /// The owner wants no ring to run.
+    /// The owner has paused the disk: no ring may run.
     resting: bool,
 }
 
@@ -123,7 +123,7 @@ impl<'a> Session<'a> {
             .ok_or_else(|| refused(format!("ring {index}: there are {count}, numbered from 0")))
     }
 
-    /// A ring whose set-up may be changed: one that does not run.
+    /// The ring `index`, if it does not run, so that its set-up may be changed.
     fn resting(&mut self, index: u32) -> Outcome<&mut Vring> {
         let ring = self.ring(index)?;
         match ring.worker {
@@ -132,7 +132,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Starts a ring as soon as it has everything that it needs.
+    /// Starts a ring if it has everything that it needs.
     fn start(&mut self, index: u32) -> Outcome<()> {
         let (features, resting) = (self.features, self.resting);
         let enabled_at_once = features.is_none_or(|features| features.0 & PROTOCOL_FEATURES == 0);
@@ -161,7 +161,7 @@ impl<'a> Session<'a> {
             None => None,
         };
         let start = QueueStart {
-            // There are at most 256.
+            // It fits: there are at most 256 rings.
             index: index as u16,
             setup: QueueSetup {
                 size,
@@ -185,7 +185,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Drains all rings and starts none, or starts those again that are to run.
+    /// `true`: drains all rings and lets none start. `false`: starts the rings that are ready to run.
     pub(super) fn set_resting(&mut self, resting: bool) -> Outcome<()> {
         if std::mem::replace(&mut self.resting, resting) == resting {
             return Ok(());
@@ -197,7 +197,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The disk may be longer: tells the front-end, if it wants to know.
+    /// Takes over the disk's new capacity, and notifies the front-end if it has negotiated that.
     pub(super) fn capacity_changed(&mut self) {
         let wanted = self.protocol & CONFIG != 0 && self.protocol & BACKEND_REQ != 0;
         let changed = self.device.refresh_capacity();
@@ -268,7 +268,7 @@ impl Session<'_> {
                 | request::SET_BACKEND_REQ_FD
                 | request::SET_INFLIGHT_FD
                 | request::ADD_MEM_REG
-                // Must be closed unused: front-ends have sent one by mistake.
+                // REM_MEM_REG's descriptor is closed unused: some front-ends send one by mistake.
                 | request::REM_MEM_REG
         );
         if !message.files.is_empty() && !descriptor {
@@ -323,7 +323,7 @@ impl Session<'_> {
             request::ADD_MEM_REG => {
                 let file = message.file()?;
                 let file = file.ok_or_else(|| refused("a memory region without a descriptor"))?;
-                // A field of padding comes first.
+                // Eight bytes of padding come first.
                 self.memory.add(&Region::read(message, 8)?, file)?;
             }
             request::REM_MEM_REG => self.memory.remove(&Region::read(message, 8)?)?,
@@ -361,13 +361,13 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// What is left of this old message: all rings are disabled.
+    /// This deprecated message only disables all rings.
     fn reset_owner(&mut self) {
         self.pause();
         self.rings.iter_mut().for_each(|ring| ring.enabled = false);
     }
 
-    /// Everything but the memory and the protocol is as it was at first.
+    /// Returns everything but the memory and the protocol features to its initial state.
     fn reset(&mut self) {
         self.pause();
         self.rings = rings(self.device, self.bell);
@@ -384,7 +384,7 @@ impl Session<'_> {
                 "{count} memory regions with {files} descriptors"
             )));
         }
-        // The message may be longer: user-mode Linux always leaves room for two.
+        // The message may be longer than the table: user-mode Linux always leaves room for two regions.
         let regions: Vec<Region> = (0..count)
             .map(|index| Region::read(message, 8 + index * REGION_BYTES))
             .collect::<Outcome<_>>()?;
@@ -411,7 +411,7 @@ impl Session<'_> {
         let (descriptors, used, available) = (message.u64(8)?, message.u64(16)?, message.u64(24)?);
         let addresses = Some([descriptors, available, used]);
         let ring = self.ring(index)?;
-        // A front-end may repeat itself while the ring runs.
+        // A front-end may send the same addresses again while the ring runs.
         if ring.worker.is_some() && ring.addresses != addresses {
             return Err(refused(format!("ring {index} is moved while it runs")));
         }
@@ -426,7 +426,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Stops the ring: it is drained, and starts again with its next kick descriptor.
+    /// Drains and stops a ring. It starts again with its next kick descriptor.
     fn stop_ring(&mut self, index: u32) -> Outcome<Answer> {
         let ring = self.ring(index)?;
         ring.pause();
@@ -479,13 +479,13 @@ impl Session<'_> {
     }
 }
 
-/// Where in the configuration space a message reads or writes.
+/// The offset in the configuration space that a message reads or writes.
 fn config_offset(message: &Message) -> Outcome<u64> {
     let offset = message.u32(0)?;
     Ok(offset.checked_sub(MMIO_CONFIG).unwrap_or(offset).into())
 }
 
-/// The ring that a message is about, and the descriptor that it brings.
+/// The ring that a message names, and the descriptor that comes with it.
 fn ring_descriptor(message: &mut Message) -> Outcome<(u32, Option<File>)> {
     let value = message.u64(0)?;
     let file = message.file()?;

@@ -1,16 +1,16 @@
-//! What a back-end rings to tell a front-end of something, without ever waiting for it.
+//! Signals from the back-end to a front-end, sent without ever waiting for the front-end.
 //!
-//! A front-end keeps the file description of what it gives. It can clear O_NONBLOCK and fill a counter or a pipe at any
-//! moment, so a look whether there is room says nothing about the write that follows, and threads that serve a ring serve
-//! rings of other front-ends too. So nothing is written to such a descriptor by them:
+//! A front-end shares the open file description of a descriptor that it passes. It can clear O_NONBLOCK and fill a
+//! counter or a pipe at any moment, so a check for room guarantees nothing about the write that follows. A thread that
+//! serves a ring also serves rings of other front-ends, so it never writes to such a descriptor:
 //!
 //! ```text
-//!   event descriptor: io_submit of a read that ends at once, with the descriptor as what the kernel signals then (IOCB_FLAG_RESFD)
-//!   pipe or socket:   a thread of its own, which may wait for ever, and for which nobody waits
+//!   event descriptor: io_submit of a read that ends at once; the kernel then signals the descriptor (IOCB_FLAG_RESFD)
+//!   pipe or socket:   a thread of its own, which may block for ever, and for which no other thread waits
 //! ```
-//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full one full. A pipe's mutex is held while its
-//! reader's memory is filled, which the reader can draw out. User-mode Linux gives a pair of sockets, all others event
-//! descriptors.
+//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full counter as it is. For a pipe it holds
+//! a mutex while it copies to the reader's memory, and the reader can make that last. User-mode Linux passes one end of
+//! a socket pair, all other front-ends pass event descriptors.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,13 +24,13 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::outcome::{Outcome, refused};
 
-/// Signals that the kernel keeps the ends of until they are taken.
+/// Most completions of signals that the kernel keeps until [`Bell::take_ends`] takes them.
 const ENDS: usize = 64;
-/// Most threads that write to pipes of one disk's front-ends, those of earlier ones that never came back included.
+/// Most threads that write to pipes of one disk's front-ends. Threads blocked on pipes of earlier front-ends count too.
 const MOST_PIPES: usize = 512;
 
-/// What an open file is, as the kernel names it: that asks nobody who may not answer, as a file system of the front-end's
-/// would.
+/// The kernel's name for an open file. Unlike a stat, it needs no answer from a file system, which may be the
+/// front-end's own.
 fn kind(file: &File) -> Outcome<String> {
     let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let link =
@@ -43,18 +43,18 @@ pub(super) fn is_event(file: &File) -> Outcome<bool> {
     Ok(kind(file)? == "anon_inode:[eventfd]")
 }
 
-/// A way to add 1 to event descriptors of others that never waits.
+/// Adds 1 to event descriptors of front-ends, and never waits.
 pub(super) struct Bell {
     context: libc::c_ulong,
-    /// What is read: nothing, of an empty file.
+    /// An empty file, the target of the reads.
     nothing: OwnedFd,
-    /// Threads that write to pipes.
+    /// The number of threads that write to pipes.
     pipes: Arc<AtomicUsize>,
 }
 
 impl Bell {
     /// # Errors
-    /// If the system refuses.
+    /// If the system refuses a descriptor or an AIO context.
     pub(super) fn new() -> io::Result<Self> {
         let nothing = memfd_create("nothing", MemfdFlags::CLOEXEC)?;
         let mut context: libc::c_ulong = 0;
@@ -76,7 +76,7 @@ impl Bell {
         })
     }
 
-    /// Adds 1 to `event`; whether that was done.
+    /// Adds 1 to `event`; returns whether that succeeded.
     fn ring(&self, event: &File) -> bool {
         // SAFETY: all of its fields are integers.
         let mut block: libc::iocb = unsafe { std::mem::zeroed() };
@@ -93,7 +93,7 @@ impl Bell {
             if submitted == 1 {
                 return true;
             }
-            // The ends of earlier ones have filled their room.
+            // EAGAIN: completions of earlier signals fill the context, so they are taken out first.
             let full = io::Error::last_os_error().raw_os_error() == Some(libc::EAGAIN);
             if !full || !self.take_ends() {
                 return false;
@@ -101,14 +101,14 @@ impl Bell {
         }
     }
 
-    /// Makes room; whether there is any.
+    /// Takes completions out of the context; returns whether there were any.
     fn take_ends(&self) -> bool {
         let mut ends = [[0_u64; 4]; ENDS];
         let now = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: an end (struct io_event) is four numbers of 64 bits, and there is room for as many as are asked for.
+        // SAFETY: a completion (struct io_event) is four numbers of 64 bits, and there is room for ENDS of them.
         let taken = unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -129,21 +129,21 @@ const IOCB_FLAG_RESFD: u32 = 1;
 
 impl Drop for Bell {
     fn drop(&mut self) {
-        // SAFETY: the context is this value's, and nothing of it is in flight.
+        // SAFETY: the context belongs to this value, and nothing in it is in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
 
-/// A descriptor of a front-end's that is rung.
+/// A descriptor of a front-end that the back-end signals.
 pub(super) enum Signal {
     /// An event descriptor.
     Event(File),
-    /// A pipe or a socket: who writes to it.
+    /// A pipe or a socket: the channel to the thread that writes to it.
     Pipe(SyncSender<()>),
 }
 
 impl Signal {
-    /// Takes a descriptor that is to be rung.
+    /// Takes a descriptor to signal.
     pub(super) fn new(file: File, bell: &Bell) -> Outcome<Self> {
         let kind = kind(&file)?;
         match kind.as_str() {
@@ -157,7 +157,7 @@ impl Signal {
         }
     }
 
-    /// Rings it; whether that was done. What has been rung and not been looked at need not be rung again.
+    /// Signals the front-end; returns whether that succeeded. A signal that the pipe's thread has yet to write is enough.
     pub(super) fn ring(&self, bell: &Bell) -> bool {
         match self {
             Self::Event(event) => bell.ring(event),
@@ -168,7 +168,7 @@ impl Signal {
     }
 }
 
-/// Starts the thread that writes to a pipe or a socket until nobody wants it any more.
+/// Starts the thread that writes to a pipe or a socket until its [`Signal`] is dropped.
 fn pipe(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
     let place = Place::take(pipes).ok_or_else(|| {
         refused(format!(
@@ -181,14 +181,14 @@ fn pipe(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
         .spawn(move || {
             let _place = place;
             for () in rung {
-                // Whatever is wrong with it: whoever reads it misses something.
+                // If the write fails, the pipe's reader misses the signal.
                 let _ = rustix::io::write(file.as_fd(), &1_u64.to_ne_bytes());
             }
         })?;
     Ok(Signal::Pipe(ring))
 }
 
-/// One of the threads that write to pipes.
+/// One thread counted against [`MOST_PIPES`], until this is dropped.
 struct Place(Arc<AtomicUsize>);
 
 impl Place {

@@ -1,4 +1,4 @@
-//! One ring as a front-end sets it up, and the descriptors that go with it.
+//! One ring as a front-end sets it up, and its event descriptors.
 
 use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd};
@@ -20,13 +20,13 @@ pub(super) struct Vring {
     pub(super) addresses: Option<[u64; 3]>,
     /// Index of the next available chain while the ring does not run.
     pub(super) next_available: u16,
-    /// What the front-end rings; without it the ring is stopped.
+    /// The descriptor that the front-end signals for new chains; without it the ring is stopped.
     pub(super) kick: Option<EventFd>,
-    /// SET_VRING_ENABLE.
+    /// The state set by SET_VRING_ENABLE.
     pub(super) enabled: bool,
-    /// How the front-end is told.
+    /// The descriptors with which to signal the front-end.
     pub(super) signals: Arc<Signals>,
-    /// Who serves the ring.
+    /// The worker that serves the ring while it runs.
     pub(super) worker: Option<Worker>,
 }
 
@@ -48,7 +48,7 @@ impl Vring {
         }
     }
 
-    /// Drains the ring: what was taken is answered, the rest stays available.
+    /// Drains the ring: chains that the worker has taken are completed, the rest stay available.
     pub(super) fn pause(&mut self) {
         if let Some(worker) = self.worker.take() {
             self.next_available = worker.stop().unwrap_or(self.next_available);
@@ -56,7 +56,7 @@ impl Vring {
     }
 }
 
-/// The descriptors with which a front-end is told of used chains and of errors.
+/// The descriptors that signal used chains and errors to a front-end.
 pub(super) struct Signals {
     call: Mutex<Option<Signal>>,
     error: Mutex<Option<Signal>>,
@@ -72,7 +72,7 @@ impl Signals {
         Ok(())
     }
 
-    /// Rings for whatever may have been used while nobody could be told, perhaps by the back-end before this one.
+    /// Signals used chains: some may have been used without a call descriptor, or by the previous back-end.
     pub(super) fn remind(&self) {
         self.ring(&self.call);
     }
@@ -84,7 +84,7 @@ impl Signals {
 
     fn set(&self, signal: &Mutex<Option<Signal>>, file: Option<File>) -> Outcome<()> {
         let new = file.map(|file| Signal::new(file, &self.bell)).transpose()?;
-        // Closed when the lock is free again.
+        // The old signal is dropped after the lock is released.
         let _old = std::mem::replace(&mut *lock(signal), new);
         Ok(())
     }
@@ -104,7 +104,7 @@ impl Interrupt for Signals {
         }
     }
 
-    /// The ring is broken.
+    /// Signals that the ring is broken.
     fn config(&self) {
         self.ring(&self.error);
     }
@@ -116,8 +116,8 @@ fn lock(signal: &Mutex<Option<Signal>>) -> MutexGuard<'_, Option<Signal>> {
     signal.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes a descriptor that a worker is to wait for. It must be an event descriptor: the end of a pipe, say, would wake
-/// the worker for ever, and a file system of the front-end's could keep whoever asks it.
+/// Takes a descriptor for a worker to wait on. It must be an event descriptor: the end of a pipe, for example, would
+/// wake the worker for ever, and a file on a file system of the front-end could block any thread that uses it.
 pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
     match is_event(&file)? {
         // SAFETY: `file` gives its descriptor away, and nothing else owns it.
