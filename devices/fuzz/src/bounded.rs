@@ -3,17 +3,17 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The system's allocator, refusing what an unchecked length would ask for: one allocation of more than `LONGEST` bytes,
-/// or more than `MOST` at a time.
+/// The system's allocator, which aborts on what an unchecked length would ask for: one allocation of more than
+/// `LONGEST` bytes, or more than `MOST` bytes at a time.
 pub struct Bounded<const LONGEST: usize, const MOST: usize>;
 
-/// Bounds for a device over a disk of 32 KiB, so that no request may cost more. A RAM disk's chunk, the inputs and the
+/// Bounds for a device over a disk of 32 KiB: no request may need more memory. A RAM disk's chunk, the inputs and the
 /// copies of guest memory are 64 KiB; queues have 16 descriptors.
 pub type DeviceBounds = Bounded<{ 128 << 10 }, { 2 << 20 }>;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is passed on to the system's allocator, whose promises these are.
+// SAFETY: every call is passed on to the system's allocator, which keeps the promises of this trait.
 unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc for Bounded<LONGEST, MOST> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::account(layout.size(), 0);
@@ -41,7 +41,7 @@ unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc for Bounded<LON
 }
 
 impl<const LONGEST: usize, const MOST: usize> Bounded<LONGEST, MOST> {
-    /// Ends the process if it is too much: libFuzzer then keeps the input.
+    /// Aborts the process if an allocation exceeds a bound: libFuzzer then keeps the input.
     fn account(more: usize, less: usize) {
         let before = ALLOCATED.fetch_add(more, Ordering::Relaxed);
         ALLOCATED.fetch_sub(less, Ordering::Relaxed);

@@ -1,10 +1,10 @@
-//! How a driver does it right, over either transport.
+//! A correct driver, over either transport.
 
 use crate::guest::{Guest, QUEUE_SIZE, QUEUES, SECTOR, buffers, rings};
 use crate::input::Input;
 use crate::registers::{FEATURES_OK, Register};
 
-/// A device's registers, reached as its transport wants it.
+/// A device's registers, accessed in the way of its transport.
 pub trait Bus {
     /// The driver's memory.
     fn guest(&mut self) -> &mut Guest;
@@ -19,7 +19,8 @@ pub trait Bus {
 /// ACKNOWLEDGE and DRIVER; those and FEATURES_OK; those and DRIVER_OK.
 const STATUS: [u32; 3] = [3, 11, 15];
 
-/// Reset to DRIVER_OK with these of the features that are offered, and queues of this size (virtio 1.2, 3.1.1).
+/// Takes the device from reset to DRIVER_OK, with the offered features among `wanted` and queues of `size` descriptors
+/// (virtio 1.2, 3.1.1).
 pub fn start(bus: &mut impl Bus, wanted: u64, size: u16) {
     let [found, accepted, live] = STATUS;
     bus.set(Register::Status, 0);
@@ -50,7 +51,7 @@ pub fn set_up_queue(bus: &mut impl Bus, queue: u16, size: u16) {
     bus.set(Register::Ready, 1);
 }
 
-/// A request of the input's choice; nobody waits for it.
+/// Submits a request of the input's choice, and does not wait for it.
 pub fn request(bus: &mut impl Bus, input: &mut Input) {
     let queue = u16::from(input.byte()) % QUEUES;
     let size = input.of(&[QUEUE_SIZE, 8, 4]);
@@ -72,7 +73,7 @@ pub fn request(bus: &mut impl Bus, input: &mut Input) {
     bus.notify(queue);
 }
 
-/// After whatever happened, a device that is reset works: each queue writes a sector and reads it.
+/// Checks that the device works after a reset, whatever its state was: each queue writes a sector and reads it back.
 pub fn finish(bus: &mut impl Bus) {
     bus.set(Register::Status, 0);
     assert_eq!(bus.get(Register::Status), 0, "the device does not reset");
@@ -91,7 +92,7 @@ pub fn finish(bus: &mut impl Bus) {
             bus.guest()
                 .offer(queue, QUEUE_SIZE, kind, queue.into(), SECTOR as u32);
             bus.notify(queue);
-            // A hang is libFuzzer's to find.
+            // libFuzzer's timeout finds a hang.
             while !bus.guest().all_used(queue) {
                 std::thread::yield_now();
             }
@@ -102,7 +103,7 @@ pub fn finish(bus: &mut impl Bus) {
     bus.set(Register::Status, 0);
 }
 
-/// A write of a register as a driver does it, in any order and with any value.
+/// Writes a register with its proper width, in any order and with any value.
 pub fn any_register(bus: &mut impl Bus, input: &mut Input) {
     let register = match input.byte() % 12 {
         0 => Register::DeviceSelect,
@@ -124,7 +125,7 @@ pub fn any_register(bus: &mut impl Bus, input: &mut Input) {
     bus.set(register, value);
 }
 
-/// A value of the input's choice: one that means something, or any.
+/// A value of the input's choice: one with a meaning, or any.
 pub fn value(input: &mut Input) -> u32 {
     const TELLING: [u32; 28] = [
         0,
@@ -163,7 +164,7 @@ pub fn value(input: &mut Input) -> u32 {
     }
 }
 
-/// Any bytes at any place of the memory.
+/// Writes any bytes near the start of the memory, where the rings are.
 pub fn scribble(guest: &mut Guest, input: &mut Input) {
     guest.forget_quiet();
     let at = u64::from(u16::from_le_bytes(input.bytes())) & 0xfff;
@@ -172,11 +173,11 @@ pub fn scribble(guest: &mut Guest, input: &mut Input) {
     guest.write(at, &bytes);
 }
 
-/// The features that a driver may want.
+/// Features for a driver to accept.
 pub fn features(input: &mut Input) -> u64 {
     match input.byte() {
         0 => u64::MAX,
-        // Only VERSION_1; without FLUSH, CONFIG_WCE; without RING_RESET.
+        // Only VERSION_1; without FLUSH; without RING_RESET; without EVENT_IDX.
         1 => 1 << 32,
         2 => !(1 << 9),
         3 => !(1 << 40),

@@ -1,4 +1,4 @@
-//! A guest's memory, where its driver keeps things in it, and the device that it drives.
+//! A guest's memory, the places of rings and buffers in it, and the device under test.
 
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering;
@@ -12,9 +12,9 @@ use walvisor_devices::block::{BlockConfig, VirtioBlock};
 
 /// Bytes of memory, from address 0 on.
 pub const MEMORY: usize = 64 << 10;
-/// Queues of the device.
+/// Number of the device's queues.
 pub const QUEUES: u16 = 2;
-/// Their largest size.
+/// Largest size of a queue, in descriptors.
 pub const QUEUE_SIZE: u16 = 16;
 /// A device with these queues over a RAM disk of 64 sectors.
 pub fn device(writeback: bool) -> VirtioBlock {
@@ -23,7 +23,7 @@ pub fn device(writeback: bool) -> VirtioBlock {
     device_over(Arc::new(disk))
 }
 
-/// The same over another disk.
+/// The same device over another disk.
 pub fn device_over(disk: Arc<dyn Backend>) -> VirtioBlock {
     let config = BlockConfig {
         queues: QUEUES,
@@ -36,12 +36,12 @@ pub fn device_over(disk: Arc<dyn Backend>) -> VirtioBlock {
 /// Bytes in a sector.
 pub const SECTOR: usize = 512;
 
-/// The memory has two regions side by side, so that buffers and rings lie across them.
+/// The memory has two adjacent regions, so that buffers can cross the border between them.
 const REGION: usize = MEMORY / 2;
-/// Pages around each region that end the process when touched.
+/// Bytes of guard pages before and after each region. An access to them ends the process.
 const GUARD: usize = 64 << 10;
 
-/// All inputs have the same memory, one after the other.
+/// The memory, which all inputs use one after the other.
 static REGIONS: LazyLock<Arc<GuestMemoryMmap>> = LazyLock::new(|| {
     let regions = [0, REGION].map(|start| {
         GuestRegionMmap::new(guarded_region(), GuestAddress(start as u64)).expect("addresses")
@@ -56,7 +56,7 @@ fn guarded_region() -> MmapRegion {
         .expect("address space");
     let start = start.cast::<u8>().wrapping_add(GUARD);
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: pages of the mapping above, which nobody uses yet.
+    // SAFETY: pages of the mapping above, which no other code uses yet.
     unsafe {
         mprotect(
             start.cast(),
@@ -66,27 +66,27 @@ fn guarded_region() -> MmapRegion {
     }
     .expect("memory");
     let (access, kind) = (access.bits() as i32, MapFlags::PRIVATE.bits() as i32);
-    // SAFETY: these pages are mapped as said for as long as the process lives, and are nobody else's.
+    // SAFETY: these pages stay mapped with this access for as long as the process lives, and no other code uses them.
     unsafe { MmapRegion::build_raw(start, REGION, access, kind) }.expect("a region")
 }
 
-/// Descriptor table, available ring and used ring of a queue, as its driver has them when it does things right.
+/// Addresses of a queue's descriptor table, available ring and used ring, as a correct driver sets them.
 pub fn rings(queue: u16) -> [u64; 3] {
     [0x100, 0x300, 0x400].map(|at| at + u64::from(queue) * 0x800)
 }
 
-/// Where the header of a queue's request is, its data, and its status.
+/// Addresses of the header, data and status of a queue's request.
 pub fn buffers(queue: u16) -> [u64; 3] {
     [0x2000, 0x2200, 0x2f00].map(|at| at + u64::from(queue) * 0x1000)
 }
 
-/// A guest whose driver is the input.
+/// A guest whose driver the input controls.
 pub struct Guest {
-    /// What the device is given.
+    /// The memory that the device gets.
     pub memory: Arc<GuestMemoryMmap>,
     /// The available index of each queue.
     available: [u16; QUEUES as usize],
-    /// The memory as it was when the device had no business in it.
+    /// A copy of the memory, taken while the device was not live. The device must not change memory then.
     quiet: Option<Vec<u8>>,
 }
 
@@ -113,7 +113,7 @@ impl Guest {
         self.memory.write_slice(bytes, at).expect("guest memory");
     }
 
-    /// Reads memory likewise.
+    /// Reads memory as the guest's processor does.
     pub fn read(&self, at: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         let at = GuestAddress(at);
@@ -123,7 +123,7 @@ impl Guest {
         bytes
     }
 
-    /// After each step: a device that is not live has changed nothing, and one that has just been reset from now on.
+    /// Checks after a step that a device that is not live has not changed memory since the last step.
     pub fn check_quiet(&mut self, live: bool) {
         if live {
             self.quiet = None;
@@ -139,12 +139,12 @@ impl Guest {
         self.quiet = Some(now);
     }
 
-    /// The guest is about to change memory itself.
+    /// Drops the copy of the memory, since the guest is about to change memory itself.
     pub fn forget_quiet(&mut self) {
         self.quiet = None;
     }
 
-    /// Empties the rings.
+    /// Zeroes the rings.
     pub fn clear_rings(&mut self) {
         self.forget_quiet();
         self.available = [0; QUEUES as usize];
@@ -182,7 +182,7 @@ impl Guest {
             .expect("guest memory");
     }
 
-    /// Whether the device has used everything.
+    /// Whether the device has used every available chain.
     pub fn all_used(&self, queue: u16) -> bool {
         let at = GuestAddress(rings(queue)[2] + 2);
         let used: u16 = self

@@ -1,15 +1,15 @@
-//! An input as a target reads it: a byte after the other, each a small choice.
+//! A fuzz input, read byte by byte: each byte makes a small choice.
 
-/// What is left of the input; zeroes follow.
+/// The rest of an input. Zeroes follow its last byte.
 pub struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
-    /// All of it.
+    /// Starts at the first byte.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    /// Whether nothing but zeroes follows.
+    /// Whether the input is used up, so that only zeroes follow.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -33,7 +33,7 @@ impl<'a> Input<'a> {
         table[usize::from(self.byte()) % table.len()]
     }
 
-    /// An odd number from `odd`, or what `usual` makes of a byte.
+    /// An edge case from `odd`, or the value that `usual` makes of a byte.
     pub fn pick(&mut self, odd: &[u64], usual: impl Fn(u64) -> u64) -> u64 {
         let byte = self.byte();
         let odd = odd.get(usize::from(!byte));

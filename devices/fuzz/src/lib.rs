@@ -1,12 +1,12 @@
-//! What the fuzz targets of the device share.
+//! Code shared by the fuzz targets of the device.
 //!
 //! ```text
-//!   requests: any chains, one transport, a model of the disk      mmio: any register accesses    pci: any of space and BARs
+//!   requests: any chains, one transport, a model of the disk      mmio: any register accesses    pci: config and BAR access
 //!                                                                    └───── registers.rs: a model of the registers ──┘
-//!                                                                    └───── driver.rs: how a driver does it right ───┘
+//!                                                                    └───── driver.rs: a correct driver ─────────────┘
 //!   cdb: any SCSI commands
 //!   tcmu_ring: any bytes in a command ring, a model of the kernel
-//!   bounded.rs: what may be allocated      guest.rs: memory between pages that nobody may touch      input.rs
+//!   bounded.rs: a limit on allocations     guest.rs: memory between guard pages      input.rs
 //! ```
 
 pub mod bounded;

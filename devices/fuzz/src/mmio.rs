@@ -1,5 +1,6 @@
-//! Any reads and writes of a virtio-mmio device's registers, of any width at any offset, while its queues run: what is
-//! read is what a model of the registers says, a device that is not live touches nothing, and after a reset it works.
+//! Any reads and writes of a virtio-mmio device's registers, of any width at any offset, while its queues run. Every
+//! value read matches a model of the registers, a device that is not live touches no memory, and after a reset the
+//! device works.
 //!
 //! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see `Machine::step`.
 #![no_main]
@@ -17,13 +18,13 @@ use walvisor_devices_fuzz::input::Input;
 use walvisor_devices_fuzz::registers::{MMIO_REGISTERS, Register, Registers, mmio_offset};
 
 const MOST_STEPS: usize = 48;
-/// Where the configuration space begins (virtio 1.2, 4.2.2).
+/// Offset of the configuration space (virtio 1.2, 4.2.2).
 const CONFIG: u64 = 0x100;
-/// QueueNumMax, QueueNotify, InterruptStatus.
+/// Offsets of QueueNumMax, QueueNotify and InterruptStatus.
 const QUEUE_NUM_MAX: u64 = 0x34;
 const NOTIFY: u64 = 0x50;
 const INTERRUPT_STATUS: u64 = 0x60;
-/// Registers that always read the same: magic, version, device, queue size, no shared memory.
+/// Registers with constant values: magic, version, device ID, vendor ID, no shared memory.
 const CONSTANTS: [(u64, u32); 8] = [
     (0x00, u32::from_le_bytes(*b"virt")),
     (0x04, 2),
@@ -66,7 +67,7 @@ impl Machine {
 
     fn step(&mut self, input: &mut Input) {
         match input.byte() % 10 {
-            // Any access. The width is 4 most of the time, the offset a register's.
+            // Any access. Most have a width of 4 and the offset of a register.
             0 | 1 => {
                 let (offset, width) = (offset(input), width(input));
                 let value = driver::value(input).to_le_bytes();
@@ -84,7 +85,7 @@ impl Machine {
             }
             5 | 6 => driver::request(self, input),
             7 => driver::any_register(self, input),
-            // Its owner's part. A pause drains.
+            // The disk's owner pauses or resumes the device. A pause drains the queues.
             8 => {
                 self.transport.pause();
                 self.registers.drained();
@@ -114,7 +115,7 @@ impl Machine {
             return;
         };
         match register {
-            // The register has 8 bits: what is zero only in those is no reset, and is nothing.
+            // The status has 8 bits. A value whose low 8 bits alone are zero is no reset and has no effect.
             Register::Status if value != 0 && value as u8 == 0 => {}
             Register::QueueReset if value != 1 => {}
             register => self.registers.write(*register, value),
@@ -125,7 +126,7 @@ impl Machine {
         }
     }
 
-    /// Reads, and compares with what is to be there.
+    /// Reads, and compares the bytes with the model.
     fn read(&mut self, offset: u64, width: usize) -> Vec<u8> {
         let mut bytes = vec![0xee; width];
         self.transport.read(offset, &mut bytes);
@@ -156,14 +157,14 @@ impl Machine {
                     .check_status(u8::try_from(value).expect("8 bits"));
             }
             (_, _, Some((_, Register::QueueReset, _))) => self.registers.check_queue_reset(value),
-            // Whether it could be enabled is yet to be seen.
+            // The model cannot know whether the device could enable the queue during the queue's reset.
             (_, _, Some((_, Register::Ready, _))) if self.registers.draining() => {
                 assert!(value < 2, "queue ready");
             }
             (_, _, Some((_, register, _))) => {
                 assert_eq!(value, self.registers.value(*register), "{register:?}");
             }
-            // The largest size, of a queue that there is.
+            // The largest size of an existing queue; 0 for others.
             (QUEUE_NUM_MAX, ..) => {
                 let size = self.registers.queue().map_or(0, |_| QUEUE_SIZE);
                 assert_eq!(value, u32::from(size), "largest queue size");
@@ -172,7 +173,7 @@ impl Machine {
                 let most = if self.registers.live() { 3 } else { 0 };
                 assert_eq!(value & !most, 0, "interrupt status");
             }
-            // Generation, which nothing here changes, and whatever is reserved or only written.
+            // The configuration generation, which nothing here changes, and registers that are reserved or write-only.
             _ => assert_eq!(value, 0, "at {offset:#x}"),
         }
         bytes
@@ -200,10 +201,10 @@ impl Bus for Machine {
 
 fn offset(input: &mut Input) -> u64 {
     match input.byte() {
-        // Every register that there is or may be, and the beginning of the configuration space.
+        // Every register, defined or not, and the start of the configuration space.
         byte @ 0..72 => u64::from(byte) * 4,
         byte @ 72..176 => CONFIG + u64::from(byte - 72),
-        // Anything, near or far.
+        // Any offset, near or far.
         byte @ 176..240 => u64::from(byte) * 61,
         240..248 => u64::MAX - u64::from(input.byte()),
         _ => u64::from_le_bytes(input.bytes()),

@@ -1,9 +1,9 @@
-//! What a driver must read back of the registers that both transports have (virtio 1.2, 2.1, 2.2, 2.6.1, 3.1, 4.1.4.3 and 4.2.2).
-//! Shares no code with the device.
+//! A model of the registers that both transports have (virtio 1.2, 2.1, 2.2, 2.6.1, 3.1, 4.1.4.3 and 4.2.2): the values
+//! that a driver must read back. Shares no code with the device.
 
 use crate::guest::{QUEUE_SIZE, QUEUES};
 
-/// Device status: the driver has chosen its features, and the device agrees.
+/// Device status: the driver has chosen its features, and the device has accepted them.
 pub const FEATURES_OK: u8 = 8;
 /// Device status: the driver is ready.
 pub const DRIVER_OK: u8 = 4;
@@ -15,32 +15,32 @@ const F_CONFIG_WCE: u64 = 1 << 11;
 const F_VERSION_1: u64 = 1 << 32;
 const F_RING_RESET: u64 = 1 << 40;
 
-/// A register, wherever it lies.
+/// A register, independent of its place in a transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Register {
-    /// Which 32 of the device's features are to be read.
+    /// Selects which 32 of the device's features are read.
     DeviceSelect,
     /// The device's features.
     DeviceFeatures,
-    /// Which 32 of the driver's features are to be written.
+    /// Selects which 32 of the driver's features are written.
     DriverSelect,
     /// The driver's features.
     DriverFeatures,
-    /// Which queue the others are about.
+    /// Selects the queue that the queue registers refer to.
     QueueSelect,
-    /// Its size.
+    /// The queue's size.
     QueueSize,
-    /// Half of one of its addresses: table, available ring, used ring, the lower half first.
+    /// Half of one of the queue's addresses: 0 table, 1 available ring, 2 used ring; then 0 lower, 1 upper half.
     Address(usize, usize),
-    /// Whether it is enabled.
+    /// Whether the queue is enabled.
     Ready,
-    /// Whether it is being reset.
+    /// Whether the queue is being reset.
     QueueReset,
     /// The device status.
     Status,
 }
 
-/// Where virtio-mmio has them (4.2.2), and whether a driver may read them.
+/// The registers' offsets in virtio-mmio (4.2.2), and whether a driver may read them.
 pub const MMIO_REGISTERS: [(u64, Register, bool); 15] = [
     (0x10, Register::DeviceFeatures, true),
     (0x14, Register::DeviceSelect, false),
@@ -59,10 +59,10 @@ pub const MMIO_REGISTERS: [(u64, Register, bool); 15] = [
     (0xc0, Register::QueueReset, true),
 ];
 
-/// The same for one register.
+/// The offset of a register in virtio-mmio.
 ///
 /// # Panics
-/// Never: each has a place.
+/// Never: every register has a place.
 pub fn mmio_offset(register: Register) -> u64 {
     let mut places = MMIO_REGISTERS.iter();
     let found = places.find(|(_, other, _)| *other == register);
@@ -74,34 +74,34 @@ pub fn mmio_offset(register: Register) -> u64 {
 pub struct QueueModel {
     /// Number of descriptors.
     pub size: u16,
-    /// Table, available ring, used ring.
+    /// Addresses of table, available ring and used ring.
     pub addresses: [u64; 3],
-    /// Enabled.
+    /// Whether the queue is enabled.
     pub ready: bool,
-    /// It was reset alone, and may have something in flight yet.
+    /// The queue alone was reset, and may still have requests in flight.
     draining: bool,
 }
 
-/// The registers.
+/// The model of the registers.
 pub struct Registers {
     offered: u64,
     device_select: u32,
     driver_select: u32,
     chosen: u64,
-    /// The selected queue.
+    /// The index of the selected queue.
     pub queue_select: u32,
     queues: Vec<QueueModel>,
-    /// The device status, but for [`NEEDS_RESET`].
+    /// The device status without [`NEEDS_RESET`].
     pub status: u8,
-    /// The device has set [`NEEDS_RESET`], which nothing but a reset takes back.
+    /// The device has set [`NEEDS_RESET`], which only a reset clears.
     broken: bool,
-    /// `writeback` of the configuration space.
+    /// The field `writeback` of the configuration space.
     pub writeback: bool,
     default_writeback: bool,
 }
 
 impl Registers {
-    /// A device that offers these features, as it is after a reset.
+    /// The registers after a reset, for a device that offers these features.
     pub fn new(offered: u64, writeback: bool) -> Self {
         let mut registers = Self {
             offered,
@@ -131,7 +131,7 @@ impl Registers {
         self.writeback = self.default_writeback;
     }
 
-    /// Whether queues may run.
+    /// Whether DRIVER_OK is set, so that queues may run.
     pub fn live(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
@@ -150,21 +150,21 @@ impl Registers {
         self.queue().is_some_and(|queue| queue.draining)
     }
 
-    /// What was in flight has ended.
+    /// Notes that all requests in flight have ended.
     pub fn drained(&mut self) {
         for queue in &mut self.queues {
             queue.draining = false;
         }
     }
 
-    /// The selected queue turned out to be enabled, or not.
+    /// Takes over whether the device has enabled the selected queue.
     pub fn adopt_ready(&mut self, ready: bool) {
         if let Some(queue) = self.queue_mut() {
             queue.ready = ready;
         }
     }
 
-    /// The driver writes a register in the way that is right for the transport.
+    /// The driver writes a register with the width that the transport requires.
     pub fn write(&mut self, register: Register, value: u32) {
         match register {
             Register::DeviceSelect => self.device_select = value,
@@ -179,7 +179,7 @@ impl Registers {
             }
             Register::QueueSize => {
                 if let Some(queue) = self.queue_mut().filter(|queue| !queue.ready) {
-                    // Anything else is no size, and is presented as none.
+                    // Any other value is invalid, and the register then reads as 0.
                     let size = u16::try_from(value).unwrap_or(0);
                     queue.size = if size.is_power_of_two() { size } else { 0 };
                 }
@@ -239,7 +239,7 @@ impl Registers {
         }
     }
 
-    /// What a register must read as; of the status all but [`NEEDS_RESET`].
+    /// The value that a register must read as; the status without [`NEEDS_RESET`].
     pub fn value(&self, register: Register) -> u32 {
         let features = |set: u64, select: u32| match select {
             0 | 1 => (set >> (select * 32)) as u32,
@@ -260,10 +260,10 @@ impl Registers {
         }
     }
 
-    /// The driver has read the status.
+    /// Checks a status that the driver has read.
     ///
     /// # Panics
-    /// If it cannot be.
+    /// If the model does not allow this status.
     pub fn check_status(&mut self, status: u8) {
         assert_eq!(status & !NEEDS_RESET, self.status, "device status");
         let broken = status & NEEDS_RESET != 0;
@@ -275,10 +275,10 @@ impl Registers {
         self.broken = broken;
     }
 
-    /// The driver has read whether the selected queue is being reset.
+    /// Checks the queue reset register that the driver has read.
     ///
     /// # Panics
-    /// If it cannot be.
+    /// If the model does not allow this value.
     pub fn check_queue_reset(&mut self, resetting: u32) {
         match (resetting, self.draining()) {
             (0, _) => {

@@ -1,8 +1,8 @@
-//! Any bytes in the memory that a TCMU ring is in, while commands come and end: while nobody has scribbled, the kernel gets
-//! what a model of it asks for, in any order and through any number of wraps; after that nothing is read or written
-//! outside of the memory, nothing is allocated by a length that was not checked, and the ring ends with an error at worst.
+//! Any bytes in the memory of a TCMU ring, while commands come and end. Before the input scribbles, the model of the
+//! kernel gets the responses that it expects, in any order and through any number of wraps. After that, the ring
+//! accesses nothing outside the memory, allocates nothing by an unchecked length, and at worst stops with an error.
 //!
-//! An *input* is a byte for where the ring begins to be used, then steps, see `Machine::step`.
+//! An *input* is a byte for the ring's first position, then steps, see `Machine::step`.
 #![no_main]
 
 use std::collections::HashMap;
@@ -21,7 +21,7 @@ static ALLOCATOR: DeviceBounds = DeviceBounds {};
 const MOST_STEPS: usize = 200;
 const RING: u32 = 1024;
 const BLOCKS: usize = 6;
-/// Numbers that lie at an edge of something.
+/// Numbers at edges.
 const ODD: [u64; 12] = [
     0,
     1,
@@ -41,11 +41,11 @@ struct Machine {
     kernel: Kernel,
     memory: Arc<Mapping>,
     ring: Option<Ring>,
-    /// Commands that were taken, each with what it is to read.
+    /// Commands that were taken and not answered yet.
     taken: Vec<Command>,
-    /// What the initiator of each command is to see: its status, and its data's first byte.
+    /// The expected outcome of each answered command: its status, and the value of its data's bytes.
     expected: HashMap<u16, (u8, u8)>,
-    /// The kernel's side can no longer be trusted.
+    /// The input has overwritten mailbox or ring, so results are no longer compared.
     hostile: bool,
 }
 
@@ -96,11 +96,11 @@ impl Machine {
         let sizes = [0, 1, 512, BLOCK, BLOCK + 1, 3 * BLOCK];
         let out = vec![input.byte(); input.of(&sizes)];
         let read = input.of(&sizes);
-        // A hostile kernel's own counts are as good as any.
+        // The kernel may have no room: the command is then dropped.
         self.kernel.queue(Request { cdb, out, read });
     }
 
-    /// Whether there was anything.
+    /// Takes an entry; returns whether there was one.
     fn take(&mut self) -> bool {
         let Some(ring) = &mut self.ring else {
             return false;
@@ -165,7 +165,7 @@ impl Machine {
         }
     }
 
-    /// Puts a number anywhere in mailbox and ring, or opens the ring anew.
+    /// Writes a number anywhere in mailbox or ring, or opens the ring anew.
     fn scribble(&mut self, input: &mut Input<'_>) {
         self.hostile = true;
         if input.byte() == 0 {
@@ -180,7 +180,7 @@ impl Machine {
         let width = input.of(&[1, 2, 4, 8]);
         self.kernel.put(at, &value.to_ne_bytes()[..width]);
         if input.byte() & 1 == 1 {
-            // Shows what is there as an entry.
+            // Publishes the bytes at the head as an entry.
             let len = u32::from(input.byte()) * 8;
             let fits = self.kernel.head_offset() as u32 - 128 + len <= RING;
             if fits {
@@ -202,7 +202,7 @@ fuzz_target!(|bytes: &[u8]| {
     if machine.hostile {
         return;
     }
-    // Everything ends.
+    // All commands must end.
     while machine.take() {}
     while !machine.taken.is_empty() {
         machine.complete(&mut Input::new(&[]));

@@ -1,9 +1,10 @@
-//! An initiator that does what the input says.
+//! An initiator that the input controls.
 //!
 //! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough), then steps:
-//! `0, length u8, CDB, data` any CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` one of those that the server
-//! reports, with bits that it has; `2, task u8` one operation of a task ends; `3, task u8` a task is aborted; `4` the capacity
-//! is said to have changed. *Data* is `length u8, kind u8` and, if the kind says so, bytes.
+//! `0, length u8, CDB, data` starts any CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` starts a command
+//! that the server reports, with bits that the server reports for it; `2, task u8` ends one operation of a task;
+//! `3, task u8` aborts a task; `4` announces a changed capacity. *Data* is `length u8, kind u8` and, if the kind says
+//! so, bytes.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,17 +14,17 @@ use walvisor_devices::backend::{Backend, BackendQueue, Buffer, Completion, Opera
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Outcome, Status, Step, Task};
 use walvisor_devices_fuzz::input::Input;
 
-/// 32 KiB: no command may cost more.
+/// 32 KiB: no command may need more memory than this.
 const SECTORS: u64 = 64;
 const MOST_STEPS: usize = 64;
-/// Commands beside each other.
+/// Most commands at the same time.
 const MOST_TASKS: usize = 4;
 
 /// Lengths of data buffers in bytes.
 const LENGTHS: [usize; 16] = [
     0, 1, 4, 8, 18, 24, 36, 96, 255, 511, 512, 1024, 4096, 8192, 12_288, 65_535,
 ];
-/// Addresses and numbers of blocks that are no small numbers.
+/// Addresses and numbers of blocks at edges.
 const ODD: [u64; 8] = [63, 64, 65, 0xffff, 1 << 32, 1 << 52, 1 << 61, u64::MAX];
 
 /// Runs one input.
@@ -54,7 +55,7 @@ fn data(input: &mut Input<'_>) -> Data {
     let data = match input.byte() {
         0 => vec![0; len],
         kind @ 1..16 => vec![kind; len],
-        // A list, as UNMAP and MODE SELECT have it, or blocks that differ.
+        // A parameter list, as for UNMAP and MODE SELECT, or blocks that differ.
         kind => {
             let mut bytes = bytes(input, usize::from(kind).min(len));
             bytes.resize(len, kind);
@@ -84,7 +85,7 @@ impl DataBuffer for Data {
 struct Running {
     task: Task,
     data: Data,
-    /// What the data buffer had in it.
+    /// The data buffer's contents before the command.
     before: Vec<u8>,
     held: Vec<Operation>,
     aborted: bool,
@@ -97,7 +98,7 @@ struct Initiator {
     tasks: Vec<Running>,
     /// The commands that the server reports, as CDB usage data.
     usages: Vec<Vec<u8>>,
-    /// The disk, when no command was in flight and nothing had been changed since.
+    /// The disk's contents when the last command in flight had ended; empty while they are unknown.
     still: Vec<u8>,
 }
 
@@ -125,7 +126,7 @@ impl Initiator {
         initiator
     }
 
-    /// REPORT SUPPORTED OPERATION CODES, of all and then of each.
+    /// REPORT SUPPORTED OPERATION CODES: the list of all commands, then the usage data of each.
     fn learn(&mut self) {
         let report = |options: u8, opcode: u8, action: u8| {
             let cdb = [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 16, 0, 0, 0];
@@ -219,7 +220,7 @@ impl Initiator {
         self.go(self.tasks.len() - 1);
     }
 
-    /// Lets an operation of a task end; of one that can go on, if that has none.
+    /// Ends an operation of the task `at`, or of the first task with one if that task has none.
     fn end(&mut self, at: usize) {
         let holds = |task: &Running| !task.held.is_empty();
         let at = match self.tasks.get(at) {
@@ -237,7 +238,7 @@ impl Initiator {
         self.go(at);
     }
 
-    /// Takes a task as far as it goes; if that is its end, those that it held up too.
+    /// Runs a task as far as it goes; if it ends, also retries the tasks that waited for it.
     fn go(&mut self, at: usize) {
         let running = &mut self.tasks[at];
         loop {
@@ -260,7 +261,7 @@ impl Initiator {
         self.retry();
     }
 
-    /// Asks those that wait for others again.
+    /// Retries the tasks that wait for other tasks.
     fn retry(&mut self) {
         let mut at = 0;
         while let Some(task) = self.tasks.get(at) {
@@ -268,7 +269,7 @@ impl Initiator {
             if task.held.is_empty() {
                 self.go(at);
                 if self.tasks.len() < count {
-                    // It has ended, and those behind it have been asked.
+                    // The task has ended, and `go` has retried the tasks after it.
                     return;
                 }
             }
@@ -283,7 +284,7 @@ impl Initiator {
             data_in,
         } = running.task.outcome();
         let after = running.data.0.into_inner();
-        // What is not valid Data-In is as it was.
+        // Bytes of the buffer that are not valid Data-In must be unchanged.
         let valid = data_in.unwrap_or(0);
         assert_eq!(after[valid..], running.before[valid..]);
         let mut refused = false;
@@ -303,14 +304,14 @@ impl Initiator {
                     }
                     other => panic!("response code {other:02x}"),
                 };
-                // ILLEGAL REQUEST, UNIT ATTENTION, NOT READY, DATA PROTECT, MISCOMPARE: a RAM disk has no other failure.
+                // NOT READY, ILLEGAL REQUEST, UNIT ATTENTION, DATA PROTECT, MISCOMPARE: a RAM disk has no others.
                 assert!([2, 5, 6, 7, 0xe].contains(&key), "{sense:?}");
                 refused = key != 0xe;
             }
             other => panic!("{other:?}"),
         }
         if !self.tasks.is_empty() {
-            // Whose change it is cannot be told.
+            // Other commands in flight may have changed the disk.
             self.still.clear();
             return;
         }

@@ -1,12 +1,12 @@
-//! Any CDBs with any data, some commands beside each other: each ends with a status that the standards have, changes what it
-//! may and nothing else, and asks for no more memory than the disk has.
+//! Any CDBs with any data, several commands at the same time. Each command ends with a status that the standards
+//! define, changes only what it may, and needs no more memory than the disk has.
 //!
 //! ```text
 //!   input ──▶ harness.rs ── Task::new, next, ended ──▶ server over a RAM disk
 //!                  └─ after each command: status, sense, data buffer, and the disk if nothing may have changed it
 //! ```
 //!
-//! Seeds are in `corpus/cdb`; the rest as for `requests`.
+//! Seeds are in `corpus/cdb`. Build and run it as `requests` is.
 #![no_main]
 
 mod harness;

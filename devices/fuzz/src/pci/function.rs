@@ -1,29 +1,29 @@
-//! What a driver must read of the function: configuration space, BARs, MSI-X (PCI Local Bus 3.0, 6.1, 6.2.5, 6.8.2;
-//! virtio 1.2, 4.1.4). Shares no code with the device.
+//! A model of the function: what a driver must read in configuration space, BARs and MSI-X (PCI Local Bus 3.0, 6.1,
+//! 6.2.5, 6.8.2; virtio 1.2, 4.1.4). Shares no code with the device.
 
 use walvisor_devices::transport::{Bar, DeviceMemory, PciTransport};
 use walvisor_devices_fuzz::guest::QUEUES;
 use walvisor_devices_fuzz::registers::{Register, Registers};
 
-/// A vector for each queue, and one for changes of the configuration.
+/// Number of vectors: one per queue, and one for configuration changes.
 pub const VECTORS: usize = QUEUES as usize + 1;
-/// The BARs.
+/// Indices of the BARs.
 pub const CONFIG_BAR: usize = 0;
 pub const NOTIFY_BAR: usize = 2;
 pub const MSIX_BAR: usize = 4;
-/// Length of the common configuration, which the first of them begins with.
+/// Length of the common configuration, at the start of the first BAR.
 pub const COMMON: u64 = 0x3c;
-/// Where it has the ISR status, and the device's configuration.
+/// Offsets of the ISR status and of the device configuration in the first BAR.
 pub const ISR: u64 = 0x1000;
 pub const DEVICE_CONFIG: u64 = 0x2000;
 
 const SPACE: usize = 256;
 const NO_VECTOR: u16 = 0xffff;
-/// Status register, low byte: an interrupt is pending. It comes and goes by itself.
+/// Low byte of the status register, and its bit for a pending interrupt, which the device sets and clears at any time.
 const STATUS_AT: usize = 6;
 const STATUS_INTERRUPT: u8 = 8;
 
-/// Where the common configuration has a register, and its width (virtio 1.2, 4.1.4.3).
+/// The registers' offsets in the common configuration, and their widths (virtio 1.2, 4.1.4.3).
 const FIELDS: [(Register, u64, usize); 15] = [
     (Register::DeviceSelect, 0x00, 4),
     (Register::DeviceFeatures, 0x04, 4),
@@ -42,7 +42,7 @@ const FIELDS: [(Register, u64, usize); 15] = [
     (Register::QueueReset, 0x3a, 2),
 ];
 
-/// The same for one register.
+/// Offset and width of a register in the common configuration.
 pub fn place(register: Register) -> (u64, usize) {
     let field = FIELDS.iter().find(|(other, ..)| *other == register);
     let (_, offset, width) = field.expect("every register has a place");
@@ -52,7 +52,7 @@ pub fn place(register: Register) -> (u64, usize) {
 /// A table entry: address low and high, data, vector control.
 type Entry = [u32; 4];
 
-/// The function.
+/// The model of the function.
 pub struct Function {
     pub registers: Registers,
     /// The device's configuration, in which only `writeback` changes.
@@ -63,7 +63,7 @@ pub struct Function {
     /// Offsets of two capabilities in the space: configuration access, and MSI-X.
     pub window: usize,
     pub msix: usize,
-    /// Where the MSI-X BAR has the pending bits.
+    /// Offset of the pending bits in the MSI-X BAR.
     pub pending: u64,
     table: [Entry; VECTORS],
     config_vector: u16,
@@ -71,7 +71,7 @@ pub struct Function {
 }
 
 impl Function {
-    /// One that nobody has driven yet, whose firmware has placed its BARs.
+    /// The model of a function whose BARs were placed by firmware, and that no driver has used yet.
     pub fn of<M: DeviceMemory>(transport: &mut PciTransport<M>, writeback: bool) -> Self {
         let mut space = [0; SPACE];
         transport.config_read(0, &mut space);
@@ -94,7 +94,7 @@ impl Function {
             at = space[at + 1].into();
         }
         let mut writable = [0; SPACE];
-        // Memory space, bus master; no INTx; the interrupt line is whatever software likes.
+        // Writable bits: memory space, bus master, INTx disable, and all of the interrupt line register.
         (writable[4], writable[5], writable[0x3c]) = (6, 4, 0xff);
         let bars = transport.bars();
         for bar in &bars {
@@ -102,7 +102,7 @@ impl Function {
             let mask = !(bar.size as u32 - 1);
             writable[0x10 + bar.index * 4..][..4].copy_from_slice(&mask.to_le_bytes());
         }
-        // The window's BAR, offset, length and data; MSI-X's enable and mask.
+        // Also the window's BAR, offset, length and data, and MSI-X's enable and mask bits.
         writable[window + 4] = 0xff;
         writable[window + 8..window + 20].fill(0xff);
         writable[msix + 3] = 0xc0;
@@ -131,7 +131,7 @@ impl Function {
         })
     }
 
-    /// Where an access of the space reaches through the window: BAR, offset, length.
+    /// The BAR, offset and length that an access of the configuration space reaches through the window, if any.
     pub fn window_of(&self, offset: u16, width: usize) -> Option<(usize, u64, usize)> {
         let (data, offset) = (self.window + 16, usize::from(offset));
         if offset >= data + 4 || offset + width <= data {
@@ -162,7 +162,7 @@ impl Function {
         }
     }
 
-    /// Compares what was read of the space; `through`: its window's data is looked at by other means.
+    /// Compares bytes read from the configuration space. `through`: the window's data is checked elsewhere.
     pub fn check_config(&self, offset: u16, bytes: &[u8], through: bool) {
         let data = self.window + 16..self.window + 20;
         for (at, byte) in (usize::from(offset)..).zip(bytes) {
@@ -176,7 +176,7 @@ impl Function {
         }
     }
 
-    /// The window's data register holds this now, of which `len` bytes are from a BAR.
+    /// Takes over the contents of the window's data register. Only the first `len` bytes may have changed.
     pub fn adopt_window(&mut self, data: &[u8; 4], len: usize) {
         let register = &mut self.space[self.window + 16..][..4];
         assert_eq!(data[len..], register[len..], "the window beyond its length");
@@ -204,7 +204,7 @@ impl Function {
                 };
                 for (word, bytes) in ((offset % 16 / 4) as usize..).zip(bytes.chunks(4)) {
                     let value = u32::from_le_bytes(bytes.try_into().expect("four bytes"));
-                    // Of the vector control there is one bit.
+                    // Only bit 0 of the vector control exists.
                     entry[word] = if word == 3 { value & 1 } else { value };
                 }
             }
@@ -231,7 +231,7 @@ impl Function {
                     *vector = existing(value);
                 }
             }
-            // 4.1.4.3.2: 1 is all that a driver may write there.
+            // 4.1.4.3.2: a driver may only write 1 there.
             (0x1c | 0x3a, 2) if value != 1 => {}
             (0x3a, 2) => {
                 self.registers.write(Register::QueueReset, 1);
@@ -257,7 +257,7 @@ impl Function {
         }
     }
 
-    /// Compares what was read of a BAR.
+    /// Compares bytes read from a BAR.
     pub fn check_bar(&mut self, bar: usize, offset: u64, bytes: &[u8]) {
         let common = self.common();
         let word_access = matches!(bytes.len(), 4 | 8) && offset.is_multiple_of(bytes.len() as u64);
@@ -307,7 +307,7 @@ impl Function {
         }
     }
 
-    /// The common configuration; of the status all but DEVICE_NEEDS_RESET.
+    /// The common configuration, with the status without DEVICE_NEEDS_RESET.
     fn common(&self) -> [u8; COMMON as usize] {
         let mut common = [0; COMMON as usize];
         for (register, offset, width) in FIELDS {
@@ -328,7 +328,7 @@ impl Function {
         common
     }
 
-    /// The BARs are where the driver has put them, and as large as ever.
+    /// Checks that the BARs are where the driver has put them, with unchanged sizes.
     pub fn check_bars(&self, bars: &[Bar]) {
         let enabled = self.space[4] & 2 != 0;
         for (bar, before) in bars.iter().zip(&self.bars) {

@@ -1,7 +1,7 @@
-//! Any reads and writes of a virtio-pci function's configuration space and BARs, of any width at any offset, its MSI-X
-//! table and the configuration access window among them, while its queues run: what is read is what a model of the
-//! function says, no message is sent that the driver has not routed and unmasked, a device that is not live touches no
-//! memory, and after a reset it works and interrupts.
+//! Any reads and writes of a virtio-pci function's configuration space and BARs, of any width at any offset, including
+//! its MSI-X table and the configuration access window, while its queues run. Every value read matches a model of the
+//! function, the device sends no message that the driver has not routed and unmasked, a device that is not live touches
+//! no memory, and after a reset it works and interrupts.
 //!
 //! An *input* is a byte of options (1: a disk in writethrough mode), then steps, see `Machine::step`.
 #![no_main]
@@ -89,7 +89,7 @@ impl Machine {
             9 => driver::any_register(self, input),
             10 => self.window(input),
             11 => self.message(input),
-            // Its owner's part. A pause drains.
+            // The disk's owner pauses or resumes the device. A pause drains the queues.
             12 => {
                 self.transport.pause();
                 self.function.registers.drained();
@@ -117,7 +117,7 @@ impl Machine {
         }
     }
 
-    /// A vector as a driver sets it up, and turns it on or off.
+    /// Sets up a vector as a driver does, and enables or disables it.
     fn message(&mut self, input: &mut Input) {
         let vector = u64::from(input.byte()) % VECTORS as u64;
         let address = input.of(&[VALID_ADDRESS, VALID_ADDRESS + 0x1000, 0, u32::MAX]);
@@ -150,7 +150,7 @@ impl Machine {
         );
     }
 
-    /// The same in the model and in the device. Messages are in order meanwhile if they are before or after.
+    /// Applies the same change to model and device. Meanwhile a vector may send if it may before or after the change.
     fn change(
         &mut self,
         model: impl FnOnce(&mut Function),
@@ -164,7 +164,7 @@ impl Machine {
         device(&mut self.transport);
         self.router.allow(after);
         if draining {
-            // A queue cannot be enabled before its reset is over, and when it is nobody knows.
+            // A queue cannot be enabled before its reset has ended, and the model does not know when that is.
             let mut ready = [0; 2];
             self.transport.bar_read(CONFIG_BAR, 0x1c, &mut ready);
             self.function.registers.adopt_ready(ready[0] != 0);
@@ -177,7 +177,7 @@ impl Machine {
         let window = self.function.window_of(offset, width);
         self.function.check_config(offset, &bytes, window.is_some());
         if let Some((bar, at, len)) = window {
-            // All of it, to know what it holds now.
+            // Reads the whole data register, since the access has changed it.
             let mut data = [0; 4];
             let from = self.function.window as u16 + 16;
             self.transport.config_read(from, &mut data);
@@ -193,7 +193,7 @@ impl Machine {
         bytes
     }
 
-    /// An offset in the configuration space; one that means something, or any.
+    /// An offset in the configuration space: one with a meaning, or any.
     fn config_offset(&self, input: &mut Input) -> u16 {
         let (window, msix) = (self.function.window as u16, self.function.msix as u16);
         match input.byte() {
@@ -217,7 +217,7 @@ impl Machine {
         }
     }
 
-    /// After whatever happened, a driver that starts from the beginning gets its interrupts.
+    /// Checks that a driver that starts anew gets its interrupts, whatever happened before.
     fn interrupts(&mut self) {
         self.config_write(self.function.msix as u16 + 3, &[0x80]);
         for (at, value) in [(0, VALID_ADDRESS), (4, 0), (8, 7), (12, 0)] {
@@ -229,7 +229,7 @@ impl Machine {
         let before = self.router.sent(1);
         self.guest.offer(0, QUEUE_SIZE, 8, 0, 20);
         self.notify(0);
-        // A hang is libFuzzer's to find.
+        // libFuzzer's timeout finds a hang.
         while self.router.sent(1) == before {
             std::thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! The VMM's side of MSI-X, which knows what must not come.
+//! The VMM's side of MSI-X, which panics on messages that the device must not send.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,25 +8,25 @@ use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 
 use crate::function::VECTORS;
 
-/// An address that messages can be sent to. Others are refused, as by a hypervisor that has no route there.
+/// An address that messages can be sent to. Others are refused, as by a hypervisor that has no route to them.
 pub const VALID_ADDRESS: u32 = 0xfee0_0000;
 
-/// Routes of messages.
+/// The message routes of the vectors.
 #[derive(Default)]
 pub struct Router {
     routes: Mutex<[Option<MsiMessage>; VECTORS]>,
-    /// A bit for each vector that is neither off nor masked.
+    /// A bit for each vector that is enabled and not masked.
     open: AtomicUsize,
     sent: [AtomicUsize; VECTORS],
 }
 
 impl Router {
-    /// From now on these vectors may send, a bit each.
+    /// Sets the vectors that may send from now on, a bit each.
     pub fn allow(&self, open: usize) {
         self.open.store(open, Ordering::SeqCst);
     }
 
-    /// Messages sent by a vector.
+    /// The number of messages that a vector has sent.
     pub fn sent(&self, vector: usize) -> usize {
         self.sent[vector].load(Ordering::SeqCst)
     }

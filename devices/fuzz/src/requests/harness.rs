@@ -1,4 +1,4 @@
-//! A driver that does what the input says.
+//! A driver that the input controls.
 //!
 //! An *input* is a byte of options (1: EVENT_IDX, 2: a read-only disk, 4: writethrough), then steps. A step is a request
 //! `kind u8, sector u8, sectors u8, flags u8, head and number of descriptors u8` and its descriptors `place u8, length u8,
@@ -19,13 +19,13 @@ use crate::model::{Model, QUEUE_SIZE, SECTOR, SERIAL, Verdict};
 
 const SECTORS: u64 = 64;
 const MEMORY: usize = 64 << 10;
-/// The first page: rings, and two tables for indirect descriptors. Requests lie behind it.
+/// The first page holds the rings and two tables for indirect descriptors. Requests lie after it.
 const RINGS: usize = 0x1000;
 const TABLE: u64 = 0x100;
 const AVAILABLE: u64 = 0x300;
 const USED: u64 = 0x400;
 const INDIRECT_TABLES: [u64; 2] = [0x800, 0xa00];
-/// Where the header of a request is; an erase segment follows it.
+/// Address of a request's header; an erase segment follows the header.
 const HEADER: u64 = RINGS as u64;
 const MOST_STEPS: usize = 24;
 
@@ -93,7 +93,7 @@ struct Driver {
     disk: RamDisk,
     metrics: Arc<BlockMetrics>,
     event_idx: bool,
-    /// The available index, which is the used index too between requests.
+    /// The available index. Between requests the used index equals it.
     index: u16,
     model: Model,
 }
@@ -114,7 +114,7 @@ impl Driver {
         };
         let device = VirtioBlock::new(Arc::new(disk.clone()), config).expect("a device");
         let metrics = device.metrics();
-        // Two regions side by side, so that buffers lie across them.
+        // Two adjacent regions, so that buffers can cross the border between them.
         let half = MEMORY / 2;
         let regions = [0, half].map(|start| (GuestAddress(start as u64), half));
         let memory = Arc::new(GuestMemoryMmap::from_ranges(&regions).expect("guest memory"));
@@ -147,7 +147,7 @@ impl Driver {
         driver
     }
 
-    /// Reset to DRIVER_OK, with empty rings (virtio 1.2, 3.1.1).
+    /// Takes the device from reset to DRIVER_OK, with empty rings (virtio 1.2, 3.1.1).
     fn start(&mut self) {
         self.reset();
         self.write(0, &[0; RINGS]);
@@ -176,7 +176,7 @@ impl Driver {
         self.model.memory = self.bytes();
     }
 
-    /// However the device was left, this ends it.
+    /// Resets the device from any state.
     fn reset(&mut self) {
         self.set(0x70, 0);
         assert_eq!(self.get(0x70), 0, "the device does not reset");
@@ -200,14 +200,14 @@ impl Driver {
             AVAILABLE + 4 + u64::from(self.index % QUEUE_SIZE) * 2,
             &head.to_le_bytes(),
         );
-        // With EVENT_IDX: an interrupt for this one.
+        // With EVENT_IDX, this asks for an interrupt for this chain.
         let used_event = AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2;
         self.write(used_event, &self.index.to_le_bytes());
         self.model.memory = self.bytes();
         self.execute(head);
     }
 
-    /// Writes descriptors from `head` on, or in a table of their own from where the input says so.
+    /// Writes descriptors from `head` on; where the input says so, the rest go into an indirect table.
     fn lay_chain(&mut self, head: u16, count: u8, input: &mut Input) {
         let (mut table, mut index, mut entries) = (TABLE, head, QUEUE_SIZE);
         let mut tables = INDIRECT_TABLES.into_iter();
@@ -231,7 +231,7 @@ impl Driver {
                 2 => 200,
                 _ => (index + 1) % entries,
             };
-            // The last has none, unless the input wants it the other way round.
+            // The last descriptor has no NEXT flag, unless the input inverts the flag.
             let has_next = (left > 0) ^ (flags & 4 != 0);
             let bits = u16::from(has_next) | u16::from(flags & 1) << 1;
             self.descriptor(table, index, address, len, bits, next);
@@ -254,9 +254,9 @@ impl Driver {
         self.index = self.index.wrapping_add(1);
         let verdict = self.model.execute(TABLE, head);
         self.publish(self.index);
-        // An interrupt comes with an answer, and with DEVICE_NEEDS_RESET. A hang is libFuzzer's to find.
+        // The device interrupts for an answer, and for DEVICE_NEEDS_RESET. libFuzzer's timeout finds a hang.
         while self.used_index() == before && self.get(0x70) & NEEDS_RESET == 0 {
-            // Interrupted by libFuzzer's alarm at times.
+            // libFuzzer's alarm may interrupt the read.
             let _ = self.irq.read();
         }
         let status = self.get(0x70);
@@ -287,7 +287,7 @@ impl Driver {
         }
     }
 
-    /// Guest memory, but for the used ring, and the disk are as the model has them.
+    /// Compares guest memory, except the used ring, and the disk with the model.
     fn compare(&mut self) {
         let mut bytes = self.bytes();
         for (start, len) in std::mem::take(&mut self.model.any) {
@@ -300,8 +300,8 @@ impl Driver {
         assert_same("the disk", &self.contents(), &self.model.disk);
     }
 
-    /// Any bytes in the rings, the indices among them. What the device does then is its affair, but it survives, and the
-    /// disk keeps its size.
+    /// Writes any bytes into the rings, their indices included. The device may do anything with them, except crash or
+    /// change the disk's size.
     fn scribble(&mut self, input: &mut Input) {
         let len = usize::from(input.byte()) * 3;
         let mut bytes = vec![0; len];
@@ -316,7 +316,7 @@ impl Driver {
         self.model.disk = self.contents();
     }
 
-    /// A device that works.
+    /// Checks that the device works after a reset.
     fn finish(mut self) {
         self.start();
         let mut input = Input::new(&[0, 9, 0, 0, 3, 0, 4, 0, 160, 8, 1, 200, 1, 1]);
@@ -387,7 +387,7 @@ impl Driver {
 }
 
 fn assert_same(what: &str, is: &[u8], should: &[u8]) {
-    // As a whole first, which is fast.
+    // Comparing the slices as a whole first is fast.
     if is != should
         && let Some((at, (is, should))) =
             (0..).zip(is.iter().zip(should)).find(|(_, (a, b))| a != b)
@@ -396,7 +396,7 @@ fn assert_same(what: &str, is: &[u8], should: &[u8]) {
     }
 }
 
-/// Bytes that tell places apart.
+/// Bytes that differ from place to place.
 static MIXED: LazyLock<Vec<u8>> = LazyLock::new(|| {
     (0..MEMORY)
         .map(|at| (at.wrapping_mul(0x9e37_79b9) >> 13) as u8)

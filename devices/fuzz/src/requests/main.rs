@@ -1,14 +1,14 @@
-//! Any requests in any descriptor chains, over a real queue: the device does to its disk and to guest memory what a model
-//! does, byte for byte, and after the worst of rings a reset makes it work again.
+//! Any requests in any descriptor chains, over a real queue. The device changes its disk and guest memory exactly as a
+//! model does, and a reset makes it work again after any contents of the rings.
 //!
 //! ```text
-//!   input ──▶ harness.rs ── registers, rings ──▶ device over a RAM disk     what came of it
-//!                  └─ guest memory ──▶ model.rs ──────────────────────────▶ is what should
+//!   input ──▶ harness.rs ── registers, rings ──▶ device over a RAM disk     the results
+//!                  └─ guest memory ──▶ model.rs ──────────────────────────▶ must be equal
 //! ```
 //!
-//! `make fuzz` builds it on stable Rust and runs it for a while on the seeds in `corpus/requests`. An input that fails
-//! is left in `devices/fuzz/artifacts`; given as the only argument it is run alone. A hang is found by libFuzzer's
-//! `-timeout`.
+//! `make fuzz` builds this target on stable Rust and runs it for a while on the seeds in `corpus/requests`. libFuzzer
+//! leaves a failing input in `devices/fuzz/artifacts`; with that file as its only argument the target runs that input
+//! alone. libFuzzer's `-timeout` finds hangs.
 #![no_main]
 
 mod harness;

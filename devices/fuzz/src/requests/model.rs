@@ -1,5 +1,5 @@
-//! What a virtio-blk device does with one descriptor chain (virtio 1.2, 2.7.5 and 5.2.6; what the specification leaves
-//! open is chosen in `CONFORMANCE.md`). Shares no code with the device.
+//! A model of what a virtio-blk device does with one descriptor chain (virtio 1.2, 2.7.5 and 5.2.6; `CONFORMANCE.md`
+//! lists the choices where the specification leaves some). Shares no code with the device.
 
 use std::cmp::Ordering;
 
@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 pub const SECTOR: usize = 512;
 /// Descriptors in the queue.
 pub const QUEUE_SIZE: u16 = 16;
-/// What GET_ID returns.
+/// The serial that GET_ID returns.
 pub const SERIAL: &[u8; 20] = b"a-serial-of-20-bytes";
 
 const NEXT: u16 = 1;
@@ -18,11 +18,11 @@ const OK: u8 = 0;
 const IOERR: u8 = 1;
 const UNSUPP: u8 = 2;
 
-/// What a chain comes to.
+/// The outcome of a chain.
 pub enum Verdict {
-    /// It cannot be answered: DEVICE_NEEDS_RESET, and not a byte changes.
+    /// The device cannot answer the chain: it sets DEVICE_NEEDS_RESET and changes no byte.
     Broken,
-    /// It is answered, its status byte and data are in memory.
+    /// The device answers the chain; its status byte and data are in memory.
     Answered {
         /// Length in the used element.
         written: u32,
@@ -41,7 +41,7 @@ pub struct Model {
     pub disk: Vec<u8>,
     pub read_only: bool,
     pub memory: Vec<u8>,
-    /// Bytes of memory that may have any value from now on: buffers of reads that failed half-way.
+    /// Ranges (start, length) of memory whose contents are undefined: buffers of reads that failed half-way.
     pub any: Vec<(usize, usize)>,
 }
 
@@ -52,7 +52,7 @@ impl Model {
             return Verdict::Broken;
         };
         let writable_len: u64 = writable.iter().map(|segment| segment.len).sum();
-        // The last writable byte, wherever a descriptor ends.
+        // The status byte is the last writable byte, however the descriptors divide the chain.
         let Some(status_at) = writable
             .iter()
             .rfind(|segment| segment.len > 0)
@@ -76,7 +76,7 @@ impl Model {
             }
         };
         self.memory[status_at as usize] = status;
-        // The status byte counts only if all before it was written.
+        // The status byte counts only if every byte before it was written.
         if written == room {
             written += 1;
         }
@@ -128,7 +128,7 @@ impl Model {
         }
     }
 
-    /// Does what is asked for and gives back what the driver gets; `room`: bytes that it has for that.
+    /// Carries out a request and returns the data for the driver. `room`: bytes that the chain has for data.
     fn request(&mut self, readable: &[Segment], room: u64) -> Result<Option<Vec<u8>>, u8> {
         let header = self.gather(readable, 0, 16).ok_or(IOERR)?;
         let kind = number(&header[..4]);
@@ -201,7 +201,7 @@ impl Model {
         (bytes.len() as u64 == len).then_some(bytes)
     }
 
-    /// Writes `data` into the first of `segments`; `false`: some of it lies outside memory.
+    /// Writes `data` into `segments` from the first on; `false`: a part of it lies outside the memory.
     fn scatter(&mut self, segments: &[Segment], data: &[u8]) -> bool {
         let mut rest = data;
         let mut touched = Vec::new();
