@@ -17,7 +17,7 @@ fn demo(arguments: &[&str], directory: &Path) -> Output {
         .expect("walvisor starts")
 }
 
-/// Whether there is a KVM to run on; says so if there is none.
+/// Whether this machine has a usable KVM; prints why the test is skipped if not.
 fn kvm() -> bool {
     match walvisor::probe::open() {
         Ok(_) => true,
@@ -56,8 +56,8 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert_eq!(row["verified"], true, "{row}");
         assert!(count("requests") > 4000, "{row}");
         assert!(count("flushes") > 80, "{row}");
-        // What batches and EVENT_IDX are for: one doorbell and one interrupt serve many requests. How many depends on which
-        // of the threads gets a processor.
+        // With batches and EVENT_IDX one doorbell and one interrupt serve many requests. How many depends on which of
+        // the threads gets a processor.
         assert!(
             (1..count("requests") / 2).contains(&count("doorbells")),
             "{row}"
@@ -66,14 +66,14 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
             (1..count("requests") / 2).contains(&count("interrupts")),
             "{row}"
         );
-        // What group commit is for.
+        // With group commit one sync serves several flushes.
         assert!((1..=count("flushes")).contains(&count("syncs")), "{row}");
-        // Each of the 2048 blocks is read at the end, a thousand were written.
+        // Each of the 2048 blocks is read at the end, and more than a thousand were written.
         assert!(count("bytes") > (2048 + 1024) * 4096, "{row}");
         assert!(count("time_us") > 0, "{row}");
     }
-    // A doorbell is no exit and neither is an interrupt, but a virtio-mmio driver reads and acknowledges the
-    // interrupt status. An interrupt that comes when all is done makes either driver look at the device status.
+    // Neither a doorbell nor an interrupt is an exit, but a virtio-mmio driver reads and acknowledges the interrupt
+    // status. After an interrupt without completions either driver reads the device status.
     let count = |row: usize, key: &str| transports[row][key].as_u64().expect("a number");
     assert!(
         count(0, "exits") <= 3 * count(0, "interrupts") + 16,
@@ -182,7 +182,7 @@ fn a_directory_that_is_not_there_is_named() {
     );
 }
 
-/// With an empty /dev, in a mount namespace of its own.
+/// Runs with an empty /dev, in a mount namespace of its own.
 #[test]
 fn without_kvm_one_line_says_how_to_get_one() {
     let directory = tempfile::tempdir().expect("a directory");

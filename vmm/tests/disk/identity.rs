@@ -1,4 +1,4 @@
-//! What is told of an image that is not the one that a log's records belong on, and the way out by command.
+//! Messages about an image that is not the one that a log's records belong to, and the commands that resolve it.
 
 use walvisor_storage::default_log_dir;
 
@@ -10,7 +10,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     let crashed = unclosed(dir.path());
     let (disk, newest) = (crashed.join("disk.img"), crashed.join("newest.img"));
     std::fs::rename(&disk, &newest).unwrap();
-    // As `cp` copies: whatever the bytes are, nothing tells that they are the disk's.
+    // Copies as `cp` does, without the mark: the copy cannot be recognized as the disk's image.
     std::fs::copy(&newest, &disk).unwrap();
     let parts = &[
         "disk.img: ",
@@ -23,13 +23,13 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     }
     refused(&crashed, "disk export disk.img out", 1, parts);
     refused(&crashed, "disk resize disk.img --size 16M", 1, parts);
-    // One way out, on a copy of it all.
+    // One remedy, tried on a copy: the right image is put in place.
     let kept = crashed.join("kept");
     crash(&default_log_dir(&disk), &[&disk], &kept);
     std::fs::remove_file(kept.join("disk.img")).unwrap();
     copy_image(&newest, &kept.join("disk.img"));
     assert!(done(&kept, "disk check disk.img").contains("5 records"));
-    // The other.
+    // The other remedy: the log's records are discarded.
     let text = done(&crashed, "disk check --discard-log disk.img");
     assert!(text.starts_with("disk.img: disk "), "{text}");
     assert!(text.contains("gave up 5 records (12288 bytes)"), "{text}");
@@ -58,7 +58,7 @@ fn a_disk_that_is_there_already_is_told_apart() {
     refused(dir, "disk create plain.img --size 1M", 1, parts);
 }
 
-/// The limit of a shell is an error that says so, and kills nobody.
+/// A shell's file size limit causes a clear error instead of a kill by SIGXFSZ.
 #[test]
 fn a_disk_longer_than_the_limit_of_the_shell_is_told() {
     let dir = tempfile::tempdir().unwrap();

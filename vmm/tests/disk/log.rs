@@ -1,4 +1,4 @@
-//! `walvisor log dump`, and the reader in Python that was written from `storage/FORMAT.md` alone.
+//! `walvisor log dump`, and a second reader, in Python, written from `storage/FORMAT.md` alone.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,10 +17,10 @@ const READER: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../storage/tests/format_reader.py"
 );
-/// Bits flipped in a log that both readers then read.
+/// How many bits the test flips in a log that both readers then read.
 const FLIPS: u64 = 12;
 
-/// What the second reader makes of a log: its records, or nothing if it says that it is damaged.
+/// The records that the second reader finds in a log; `None` if it reports damage.
 fn second_reader(log: &Path) -> Option<Vec<Value>> {
     let output = Command::new("python3")
         .arg(READER)
@@ -35,7 +35,7 @@ fn second_reader(log: &Path) -> Option<Vec<Value>> {
     Some(objects(&String::from_utf8(output.stdout).unwrap()))
 }
 
-/// Asserts that both readers find the same, and returns it.
+/// Asserts that both readers find the same records, and returns them.
 #[track_caller]
 fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
     let second = second_reader(&dir.join(log));
@@ -55,7 +55,7 @@ fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
     second
 }
 
-/// `count` random requests to the two disks of a log, from a seed, with a flush after every seventh.
+/// Makes `count` random requests to the two disks of a log, from a seed, with a flush after every seventh.
 fn work(ports: &mut [Port], seed: u64, count: usize) {
     let mut random = seed;
     for i in 0..count {
@@ -85,7 +85,7 @@ fn work(ports: &mut [Port], seed: u64, count: usize) {
         .for_each(|port| end(port, Operation::Flush));
 }
 
-/// A ring that went round, two disks, a crash, more, a second crash, a torn tail, and damage.
+/// The log has two disks and has wrapped. Then come a crash, more requests, a second crash, a torn tail, and damage.
 #[test]
 fn a_reader_written_from_the_format_page_finds_the_same_records() {
     if !have_python() {
@@ -114,7 +114,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     assert!(store.log_counters().checkpoints > 0, "the ring went round");
     drop(queues);
     store.close().unwrap();
-    // Closed: nothing is left in the log.
+    // A closed log has no records.
     assert_eq!(both_read(dir.path(), "log"), Some(Vec::new()));
     let store = open(dir.path());
     let mut queues = ports(&store);
@@ -126,7 +126,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     let records = both_read(&first, "log").unwrap();
     assert_eq!(records.len(), 150);
 
-    // Opened after the crash and crashed again: a segment that follows another's end, and a gap in it perhaps.
+    // The log is opened after the crash and crashes again: a segment follows another's end, perhaps with a gap.
     let copied = [first.join("a.img"), first.join("b.img")];
     let store = open(&first);
     let mut queues = ports(&store);
@@ -141,7 +141,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     let has = |kind: &&str| records.iter().any(|record| record["kind"] == **kind);
     assert!(kinds.iter().all(has));
 
-    // A flipped byte in the last payload is a torn tail: its batch is dropped by both.
+    // A flipped byte in the last payload is a torn tail: both readers drop its batch.
     let flip = |record: &Value| {
         let name = record["segment"].as_str().unwrap();
         let file = File::options()
@@ -171,7 +171,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     assert_eq!(both_read(&second, "log").unwrap(), records);
     let written = records.iter().find(is_write).unwrap();
     flip(written);
-    // In an earlier payload it is damage of that record alone.
+    // In an earlier payload a flipped byte damages that record alone.
     let found = both_read(&second, "log").unwrap();
     assert_eq!(found.len(), records.len());
     for (found, record) in found.iter().zip(&records) {
@@ -180,7 +180,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     }
     flip(written);
 
-    // A flipped bit anywhere else: whatever that comes to, both agree.
+    // A flipped bit anywhere else: both readers must agree on the result.
     let mut damaged = 0;
     for i in 0..FLIPS {
         let random = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -189,7 +189,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
             .join("log")
             .join(&files[(random >> 32) as usize % files.len()]);
         let file = File::options().read(true).write(true).open(path).unwrap();
-        // Near the start, where most of it is, as often as anywhere.
+        // Every second flip is near the start, where most records are.
         let reach = if i % 2 == 0 { 128 << 10 } else { MIB };
         let offset = (random >> 16) % reach.min(file.metadata().unwrap().len());
         let mut byte = [0];
@@ -234,7 +234,7 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
         kinds,
         ["write", "write", "discard", "write_zeroes", "write"]
     );
-    // The payload is where the record says.
+    // The payload is at the offset that the record gives.
     let log = crashed.join("disk.img.wal");
     let segment = File::open(log.join(records[1]["segment"].as_str().unwrap())).unwrap();
     let mut payload = [0; 4096];
@@ -242,12 +242,12 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
         .read_exact_at(&mut payload, number(&records[1], "payload_offset"))
         .unwrap();
     assert_eq!(payload, [3; 4096]);
-    // For people: a head, then the same lines.
+    // The text output has a heading, then one line per record.
     assert_eq!(done(&crashed, "log dump disk.img.wal").lines().count(), 5);
     let text = done(&crashed, "log dump disk.img.wal --records");
     assert_eq!(text.lines().count(), 6);
     assert!(text.contains("write_zeroes") && text.contains("segment-0000"));
-    // A reader that goes away is no error.
+    // A closed stdout is no error.
     let mut child = Command::new(WALVISOR)
         .args(["log", "dump", "disk.img.wal"])
         .current_dir(&crashed)
@@ -262,7 +262,7 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
     assert_eq!(done(&crashed, "log dump disk.img.wal --json"), "");
 }
 
-/// A payload that the medium changed: `disk check` names it, and what reads it fails.
+/// The medium has changed a payload: `disk check` names it, and reads of it fail.
 #[test]
 fn disk_check_names_disk_sectors_and_lsn_of_what_the_medium_changed() {
     let dir = tempfile::tempdir().unwrap();
@@ -321,7 +321,7 @@ fn disk_check_names_disk_sectors_and_lsn_of_what_the_medium_changed() {
         error.contains("disk check") && error.contains("segment-0000"),
         "{error}"
     );
-    // All else is in the image, and the log keeps what is damaged.
+    // All other records are in the image, and the log keeps the damaged one.
     assert_eq!(
         walvisor(&crashed, "disk check disk.img").status.code(),
         Some(1)
@@ -338,7 +338,7 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
         .write(true)
         .open(crashed.join("disk.img.wal").join(name))
         .unwrap();
-    // The second group's descriptor; the groups behind it say that it was acknowledged.
+    // Damages the second group's descriptor; the groups after it prove that the group was acknowledged.
     let behind = records[1]["payload_offset"].as_u64().unwrap() + 4096;
     segment.write_all_at(&[0xff], behind + 97).unwrap();
     let output = walvisor(&crashed, "log dump disk.img.wal --json");

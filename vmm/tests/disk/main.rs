@@ -41,7 +41,7 @@ fn walvisor(dir: &Path, arguments: &str) -> Output {
         .expect("walvisor starts")
 }
 
-/// Runs it, asserts success and silence on stderr, and returns stdout.
+/// Runs `walvisor`, asserts success and an empty stderr, and returns stdout.
 #[track_caller]
 fn done(dir: &Path, arguments: &str) -> String {
     let output = walvisor(dir, arguments);
@@ -53,7 +53,7 @@ fn done(dir: &Path, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs it, and asserts exit `status`, silence on stdout, and one line on stderr with each of `parts` in it.
+/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that contains each of `parts`.
 #[track_caller]
 fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
     let output = walvisor(dir, arguments);
@@ -109,7 +109,7 @@ fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
     end(port, Operation::Write { sector, data });
 }
 
-/// The files of an open log and its disks, as a crash would leave them, in `to`. No checkpoint may run.
+/// Copies the files of an open log and its disks to `to`, as a crash would leave them. No checkpoint may run.
 fn crash(log: &Path, disks: &[&Path], to: &Path) {
     let log_copy = to.join(log.file_name().unwrap());
     std::fs::create_dir_all(&log_copy).unwrap();
@@ -121,7 +121,7 @@ fn crash(log: &Path, disks: &[&Path], to: &Path) {
     }
 }
 
-/// Copies an image with its mark, as `cp -a` does.
+/// Copies an image with its mark (an extended attribute), as `cp -a` does.
 fn copy_image(from: &Path, to: &Path) {
     std::fs::copy(from, to).unwrap();
     let (attribute, mut mark) = ("user.walvisor.disk", [0; 256]);
@@ -131,7 +131,7 @@ fn copy_image(from: &Path, to: &Path) {
     }
 }
 
-/// A disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log, which overwrite,
+/// Makes a disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log, which overwrite,
 /// discard and zero parts of that, and write the last page.
 fn unclosed(dir: &Path) -> PathBuf {
     let disk = dir.join("disk.img");
@@ -163,7 +163,7 @@ fn unclosed(dir: &Path) -> PathBuf {
     crashed
 }
 
-/// What `unclosed` made, as its guest would read it.
+/// The contents of the disk that `unclosed` makes, as its guest would read them.
 fn unclosed_bytes() -> Vec<u8> {
     let mut bytes = vec![0; 8 << 20];
     let mut fill = |sectors: std::ops::Range<usize>, byte| {
@@ -209,9 +209,9 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
             "{name}: {blocks} > {allocated}"
         );
     }
-    // A raw image without a log is a disk too; a pipe sees no progress bar (`done` asserts that stderr is empty).
+    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that stderr is empty).
     done(dir, "disk export raw out --force --json");
-    // As many threads as there are processors, or as many as are given: the same bytes.
+    // The result is the same with any number of threads.
     for threads in ["1", "3"] {
         done(
             dir,
@@ -260,7 +260,7 @@ fn export_is_the_disk_as_it_is_and_checkpoint_makes_the_base_equal() {
             .unwrap();
         assert!(compared.status.success(), "{compared:?}");
     }
-    // In again, into the log that is there: a second disk.
+    // Imports the image again as a second disk of the existing log.
     done(
         &crashed,
         "disk import again.img out --log disk.img.wal --json",
@@ -278,7 +278,7 @@ fn resizes_keep_the_data_and_refuse_to_lose_it() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let crashed = crashed.as_path();
-    // With records in the log, and without.
+    // Resizes with records in the log, and without.
     let report = json(&done(crashed, "disk resize disk.img --size 16M --json"));
     assert_eq!(
         (&report["size_bytes"], &report["old_size_bytes"]),
@@ -400,13 +400,13 @@ fn bad_input_is_one_line_and_changes_nothing() {
     assert_eq!(std::fs::metadata(dir.join("disk.img")).unwrap().len(), MIB);
 }
 
-/// An image is removed, its log is forgotten, and a new disk is made in its place.
+/// An image is removed while its log stays, and a new disk is made in its place.
 #[test]
 fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();
-    // Everything is in the base image: the log can forget the disk.
+    // After the checkpoint everything is in the base image, so the log can forget the disk.
     done(&crashed, "disk checkpoint disk.img");
     std::fs::remove_file(crashed.join("disk.img")).unwrap();
     done(&crashed, "disk import disk.img raw");
@@ -414,7 +414,7 @@ fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
     let info = json(&done(&crashed, "disk info disk.img --json"));
     assert_eq!(info["log"]["disks"].as_array().unwrap().len(), 1);
 
-    // And with records in the log.
+    // With records left in the log, a new disk is refused.
     let log = crashed.join("disk.img.wal");
     let disk = crashed.join("disk.img");
     let store = Store::open(&log, &[DiskOptions::new(&disk)], &SMALL).unwrap();

@@ -8,7 +8,7 @@ use walvisor_tests::leash;
 use crate::kernel::{self, Then};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
 
-/// Boots a kernel of each format that does `then`, and gives what came out.
+/// Boots a kernel of each format that does `then`, and returns the outputs.
 fn boot_both(then: Then, arguments: &[&str]) -> Vec<Output> {
     let directory = tempfile::tempdir().unwrap();
     [
@@ -83,7 +83,7 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
     if !has_kvm() {
         return;
     }
-    // With no command line nothing has been printed: no device has been touched.
+    // Without a command line the kernel prints nothing, so it has touched no device.
     for output in boot_both(Then::Fault, &["--cmdline", ""]) {
         let error = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{error}");
@@ -92,7 +92,7 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
     }
     for output in boot_both(Then::Fault, &["--cmdline", "x"]) {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-        // An early end that nobody asked for is told.
+        // The program reports an early end of the guest.
         assert!(
             stderr(&output).contains("triple fault"),
             "{}",
@@ -155,7 +155,7 @@ fn metrics_tell_exits_disks_and_the_time_to_the_first_instruction() {
                 .parse()
                 .unwrap()
         };
-        // The power off is a port write.
+        // The guest powers off with a port write.
         assert!(value("walvisor_exits_total{vcpu=\"0\",reason=\"port_write\"}") >= 1.0);
         assert_eq!(
             value("walvisor_block_requests_total{disk=\"one\",transport=\"pci\"}"),

@@ -20,7 +20,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots a kernel that does `then`, and waits until it has said `said`.
+    /// Boots a kernel that does `then`, and waits until it has printed `said`.
     pub fn start(then: Then, said: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
@@ -35,8 +35,8 @@ impl Guest {
         guest
     }
 
-    /// Kills the VMM in the middle of whatever it does, several times over, and starts another each time on what that has
-    /// left; waits until the guest has said `said` once more. Nobody unlocks, repairs or removes anything.
+    /// Kills the VMM three times at any point, and each time starts another on the files that are left, without
+    /// unlocking, repairing or removing any; waits until the guest has printed `said` once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
         for round in 2..5 {
             self.child.kill().unwrap();
@@ -56,7 +56,7 @@ impl Guest {
         self.dir.path().join(name)
     }
 
-    /// Runs `walvisor ctl` with `words`: what it printed, or its error.
+    /// Runs `walvisor ctl` with `words`. Returns its stdout or its error.
     pub fn ctl(&self, words: &str) -> Result<String, String> {
         let socket = self.path("ctl");
         let words = ["ctl", socket.to_str().unwrap()]
@@ -73,7 +73,7 @@ impl Guest {
         serde_json::from_str(&self.ctl("stats --json").unwrap()).unwrap()
     }
 
-    /// Waits until the guest has gone on since `before`.
+    /// Waits until the guest has run since `before`.
     fn wait_for_more_exits(&self, before: &Value) {
         wait_for("another exit", || exits(&self.stats()) != exits(before));
     }
@@ -94,7 +94,7 @@ impl Guest {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits for its end: exit status and what it said on stderr. The disk is closed then, and the socket gone.
+    /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed and the socket gone.
     pub fn end(mut self) -> (Option<i32>, String) {
         let mut errors = String::new();
         let stderr = self.child.stderr.take().unwrap();
@@ -107,7 +107,7 @@ impl Guest {
         let info: Value = serde_json::from_slice(&info.stdout).unwrap();
         assert_eq!(info["log"]["records"], 0, "{info}");
         assert!(!self.path("ctl").exists());
-        // Of a machine without VMX or SVM.
+        // Drops the warning that machines without VMX or SVM cause.
         let told = errors
             .lines()
             .filter(|line| !line.contains("this KVM has no"));
@@ -272,7 +272,7 @@ fn no_client_harms_another_or_the_guest() {
         return;
     }
     let mut guest = Guest::start(Then::Echo, "up", &[]);
-    // One that has begun a line, one that never reads, and those that go away in the middle.
+    // A client that has begun a line, one that never reads, and many that leave in the middle.
     let mut half = guest.connect();
     half.write_all(b"{\"execute\": ").unwrap();
     let mut deaf = guest.connect();
@@ -282,10 +282,10 @@ fn no_client_harms_another_or_the_guest() {
         .is_ok()
     {}
     for _ in 0..100 {
-        // While those before it still have their places the server may turn it away before it has written.
+        // The server may turn this client away before it has written, while earlier ones still take up places.
         let _ = guest.connect().write_all(b"{\"execute\": \"stats\"}\n\xff");
     }
-    // Those that are gone leave their places one after the other.
+    // The places of clients that have left become free one after the other.
     let deadline = Instant::now() + Duration::from_secs(120);
     let (mut stream, mut lines) = loop {
         let mut stream = guest.connect();
@@ -316,23 +316,23 @@ fn no_client_harms_another_or_the_guest() {
     );
     assert_eq!(ask(b"\n\r\n{\"execute\": \"stats\", \"id\": 8}\n")["id"], 8);
 
-    // The half line goes on where it stopped.
+    // The client sends the rest of its line.
     half.write_all(b"\"pause\"}\n").unwrap();
     let mut answer = String::new();
     BufReader::new(&half).read_line(&mut answer).unwrap();
     assert_eq!(answer, "{\"return\":{\"state\":\"paused\"}}\n");
-    // And one without an end does nothing.
+    // A line without an end has no effect.
     half.write_all(b"{\"execute\": \"shutdown\"}").unwrap();
     half.shutdown(std::net::Shutdown::Write).unwrap();
     answer.clear();
     half.read_to_string(&mut answer).unwrap();
     assert!(answer.contains("has no end"), "{answer}");
 
-    // As many as may be, and one more.
+    // The most clients that may connect, and one more.
     let mut crowd = Vec::new();
     let turned_away = loop {
         let mut one = guest.connect();
-        // Who is turned away may be told before he asks.
+        // The server may turn a client away before the client has sent its request.
         let _ = one.write_all(b"{\"execute\": \"resume\"}\n");
         let mut answer = String::new();
         BufReader::new(&one).read_line(&mut answer).unwrap();

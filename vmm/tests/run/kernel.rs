@@ -1,5 +1,5 @@
-//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs them, one that
-//! interprets ring 0 too.
+//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs them, also one that
+//! interprets ring 0.
 //!
 //! ```text
 //!   entry: ESI = the command line, as the boot protocol hands it over
@@ -8,7 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// What the kernel does when it has printed its command line.
+/// What the kernel does after it has printed its command line.
 #[derive(Clone, Copy)]
 pub enum Then {
     /// Power off: S5 to PM1 control.
@@ -19,20 +19,20 @@ pub enum Then {
     ResetKeyboard,
     /// Send back what the serial line receives, for ever.
     Echo,
-    /// Listen to the power button, say "L", and power off when it is pressed.
+    /// Enable the power button, print "L", and power off when it is pressed.
     AwaitButton,
-    /// Listen to the power button, say "L", and do nothing more, whatever happens.
+    /// Enable the power button, print "L", and ignore it.
     IgnoreButton,
-    /// An undefined instruction, with nothing set up to handle it: a triple fault.
+    /// Execute an undefined instruction without an exception handler: a triple fault.
     Fault,
-    /// Start the other processors, each of which faults with nothing set up to handle it: a triple fault; halt.
+    /// Start the other processors, each of which faults without an exception handler: a triple fault; halt.
     FaultElsewhere,
-    /// Jump to where nothing is.
+    /// Jump to an address without memory.
     JumpAstray,
 }
 
 impl Then {
-    /// The instructions; the same bytes mean the same in 32 and in 64 bits.
+    /// The instructions; these bytes mean the same in 32-bit and in 64-bit mode.
     fn code(self) -> &'static [u8] {
         match self {
             // mov dx, 0x604; mov ax, 0x3400; out dx, ax
@@ -60,9 +60,9 @@ impl Then {
             ],
             // ud2
             Self::Fault => &[0x0f, 0x0b],
-            // mov edi, 0x70000: there, for the others: lidt cs:[0x20], where memory is zero; mov eax, cr0; or al, 1;
-            // mov cr0, eax; mov ds, ax: a selector of nothing
-            // mov edi, 0xfee00300: the local APIC's ICR: INIT, then a start at 0x70000, to all but this one
+            // mov edi, 0x70000; there, code for the others: lidt cs:[0x20], where memory is zero; mov eax, cr0; or al,
+            // 1; mov cr0, eax; mov ds, ax: an invalid selector mov edi, 0xfee00300: the local APIC's ICR: INIT, then a
+            // start at 0x70000, to all but this one
             Self::FaultElsewhere => &[
                 0xbf, 0x00, 0x00, 0x07, 0x00, 0xc7, 0x07, 0x2e, 0x0f, 0x01, 0x1e, 0xc7, 0x47, 0x04,
                 0x20, 0x00, 0x0f, 0x20, 0xc7, 0x47, 0x08, 0xc0, 0x0c, 0x01, 0x0f, 0xc7, 0x47, 0x0c,
@@ -86,7 +86,7 @@ fn program(get_command_line: &[u8], then: Then) -> Vec<u8> {
     [get_command_line, &PRINT, then.code(), &HALT].concat()
 }
 
-/// A bzImage with a 64-bit entry: one setup sector, then 512 bytes of nothing, then the program.
+/// A bzImage with a 64-bit entry: one setup sector, then 512 bytes of zeroes, then the program.
 pub fn bzimage(then: Then) -> Vec<u8> {
     // mov esi, [rsi + 0x228]: cmd_line_ptr of the zero page.
     let code = program(&[0x8b, 0xb6, 0x28, 0x02, 0x00, 0x00], then);
@@ -130,7 +130,7 @@ pub fn vmlinux(then: Then, note: bool) -> Vec<u8> {
     put(52, &64u16.to_le_bytes());
     put(54, &56u16.to_le_bytes());
     put(56, &2u16.to_le_bytes());
-    // One empty section header at the end: a truncated file is told by it.
+    // One empty section header at the end, by which a truncated file is detected.
     put(40, &(CODE_OFFSET + code.len() as u64).to_le_bytes());
     put(58, &64u16.to_le_bytes());
     put(60, &1u16.to_le_bytes());

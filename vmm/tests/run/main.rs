@@ -1,4 +1,4 @@
-//! `walvisor run`, the program itself: what it boots, how it ends, what it says about bad input.
+//! `walvisor run`, the program itself: what it boots, how it ends, what it prints about bad input.
 
 mod bad_input;
 mod boot;
@@ -22,7 +22,7 @@ fn has_kvm() -> bool {
     }
 }
 
-/// Waits for `done`, at most 120 seconds.
+/// Waits until `done` returns `true`, at most 120 seconds.
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !done() {
@@ -31,7 +31,7 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// `walvisor` with `arguments`, ended by SIGTERM after 120 seconds.
+/// The command `walvisor` with `arguments`, ended by SIGTERM after 120 seconds.
 fn command<S: AsRef<OsStr>>(arguments: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new("timeout");
     command
@@ -50,12 +50,12 @@ fn walvisor(arguments: &str, rest: &[&OsStr]) -> Output {
         .expect("walvisor starts")
 }
 
-/// What it wrote to stderr.
+/// The program's stderr.
 fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// What it wrote to stdout.
+/// The program's stdout.
 fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }

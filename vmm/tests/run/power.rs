@@ -25,7 +25,7 @@ fn the_control_socket_presses_the_button_too() {
         return;
     }
     let guest = Guest::start(Then::AwaitButton, "upL", &[]);
-    // Also while it is paused.
+    // A shutdown works while the guest is paused, too.
     guest.ctl("pause").unwrap();
     guest.ctl("shutdown").unwrap();
     assert_eq!(guest.end(), (Some(0), String::new()));
@@ -45,12 +45,12 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
     let (code, errors) = guest.end();
     assert_eq!(code, Some(0), "{errors}");
     assert!(errors.contains("not powered off in 1 s"), "{errors}");
-    // Who cannot wait asks twice, or forbids the wait.
+    // A second signal ends the wait for the guest, and so does `--power-down-seconds 0`.
     let mut guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "1000"]);
     guest.signal(libc::SIGTERM);
     std::thread::sleep(Duration::from_millis(200));
     assert!(guest.is_running());
-    // A signal that comes before the one before it is taken is lost.
+    // A signal is lost while the previous one is still pending, so the test repeats it.
     wait_for("the end without the guest", || {
         guest.signal(libc::SIGTERM);
         std::thread::sleep(Duration::from_millis(200));

@@ -1,4 +1,4 @@
-//! The terminal: raw while the guest runs, as before when it has ended, whatever ended it.
+//! The terminal: it is raw while the guest runs, and restored when the guest has ended for whatever reason.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -28,7 +28,7 @@ fn modes(terminal: &File) -> (u32, u32, u32, u32) {
     )
 }
 
-/// A guest that echoes, on a terminal of its own, up and running.
+/// A running guest that echoes, on a terminal of its own.
 struct EchoingGuest {
     _directory: tempfile::TempDir,
     person: File,
@@ -79,7 +79,7 @@ impl EchoingGuest {
         assert_eq!(read, text, "{}", String::from_utf8_lossy(&read));
     }
 
-    /// Waits for the program's end: exit status 0, the terminal as before.
+    /// Waits for the program's end, and asserts exit status 0 and a restored terminal.
     fn ends_well(mut self) {
         let mut status = None;
         wait_for("the end of walvisor", || {
@@ -100,10 +100,10 @@ fn keys_reach_the_guest_and_ctrl_a_x_leaves() {
     let mut guest = EchoingGuest::start();
     guest.person.write_all(b"hello").unwrap();
     guest.expect(b"hello");
-    // Ctrl-C is the guest's, and two Ctrl-A are one.
+    // Ctrl-C goes to the guest, and two Ctrl-A send one.
     guest.person.write_all(b"\x03\x01\x01").unwrap();
     guest.expect(b"\x03\x01");
-    // More than the receive buffer holds.
+    // This is more than the receive buffer holds.
     let long = [b'z'; 300];
     guest.person.write_all(&long).unwrap();
     guest.expect(&long);

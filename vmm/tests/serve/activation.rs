@@ -1,4 +1,4 @@
-//! Sockets that a service manager keeps open: systemd's own activation, and restarts that refuse nobody.
+//! Sockets that a service manager keeps open: systemd's own activation, and restarts during which no client is refused.
 
 use std::fs;
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use walvisor_tests::have;
 use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, WALVISOR, client, create, text};
 
-/// `walvisor serve nbd` with `socket` as descriptor 3, after the words `variables` of a shell, in which $$ is its own pid.
+/// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is the daemon's pid.
 fn activated(dir: &Path, socket: impl Into<OwnedFd>, variables: &str, arguments: &str) -> Command {
     let mut command = Command::new("sh");
     let script = format!("exec 3<&0 </dev/null; {variables} exec {WALVISOR} serve nbd {arguments}");
@@ -32,7 +32,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     let dir = dir.path();
     create(dir, "a.img", "1M");
     create(dir, "b.img", "2M");
-    // A port that was free a moment ago.
+    // Finds a free port.
     let port = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap();
     drop(port);
@@ -41,11 +41,11 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     command
         .args(["-l", path.to_str().unwrap(), "-l", &address.to_string()])
         .args(["--fdname=one:two", WALVISOR, "serve", "nbd"])
-        // One of them by a relative name.
+        // One disk names its socket by a relative path.
         .args(["--disk", "path=a.img,socket=s", "--disk"])
         .arg(format!("path=b.img,port={}", address.port()))
         .stdin(Stdio::null());
-    // It says nothing before a client comes.
+    // The daemon prints nothing before a client connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
     while !path.exists() {
         std::thread::sleep(std::time::Duration::from_millis(10));
@@ -55,7 +55,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     assert_eq!(size(&format!("nbd://{address}")).trim(), "2097152");
     let errors = daemon.stop();
     assert!(!errors.contains("walvisor:"), "{errors}");
-    // systemd's to remove.
+    // systemd removes the socket, not the daemon.
     assert!(path.exists());
 }
 
@@ -73,7 +73,7 @@ fn a_restart_refuses_nobody() {
         Daemon::start_as(dir, &mut command, 1)
     };
     for round in 0_u8..3 {
-        // Comes when nobody serves.
+        // This client may connect while no daemon runs.
         let early = std::thread::scope(|scope| {
             let early = scope.spawn(|| RawClient::extended(&path));
             let daemon = start();
@@ -132,7 +132,7 @@ fn what_is_handed_over_has_to_fit() {
     }
     let variables = "exec 3<&-; LISTEN_PID=$$ LISTEN_FDS=1";
     refused(file(), variables, &["descriptor 3", "not open"]);
-    // Somebody else's: left alone.
+    // The variables name another process, so the daemon ignores the descriptor.
     let unix = UnixListener::bind(dir.join("u")).unwrap();
     let variables = "LISTEN_PID=1 LISTEN_FDS=1";
     let mut command = activated(dir, unix, variables, "--disk path=disk.img,socket=s");

@@ -1,4 +1,4 @@
-//! Programs that others wrote: libnbd's, QEMU's, fio.
+//! Third-party clients: libnbd's programs, QEMU's, fio.
 
 use std::fs;
 
@@ -62,7 +62,7 @@ fn nbdinfo_sees_what_each_disk_can() {
         (&512.into(), &4096.into())
     );
     assert_eq!(a["contexts"][0], "base:allocation");
-    // Two disks: nobody can say which of them has no name.
+    // With two disks the empty name is ambiguous.
     let output = run_client(dir, "nbdinfo", &["nbd+unix:///?socket=s"]);
     assert!(!output.status.success());
     assert_eq!(daemon.stop(), "");
@@ -97,7 +97,7 @@ fn nbdcopy_brings_data_and_holes_in_and_out() {
     client(dir, "nbdcopy", &[daemon.uri(), "out.raw"]);
     assert!(fs::read(dir.join("out.raw")).unwrap() == raw);
     assert_eq!(daemon.stop(), "");
-    // After an orderly end the image alone is the disk.
+    // After an orderly end the image holds the whole disk.
     assert!(fs::read(dir.join("disk.img")).unwrap() == raw);
 }
 
@@ -174,7 +174,7 @@ b.pwrite(b'b' * 65536, 65536)
 assert b.pread(4096, 0) == b'a' * 4096
 h.flush()",
     );
-    // Neither written nor copied anywhere but by that FLUSH.
+    // Only that FLUSH has made the writes durable.
     daemon.kill();
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
     daemon.nbdsh("assert h.pread(131072, 0) == b'a' * 65536 + b'b' * 65536");
@@ -246,7 +246,7 @@ fn the_longest_request_is_taken_from_any_client() {
     let dir = dir.path();
     create(dir, "disk.img", "64M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-    // 32 MiB, twice what the log takes as one record; the second client asks for no block size.
+    // 32 MiB is twice the log's longest record; the second client asks for no block size.
     daemon.nbdsh(
         "import os
 data = os.urandom(32 << 20)

@@ -11,10 +11,10 @@ use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::vhost_user::FrontEnd;
 use super::{Daemon, MIB, create, text, walvisor};
 
-/// Kinds of replies from here on are errors.
+/// Replies of this kind and above are errors.
 const FAILED: u16 = 1 << 15;
 
-/// What `walvisor ctl ctl WORDS` says.
+/// The output of `walvisor ctl ctl WORDS`.
 #[track_caller]
 fn ctl(dir: &Path, words: &str) -> Value {
     let output = walvisor(dir, &format!("ctl ctl {words}"));
@@ -36,7 +36,7 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
     assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
     client.request(0, FLUSH, 2, 0, 0);
-    // Somebody who comes meanwhile can choose, and waits like the others.
+    // A client that connects meanwhile can do its handshake, and its request waits like the others.
     let mut other = RawClient::extended(&dir.join("s"));
     other.request(0, READ, 3, 0, 4096);
     thread::sleep(Duration::from_millis(50));
@@ -58,7 +58,7 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     let name = disk["name"].as_str().unwrap();
     let grown = ctl(dir, &format!("resize --disk {name} --size 4M"));
     assert_eq!(grown["size_bytes"], 4 * MIB);
-    // Who is connected reaches what is new, and who connects is told of it.
+    // A connected client can access the new sectors, and a new connection learns the new size.
     client.request(0, WRITE, 4, 4 * MIB - 4096, 4096);
     client.send(&[8; 4096]);
     assert!(client.reply().kind < FAILED);
@@ -127,7 +127,7 @@ fn vhost_user_disks_are_paused_and_grow() {
     create(dir, "disk.img", "1M");
     let arguments = "--control ctl --disk path=disk.img,socket=s,queues=2";
     let mut daemon = Daemon::start_door(dir, "vhost-user", arguments);
-    // With nobody there, and with somebody.
+    // Pauses work without a front-end, twice, and with one.
     for _ in 0..2 {
         assert_eq!(ctl(dir, "pause"), json!({ "state": "paused" }));
         assert_eq!(ctl(dir, "stats --json")["state"], "paused");
@@ -139,7 +139,7 @@ fn vhost_user_disks_are_paused_and_grow() {
     assert_eq!(front_end.capacity(), MIB / 512, "it is heard all the same");
     ctl(dir, "resume");
     assert_eq!(ctl(dir, "resize --size 2M")["size_bytes"], 2 * MIB);
-    // The session has heard of it when it has heard of a pause.
+    // Messages arrive in order: after the pause the session has also handled the resize.
     ctl(dir, "pause");
     assert_eq!(front_end.capacity(), 2 * MIB / 512);
     ctl(dir, "resume");
@@ -148,8 +148,8 @@ fn vhost_user_disks_are_paused_and_grow() {
     assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
 
-/// How many of `count` reads that a client sends at once are answered when it has waited for `expected` of them; and then
-/// all of them, once the limit is gone.
+/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then removes the limit and
+/// asserts that the rest are answered too.
 fn limited(dir: &Path, count: u64, expected: u64) {
     let mut client = RawClient::extended(&dir.join("s"));
     for cookie in 0..count {
@@ -171,7 +171,7 @@ fn limited(dir: &Path, count: u64, expected: u64) {
     }
 }
 
-/// Whether there is anything to read before the time-out.
+/// Tells whether there is a byte to read before the time-out.
 trait PeekOne {
     fn peek_one(&self, byte: &mut [u8; 1]) -> bool;
 }
@@ -197,7 +197,7 @@ fn limits_hold_requests_back_and_can_be_taken_away() {
     limited(dir, 20, 4);
     ctl(dir, "set-limit --bytes-per-second 1 --bytes-burst 32K");
     limited(dir, 20, 8);
-    // A new limit has a full bucket, and one that is in force holds back nobody who was there before it.
+    // A new limit starts with a full bucket, and clients that stay below a limit are not held back.
     ctl(dir, "set-limit --ops-per-second 100000");
     let mut client = RawClient::extended(&dir.join("s"));
     for cookie in 0..50 {
@@ -213,7 +213,7 @@ fn limits_hold_up_neither_a_pause_nor_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
-    // The second read would have to wait for more than an hour.
+    // The limit would hold the second read back for more than an hour.
     let limits = "bytes-per-second=1,bytes-burst=4K";
     let mut daemon = Daemon::start(
         dir,

@@ -1,5 +1,5 @@
-//! Kills in the middle of writes by several connections: nothing acknowledged is lost, no write is torn, and what is left
-//! is a prefix.
+//! Kills in the middle of writes by several connections: no acknowledged write is lost, no write is torn, and the
+//! surviving writes are a prefix.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -12,7 +12,7 @@ use super::{Daemon, create, foreign};
 const WRITERS: u64 = 4;
 const SLOTS: u64 = 16;
 
-/// Each writer fills its slots in turn with its count, 20 KiB at a time, and tells each count that a FLUSH covers.
+/// Each writer fills its slots in turn with its count, 20 KiB at a time, and prints each count that a FLUSH covers.
 const WRITE: &str = r"
 import nbd, os, threading
 def write(writer):
@@ -34,7 +34,7 @@ for t in threads: t.start()
 for t in threads: t.join()
 ";
 
-/// Tells what each slot holds, and fails if one holds parts of two writes.
+/// Prints the count in each slot, and fails if a slot holds parts of two writes.
 const READ: &str = "
 for slot in range(64):
     data = h.pread(20480, slot * 32768)
@@ -53,7 +53,7 @@ fn kills_lose_nothing_that_a_flush_covered() {
     let mut first = 1;
     for kill_after in [40, 300, 150] {
         let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-        // Without its daemon it ends.
+        // The program ends when its daemon is killed.
         let mut writers = foreign(dir, "nbdsh")
             .args(["-c", &WRITE.replace("FIRST", &first.to_string())])
             .stdout(Stdio::piped())

@@ -1,4 +1,4 @@
-//! The units and the domains in `docs/nbd` and `docs/vhost-user`, read by the programs that they are for.
+//! The systemd units and libvirt domains in `docs/nbd` and `docs/vhost-user`, checked by the programs they are for.
 
 use std::fs;
 use std::path::Path;
@@ -20,12 +20,12 @@ fn systemd_takes_the_units() {
         let units = ["socket", "service"].map(|kind| format!("walvisor-{door}.{kind}"));
         for name in &units {
             let text = fs::read_to_string(Path::new(DOCUMENTS).join(door).join(name)).unwrap();
-            // It is looked for.
+            // systemd-analyze checks that the program exists.
             let text = text.replace("/usr/local/bin/walvisor", WALVISOR);
             fs::write(dir.path().join(name), text).unwrap();
         }
         let units = units.map(|name| format!("./{name}"));
-        // The manual pages that the units name need not be here.
+        // The manual pages that the units name need not be installed.
         let arguments = ["verify", "--man=no", &units[0], &units[1]];
         client(dir.path(), "systemd-analyze", &arguments);
     }

@@ -1,4 +1,4 @@
-//! Clients that break the protocol, die in the middle or never read: each harms itself alone.
+//! Clients that break the protocol, die in the middle or never read: each harms only itself.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -50,14 +50,14 @@ fn extended_headers_carry_long_ranges() {
         .map(|long| u64::from_be_bytes(long.try_into().unwrap()))
         .collect();
     assert_eq!(longs, [4096, 3, 8192, 0, (64 << 20) - 12288, 3]);
-    // Longer than the disk, and longer than anything.
+    // One range is longer than the disk, the other overflows.
     for (cookie, length) in [(5, 1 << 40), (6, u64::MAX)] {
         client.request(0, WRITE_ZEROES, cookie, 512, length);
         let reply = client.reply();
         assert_eq!((reply.kind, reply.cookie), (ERROR, cookie));
         assert_eq!(error(&reply.data), 28);
     }
-    // A payload where none belongs is read over.
+    // The server skips a payload where none belongs.
     client.request(PAYLOAD, READ, 7, 0, 4096);
     client.send(&[0xff; 4096]);
     let reply = client.reply();
@@ -65,7 +65,7 @@ fn extended_headers_carry_long_ranges() {
         (reply.kind, reply.cookie, error(&reply.data)),
         (ERROR, 7, 22)
     );
-    // So is one that is too long.
+    // It also skips a payload that is too long.
     client.request(PAYLOAD, WRITE, 8, 0, (32 << 20) + 512);
     client.send(&vec![0xff; (32 << 20) + 512]);
     let reply = client.reply();
@@ -150,9 +150,9 @@ fn malformed_options_are_answered_and_the_talk_goes_on() {
         (6, &[0, 0, 0, 0, 0xff, 0xff, 0, 0], INVALID),
         (3, b"x", INVALID),
         (8, b"x", INVALID),
-        // Before structured replies.
+        // SET_META_CONTEXT before structured replies.
         (10, &[0; 8], INVALID),
-        // TLS, which there is not unless told.
+        // STARTTLS, which the server refuses unless TLS is configured.
         (5, &[], POLICY),
         (5, b"x", INVALID),
         (0xffff_ffff, b"anything", UNSUPPORTED),
@@ -178,13 +178,13 @@ fn a_client_that_dies_in_the_middle_of_a_write_writes_nothing() {
     let daemon = served(dir.path());
     for sent in [0, 1, 4096, 65535] {
         let mut client = RawClient::extended(&path);
-        // Whole ones before it count.
+        // A whole write before the incomplete one takes effect.
         client.request(PAYLOAD, WRITE, 0, 1 << 20, 512);
         client.send(&[2; 512]);
         client.request(PAYLOAD, WRITE, 1, 0, 65536);
         client.send(&vec![0xee; sent]);
     }
-    // Half a header, too.
+    // The same with half a header.
     let mut client = RawClient::extended(&path);
     client.send(&[0x21, 0xe4, 0x1c]);
     drop(client);
@@ -209,7 +209,7 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     };
     let mut greedy = RawClient::extended(&path);
     greedy.socket.set_nonblocking(true).unwrap();
-    // 4 GiB of answers, for as many requests as the server takes.
+    // 4096 requests whose replies would take 4 GiB.
     let mut request = Vec::from(0x21e4_1c71_u32.to_be_bytes());
     request.extend([0; 4]);
     request.extend([0; 16]);
@@ -220,7 +220,7 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     let mut peak = 0;
     while started.elapsed() < Duration::from_millis(1500) {
         if let Ok(more) = greedy.socket.write(&all[sent..]) {
-            // Whole requests only matter as long as the server reads them.
+            // The next write goes on after the bytes that the socket took.
             sent += more;
         }
         peak = peak.max(resident());
@@ -228,7 +228,7 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
     }
     println!("at most {peak} MiB resident, {sent} bytes of requests taken");
     assert!(peak < 160, "{peak} MiB");
-    // The others are served meanwhile, and it does not hold up the end for long.
+    // Other clients are served meanwhile, and this one does not delay the daemon's end for long.
     let mut good = RawClient::extended(&path);
     good.request(0, READ, 0, 0, 512);
     assert_eq!(good.reply().kind, 1);
@@ -243,7 +243,7 @@ fn a_client_that_never_stops_asking_does_not_hold_up_the_end() {
     let daemon = served(dir.path());
     let client = RawClient::greet(&dir.path().join("s"));
     let (mut asking, mut reading) = (client.socket.try_clone().unwrap(), client.socket);
-    // Ends when the server closes the connection.
+    // Both threads end when the server closes the connection.
     let list = b"IHAVEOPT\x00\x00\x00\x03\x00\x00\x00\x00".repeat(256);
     let asker = thread::spawn(move || while asking.write_all(&list).is_ok() {});
     let reader = thread::spawn(move || {

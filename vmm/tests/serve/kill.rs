@@ -1,8 +1,8 @@
-//! What a kill of the daemon leaves of writes that were answered and not flushed, for clients that connect again by
-//! themselves: they do not repeat such a write, and take a later FLUSH for word that it is safe.
+//! What a kill of the daemon leaves of writes that were answered and not flushed. Clients that reconnect by themselves
+//! do not repeat such a write, and take a later FLUSH as proof that it is durable.
 //!
-//! All writes here are too few to be written while nobody waits for them: where an answer does not wait, they are in the
-//! daemon's memory alone.
+//! The writes here are too few to be written to the log unless a client waits for them: where answers do not wait, they
+//! are only in the daemon's memory.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -13,7 +13,7 @@ use walvisor_tests::have;
 
 use super::{Daemon, create, foreign, text};
 
-/// A program of somebody else that does a step for each line it reads, and says when it is done.
+/// A third-party program that does a step for each line it reads, and reports when it is done.
 struct Stepping {
     child: Child,
     commands: ChildStdin,
@@ -35,7 +35,7 @@ impl Stepping {
         writeln!(self.commands, "{line}").expect("it reads");
     }
 
-    /// Waits until it has said `end`; all that it has said up to there.
+    /// Waits until the program's output ends with `end`, and returns the output up to there.
     #[track_caller]
     fn wait_for(&mut self, end: &str) -> String {
         let mut all = Vec::new();
@@ -51,20 +51,20 @@ impl Stepping {
 
 impl Drop for Stepping {
     fn drop(&mut self) {
-        // timeout(1) passes it on.
+        // timeout(1) passes the signal on.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
     }
 }
 
-/// Lets the daemon be killed and come back.
+/// Kills the daemon and starts another.
 fn restart(daemon: Daemon, dir: &Path, arguments: &str) -> Daemon {
     daemon.kill();
     Daemon::start(dir, arguments)
 }
 
-/// Page 0 is written and flushed. Then pages 1 to 40 are written, page 0 is trimmed and page 41 made zero, without a
-/// FLUSH; once the daemon is back, the next connection flushes, and tells which pages are as they were left.
+/// Writes pages 0 and 41 and flushes. Then writes pages 1 to 40, trims page 0 and zeroes page 41, without a FLUSH. Once
+/// the daemon is back, the next connection flushes, and prints how many pages are as they were left.
 const CLIENT: &str = r"
 import nbd, sys
 def connect():
@@ -113,7 +113,7 @@ fn what_was_answered_is_there_after_a_kill_and_a_flush_unless_memory_was_to_do()
     }
 }
 
-/// QEMU connects again by itself, and says nothing of it to its guest.
+/// QEMU reconnects by itself, and its guest does not notice.
 #[test]
 fn qemu_finds_what_it_was_answered_after_a_kill() {
     if !have("qemu-io", "qemu-utils") {
@@ -126,14 +126,14 @@ fn qemu_finds_what_it_was_answered_after_a_kill() {
     let daemon = Daemon::start(dir, arguments);
     let image = "driver=nbd,server.type=unix,server.path=s,export=disk.img,reconnect-delay=100";
     let mut qemu = Stepping::start(foreign(dir, "qemu-io").args(["--image-opts", image]));
-    // It reads no line before its prompt.
+    // qemu-io reads no line before it has printed its prompt.
     let mut step = |line: &str| {
         qemu.wait_for("qemu-io> ");
         qemu.say(line);
     };
     step("write -P 7 0 64k");
     step("write -z 64k 4k");
-    // Both are answered.
+    // When the next prompt appears, both writes are answered.
     step("help");
     let daemon = restart(daemon, dir, arguments);
     step("flush");
@@ -147,7 +147,7 @@ fn qemu_finds_what_it_was_answered_after_a_kill() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// nbdkit's retry filter connects again for the client behind it.
+/// nbdkit's retry filter reconnects on behalf of its client.
 #[test]
 fn a_client_of_nbdkits_retry_filter_finds_what_it_was_answered_after_a_kill() {
     if !(have("nbdsh", "python3-libnbd") && have("nbdkit", "nbdkit")) {

@@ -1,4 +1,4 @@
-//! Disks as large as offsets reach. Their base images are sparse, on a file system that holds files of any length.
+//! Disks as large as offsets allow. Their base images are sparse, on a file system that holds files of any length.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,12 +8,12 @@ use walvisor_tests::have;
 use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use super::{Daemon, MIB, client, create, text, walvisor};
 
-/// The last sector that Linux and the NBD protocol can address ends here: offsets are signed.
+/// The largest disk in bytes that Linux and the NBD protocol can address: offsets are signed.
 pub const LARGEST: u64 = (1 << 63) - 512;
-/// The largest that QEMU takes: it rounds 2^63 - 1 down to its greatest alignment of 1 GiB.
+/// The largest disk in bytes that QEMU accepts: it rounds 2^63 - 1 down to its greatest alignment of 1 GiB.
 const LARGEST_OF_QEMU: u64 = (1 << 63) - (1 << 30);
 
-/// A directory on a file system that holds files of any length; why there is none.
+/// A directory on a file system that holds files of any length. `None`: there is none, and `skipped: why` was printed.
 pub fn roomy() -> Option<tempfile::TempDir> {
     let dir = tempfile::tempdir_in("/dev/shm");
     let holds = |dir: &Path| File::create(dir.join("probe")).and_then(|file| file.set_len(LARGEST));
@@ -64,7 +64,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     let out = client(dir, "qemu-io", &commands);
     assert!(!out.contains("fail"), "{out}");
 
-    // A range that only extended headers can say: the server tells as much of it as it likes. Then the end.
+    // Only extended headers can carry so long a range. The server describes a part of it. Then the disk's end.
     let mut raw = RawClient::extended(&dir.join("s"));
     let mut map = |offset: u64| {
         raw.request(0, BLOCK_STATUS, 1, offset, LARGEST - offset);
@@ -77,7 +77,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     assert!(start[0] >= 1 << 32 && start[1] == 3, "{start:?}");
     let end = map(LARGEST - (1 << 30));
     assert_eq!(end, [(1 << 30) - 4096, 3, 3072, 0, 512, 3, 512, 0]);
-    // The last 5 TiB but two sectors: more than one record can say.
+    // Zeroes the last 5 TiB except two sectors: more than one record can describe.
     raw.request(0, WRITE_ZEROES, 2, LARGEST - (5 << 40), (5 << 40) - 1024);
     assert_eq!(raw.reply().kind, 0);
     raw.request(1 << 5, WRITE, 3, LARGEST - 1024, 512);
@@ -85,7 +85,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     assert_eq!(raw.reply().kind, 0);
     raw.request(0, FLUSH, 4, 0, 0);
     assert_eq!(raw.reply().kind, 0);
-    // Through the log, and then in the base image.
+    // The data is read from the log first, then from the base image.
     daemon.kill();
     let last =
         "assert h.pread(4096, h.get_size() - 4096) == bytes(3072) + b'\\x03' * 512 + b'b' * 512";
@@ -98,7 +98,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// A BLOCK_STATUS is told 8 GiB at most, and libnbd and QEMU ask for less than 4: thousands of questions.
+/// A reply to BLOCK_STATUS covers 8 GiB at most, and libnbd and QEMU ask for less than 4 GiB: thousands of requests.
 #[test]
 fn maps_of_16_tib_are_had() {
     if !have("nbdinfo", "libnbd-bin")
@@ -149,7 +149,7 @@ h.flush()",
         });
         assert_eq!(map.collect::<Vec<_>>(), extents);
     };
-    // What the log has, and then what the base image has.
+    // The map comes from the log first, then from the base image.
     maps(&daemon);
     assert_eq!(daemon.stop(), "");
     let daemon = Daemon::start(dir, serve);
@@ -166,7 +166,7 @@ fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
         file.set_len(size).is_err()
     };
     let mut cases = vec![((1_u64 << 63).to_string(), "below 2^63")];
-    // ext4's longest file; other file systems hold it.
+    // This exceeds ext4's longest file; other file systems may hold it.
     if too_long(17 << 40) {
         cases.push(("17T".to_owned(), "the file system holds no file"));
     }
@@ -199,7 +199,7 @@ fn zeroes_without_end_hold_up_nobody_and_not_the_end() {
     let dir = dir.path();
     create(dir, "largest.img", &LARGEST.to_string());
     let daemon = Daemon::start(dir, "--disk path=largest.img,socket=s");
-    // Millions of records, one after the other.
+    // This takes millions of records, one after the other.
     let mut endless = RawClient::extended(&dir.join("s"));
     endless.request(0, WRITE_ZEROES, 1, 0, LARGEST);
     let mut others = [(); 4].map(|()| RawClient::extended(&dir.join("s")));
@@ -212,7 +212,7 @@ fn zeroes_without_end_hold_up_nobody_and_not_the_end() {
         }
     }
     assert_eq!(daemon.stop(), "");
-    // ESHUTDOWN, for a part of it was not done.
+    // ESHUTDOWN, since a part of the range was not zeroed.
     let reply = endless.reply();
     assert_eq!((reply.kind, reply.cookie), ((1 << 15) + 1, 1));
     assert_eq!(reply.data[..4], 108_u32.to_be_bytes());

@@ -40,7 +40,7 @@ fn sockets_are_private_and_gone_at_the_end() {
     for signal in [Signal::TERM, Signal::INT] {
         let mut daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
         assert_eq!(mode(), 0o600);
-        // Clients that have not chosen, and that are idle, keep nobody from ending.
+        // Clients in the handshake and idle clients do not keep the daemon from ending.
         let _choosing = RawClient::greet(&dir.join("s"));
         let mut idle = RawClient::extended(&dir.join("s"));
         daemon.signal(signal);
@@ -52,13 +52,13 @@ fn sockets_are_private_and_gone_at_the_end() {
     let daemon = Daemon::start(dir, "--mode 660 --disk path=disk.img,socket=s");
     assert_eq!(mode(), 0o660);
     daemon.kill();
-    // The name goes after a kill too.
+    // The socket is removed after a kill too.
     let began = Instant::now();
     while dir.join("s").exists() {
         assert!(began.elapsed() < Duration::from_secs(120), "it stays");
         thread::sleep(Duration::from_millis(5));
     }
-    // One that nobody has removed is replaced.
+    // The daemon replaces a socket that was left behind.
     drop(UnixListener::bind(dir.join("s")).unwrap());
     assert!(dir.join("s").exists());
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
@@ -88,7 +88,7 @@ fn every_thread_is_restricted() {
         let mut client = RawClient::extended(&dir.join("s"));
         client.request(0, READ, 1, 0, 4096);
         assert_eq!(client.reply().kind, 1);
-        // The first one, a listener, a client, and those of the log.
+        // The main thread, a listener, a client's thread, and those of the log.
         let filters = filters(&daemon);
         assert!(filters.len() >= 4, "{filters:?}");
         assert!(filters.iter().all(|found| found == state), "{filters:?}");
@@ -101,7 +101,7 @@ fn every_thread_is_restricted() {
     }
 }
 
-/// Starts its arguments where there is no io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
+/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
 pub const WITHOUT_IO_URING: &str = "
 import ctypes, os, struct, sys
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
@@ -126,7 +126,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
     python.args(["-c", WITHOUT_IO_URING, WALVISOR, "serve", "nbd"]);
     python.args(["--disk", "path=disk.img,socket=s"]);
     let daemon = Daemon::start_as(dir, python.stdin(Stdio::null()), 1);
-    // One thread more than with io_uring: the one that writes.
+    // Without io_uring there is one more thread, which writes the log.
     let tasks = format!("/proc/{}/task", daemon.child.id());
     let is_writer = |task: fs::DirEntry| {
         let name = fs::read_to_string(task.path().join("comm"));
@@ -137,14 +137,14 @@ fn a_restricted_daemon_does_without_io_uring_too() {
             .unwrap()
             .any(|task| is_writer(task.unwrap()))
     };
-    // A thread gives itself its name when it comes to run.
+    // A thread sets its own name once it runs.
     let deadline = Instant::now() + Duration::from_secs(120);
     while !found() {
         assert!(Instant::now() < deadline, "no thread writes the log");
         thread::sleep(Duration::from_millis(10));
     }
     let mut client = RawClient::extended(&dir.join("s"));
-    // More than the log's first segments hold: new ones, and checkpoints.
+    // This is more than the log's first segments hold, so it takes new segments and checkpoints.
     let data = vec![7; 4 << 20];
     for piece in 0..48 {
         client.write(piece, piece * data.len() as u64, &data);
@@ -169,7 +169,7 @@ fn what_was_answered_before_the_end_is_in_the_image() {
     for _ in 0..64 {
         assert_eq!(client.reply().kind, 0);
     }
-    // No FLUSH, and a reply that nobody has read.
+    // The client sends no FLUSH, and leaves a reply unread.
     client.request(0, READ, 64, 0, 4 << 20);
     assert_eq!(daemon.stop(), "");
     let image = fs::read(dir.join("disk.img")).unwrap();

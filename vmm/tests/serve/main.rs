@@ -1,4 +1,4 @@
-//! `walvisor serve`, as its clients see it: programs that others wrote, and clients that break every rule.
+//! `walvisor serve`, as its clients see it: third-party programs, and clients that break every rule.
 
 mod activation;
 mod clients;
@@ -26,9 +26,9 @@ use walvisor_tests::leash;
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
 
-/// A program of somebody else, to be run in `dir` and ended after two minutes.
+/// The command for a third-party program, to be run in `dir` and ended after two minutes.
 fn foreign(dir: &Path, program: &str) -> Command {
-    // The distribution's Python before any other: only that one has the distribution's libnbd.
+    // The distribution's Python comes before any other: only that one has the distribution's libnbd.
     let paths = std::env::var("PATH").unwrap_or_default();
     let mut command = Command::new("timeout");
     command.args(["120", program]).current_dir(dir);
@@ -38,7 +38,7 @@ fn foreign(dir: &Path, program: &str) -> Command {
     command
 }
 
-/// Runs a program of somebody else, ended after two minutes, and asserts that it succeeds; its stdout.
+/// Runs a third-party program for at most two minutes, asserts that it succeeds, and returns its stdout.
 #[track_caller]
 fn client(dir: &Path, program: &str, arguments: &[&str]) -> String {
     let output = run_client(dir, program, arguments);
@@ -73,11 +73,11 @@ fn create(dir: &Path, name: &str, size: &str) {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// A daemon at work. Dropping it kills it.
+/// A running daemon. Dropping this kills it.
 struct Daemon {
     child: Child,
     dir: PathBuf,
-    /// Where each disk is, in the order of the command line.
+    /// The URI of each disk, in the order of the command line.
     uris: Vec<String>,
 }
 
@@ -88,7 +88,7 @@ impl Daemon {
         Self::start_door(dir, "nbd", arguments)
     }
 
-    /// The same for any door of `walvisor serve`.
+    /// The same for any subcommand (`door`) of `walvisor serve`.
     #[track_caller]
     fn start_door(dir: &Path, door: &str, arguments: &str) -> Self {
         let mut command = Command::new(WALVISOR);
@@ -106,7 +106,7 @@ impl Daemon {
         Self::start_telling(dir, command, Stdio::piped(), count)
     }
 
-    /// The same, for one that writes its errors to `errors`.
+    /// The same, for a daemon that writes its errors to `errors`.
     #[track_caller]
     fn start_telling(dir: &Path, command: &mut Command, errors: Stdio, count: usize) -> Self {
         let command = command
@@ -140,7 +140,7 @@ impl Daemon {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// What it has said on stderr, when it has ended.
+    /// The daemon's stderr, once it has ended.
     fn errors(&mut self) -> String {
         let mut errors = String::new();
         let stderr = self.child.stderr.take();
@@ -148,7 +148,7 @@ impl Daemon {
         errors
     }
 
-    /// Stops it as a service manager does, and asserts that it ends well; its stderr.
+    /// Stops the daemon as a service manager does, asserts exit status 0, and returns its stderr.
     #[track_caller]
     fn stop(mut self) -> String {
         self.signal(Signal::TERM);
@@ -177,7 +177,7 @@ impl Drop for Daemon {
     }
 }
 
-/// The value of a metric in `text`, of its first disk.
+/// The value of a metric in `text`, for its first disk.
 #[track_caller]
 fn metric(text: &str, name: &str) -> u64 {
     let line = text
@@ -190,7 +190,7 @@ fn metric(text: &str, name: &str) -> u64 {
         .unwrap()
 }
 
-/// Bytes that no compression or hole could explain.
+/// Pseudo-random bytes, which neither compress nor look like a hole.
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {

@@ -1,4 +1,4 @@
-//! A client made of bytes: for what no library would send, and for extended headers, which few send yet.
+//! A client that sends raw bytes: for messages that no library would send, and for extended headers, still rare.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -41,7 +41,7 @@ impl RawClient {
         client
     }
 
-    /// The same, up to transmission with extended headers and base:allocation.
+    /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase.
     pub fn extended(path: &Path) -> Self {
         let mut client = Self::greet(path);
         client.option(11, &[]);
@@ -87,7 +87,7 @@ impl RawClient {
         (word(8), word(12), self.take(word(16) as usize))
     }
 
-    /// A request in extended framing.
+    /// Sends a request in extended framing.
     pub fn request(&mut self, flags: u16, command: u16, cookie: u64, offset: u64, length: u64) {
         let mut bytes = Vec::from(0x21e4_1c71_u32.to_be_bytes());
         bytes.extend(flags.to_be_bytes());
@@ -110,7 +110,7 @@ impl RawClient {
         }
     }
 
-    /// Writes `data` at `offset`, and waits until that is done.
+    /// Writes `data` at `offset`, and waits for the reply.
     #[track_caller]
     pub fn write(&mut self, cookie: u64, offset: u64, data: &[u8]) {
         self.request(PAYLOAD_LEN, WRITE, cookie, offset, data.len() as u64);
@@ -118,14 +118,14 @@ impl RawClient {
         assert_eq!(self.reply().kind, 0);
     }
 
-    /// Flushes, and waits until that is done.
+    /// Flushes, and waits for the reply.
     #[track_caller]
     pub fn flush(&mut self, cookie: u64) {
         self.request(0, FLUSH, cookie, 0, 0);
         assert_eq!(self.reply().kind, 0);
     }
 
-    /// Whether the server has closed the connection, or does so now.
+    /// Waits until the server closes the connection. `false`: it did not in time.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {

@@ -1,4 +1,4 @@
-//! What a start after a kill shows: a bar on a terminal, nothing in a pipe unless it is asked for.
+//! The progress of a start after a kill: a bar on a terminal, nothing in a pipe unless asked for.
 
 use std::io::Read;
 use std::path::Path;
@@ -31,14 +31,14 @@ fn recovery_is_shown_on_a_terminal_alone() {
     let (mut person, program) = terminal();
     let shown = thread::spawn(move || {
         let mut shown = Vec::new();
-        // When nobody has the other side any more, this is an error.
+        // The read ends with an error when the other side is closed.
         let _ = person.read_to_end(&mut shown);
         String::from_utf8_lossy(&shown).into_owned()
     });
     let serve = || {
         let mut command = Command::new(WALVISOR);
         command.args(["serve", "nbd", "--disk", "path=disk.img,socket=s"]);
-        // Of no terminal whose kind is unknown can a line be drawn anew.
+        // With an unknown TERM no progress bar is drawn.
         command.env("TERM", "xterm").stdin(Stdio::null());
         command
     };
@@ -49,7 +49,7 @@ fn recovery_is_shown_on_a_terminal_alone() {
         text.contains("recovering") && text.contains("128.00 MiB"),
         "{text}"
     );
-    // Closed: there is nothing to recover.
+    // The log was closed, so there is nothing to recover.
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
     assert_eq!(daemon.stop(), "");
 

@@ -1,4 +1,4 @@
-//! A base image whose file system does not answer when it is asked for holes: nobody waits but who asked.
+//! A base image whose file system does not answer when asked for holes: only the client that asked has to wait.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -27,7 +27,7 @@ impl Slow {
         let image = mountpoint.join("disk.img");
         let mut command = Command::new("nbdfuse");
         command
-            // The kernel asks it each time; it would believe for a second what it was told.
+            // Without this the kernel would cache attributes for a second instead of asking the program.
             .args(["-o", "attr_timeout=0"])
             .arg(&image)
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
@@ -61,7 +61,7 @@ impl Slow {
 
 impl Drop for Slow {
     fn drop(&mut self) {
-        // Whoever waits for it could not be ended.
+        // A process that waits for a halted program could not be killed.
         self.signal(Signal::CONT);
         let unmount = Command::new("fusermount3")
             .arg("-u")
@@ -93,7 +93,7 @@ fn a_file_system_that_does_not_tell_its_holes_holds_up_nobody_else() {
     let mut asking = RawClient::extended(&dir.join("s"));
     slow.halt();
     asking.request(0, BLOCK_STATUS, 1, 0, 16 << 20);
-    // Clients of the other disk, more than there are threads; each does all that a client may.
+    // Clients of the other disk, more than there are threads; each sends every kind of request.
     let script = "
 clients = [nbd.NBD() for _ in range(CLIENTS)]
 for c in clients:
@@ -111,7 +111,7 @@ print('all')
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let script = script.replace("CLIENTS", &(threads + 1).min(100).to_string());
     assert_eq!(client(dir, "nbdsh", &["-c", &script]), "all\n");
-    // The one who asks goes on too, with what needs no file system.
+    // The client that asked also goes on, with requests that do not need that file system.
     asking.write(2, 4096, &[7; 4096]);
     asking.flush(3);
     slow.signal(Signal::CONT);

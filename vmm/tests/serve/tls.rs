@@ -1,4 +1,4 @@
-//! TLS with clients that others wrote: certificates asked for and shown, and nothing told to whoever comes without.
+//! TLS with third-party clients: both sides check certificates, and a client without TLS learns nothing.
 
 use std::fs;
 use std::path::Path;
@@ -19,8 +19,8 @@ fn certtool(dir: &Path, arguments: &str) {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// Makes a CA in `dir`/pki with a server's and a client's certificate, in the names that QEMU and libnbd look for, and a
-/// second CA with a client of its own in `dir`/other. `false`: this cannot be done here.
+/// Makes a CA in `dir`/pki with a server's and a client's certificate, under the names that QEMU and libnbd look for,
+/// and another CA with a client of its own in `dir`/other. `false`: certtool is missing.
 fn certificates(dir: &Path) -> bool {
     if !have("certtool", "gnutls-bin") {
         return false;
@@ -30,7 +30,7 @@ fn certificates(dir: &Path) -> bool {
         fs::create_dir(&at).unwrap();
         let certtool = |arguments: &str| certtool(&at, arguments);
         let key = |file: &str| {
-            // Not ECDSA: half of the keys that GnuTLS 3.7 makes have a byte too many, which rustls refuses.
+            // Not ECDSA: half of the keys that GnuTLS 3.7 generates have a byte too many, and rustls refuses those.
             certtool(&format!(
                 "--generate-privkey --key-type=rsa --bits=2048 --outfile {file}"
             ));
@@ -59,12 +59,12 @@ fn certificates(dir: &Path) -> bool {
             ));
         }
     }
-    // The stranger believes the server, but nobody of the server's has signed for the stranger.
+    // The client in `other` trusts the server's CA, but that CA has not signed the client's certificate.
     fs::copy(dir.join("pki/ca-cert.pem"), dir.join("other/ca-cert.pem")).unwrap();
     true
 }
 
-/// libnbd with the certificates in `pki`, none if that is empty; the exit of a script that has `h` connected.
+/// Runs a script after `connect`, with the certificates in `pki`, or without TLS if that is empty. Returns its output.
 fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, String> {
     let setting = match pki {
         "" => String::new(),
@@ -96,7 +96,7 @@ fn clients_of_others_encrypt() {
     let address = uri.strip_prefix("nbds://127.0.0.1:").expect(uri);
     let (port, _) = address.split_once('/').unwrap();
     let connect = format!("h.connect_tcp('localhost', '{port}')");
-    // Longer than anything that TLS buffers, both ways, with requests beside each other.
+    // The data is longer than all TLS buffers, in both directions, and requests run concurrently.
     let script = "
 import os
 assert h.get_tls_negotiated()
@@ -118,7 +118,7 @@ h.shutdown()
     fs::copy(dir.join("pki/ca-cert.pem"), dir.join("bare/ca-cert.pem")).unwrap();
     let error = nbdsh(dir, "", &connect, "h.pread(512, 0)").unwrap_err();
     assert!(error.contains("requires TLS"), "{error}");
-    // No certificate, and one that another CA has signed.
+    // A client without a certificate, and one whose certificate another CA has signed.
     for pki in ["bare", "other"] {
         let error = nbdsh(dir, pki, &connect, "h.pread(512, 0)").unwrap_err();
         assert!(
@@ -151,7 +151,7 @@ h.shutdown()
     );
     assert!(text(&output.stdout).contains("64 MiB"), "{output:?}");
     let errors = daemon.stop();
-    // One line for each that was turned away.
+    // One line for each rejected client.
     assert_eq!(errors.lines().count(), 2, "{errors}");
     let image = fs::read(dir.join("disk.img")).unwrap();
     assert!(image[..2 << 20].iter().all(|&byte| byte == 7));
@@ -170,7 +170,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
 
     let daemon = Daemon::start(dir, serve);
     let mut client = RawClient::greet(&dir.join("s"));
-    // LIST, INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, EXTENDED_HEADERS, and one that nobody knows.
+    // LIST, INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, EXTENDED_HEADERS, and an unknown option.
     for option in [3, 6, 7, 8, 9, 10, 11, 77] {
         client.option(option, &[]);
         let (of, kind, why) = client.option_reply();
@@ -178,7 +178,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
     }
     client.option(1, b"disk.img");
     assert!(client.is_closed());
-    // In the middle of a handshake: garbage, and the end.
+    // In the middle of a TLS handshake one client sends garbage, and another leaves.
     let mut client = RawClient::greet(&dir.join("s"));
     client.option(STARTTLS, &[]);
     assert_eq!(client.option_reply(), (STARTTLS, 1, vec![]));
@@ -191,7 +191,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
     // Without --tls-verify-peer any client will do.
     nbdsh(dir, "other", TO_SOCKET, read).unwrap();
     let idle = {
-        // Still in its handshake when the server ends.
+        // This client is still in its handshake when the server stops.
         let mut client = RawClient::greet(&dir.join("s"));
         client.option(STARTTLS, &[]);
         client.option_reply();
@@ -231,7 +231,7 @@ fn a_certificate_that_was_revoked_opens_nothing() {
     let read = "assert h.pread(512, 0) == bytes(512)";
     let pki = dir.join("pki");
     fs::write(pki.join("crl.info"), "crl_number = 1\n").unwrap();
-    // Nobody's, a server's, and then the client's.
+    // The list revokes no certificate, then the server's, then the client's.
     for (revoked, admitted) in [
         ("", true),
         (" --load-certificate server-cert.pem", true),
@@ -251,7 +251,7 @@ fn a_certificate_that_was_revoked_opens_nothing() {
         assert_eq!(errors.contains("Revoked"), !admitted, "{errors}");
         assert_eq!(errors.lines().count(), usize::from(!admitted), "{errors}");
     }
-    // A list that does not count must not admit those on it.
+    // An invalid list must be an error, lest it admit the clients on it.
     for content in [
         "text",
         "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n",

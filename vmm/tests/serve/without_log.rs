@@ -1,4 +1,4 @@
-//! `backend=raw`: what a client writes is in the image at once, and nowhere else.
+//! `backend=raw`: a client's writes are in the image at once, and nowhere else.
 
 use std::fs;
 use std::path::Path;
@@ -12,14 +12,14 @@ use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 
 const TRIM: u16 = 4;
 
-/// An image of 8 MiB, all of it data.
+/// Makes an image of 8 MiB without holes, and returns its contents.
 fn image(dir: &Path) -> Vec<u8> {
     let data = noise(8 << 20);
     fs::write(dir.join("disk.img"), &data).unwrap();
     data
 }
 
-/// Every kind of request; `contents` is what the disk holds before, and after.
+/// Sends every kind of request. `contents` is the disk's contents before, and is updated to those after.
 fn use_disk(dir: &Path, contents: &mut [u8]) {
     let mut client = RawClient::extended(&dir.join("s"));
     let mut done = |command, offset: u64, len: usize, data: &[u8]| {
@@ -39,7 +39,7 @@ fn use_disk(dir: &Path, contents: &mut [u8]) {
     let read = done(READ, 0, contents.len(), &[]);
     assert!(read.data[8..] == *contents);
     assert_ne!(done(BLOCK_STATUS, 0, contents.len(), &[]).data.len(), 0);
-    // In the image while it is served, with no log that could hold it.
+    // The data is in the image while it is served, and there is no log.
     assert!(fs::read(dir.join("disk.img")).unwrap() == contents);
     assert!(!fs::exists(dir.join("disk.img.wal")).unwrap());
 }
@@ -53,7 +53,7 @@ fn an_image_is_served_without_a_log_in_every_cache_mode() {
         let disk = format!("--disk path=disk.img,backend=raw,socket=s,cache={cache}");
         let daemon = Daemon::start(dir, &disk);
         use_disk(dir, &mut contents);
-        // Nobody else opens it meanwhile, in whatever way.
+        // No other daemon can open the image meanwhile, with either backend.
         for backend in ["raw", "wal"] {
             let other = walvisor(
                 dir,
@@ -110,7 +110,7 @@ fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
         error.contains("disk.img") && error.contains("walvisor disk checkpoint"),
         "{error}"
     );
-    // What it says to do helps.
+    // The remedy in the message works.
     let checkpoint = walvisor(dir, "disk checkpoint disk.img");
     assert!(checkpoint.status.success(), "{}", text(&checkpoint.stderr));
     let daemon = Daemon::start(dir, "--disk path=disk.img,backend=raw,socket=r,readonly=on");

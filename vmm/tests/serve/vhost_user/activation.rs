@@ -1,4 +1,4 @@
-//! Sockets that systemd has opened.
+//! Sockets opened by systemd.
 
 use std::process::{Command, Stdio};
 
@@ -26,7 +26,7 @@ fn systemd_starts_the_daemon_when_a_front_end_comes() {
         .args(["--disk", "path=a.img,socket=a.sock"])
         .args(["--disk", "path=b.img,socket=b.sock"])
         .stdin(Stdio::null());
-    // It says nothing before a front-end comes.
+    // The daemon prints nothing before a front-end connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
     while !places[1].exists() {
         std::thread::sleep(std::time::Duration::from_millis(10));
@@ -43,6 +43,6 @@ fn systemd_starts_the_daemon_when_a_front_end_comes() {
     }
     let errors = daemon.stop();
     assert!(!errors.contains("walvisor:"), "{errors}");
-    // systemd's to remove.
+    // systemd removes the sockets, not the daemon.
     assert!(places.iter().all(|place| place.exists()));
 }

@@ -1,4 +1,4 @@
-//! A client for tests: what goes wrong is the end.
+//! A client for tests: it panics on any error.
 
 use std::path::Path;
 use std::time::Duration;
@@ -53,7 +53,7 @@ impl Client {
         self.0.kick(queue).unwrap();
     }
 
-    /// The slots of `queue` that have ended with their status, after a wait for the first of them.
+    /// Waits for a completion of `queue`, and returns all slots that have ended, with their status.
     pub fn completions(&mut self, queue: usize) -> Vec<(usize, i32)> {
         loop {
             let done = self.0.ended(queue);
@@ -64,7 +64,7 @@ impl Client {
         }
     }
 
-    /// Rings, and waits for `count` requests of `queue`, all of which must succeed.
+    /// Kicks `queue`, and waits for `count` of its requests, all of which must succeed.
     pub fn finish(&mut self, queue: usize, mut count: usize) {
         self.kick(queue);
         while count > 0 {

@@ -1,5 +1,5 @@
-//! The front-end that Cloud Hypervisor is built on, rust-vmm's, with the messages in Cloud Hypervisor's order
-//! (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM, which machines that test this often lack.
+//! rust-vmm's front-end, on which Cloud Hypervisor is built, with the messages in Cloud Hypervisor's order
+//! (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM, which test machines often lack.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -26,20 +26,20 @@ const PATIENCE: Timespec = Timespec {
     tv_sec: 120,
     tv_nsec: 0,
 };
-/// Cloud Hypervisor's default.
+/// Cloud Hypervisor's default queue size.
 const QUEUE_SIZE: u16 = 128;
-/// FLUSH, CONFIG_WCE, MQ, VERSION_1 and the transport's bit.
+/// FLUSH, CONFIG_WCE, MQ, VERSION_1 and VHOST_USER_F_PROTOCOL_FEATURES.
 const FEATURES: u64 = 1 << 9 | 1 << 11 | 1 << 12 | 1 << 32 | 1 << 30;
-/// Length of the configuration space that it asks for.
+/// Length of the configuration space that Cloud Hypervisor reads.
 const CONFIG: usize = 60;
-/// Where in the configuration space the cache mode stands.
+/// Offset of the cache mode in the configuration space.
 const WRITEBACK: u32 = 32;
 
 const READ: u32 = 0;
 const WRITE: u32 = 1;
 const FLUSH: u32 = 4;
 
-// Guest memory of a queue: its rings, then a header with a status, and a page of data, for each slot.
+// Guest memory of a queue: its rings, then for each slot a header with a status, and a page of data.
 const QUEUE: u64 = 0x40000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
@@ -56,7 +56,7 @@ struct Queue {
     used: u16,
 }
 
-/// A VMM with a guest in it.
+/// A VMM with a guest.
 struct Vmm {
     front_end: Frontend,
     memory: GuestMemoryMmap,
@@ -110,7 +110,7 @@ impl Vmm {
             .set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
     }
 
-    /// What happens when the guest's driver is ready.
+    /// Does what the VMM does when the guest's driver is ready.
     fn activate(&mut self) {
         let front_end = &mut self.front_end;
         front_end.set_features(FEATURES).unwrap();
@@ -143,7 +143,7 @@ impl Vmm {
                 ..VringConfigData::default()
             };
             front_end.set_vring_addr(index, &rings).unwrap();
-            // What is available, also after a back-end that has died before it looked.
+            // The base is the available index, even if the previous back-end died before it took those chains.
             front_end.set_vring_base(index, queue.available).unwrap();
             front_end.set_vring_call(index, &queue.call).unwrap();
             front_end.set_vring_kick(index, &queue.kick).unwrap();
@@ -157,7 +157,7 @@ impl Vmm {
         }
     }
 
-    /// The guest's driver resets the device.
+    /// Does what the VMM does when the guest's driver resets the device.
     fn reset(&mut self) {
         self.enable(false);
         self.front_end.reset_owner().unwrap();
@@ -171,12 +171,12 @@ impl Vmm {
         }
     }
 
-    /// Where the data of a slot lies.
+    /// The guest address of a slot's data.
     fn data(queue: usize, slot: u16) -> u64 {
         queue as u64 * QUEUE + DATA + u64::from(slot) * PAGE as u64
     }
 
-    /// Makes a request available, with a page at `data`, and rings.
+    /// Makes a request available, with a page at `data`, and kicks the queue.
     fn submit(&mut self, queue: usize, slot: u16, kind: u32, page: u64, data: u64) {
         let base = queue as u64 * QUEUE;
         let header = base + HEADERS + u64::from(slot) * 0x20;
@@ -265,7 +265,7 @@ impl Vmm {
     }
 }
 
-/// Memory that can be shared, at `start` for the guest.
+/// Memory that can be shared, at the guest address `start`.
 fn region(start: u64, bytes: u64) -> GuestRegionMmap {
     let file = FileOffset::new(memory(bytes), 0);
     GuestRegionMmap::from_range(GuestAddress(start), bytes as usize, Some(file)).unwrap()
@@ -293,7 +293,7 @@ fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
     assert_eq!(vmm.config[WRITEBACK as usize], 1);
     vmm.activate();
     vmm.works(1, page(0));
-    // The VM is paused, with requests that nobody has taken, and goes on.
+    // The VM is paused while the back-end has not taken a request, and goes on.
     vmm.enable(false);
     vmm.submit(1, 0, FLUSH, 0, 0);
     vmm.enable(true);
@@ -313,7 +313,7 @@ fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
     vmm.submit(0, 0, WRITE, 4, address.0);
     vmm.finish(0);
     assert_eq!(vmm.read(1, 4), page(3));
-    // Writethrough: the offset is the field's own here.
+    // Sets writethrough. SET_CONFIG uses the field's own offset, without the offset of MMIO.
     let flags = VhostUserConfigFlags::WRITABLE;
     vmm.front_end.set_config(WRITEBACK, flags, &[0]).unwrap();
     vmm.submit(0, 0, WRITE, 5, address.0);
@@ -348,7 +348,7 @@ fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() 
             let page = u64::from(index) + round * 32;
             vmm.submit(queue, slot, WRITE, page, from);
         }
-        // Some are answered, some are in flight, some have not been looked at.
+        // At the kill some requests are answered, some are in flight, and some are not taken yet.
         daemon.kill();
         daemon = serve();
         vmm.front_end = Frontend::connect(&socket, 2).unwrap();
@@ -365,7 +365,7 @@ fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() 
     assert_eq!(daemon.stop(), "");
 }
 
-/// Such a guest does not repeat what was answered, so that is written to the log first, though not synced.
+/// The guest does not repeat writes that were answered, so the daemon writes them to the log first, without a sync.
 #[test]
 fn what_a_guest_was_answered_is_there_after_a_kill_and_a_flush_and_cost_no_sync() {
     let data = noise(32 * PAGE);
@@ -406,7 +406,7 @@ fn what_a_guest_was_answered_is_there_after_a_kill_and_a_flush_and_cost_no_sync(
         assert_eq!(daemon.stop(), "");
         let metrics = std::fs::read_to_string(dir.join("metrics.txt")).unwrap();
         assert_eq!(metric(&metrics, "walvisor_block_writes_total"), 32);
-        // The one that the guest asked for.
+        // Only the flush that the guest asked for.
         assert_eq!(metric(&metrics, "walvisor_log_flushes_total"), 1);
     }
 }

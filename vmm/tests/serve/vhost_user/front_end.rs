@@ -1,4 +1,4 @@
-//! A front-end made of bytes: for what no library would send.
+//! A front-end that sends raw bytes: for messages that no library would send.
 
 use std::fs::File;
 use std::io::{IoSlice, Read, Write};
@@ -29,7 +29,7 @@ pub const SET_INFLIGHT_FD: u32 = 32;
 pub const ADD_MEM_REG: u32 = 37;
 pub const REM_MEM_REG: u32 = 38;
 
-/// VERSION_1 and the transport's bit for protocol features.
+/// VERSION_1 and VHOST_USER_F_PROTOCOL_FEATURES.
 pub const FEATURES: u64 = 1 << 32 | 1 << 30;
 
 pub struct FrontEnd {
@@ -46,11 +46,11 @@ impl FrontEnd {
     }
 
     pub fn send(&mut self, bytes: &[u8]) {
-        // The daemon may have gone already, which is for the test to see.
+        // The daemon may have closed the connection already; the test checks for that.
         let _ = self.socket.write_all(bytes);
     }
 
-    /// A message with a payload of 64-bit fields.
+    /// Sends a message with a payload of 64-bit fields.
     pub fn fields(&mut self, request: u32, fields: &[u64]) {
         self.message(request, &payload(fields), &[]);
     }
@@ -67,7 +67,7 @@ impl FrontEnd {
         let _ = sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL);
     }
 
-    /// The payload of the next reply, which is to `request`.
+    /// The payload of the next reply, which must be to `request`.
     #[track_caller]
     pub fn reply(&mut self, request: u32) -> Vec<u8> {
         let mut head = [0; 12];
@@ -79,7 +79,7 @@ impl FrontEnd {
         payload
     }
 
-    /// Sectors of the disk, as its configuration space says.
+    /// Sectors of the disk, according to its configuration space.
     pub fn capacity(&mut self) -> u64 {
         let mut piece = vec![0; 20];
         piece[4] = 8;
@@ -88,7 +88,7 @@ impl FrontEnd {
         u64::from_le_bytes(reply[12..].try_into().unwrap())
     }
 
-    /// Whether the daemon has closed the connection, after whatever it has still said.
+    /// Waits until the daemon closes the connection, and discards its last messages. `false`: it did not in time.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {

@@ -1,4 +1,4 @@
-//! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms nobody.
+//! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms no other.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
@@ -22,7 +22,7 @@ const PATIENCE: Timespec = Timespec {
     tv_nsec: 0,
 };
 
-/// Two disks on one log. What is done at socket `bad` must not matter at `good`.
+/// Two disks on one log. Whatever a front-end does at socket `bad` must not affect `good`.
 fn two_disks(dir: &Path) -> (Daemon, Client) {
     for name in ["a.img", "b.img"] {
         let output = crate::walvisor(dir, &format!("disk create {name} --size 1M --log log"));
@@ -36,7 +36,7 @@ fn two_disks(dir: &Path) -> (Daemon, Client) {
     (daemon, client)
 }
 
-/// One write, flush and read at the good disk.
+/// Checks a write, a flush and a read at the good disk.
 fn works(client: &mut Client, data: &[u8]) {
     client.write(0, 0, 4096, data);
     client.finish(0, 1);
@@ -49,7 +49,7 @@ fn works(client: &mut Client, data: &[u8]) {
 
 type Attack = fn(&mut FrontEnd);
 
-/// What front-ends do, and what is said about it.
+/// A part of the daemon's message, and the attack that must cause it.
 const ATTACKS: [(&str, Attack); 43] = [
     ("no message", |it| it.send(&[0xff; 64])),
     ("left in the middle", |it| {
@@ -129,7 +129,7 @@ const ATTACKS: [(&str, Attack); 43] = [
         },
     ),
     ("its file is neither in memory", |it| {
-        // A file system that answers reads as it likes, as one in user space does.
+        // A file on a file system that controls its own reads, as one in user space does.
         let file = File::open("/sys/kernel/mm/transparent_hugepage/enabled");
         let file = file.or_else(|_| File::open("/sys/kernel/uevent_seqnum"));
         it.share_page(&file.unwrap());
@@ -154,7 +154,7 @@ const ATTACKS: [(&str, Attack); 43] = [
         it.message(SET_INFLIGHT_FD, &area, &[file.as_fd()]);
     }),
     ("no message", |it| {
-        // A reply that nobody has asked for.
+        // A reply to no request.
         let mut reply = header(GET_FEATURES, 0);
         reply[4] |= 4;
         it.send(&reply);
@@ -221,7 +221,7 @@ const ATTACKS: [(&str, Attack); 43] = [
     }),
 ];
 
-/// A ring that runs, with nothing in it.
+/// Starts a ring without requests.
 fn run(it: &mut FrontEnd) {
     let [kick, error] = events();
     it.share_page(&memory(0x1000));
@@ -244,7 +244,7 @@ fn a_bad_front_end_is_told_about_and_harms_nobody() {
         assert!(bad.is_closed(), "{part}");
         works(&mut good, &data);
     }
-    // The disk itself is as good as before.
+    // The disk itself still works.
     let mut client = Client::connect(&dir.join("bad"), 1);
     works(&mut client, &data);
     drop((client, good));
@@ -266,12 +266,12 @@ fn memory_that_is_cut_off_harms_nobody_else() {
     let mut bad = FrontEnd::connect(&dir.join("bad"));
     bad.share_page(&file);
     bad.start_ring(&kick, &error);
-    // All is said when this is answered.
+    // The reply shows that the daemon has handled all messages before it.
     bad.fields(GET_FEATURES, &[]);
     bad.reply(GET_FEATURES);
     file.set_len(0).unwrap();
     rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();
-    // The worker takes the doorbell, and looks at the ring that is no more.
+    // The worker takes the doorbell, and reads the ring whose memory is gone.
     let rung = || {
         let mut fds = [PollFd::new(&kick, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
@@ -280,7 +280,7 @@ fn memory_that_is_cut_off_harms_nobody_else() {
         works(&mut good, &noise(4096));
     }
     works(&mut good, &noise(4096));
-    // An answer says that the daemon lives.
+    // A reply shows that the daemon lives.
     bad.fields(GET_FEATURES, &[]);
     bad.reply(GET_FEATURES);
     drop(bad);
@@ -296,7 +296,7 @@ fn a_broken_ring_is_signalled_and_others_go_on() {
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
     let (file, [kick, error]) = (memory(0x1000), events());
-    // More available than there are descriptors.
+    // The available index is ahead by more than the number of descriptors.
     file.write_all_at(&100_u16.to_le_bytes(), 0x102).unwrap();
     let mut bad = FrontEnd::connect(&dir.join("bad"));
     bad.share_page(&file);
@@ -304,7 +304,7 @@ fn a_broken_ring_is_signalled_and_others_go_on() {
     let mut fds = [PollFd::new(&error, PollFlags::IN)];
     assert_eq!(poll(&mut fds, Some(&PATIENCE)).unwrap(), 1);
     works(&mut good, &noise(4096));
-    // The connection is as good as ever.
+    // The connection still works.
     bad.fields(GET_FEATURES, &[]);
     assert_eq!(bad.reply(GET_FEATURES).len(), 8);
     drop((bad, good));
@@ -321,7 +321,7 @@ fn half_a_message_keeps_no_daemon_from_ending() {
     let daemon = daemon(dir, "--disk path=disk.img,socket=s");
     let mut half = FrontEnd::connect(&dir.join("s"));
     half.send(&header(SET_FEATURES, 8));
-    // And one that waits its turn.
+    // Another front-end waits its turn.
     let _waiting = FrontEnd::connect(&dir.join("s"));
     assert_eq!(daemon.stop(), "");
     assert!(half.is_closed());
@@ -336,7 +336,7 @@ fn a_front_end_that_never_reads_keeps_no_daemon_from_ending() {
     let mut deaf = FrontEnd::connect(&dir.join("s"));
     deaf.socket.set_nonblocking(true).unwrap();
     let ask = header(GET_FEATURES, 0).repeat(1000);
-    // Until neither side takes any more.
+    // Sends until neither side takes any more.
     let mut idle = 0;
     while idle < 20 {
         match deaf.socket.write(&ask) {
@@ -350,9 +350,9 @@ fn a_front_end_that_never_reads_keeps_no_daemon_from_ending() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// A ring whose one request is there over and over: for the disk's identity.
+/// A ring with one request, for the disk's identity, which is made available over and over.
 struct Identities {
-    /// The ring lives as long.
+    /// Kept open, since the ring lives as long as its connection.
     _front_end: FrontEnd,
     page: File,
     kick: OwnedFd,
@@ -363,7 +363,7 @@ impl Identities {
     fn start(socket: &Path, call: impl AsFd) -> Self {
         const WRITE: u16 = 2;
         let (page, [_, error]) = (memory(0x1000), events());
-        // Its file description is shared with the daemon, and blocks.
+        // The daemon shares its open file description, which blocks.
         let kick = eventfd(0, EventfdFlags::empty()).unwrap();
         let put = |at: u64, bytes: &[u8]| page.write_all_at(bytes, at).unwrap();
         let descriptors = [
@@ -382,7 +382,7 @@ impl Identities {
         front_end.message(SET_VRING_CALL, &payload(&[0]), &[call.as_fd()]);
         front_end.share_page(&page);
         front_end.start_ring(&kick, &error);
-        // All is said when this is answered.
+        // The reply shows that the daemon has handled all messages before it.
         front_end.fields(GET_FEATURES, &[]);
         front_end.reply(GET_FEATURES);
         Self {
@@ -393,7 +393,7 @@ impl Identities {
         }
     }
 
-    /// Makes the request once more, and rings.
+    /// Makes the request available once more, and kicks.
     fn ask(&mut self) {
         self.available = self.available.wrapping_add(1);
         let index = self.available.to_le_bytes();
@@ -420,11 +420,11 @@ impl Identities {
     }
 }
 
-/// Takes all that was rung, and waits for nothing.
+/// Resets the counter of `event`, without waiting.
 fn drain(event: &OwnedFd) {
     let mut count = [0; 8];
     let mut buffer = [IoSliceMut::new(&mut count)];
-    // Nothing there is fine.
+    // An empty counter is no error here.
     let _ = rustix::io::preadv2(event, &mut buffer, u64::MAX, ReadWriteFlags::NOWAIT);
 }
 
@@ -441,7 +441,7 @@ fn a_front_end_that_takes_its_kicks_back_holds_up_nobody() {
             rustix::io::write(&bad.kick, &1_u64.to_ne_bytes()).unwrap();
             drain(&bad.kick);
         }
-        // The last of them may be waited for in vain.
+        // The daemon may never see the last of these kicks.
         works(&mut good, &[7; 512]);
     }
     drop((bad, good));
@@ -462,17 +462,17 @@ fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
                 while !over.load(Ordering::Relaxed) {
                     drain(&call);
                     rustix::fs::fcntl_setfl(&call, OFlags::NONBLOCK).unwrap();
-                    // It may be full already.
+                    // The counter may be full already.
                     let _ = rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes());
                     rustix::fs::fcntl_setfl(&call, OFlags::empty()).unwrap();
                 }
             });
             for _ in 0..50 {
-                // More than its four descriptors would break the ring.
+                // More available requests than its four descriptors would break the ring.
                 if bad.unanswered() < 4 {
                     bad.ask();
                 }
-                // One that is never answered is for the other disk to show.
+                // The wait is bounded: whether the daemon hangs is checked with the other disk.
                 let began = Instant::now();
                 while !bad.is_answered() && began.elapsed() < Duration::from_millis(20) {
                     std::thread::yield_now();
@@ -480,7 +480,7 @@ fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
             }
             over.store(true, Ordering::Relaxed);
         });
-        // It is full, and nobody takes anything from it.
+        // The counter is full, and this test no longer drains it.
         works(&mut good, &[7; 512]);
     }
     bad.wait();
@@ -497,20 +497,20 @@ fn a_pipe_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
     holds_up_nobody(end, call);
 }
 
-/// User-mode Linux gives such.
+/// User-mode Linux passes a socket as call descriptor.
 #[test]
 fn a_socket_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
     let (end, call) = std::os::unix::net::UnixStream::pair().unwrap();
     holds_up_nobody(end, call);
 }
 
-/// What is written to `call` comes out of `end`, where it is read later.
+/// Fills `call` with signals. The test reads them from `end` only later.
 fn holds_up_nobody(mut end: impl Read, call: impl AsFd) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
     let mut bad = Identities::start(&dir.join("bad"), &call);
-    // It blocks, and a pipe of one page has room for 512 signals.
+    // `call` blocks when full, and a pipe of one page has room for 512 signals.
     for _ in 0..600 {
         bad.ask();
         bad.wait();
@@ -519,7 +519,7 @@ fn holds_up_nobody(mut end: impl Read, call: impl AsFd) {
     let mut signal = [0; 8];
     end.read_exact(&mut signal).unwrap();
     assert_eq!(u64::from_ne_bytes(signal), 1);
-    // Nobody waits for whoever still writes to it.
+    // The daemon ends without waiting for the thread that still writes to `call`.
     drop((bad, good));
     assert_eq!(daemon.stop(), "");
 }

@@ -1,4 +1,4 @@
-//! Disks as large as offsets reach, by a driver in user space.
+//! Disks as large as offsets allow, with a driver in user space.
 
 use super::client::{BUFFER, Client};
 use super::daemon;
@@ -25,7 +25,7 @@ fn the_last_sector_of_the_largest_disk() {
     client.finish(1, 2);
     client.flush(1, 0);
     client.finish(1, 1);
-    // Beyond the end, across it, and where a sector's offset no longer fits.
+    // Offsets beyond the end, across it, and where the offset no longer fits.
     for offset in [LARGEST, LARGEST - 512, 1 << 63, u64::MAX - 511] {
         client.write(0, 3, offset, &[1; 1024]);
         client.kick(0);
@@ -51,7 +51,7 @@ fn the_last_sector_of_the_largest_disk() {
     };
     reads_back(&mut client);
     drop(client);
-    // Out of the log, and then in the base image.
+    // The data is read from the log first, then from the base image.
     daemon.kill();
     for _ in 0..2 {
         let daemon = serve();

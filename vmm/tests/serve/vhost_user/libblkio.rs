@@ -1,4 +1,4 @@
-//! libblkio, by the crate that it is written in: a library that programs link to do their I/O, QEMU's block layer for one.
+//! libblkio, used through the Rust crate that implements it. Programs such as QEMU's block layer do their I/O with it.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -11,17 +11,17 @@ use crate::{MIB, create, metric, noise};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const PIECE: usize = 4096;
-/// More requests than a ring of libblkio's holds: 256 descriptors.
+/// More requests than a ring of libblkio holds: it has 256 descriptors.
 const REQUESTS: usize = 600;
 const NONE: ReqFlags = ReqFlags::empty();
 
-/// A disk that is open.
+/// An open disk.
 struct Disk {
     queues: Vec<Blkioq>,
-    /// Those that are polled, without interrupts.
+    /// Queues that are polled, without interrupts.
     polled: Vec<Blkioq>,
     buffer: MemoryRegion,
-    /// After its queues: it goes last.
+    /// Declared after its queues, so that it is dropped last.
     disk: Blkio,
 }
 
@@ -54,7 +54,7 @@ impl Disk {
 
     fn fill(&mut self, data: &[u8]) {
         assert!(data.len() <= self.buffer.len);
-        // SAFETY: the region is as long, and no request is in flight.
+        // SAFETY: the region is at least this long, and no request is in flight.
         unsafe {
             (self.buffer.addr as *mut u8).copy_from_nonoverlapping(data.as_ptr(), data.len())
         };
@@ -62,17 +62,17 @@ impl Disk {
 
     fn content(&self, len: usize) -> Vec<u8> {
         assert!(len <= self.buffer.len);
-        // SAFETY: the region is as long, and no request is in flight.
+        // SAFETY: the region is at least this long, and no request is in flight.
         unsafe { std::slice::from_raw_parts(self.buffer.addr as *const u8, len) }.to_vec()
     }
 
-    /// A place in the buffer.
+    /// The address at `offset` in the buffer.
     fn at(&self, offset: usize) -> *mut u8 {
         self.buffer.addr.wrapping_add(offset) as *mut u8
     }
 }
 
-/// Submits what was queued and waits for `count` requests: what each has returned, by its number.
+/// Submits the queued requests and waits for `count` completions. Returns each request's number and result, sorted.
 #[track_caller]
 fn finish(queue: &mut Blkioq, count: usize) -> Vec<(usize, i32)> {
     let mut completions: Vec<MaybeUninit<Completion>> = Vec::new();
@@ -83,7 +83,7 @@ fn finish(queue: &mut Blkioq, count: usize) -> Vec<(usize, i32)> {
     let mut done: Vec<_> = completions
         .iter()
         .map(|completion| {
-            // SAFETY: `do_io` has said that it filled in all of them.
+            // SAFETY: `do_io` has returned that it filled in all of them.
             let completion = unsafe { completion.assume_init_ref() };
             (completion.user_data, completion.ret)
         })
@@ -129,7 +129,7 @@ fn a_program_with_libblkio_reads_what_it_wrote() {
     assert_eq!(finish(&mut disk.polled[0], REQUESTS), all);
     assert!(disk.content(data.len()) == data);
 
-    // Durable at once, zeroes with and without their space, and what is beyond the end.
+    // A write with FUA, zeroes with and without deallocation, a discard, and a read beyond the end.
     let (from, piece) = (disk.at(0), PIECE as u64);
     let queue = &mut disk.queues[1];
     queue.write(8 * piece, from, PIECE, 1, ReqFlags::FUA);
@@ -162,7 +162,7 @@ fn a_program_with_libblkio_reads_what_it_wrote() {
     let metrics = std::fs::read_to_string(dir.join("metrics.txt")).unwrap();
     let writes = metric(&metrics, "walvisor_block_writes_total");
     assert_eq!(writes, REQUESTS as u64 + 1);
-    // One that was asked for, one that makes a write durable.
+    // One explicit flush, and one that makes the FUA write durable.
     assert_eq!(metric(&metrics, "walvisor_block_flushes_total"), 2);
     assert_eq!(metric(&metrics, "walvisor_block_errors_total"), 1);
 }

@@ -1,4 +1,4 @@
-//! Every kind of request by a driver in user space, over several queues and connections.
+//! Every kind of request from a driver in user space, over several queues and connections.
 
 use super::client::{BUFFER, Client};
 use super::daemon;
@@ -25,7 +25,7 @@ fn every_queue_and_connection(backend: &str) {
     let socket = dir.join("s");
     let data = noise(16 * BUFFER);
     let piece = |index: usize| &data[index * BUFFER..][..BUFFER];
-    // libblkio connects to ask, and again to work.
+    // libblkio connects once to read the disk's properties, and again to do I/O.
     for _ in 0..3 {
         let client = Client::connect(&socket, 1);
         assert_eq!(client.capacity(), 16 * MIB / 512);
@@ -40,7 +40,7 @@ fn every_queue_and_connection(backend: &str) {
         client.flush(queue, 0);
         client.finish(queue, 1);
     }
-    // What one queue wrote another reads.
+    // Another queue reads the data that one queue wrote.
     for slot in 0..16 {
         let queue = 3 - slot / 4;
         client.read(queue, slot, (slot * BUFFER) as u64, BUFFER);
@@ -64,7 +64,7 @@ fn every_queue_and_connection(backend: &str) {
         };
         assert_eq!(client.data(slot, BUFFER), expected, "slot {slot}");
     }
-    // Beyond the end: an error for this request alone.
+    // A read beyond the end fails, and later requests succeed.
     client.read(0, 0, 16 * MIB, 512);
     client.kick(0);
     assert_eq!(client.completions(0), [(0, -libc::EIO)]);
@@ -103,7 +103,7 @@ fn the_next_front_end_waits_until_the_first_has_gone() {
         first.finish(0, 1);
     }
     assert!(!second.is_finished());
-    // In flight when the front-end leaves: it ends all the same.
+    // The request in flight ends although its front-end leaves.
     first.write(0, 0, 0, &[101; 512]);
     first.kick(0);
     drop(first);
