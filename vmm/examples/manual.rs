@@ -6,7 +6,7 @@
 //!   DIR/bash-completion/completions/walvisor, DIR/zsh/site-functions/_walvisor, DIR/fish/vendor_completions.d/walvisor.fish
 //! ```
 //!
-//! It is an example, so that the program itself carries none of this.
+//! This generator is an example, so that the program itself does not contain it.
 
 use std::fs;
 use std::io::Error;

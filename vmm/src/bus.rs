@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 /// A device that answers register accesses. An access is 1, 2, 4 or 8 bytes, little-endian.
 pub trait BusDevice: Send {
-    /// Fills `data` with what is read at `offset` from the start of the range.
+    /// Answers a read at `offset` from the start of the range by filling `data`.
     fn read(&mut self, offset: u64, data: &mut [u8]);
-    /// Takes `data`, written at `offset` from the start of the range.
+    /// Carries out a write of `data` at `offset` from the start of the range.
     fn write(&mut self, offset: u64, data: &[u8]);
 }
 
@@ -21,7 +21,7 @@ pub struct Overlap {
     base: u64,
 }
 
-/// Address ranges and the devices behind them. Does not change while the guest runs.
+/// Address ranges and the devices behind them. A bus does not change while the guest runs.
 #[derive(Default)]
 pub struct Bus {
     /// Length and device of each range, by first address.
@@ -59,7 +59,7 @@ impl Bus {
         (end <= *size).then_some((offset, device))
     }
 
-    /// Reads at `address`. `false`, with `data` as it was, if there is no device.
+    /// Reads at `address`. Returns `false`, and leaves `data` as it was, if there is no device.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         let Some((offset, device)) = self.find(address, data.len()) else {
             return false;
@@ -68,7 +68,7 @@ impl Bus {
         true
     }
 
-    /// Writes at `address`. `false` if there is no device.
+    /// Writes at `address`. Returns `false` if there is no device.
     pub fn write(&self, address: u64, data: &[u8]) -> bool {
         let Some((offset, device)) = self.find(address, data.len()) else {
             return false;
@@ -85,7 +85,7 @@ impl Bus {
 mod tests {
     use super::*;
 
-    /// Bytes that remember what was written.
+    /// A device that stores the bytes written to it.
     struct Registers([u8; 16]);
 
     impl BusDevice for Registers {

@@ -41,7 +41,7 @@ pub enum Command {
     Log(commands::log::LogArguments),
 }
 
-/// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
+/// Parses the command line, carries it out and returns the exit status: 0 done, 1 failed, 2 wrong usage.
 /// `started` is when the process began.
 pub fn main(started: Instant) -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -53,10 +53,11 @@ pub fn main(started: Instant) -> ExitCode {
             };
         }
     };
-    // A file that the limit of the shell ('ulimit -f') does not allow is an error like any other, and no end.
-    // SAFETY: no handler is set: the signal is ignored.
+    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') is an error like any
+    // other, and does not kill the process.
+    // SAFETY: the signal is ignored: no handler is installed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    // A driver that breaks every rule on purpose is nothing to warn of.
+    // The conformance driver breaks every rule on purpose, so a device's warnings about it are expected.
     let provoked = matches!(&cli.command, Command::Demo(demo) if demo.conformance);
     show_warnings(if provoked { "off" } else { WARNINGS });
     let result = match cli.command {
@@ -70,8 +71,8 @@ pub fn main(started: Instant) -> ExitCode {
     end("walvisor", result)
 }
 
-/// The exit status of `program` for what came of its command: 0 done, 1 failed, 2 wrong usage. An error is told on stderr, in
-/// one line.
+/// The exit status of `program` for the result of its command: 0 done, 1 failed, 2 wrong usage. Prints an error
+/// on stderr, in one line.
 pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -85,12 +86,12 @@ pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     }
 }
 
-/// What is shown unless `RUST_LOG` says otherwise. What `virtio-queue` says of a guest's rings, the device says too, and
-/// no more often than it should.
+/// The warnings that are shown unless `RUST_LOG` says otherwise. `virtio-queue` is silent, because the device
+/// reports the same faults of a guest's rings, at a bounded rate.
 pub const WARNINGS: &str = "warn,virtio_queue=off";
 
-/// What goes wrong without ending the command (a failed log, a checkpoint to be tried again, a device that a guest
-/// broke) is told on stderr, a line each. `RUST_LOG` asks for more or less than `otherwise`.
+/// Shows warnings on stderr, a line each: failures that do not end the command (a failed log, a checkpoint to
+/// be tried again, a device that a guest broke). `RUST_LOG` asks for more or less than `otherwise`.
 ///
 /// # Panics
 /// If this process shows warnings already.
@@ -107,17 +108,19 @@ pub fn show_warnings(otherwise: &str) {
         .init();
 }
 
-/// What passes: what `asked` says, where it can be understood.
+/// The filter in `asked`, or `otherwise` if there is none or it cannot be parsed.
 fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
     let asked = asked.and_then(|asked| asked.parse().ok());
     asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
 }
 
-/// Prints help and version of `program` as clap does, and every error as one line on stderr; the exit status for that.
+/// Prints help and version of `program` as clap does, and every other error as one line on stderr. Returns the
+/// exit status.
 pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A reader that closed the pipe early has what it wanted. What '--disk help' shows is for clap an error's text.
+            // A failed write is ignored: the reader closed the pipe. Clap reports '--disk help' as an error, so
+            // its prefix is removed.
             let text = error.to_string();
             let _ = match text.strip_prefix("error: ") {
                 Some(help) => io::stdout().write_all(help.as_bytes()),
@@ -137,7 +140,7 @@ pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
     }
 }
 
-/// What to tell a user of a command that is another program's now.
+/// The message for a command that has moved to another program.
 fn moved(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(command)) = error.get(ContextKind::InvalidSubcommand) else {
         return None;

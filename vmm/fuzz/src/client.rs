@@ -1,4 +1,5 @@
-//! A client that sends what it is told to, and takes whatever comes meanwhile, so that nobody waits for it.
+//! A client that sends the pieces of an input, and reads every answer meanwhile, so that the server never waits
+//! for it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -9,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::guest::Guest;
 use crate::words::Piece;
 
-/// Lines, each with its end, but for the last if that has none.
+/// The answers, each with its line end; the last one may lack it.
 #[derive(Default)]
 pub struct Answers(pub Vec<Vec<u8>>);
 
@@ -24,7 +25,7 @@ impl Answers {
     }
 }
 
-/// Sends all pieces, and returns what was answered until the server had nothing more to say.
+/// Sends all pieces, and returns the answers that came until the server closed the connection.
 pub fn converse(stream: &UnixStream, pieces: &[Piece], guest: &mut Guest) -> Answers {
     stream.set_nonblocking(true).expect("a socket");
     let mut answers = Answers::default();
@@ -55,7 +56,7 @@ fn send(mut stream: &UnixStream, mut text: &[u8], answers: &mut Answers) {
     }
 }
 
-/// Takes what has come; `false`: it was the last.
+/// Reads the bytes that have arrived. Returns `false` if the server has closed the connection.
 fn receive(mut stream: &UnixStream, answers: &mut Answers) -> bool {
     let mut buffer = [0; 4096];
     loop {
@@ -70,6 +71,6 @@ fn receive(mut stream: &UnixStream, answers: &mut Answers) -> bool {
 }
 
 fn wait(stream: &UnixStream, what: PollFlags) {
-    // Interrupted by libFuzzer's alarm at times.
+    // libFuzzer's alarm interrupts the wait at times.
     let _ = poll(&mut [PollFd::new(stream, what)], None);
 }

@@ -15,25 +15,25 @@ use walvisor_devices_fuzz::guest::{self as memory, QUEUE_SIZE};
 use walvisor_devices_fuzz::registers::{Register, mmio_offset};
 use walvisor_storage::{EngineKind, Image};
 
-/// What the disks are called.
+/// The names of the disks.
 pub const DISKS: [&str; 2] = ["ram", "raw"];
-/// Bytes of each.
+/// The size of each disk in bytes.
 pub type Sizes = [u64; 2];
 const SIZE: u64 = 64 << 10;
 
 type Transport = MmioTransport<Arc<GuestMemoryMmap>>;
 
-/// One disk, and its driver. Both use the same memory, one after the other.
+/// One disk and its driver. The transport and the driver use the same memory, one after the other.
 struct Driver {
     transport: Arc<Mutex<Transport>>,
     guest: memory::Guest,
 }
 
-/// The guest.
+/// The guest: its two disks and their drivers.
 pub struct Guest {
     drivers: Vec<Driver>,
     disks: Vec<DiskInUse>,
-    /// Keeps the image.
+    /// Keeps the image file of the raw disk.
     _file: NamedTempFile,
 }
 
@@ -76,24 +76,24 @@ impl Guest {
         }
     }
 
-    /// What the control socket is to control.
+    /// The disks that the control socket controls.
     pub fn controlled(&self) -> Vec<DiskInUse> {
         self.disks.clone()
     }
 
-    /// How long the disks are.
+    /// The current size of each disk in bytes.
     pub fn sizes(&self) -> Sizes {
         [0, 1].map(|disk: usize| self.disks[disk].backend.sectors() * 512)
     }
 
-    /// Makes a request of the first disk, and waits for nothing.
+    /// Makes one request to the first disk, and does not wait for its completion.
     pub fn request(&mut self) {
         let driver = &mut self.drivers[0];
         driver.guest.offer(0, QUEUE_SIZE, 1, 5, 512);
         driver.notify(0);
     }
 
-    /// The disks are as long as was answered, and do what they should.
+    /// Checks that the disks have the sizes that the answers gave, and that they still serve requests.
     pub fn finish(mut self, sizes: Sizes) {
         assert_eq!(self.sizes(), sizes, "the disks");
         for driver in &mut self.drivers {

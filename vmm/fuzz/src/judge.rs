@@ -1,4 +1,4 @@
-//! What the answers to a client's lines must be, and what they say about the disks.
+//! Checks the answers to a client's lines, and what the answers say about the disks.
 
 use serde_json::Value;
 use walvisor::control_socket::MAX_LINE;
@@ -7,18 +7,18 @@ use crate::client::Answers;
 use crate::guest::{DISKS, Sizes};
 use crate::words::Piece;
 
-/// Knows how things stand by what was answered.
+/// The state of the process, as the answers so far have reported it.
 pub struct Judge {
     sizes: Sizes,
     paused: bool,
-    /// The end was asked for.
+    /// A `shutdown` that takes effect was answered.
     ended: bool,
-    /// A VM can be told the end without its guest, a daemon has none.
+    /// The process is a VM, which can end at once without its guest's consent; a daemon has no guest.
     vm: bool,
 }
 
 impl Judge {
-    /// Before anything was asked.
+    /// The state before the first request.
     pub fn new(sizes: Sizes, vm: bool) -> Self {
         Self {
             sizes,
@@ -28,7 +28,7 @@ impl Judge {
         }
     }
 
-    /// How long the disks are by now, in bytes.
+    /// The current size of each disk in bytes.
     pub fn sizes(&self) -> Sizes {
         self.sizes
     }
@@ -44,7 +44,7 @@ impl Judge {
                     self.check_line(&line, true, &mut answers);
                     line.clear();
                 } else if line.len() <= MAX_LINE {
-                    // Of one that is too long no more is needed.
+                    // Bytes beyond one more than the limit change nothing.
                     line.push(byte);
                 }
             }
@@ -60,7 +60,7 @@ impl Judge {
         answers: &mut impl Iterator<Item = Vec<u8>>,
     ) {
         let long = line.len() > MAX_LINE;
-        // Blank ones are nothing.
+        // The server ignores blank lines.
         if line.trim_ascii().is_empty() && !long {
             return;
         }
@@ -83,7 +83,7 @@ impl Judge {
             let class = error["class"].as_str().expect("an error has a class");
             const CLASSES: [&str; 3] = ["GenericError", "CommandNotFound", "DeviceNotFound"];
             assert!(CLASSES.contains(&class), "{answer}");
-            // What it was could be read, or not.
+            // A refused line has its own id if the server could read it, and none otherwise.
             assert!(
                 answer["id"].is_null() || answer["id"] == request["id"],
                 "{answer}"
@@ -113,7 +113,7 @@ impl Judge {
             "set-cache" => {
                 let wanted = &request["arguments"]["cache"];
                 assert_eq!(done["requested"], *wanted, "{answer}");
-                // Writethrough is in force at once.
+                // Writethrough takes effect at once.
                 assert!(
                     wanted == "writeback" || done["cache"] == *wanted,
                     "{answer}"
@@ -128,7 +128,7 @@ impl Judge {
             "checkpoint" => assert!(done["disks"].is_array(), "{answer}"),
             "shutdown" => {
                 let now = request["arguments"]["now"] == true;
-                // A guest is asked, and a daemon ends.
+                // A VM asks its guest to power off; a daemon ends.
                 self.ended |= now || !self.vm;
                 self.paused &= now;
             }
@@ -151,7 +151,7 @@ impl Judge {
         }
     }
 
-    /// Whether the end was heard where it belongs.
+    /// Checks that the process was asked to end exactly if an answer said so.
     pub fn check_end(&self, ended: bool) {
         assert_eq!(ended, self.ended, "the end");
     }

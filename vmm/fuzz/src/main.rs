@@ -1,13 +1,14 @@
-//! Any bytes in any pieces on the control socket of a process with two disks in use: each line is answered once and in
-//! order, what an answer says is what the disks and the process do from then on, and after whatever happened both the
-//! socket and the disks work.
+//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server answers
+//! each line once and in order, the disks and the process do what the answers say, and afterwards both the
+//! socket and the disks still work.
 //!
 //! ```text
 //!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ Controlled ──▶ RAM disk, raw image
 //!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
 //! ```
 //!
-//! An *input* is a byte of options (1: a VM instead of a daemon, 6: how long the pieces are), then text, see `words.rs`.
+//! An *input* starts with a byte of options (1 bit: a VM instead of a daemon, 6 bits: the length of the
+//! pieces); the rest is text, see `words.rs`.
 #![no_main]
 
 mod client;
@@ -30,8 +31,8 @@ use walvisor_devices_fuzz::bounded::Bounded;
 use guest::Guest;
 use judge::Judge;
 
-/// A line has 64 KiB at most, and what is made of it is three times as long at worst (`\u0000`); a client's stack is not
-/// counted. Two disks, their queues, and what the harness keeps are below 4 MiB.
+/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a client's stack
+/// is not counted. The two disks, their queues and the harness's own data take less than 4 MiB.
 #[global_allocator]
 static ALLOCATOR: Bounded<{ 512 << 10 }, { 8 << 20 }> = Bounded {};
 
@@ -65,7 +66,7 @@ fn run(input: &[u8]) {
     let mut judge = Judge::new(guest.sizes(), kind == DiskCommand::Run);
     let answers = client::converse(&connect(), &pieces, &mut guest);
     judge.check(&pieces, answers);
-    // The end comes when its answer is on its way.
+    // The server asks the process to end only after it has sent the answer.
     let mut after = words::AFTERWARDS.concat();
     after.push(b'\n');
     let after = [words::Piece::Text(after)];

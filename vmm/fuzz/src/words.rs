@@ -1,15 +1,15 @@
-//! Text out of bytes. A byte below 0x80 is itself; others are words of the protocol, so that a change of one byte changes
-//! what is asked for.
+//! Turns bytes into text. A byte below 0x80 stands for itself; other bytes stand for words of the protocol, so
+//! that a change of one byte changes the request.
 
-/// What the client does next.
+/// The client's next step.
 pub enum Piece {
-    /// It sends this.
+    /// The client sends this text.
     Text(Vec<u8>),
-    /// Its guest makes a request meanwhile.
+    /// The guest makes a request meanwhile.
     Request,
 }
 
-/// What the bytes from 0x80 on mean.
+/// The words that the bytes from 0x80 on stand for.
 const WORDS: [&str; 52] = [
     "{\"execute\":\"stats\"}\n",
     "{\"execute\":\"stats\",\"arguments\":{\"format\":\"prometheus\"}}\n",
@@ -64,14 +64,14 @@ const WORDS: [&str; 52] = [
     "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
     "\u{fffd}",
 ];
-/// A byte from here on: as many bytes of a line that may become too long.
+/// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too long.
 const LONG: u8 = 0xf0;
-/// The guest makes a request.
+/// This byte stands for a request of the guest.
 const REQUEST: u8 = 0xfd;
-/// The byte after it is itself, whatever it is.
+/// The byte after this one stands for itself, whatever its value.
 const RAW: u8 = 0xff;
 
-/// Undoes what may hold up the disks, and asks how things stand.
+/// Ends a pause and lifts the limits, which would hold up the disks, and asks for the statistics.
 pub const AFTERWARDS: [&[u8]; 4] = [
     b"{\"execute\":\"resume\"}\n",
     b"{\"execute\":\"set-limit\",\"arguments\":{\"disk\":\"ram\",\"ops_per_second\":0,\"bytes_per_second\":0}}\n",
@@ -79,7 +79,7 @@ pub const AFTERWARDS: [&[u8]; 4] = [
     b"{\"execute\":\"stats\",\"id\":{\"the\":\"end\"}}",
 ];
 
-/// What an input says, in pieces of `len` input bytes.
+/// The pieces that an input stands for, each made of `len` input bytes.
 pub fn pieces(input: &[u8], len: usize) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for part in input.chunks(len) {

@@ -1,5 +1,6 @@
-//! Sockets that a service manager has opened and listens at already: systemd's socket activation (`sd_listen_fds(3)`).
-//! A server that ends leaves them open, so that clients that come while it is restarted wait and are not refused.
+//! Sockets that a service manager has already opened and listens at: systemd's socket activation
+//! (`sd_listen_fds(3)`). The service manager keeps them open when a server ends, so clients that connect during
+//! a restart wait and are not refused.
 
 use std::env;
 use std::fmt;
@@ -14,9 +15,9 @@ use rustix::net::{AddressFamily, SocketType, sockopt};
 use crate::commands::CommandError;
 use crate::disks::real_path;
 
-/// The first descriptor that is handed over (`SD_LISTEN_FDS_START`).
+/// The first inherited descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;
-/// Most descriptors: more than a process may usually have.
+/// Most inherited descriptors: more than a process may usually have.
 const MOST: RawFd = 1 << 16;
 
 /// Where a socket listens.
@@ -24,33 +25,34 @@ const MOST: RawFd = 1 << 16;
 enum Place {
     Unix(PathBuf),
     Tcp(SocketAddr),
-    /// Nowhere that a disk can name.
+    /// An address that no disk can name.
     Unnamed,
 }
 
-/// A socket that was handed over.
+/// A socket inherited from the service manager.
 #[derive(Debug)]
 struct Handed {
     fd: OwnedFd,
     place: Place,
-    /// What the service manager calls it; empty: nothing.
+    /// The service manager's name for it; may be empty.
     name: String,
 }
 
-/// The sockets that were handed to this process, and that nobody has asked for yet.
+/// The inherited sockets that no disk has claimed yet.
 #[derive(Debug, Default)]
 pub struct Inherited {
     sockets: Vec<Handed>,
 }
 
 impl Inherited {
-    /// Takes what was handed over. To be called once, before the process opens anything.
+    /// Takes over the inherited sockets. To be called once, before the process opens anything.
     ///
     /// # Errors
-    /// If the environment announces what is not there, or is no listening stream socket.
+    /// If the environment announces a descriptor that is not open, or that is not a listening stream socket.
     pub fn take() -> Result<Self, CommandError> {
         let variable = |name| env::var(name).unwrap_or_default();
-        // For another process, which has passed its environment on.
+        // With another process's id, the variables were meant for that process, which has passed its
+        // environment on.
         if variable("LISTEN_PID") != std::process::id().to_string() {
             return Ok(Self::default());
         }
@@ -72,13 +74,13 @@ impl Inherited {
         Ok(Self { sockets })
     }
 
-    /// The socket that listens at `path`, if there is one.
+    /// The inherited socket that listens at `path`, if there is one.
     pub fn unix(&mut self, path: &Path) -> Option<UnixListener> {
         self.claim(&Place::Unix(real_path(path)))
             .map(UnixListener::from)
     }
 
-    /// The socket that listens at `address`, if there is one.
+    /// The inherited socket that listens at `address`, if there is one.
     pub fn tcp(&mut self, address: SocketAddr) -> Option<TcpListener> {
         self.claim(&Place::Tcp(address)).map(TcpListener::from)
     }
@@ -91,10 +93,10 @@ impl Inherited {
         Some(self.sockets.remove(at).fd)
     }
 
-    /// Ends the search.
+    /// Checks that every inherited socket was claimed.
     ///
     /// # Errors
-    /// If a socket is left: its clients would wait for ever.
+    /// If one was not: its clients would wait for ever.
     pub fn finish(self) -> Result<(), CommandError> {
         let Some(Handed { place, name, .. }) = self.sockets.first() else {
             return Ok(());
@@ -133,11 +135,11 @@ fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
             "descriptor {fd}, which LISTEN_FDS announces, {what}: hand over listening stream sockets"
         ))
     };
-    // SAFETY: only asked whether it is open, which is right to ask about any number.
+    // SAFETY: the call only asks whether the descriptor is open, which is right to ask about any number.
     let open = rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC);
     open.map_err(|_| failed(&"is not open"))?;
-    // SAFETY: it is open, and the environment says that it is this process's to use; nothing else here has opened
-    // anything yet, so nothing else owns it.
+    // SAFETY: the descriptor is open, and the environment says that this process may use it. Nothing in this
+    // process has opened anything yet, so nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let listens = sockopt::socket_type(&fd) == Ok(SocketType::STREAM)
         && sockopt::socket_acceptconn(&fd) == Ok(true);

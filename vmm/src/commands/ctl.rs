@@ -1,4 +1,4 @@
-//! `walvisor ctl`: tells a running `walvisor run` or `walvisor serve` what to do, or asks it how things stand.
+//! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its statistics.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -88,7 +88,7 @@ pub struct DiskName {
 /// Sends the request, and prints its answer.
 ///
 /// # Errors
-/// If nobody answers, or the answer is that it failed.
+/// If no process answers, or the request failed.
 pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let named = |disk: &DiskName| disk.name.clone();
     let command = match &arguments.request {
@@ -121,12 +121,12 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::Stats { json: false, .. } => table(&answer),
         _ => format!("{answer}\n"),
     };
-    // A reader that has gone has what it wanted.
+    // A failed write is ignored: the reader has closed the pipe.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
 
-/// Statistics for people.
+/// The statistics as a table for people.
 fn table(stats: &Value) -> String {
     let text = |value: &Value| match value {
         Value::String(text) => text.clone(),

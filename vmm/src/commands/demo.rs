@@ -28,7 +28,7 @@ pub struct DemoArguments {
     pub dir: Option<PathBuf>,
 }
 
-/// A reader that closed the pipe early has what it wanted.
+/// Prints to stdout. A failed write is ignored: the reader has closed the pipe.
 fn print(text: fmt::Arguments<'_>) {
     let _ = io::stdout().write_fmt(text);
 }
@@ -43,10 +43,10 @@ fn show(report: &(impl Serialize + fmt::Display), json: bool) -> Result<(), Comm
     Ok(())
 }
 
-/// Runs the embedded guest and prints what was counted.
+/// Runs the embedded guest and prints its counts.
 ///
 /// # Errors
-/// If it cannot run here, or a byte is not as it should be.
+/// If the guest cannot run here, or read a wrong byte.
 pub fn run(arguments: &DemoArguments) -> Result<(), CommandError> {
     let parent = arguments.dir.clone().unwrap_or_else(std::env::temp_dir);
     let json = arguments.json;

@@ -1,4 +1,4 @@
-//! `walvisor disk`: making disks and looking at them, with no guest.
+//! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
 mod path;
 mod transfer;
@@ -215,7 +215,8 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
 fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
-    // A plain raw image is what a checkpoint makes: no reason to give it a log.
+    // A disk without a log is already a plain raw image, as a checkpoint leaves it, so the command does not
+    // make a log.
     if report.log.is_none() {
         return Ok(());
     }

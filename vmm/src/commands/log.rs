@@ -1,4 +1,4 @@
-//! `walvisor log`: what a log holds, a line a commit group or a record.
+//! `walvisor log`: prints the contents of a log, one line per commit group or record.
 
 use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ enum Action {
     },
 }
 
-/// Lines for stdout. A reader that closed the pipe early has what it wanted.
+/// Lines for stdout. A reader that closes the pipe early causes no error.
 struct Lines {
     out: BufWriter<io::Stdout>,
     failed: Option<io::Error>,
@@ -59,7 +59,7 @@ impl Lines {
 /// Carries out `walvisor log`.
 ///
 /// # Errors
-/// One line: what, where, what to do. What could be read before damage is printed.
+/// One line: what, where, what to do. The records before the damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     let Action::Dump { dir, records, json } = &arguments.action;
     let mut lines = Lines {
@@ -69,7 +69,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_micros() as u64);
-    // The column heads, once there is something below them.
+    // Whether the column heads still have to be printed; they come with the first line.
     let mut first = !json;
     let dumped = match records {
         true => storage::dump_records(dir, &mut |record| {
@@ -187,7 +187,7 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
     ));
 }
 
-/// An age for people: the largest unit of which there is at least one, or nearly.
+/// An age for people, in the largest unit of which it has at least one, or nearly one.
 fn age(us: u64) -> String {
     let seconds = us as f64 / 1e6;
     match seconds {

@@ -1,4 +1,4 @@
-//! `--metrics`: where the metrics of a command go.
+//! `--metrics`: the file that a command writes its metrics to.
 
 use std::fs::File;
 use std::io::Write;
@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::CommandError;
 
-/// A place for metrics, opened before the work begins: it is a pity to run for hours and then have nowhere to write.
+/// A destination for metrics. It is opened before the work begins, so that a command does not run for hours and
+/// then fail to write.
 pub struct MetricsFile {
     writer: Box<dyn Write>,
 }
@@ -15,7 +16,7 @@ impl MetricsFile {
     /// Opens the file `target`, or stdout for `-`.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If the file cannot be opened for writing.
     pub fn open(target: &Path) -> Result<Self, CommandError> {
         if target == Path::new("-") {
             let writer = Box::new(std::io::stdout());

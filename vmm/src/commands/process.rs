@@ -1,4 +1,5 @@
-//! What every process takes that has disks in use: where its metrics go, who controls it, what it gives up.
+//! The arguments of every process that has disks in use: metrics, control socket, system call filter and
+//! Landlock.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -30,12 +31,13 @@ pub struct ProcessArguments {
 }
 
 impl ProcessArguments {
-    /// Opens the place where metrics go, if they are wanted.
+    /// Opens the destination of the metrics, if `--metrics` was given.
     pub(super) fn metrics(&self) -> Result<Option<MetricsFile>, CommandError> {
         self.metrics.as_deref().map(MetricsFile::open).transpose()
     }
 
-    /// Makes the control socket, if one is wanted, and adds its name to `names`. To be called while the process has one thread.
+    /// Makes the control socket, if `--control` was given, and adds its name to `names`. To be called while the
+    /// process has one thread.
     pub(super) fn control(
         &self,
         names: &mut SocketNames,

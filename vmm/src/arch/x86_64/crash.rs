@@ -1,4 +1,4 @@
-//! What a vCPU was doing when it could not go on, and the likely cause.
+//! The state of a vCPU that could not go on, and the likely cause.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -19,11 +19,11 @@ const PAGE: u64 = 4096;
 pub enum CrashReason {
     /// KVM could not emulate an instruction.
     Emulation,
-    /// KVM failed in another way; its sub-error.
+    /// KVM failed in another way, with this sub-error.
     Internal(u32),
-    /// The processor refused the guest's state; the hardware's reason.
+    /// The processor refused the guest's state, with this hardware reason.
     Entry(u64),
-    /// An exception while handling an exception while handling an exception.
+    /// A triple fault: an exception during the delivery of a double fault.
     TripleFault,
     /// An exit that this VMM does not know.
     Exit(String),
@@ -33,7 +33,7 @@ pub enum CrashReason {
     Panic,
 }
 
-/// Where the vCPU stood.
+/// Registers and code of the vCPU when it crashed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPosition {
     /// Instruction pointer, relative to CS.
@@ -50,7 +50,7 @@ pub struct CpuPosition {
     pub efer: u64,
     /// Privilege level.
     pub ring: u8,
-    /// The bytes at `rip`, where they could be read.
+    /// The bytes at `rip`, as far as they could be read.
     pub bytes: Vec<u8>,
 }
 
@@ -61,9 +61,9 @@ pub struct Crash {
     pub vcpu: u8,
     /// What happened.
     pub reason: CrashReason,
-    /// Where it stood, if the registers could be read.
+    /// Its registers and code, if the registers could be read.
     pub position: Option<CpuPosition>,
-    /// Whether this processor has VMX or SVM. Without, KVM interprets ring 0.
+    /// Whether this processor has VMX or SVM. Without them KVM interprets ring 0.
     pub hardware_virtualisation: bool,
 }
 
@@ -177,7 +177,7 @@ impl fmt::Display for CpuPosition {
     }
 }
 
-/// Which crash an internal error is.
+/// The crash reason of an internal error of KVM.
 pub fn internal_error(vcpu: &mut VcpuFd) -> CrashReason {
     // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which `internal` is the valid member.
     let suberror = unsafe { vcpu.get_kvm_run().__bindgen_anon_1.internal.suberror };
@@ -188,11 +188,11 @@ pub fn internal_error(vcpu: &mut VcpuFd) -> CrashReason {
     }
 }
 
-/// The instruction that KVM could not emulate, if it says so.
+/// The bytes of the instruction that KVM could not emulate, if KVM reports them.
 fn emulation_bytes(vcpu: &mut VcpuFd) -> Vec<u8> {
     const WORDS_WITH_BYTES: u32 = 3;
     // SAFETY: as in `internal_error`; with sub-error 1 `emulation_failure` overlays it. All fields are plain
-    // numbers, and whether KVM filled them is checked by `ndata` and `flags`.
+    // numbers, and `ndata` and `flags` say whether KVM filled them.
     let (words, flags, instruction) = unsafe {
         let failure = vcpu.get_kvm_run().__bindgen_anon_1.emulation_failure;
         (
@@ -241,7 +241,8 @@ fn position(vcpu: &VcpuFd, memory: &GuestMemoryMmap, bytes: Vec<u8>) -> Option<C
     })
 }
 
-/// The bytes at `linear`, up to the first that cannot be read. `translate` gives physical addresses.
+/// The bytes at `linear`, up to the first that cannot be read. `translate` maps the linear address of a page to
+/// its physical address.
 fn read_code(
     linear: u64,
     memory: &GuestMemoryMmap,
@@ -320,7 +321,7 @@ mod tests {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         memory.write_slice(&[1, 2], GuestAddress(0x0ffe)).unwrap();
         memory.write_slice(&[3, 4], GuestAddress(0x2000)).unwrap();
-        // Page 0xa000 lies at 0, page 0xb000 at 0x2000, page 0xc000 nowhere.
+        // Page 0xa000 maps to 0, page 0xb000 to 0x2000, and page 0xc000 is not mapped.
         let translate = |page| match page {
             0xa000 => Some(0),
             0xb000 => Some(0x2000),

@@ -31,7 +31,7 @@ pub const COMMAND_LINE: u64 = 0x2_0000;
 pub const COMMAND_LINE_BYTES: usize = 2048;
 /// End of conventional memory: the extended BIOS data area would start here.
 pub const CONVENTIONAL_END: u64 = 0x9_fc00;
-/// ACPI tables, in what would be the BIOS: found by a scan for the RSDP too.
+/// ACPI tables, where a PC has its BIOS: a guest that scans for the RSDP finds it here too.
 pub const ACPI_TABLES: u64 = 0xe_0000;
 /// End of the ACPI tables' space, and start of high memory.
 pub const HIGH_MEMORY: u64 = 0x10_0000;
@@ -74,23 +74,23 @@ pub const RESET_PORT: u16 = 0xcf9;
 pub const RESET_VALUE: u8 = 0x06;
 /// ACPI fixed hardware: PM1 events, PM1 control, the timer.
 pub const ACPI_PM: u16 = 0x600;
-/// Where a guest tells of its kernel's panic: QEMU's port.
+/// The port where the guest reports a panic of its kernel (QEMU's pvpanic port).
 pub const PANIC: u16 = 0x505;
 /// The interrupt of ACPI events (never raised).
 pub const SCI: u16 = 9;
 
 /// Pins of the I/O APIC.
 pub const IO_APIC_PINS: u32 = 24;
-/// Pins that virtio-mmio devices use, in this order: not those of the timer (0, 2), keyboard (1), serial lines
-/// (3, 4), clock (8), ACPI (9) and coprocessor (13).
+/// Pins that virtio-mmio devices use, in this order. The list leaves out the pins of the timer (0, 2), keyboard
+/// (1), serial lines (3, 4), clock (8), ACPI (9) and coprocessor (13).
 pub const MMIO_GSIS: [u32; 16] = [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
 
-/// Least guest memory in bytes: below it no kernel starts.
+/// Least guest memory in bytes: no kernel starts with less.
 pub const LEAST_MEMORY: u64 = 1 << 20;
 /// Most guest memory in bytes.
 pub const MOST_MEMORY: u64 = 1 << 40;
 
-/// Address and length of each range of memory of a guest with `size` bytes.
+/// Address and length of each range of the memory of a guest with `size` bytes.
 pub fn memory_ranges(size: u64) -> Vec<(u64, u64)> {
     if size <= LOW_MEMORY_END {
         vec![(0, size)]
@@ -99,16 +99,17 @@ pub fn memory_ranges(size: u64) -> Vec<(u64, u64)> {
     }
 }
 
-/// What a range of the firmware's memory map holds (ACPI 6.5, 15).
+/// The kind of a range in the firmware's memory map (ACPI 6.5, 15).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
     /// Usable memory.
     Memory,
-    /// Not to be used.
+    /// Reserved: the guest must not use it.
     Reserved,
 }
 
-/// The memory map that the kernel is told (E820, and PVH's): address, length, kind, in ascending order.
+/// The memory map that the boot protocol passes to the kernel (E820, and PVH's): address, length and kind, in
+/// ascending order.
 pub fn memory_map(size: u64) -> Vec<(u64, u64, RangeKind)> {
     let mut map = vec![
         (0, CONVENTIONAL_END, RangeKind::Memory),
@@ -136,7 +137,7 @@ pub const ACPI_PM_CONTROL: u64 = 4;
 /// Offset of the power management timer from [`ACPI_PM`].
 pub const ACPI_PM_TIMER: u64 = 8;
 
-/// SLP_TYP of S5, as `\_S5` in the DSDT says.
+/// SLP_TYP of S5, as the DSDT's `\_S5` gives it.
 pub const SLEEP_TYPE_S5: u8 = 5;
 
 /// Bytes at [`PANIC`].

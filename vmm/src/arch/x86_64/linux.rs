@@ -1,6 +1,7 @@
-//! Loads a Linux kernel, its initrd and its command line, and writes what the boot protocol hands over.
+//! Loads a Linux kernel, its initrd and its command line, and writes the structures of the boot protocol.
 //!
-//! Two kinds of file: a bzImage (64-bit boot protocol, with a zero page), and an ELF vmlinux with a PVH entry.
+//! A kernel is one of two kinds of file: a bzImage (64-bit boot protocol, with a zero page), or an ELF vmlinux
+//! with a PVH entry.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -24,21 +25,21 @@ use super::start_state::LinuxEntry;
 const SETUP_MAGIC_OFFSET: usize = 0x202;
 const SETUP_MAGIC: &[u8] = b"HdrS";
 const ELF_MAGIC: &[u8] = b"\x7fELF";
-/// Bytes of a file that tell which kind it is.
+/// Bytes at the start of a file that suffice to tell its kind.
 const HEAD: usize = 0x270;
 /// First boot protocol version with a 64-bit entry (2.12).
 const LEAST_PROTOCOL: u16 = 0x020c;
-/// The kernel has a 64-bit entry, 512 bytes behind its start.
+/// Set if the kernel has a 64-bit entry, 512 bytes behind its start.
 const XLF_KERNEL_64: u16 = 1;
 const ENTRY_64_OFFSET: u64 = 0x200;
-/// A boot loader without a number of its own.
+/// Type of a boot loader that has no registered number.
 const LOADER_UNDEFINED: u8 = 0xff;
 const E820_RAM: u32 = 1;
 const E820_RESERVED: u32 = 2;
 const PVH_MAGIC: u32 = 0x336e_c578;
 const PAGE: u64 = 4096;
 
-/// What to boot.
+/// The files and the command line of a Linux guest.
 #[derive(Clone, Debug)]
 pub struct LinuxImage {
     /// A bzImage or a vmlinux.
@@ -55,9 +56,9 @@ pub enum LoadError {
     /// A file cannot be opened or read.
     #[error("{what} '{}': {error}: give the path of a readable file", path.display())]
     Open {
-        /// Kernel or initrd.
+        /// `kernel` or `initrd`.
         what: &'static str,
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
         /// The system's reason.
         error: std::io::Error,
@@ -68,17 +69,17 @@ pub enum LoadError {
     /// The file ends too early.
     #[error("kernel '{}' is truncated: it has {have} bytes of {need}; copy it again", path.display())]
     Truncated {
-        /// Its path.
+        /// The kernel's path.
         path: PathBuf,
-        /// Bytes it has.
+        /// The file's size in bytes.
         have: u64,
-        /// Bytes it should have.
+        /// The size in bytes that its headers ask for.
         need: u64,
     },
     /// The file is damaged.
     #[error("kernel '{}' cannot be loaded: {reason}; it may be damaged, copy or build it again", path.display())]
     Damaged {
-        /// Its path.
+        /// The kernel's path.
         path: PathBuf,
         /// What is wrong.
         reason: String,
@@ -86,21 +87,21 @@ pub enum LoadError {
     /// The kernel has no entry that this VMM can use.
     #[error("kernel '{}' {missing}", path.display())]
     NoEntry {
-        /// Its path.
+        /// The kernel's path.
         path: PathBuf,
-        /// What it lacks and what to do.
+        /// The missing entry, and the remedy.
         missing: &'static str,
     },
-    /// Memory is too small.
+    /// Guest memory is too small.
     #[error("{what} '{}' needs {need} MiB of guest memory, and there are {have}: give more with --memory", path.display())]
     Memory {
-        /// Kernel or initrd.
+        /// `kernel` or `initrd`.
         what: &'static str,
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
         /// Mebibytes needed.
         need: u64,
-        /// Mebibytes there are.
+        /// Mebibytes of guest memory.
         have: u64,
     },
     /// The command line is too long.
@@ -118,23 +119,24 @@ struct Initrd {
     size: u64,
 }
 
-/// A kernel file that is whole.
+/// A kernel file that was checked to be complete.
 struct Kernel {
     file: File,
     size: u64,
     format: Format,
 }
 
-/// Its format.
+/// The format of a kernel file.
 enum Format {
     BzImage(Box<setup_header>),
     Vmlinux,
 }
 
-/// Checks what can be told of `image` without a VM: that its files can be read and that the kernel is one, and whole.
+/// Checks `image` as far as that is possible without a VM: its files are readable, and the kernel is a complete
+/// kernel.
 ///
 /// # Errors
-/// If a file is missing, truncated or no kernel, or the command line is too long.
+/// If a file is missing, truncated or not a kernel, or the command line is too long.
 pub fn check(image: &LinuxImage) -> Result<(), LoadError> {
     if image.command_line.len() >= layout::COMMAND_LINE_BYTES {
         return Err(LoadError::CommandLine(image.command_line.len()));
@@ -146,12 +148,12 @@ pub fn check(image: &LinuxImage) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Loads `image` into `memory` and says how to enter it.
+/// Loads `image` into `memory` and returns its entry point.
 ///
 /// # Errors
-/// If a file is missing, truncated, damaged, no kernel, or too large for the memory.
+/// If a file is missing, truncated, damaged, not a kernel, or too large for the memory.
 pub fn load(memory: &GuestMemoryMmap, image: &LinuxImage) -> Result<LinuxEntry, LoadError> {
-    // Once more: the files may have changed since.
+    // The files may have changed since the first check.
     check(image)?;
     let mut command_line = image.command_line.clone().into_bytes();
     command_line.push(0);
@@ -203,7 +205,7 @@ fn open_kernel(path: &Path) -> Result<Kernel, LoadError> {
             });
         }
         let need = setup_size(&header) + u64::from(header.syssize) * 16;
-        // The payload's length is rounded up to 16 bytes in the header.
+        // The header gives the payload's length rounded up to 16 bytes.
         if size + 15 < need {
             return Err(truncated(need));
         }
@@ -228,7 +230,7 @@ fn setup_size(header: &setup_header) -> u64 {
     (sectors + 1) * 512
 }
 
-/// Opens the initrd at `path`, and tells its size.
+/// Opens the initrd at `path`, and returns its size in bytes.
 fn open_initrd(path: &Path) -> Result<(File, u64), LoadError> {
     let open_error = |error| LoadError::Open {
         what: "initrd",
@@ -236,7 +238,7 @@ fn open_initrd(path: &Path) -> Result<(File, u64), LoadError> {
         error,
     };
     let mut file = File::open(path).map_err(open_error)?;
-    // A directory can be opened, but not read.
+    // Opening a directory succeeds, but reading it fails.
     let _ = file.read(&mut [0]).map_err(open_error)?;
     let size = file.seek(SeekFrom::End(0)).map_err(open_error)?;
     file.rewind().map_err(open_error)?;
@@ -253,7 +255,7 @@ fn total(memory: &GuestMemoryMmap) -> u64 {
     memory.iter().map(|region| region.len()).sum()
 }
 
-/// Memory is too small for `what`, which ends at `end`.
+/// The error for a file `what` that would end at address `end`, beyond guest memory.
 fn too_small(memory: &GuestMemoryMmap, what: &'static str, path: &Path, end: u64) -> LoadError {
     LoadError::Memory {
         what,
@@ -263,7 +265,7 @@ fn too_small(memory: &GuestMemoryMmap, what: &'static str, path: &Path, end: u64
     }
 }
 
-/// A bzImage, at its preferred address, entered by the 64-bit boot protocol.
+/// Loads a bzImage at its preferred address, for entry by the 64-bit boot protocol.
 fn load_bzimage(
     memory: &GuestMemoryMmap,
     image: &LinuxImage,
@@ -323,7 +325,7 @@ fn load_bzimage(
     })
 }
 
-/// A vmlinux, at the addresses of its segments, entered by its PVH note.
+/// Loads a vmlinux at the addresses of its segments, for entry at the address in its PVH note.
 fn load_vmlinux(
     memory: &GuestMemoryMmap,
     image: &LinuxImage,
@@ -390,7 +392,7 @@ fn e820(kind: RangeKind) -> u32 {
     }
 }
 
-/// Where an ELF file's section headers end, which is the end of the file as linkers write it.
+/// End of an ELF file's section headers, which linkers put at the end of the file.
 fn elf_size(head: &[u8]) -> Option<u64> {
     let start = u64::from_le_bytes(head.get(0x28..0x30)?.try_into().ok()?);
     let size = u16::from_le_bytes(head.get(0x3a..0x3c)?.try_into().ok()?);
@@ -398,7 +400,7 @@ fn elf_size(head: &[u8]) -> Option<u64> {
     start.checked_add(u64::from(size) * u64::from(count))
 }
 
-/// Puts the initrd as high as it may lie below `limit`, behind the kernel, which ends at `kernel_end`.
+/// Loads the initrd at the highest address below `limit`, behind the kernel, which ends at `kernel_end`.
 fn load_initrd(
     memory: &GuestMemoryMmap,
     image: &LinuxImage,

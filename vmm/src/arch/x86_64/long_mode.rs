@@ -13,9 +13,9 @@
 //!
 //! Why ring 3: a KVM without hardware virtualisation (page-table KVM) interprets ring 0 instruction by
 //! instruction, and only a subset of them, while ring 3 runs natively. With every page user-accessible and
-//! every port allowed a driver can live in ring 3, and runs in the same way on every KVM. The ports are allowed
-//! twice, by IOPL 3 and by the I/O bitmap: a page-table KVM does not keep the first once ring 3 runs, and SVM as
-//! QEMU emulates it does not find the second.
+//! every port allowed, a driver can live in ring 3, and runs in the same way on every KVM. Both IOPL 3 and the
+//! I/O bitmap allow the ports: a page-table KVM loses IOPL 3 once ring 3 runs, and the SVM that QEMU emulates
+//! does not find the I/O bitmap.
 
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
@@ -29,7 +29,7 @@ pub const IDT: u64 = 0x2000;
 pub const PML4: u64 = 0x3000;
 /// Guest address of the task state segment.
 pub const TSS: u64 = 0x9000;
-/// Where the stack that interrupts from ring 3 switch to begins (it grows down).
+/// Top of the stack that interrupts from ring 3 switch to; it grows down.
 pub const RING0_STACK_TOP: u64 = 0xd000;
 /// First byte behind the tables.
 pub const TABLES_END: u64 = RING0_STACK_TOP;
@@ -69,7 +69,7 @@ const GDT_ENTRIES: [u64; 5] = [
     0x00cf_f300_0000_ffff, // 0x20 data, ring 3
 ];
 const TSS_SELECTOR: u16 = 0x28;
-/// The TSS proper, and behind it the I/O permission bitmap: a clear bit for each port, then a byte of ones
+/// The TSS itself; behind it lies the I/O permission bitmap: a clear bit for each port, then a byte of ones
 /// (Intel SDM volume 1, 19.5.2).
 const TSS_SIZE: usize = 0x68;
 const IO_BITMAP_SIZE: usize = 0x2000;
@@ -80,7 +80,8 @@ const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
 pub enum Ring {
     /// Ring 0: everything is allowed.
     Kernel,
-    /// Ring 3, with all memory and every port. Not with CLI, STI and HLT: they do not work on every KVM.
+    /// Ring 3, with access to all memory and every port. CLI, STI and HLT must not be used: they do not work on
+    /// every KVM.
     User,
 }
 
@@ -125,8 +126,8 @@ pub fn write_tables<M: GuestMemoryBackend>(memory: &M) -> Result<(), GuestMemory
     Ok(())
 }
 
-/// Points the vCPU at `entry` with `stack` in RSP and `argument` in RDI (the System V calling
-/// convention's first), interrupts off, on the tables that [`write_tables`] wrote.
+/// Sets the vCPU's registers: `entry` in RIP, `stack` in RSP and `argument` in RDI (the first argument of the
+/// System V calling convention), with interrupts off. The vCPU uses the tables that [`write_tables`] wrote.
 ///
 /// # Errors
 /// If KVM refuses the registers.
@@ -171,7 +172,7 @@ pub fn set_registers(
         base: TSS,
         limit: TSS_LIMIT,
         selector: TSS_SELECTOR,
-        type_: 0xb, // busy: what LTR would have left
+        type_: 0xb, // busy, as LTR would have left it
         present: 1,
         ..Default::default()
     };
@@ -187,7 +188,7 @@ pub fn set_registers(
     };
     sregs.cr3 = PML4;
     sregs.cr0 = CR0_PE | CR0_MP | CR0_ET | CR0_NE | CR0_PG;
-    // No SMEP and no SMAP: the ring-0 stubs of a ring-3 guest lie in its user pages.
+    // SMEP and SMAP stay off, because the ring-0 stubs of a ring-3 guest lie in its user pages.
     sregs.cr4 = CR4_PAE | CR4_OSFXSR | CR4_OSXMMEXCPT;
     sregs.efer = EFER_LME | EFER_LMA;
     vcpu.set_sregs(&sregs)?;

@@ -11,7 +11,7 @@ const CODE_SELECTOR: u16 = 0x10;
 /// Selector of the data segment, fixed by the boot protocol (`__BOOT_DS`).
 const DATA_SELECTOR: u16 = 0x18;
 const TASK_SELECTOR: u16 = 0x20;
-/// Null, unused, flat 4 GiB code (64 or 32 bits, patched in), flat 4 GiB data, task.
+/// The descriptors: null, unused, flat 4 GiB code (64 or 32 bits, patched in), flat 4 GiB data, task.
 const GDT: [u64; 5] = [
     0,
     0,
@@ -19,7 +19,7 @@ const GDT: [u64; 5] = [
     0x00cf_9300_0000_ffff,
     0x008f_8b00_0000_ffff,
 ];
-/// The `L` bit of a code descriptor in place of `D/B`: 64 bits.
+/// A 64-bit code descriptor: the `L` bit is set in place of `D/B`.
 const LONG_CODE: u64 = 0x00af_9b00_0000_ffff;
 
 const CR0_PE: u64 = 1;
@@ -33,7 +33,7 @@ const RFLAGS_RESERVED: u64 = 1 << 1;
 const MSR_MISC_ENABLE: u32 = 0x1a0;
 const MISC_ENABLE_FAST_STRING: u64 = 1;
 const MSR_MTRR_DEFAULT_TYPE: u32 = 0x2ff;
-/// MTRRs on, everything write-back.
+/// MTRRs on, all memory write-back.
 const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
 
 /// Offsets of the local vector table entries in the local APIC's page.
@@ -42,7 +42,7 @@ const LAPIC_LINT1: usize = 0x360;
 const DELIVERY_NMI: i8 = 0x4;
 const DELIVERY_EXTERNAL: i8 = 0x7;
 
-/// How a loaded kernel is entered.
+/// The entry of a loaded kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinuxEntry {
     /// 64-bit boot protocol: long mode, RSI points at the zero page.
@@ -63,12 +63,12 @@ pub enum StartStateError {
     /// KVM refused registers.
     #[error("KVM refused the first vCPU's registers: {0}")]
     Kvm(#[from] kvm_ioctls::Error),
-    /// The tables do not fit.
+    /// The tables do not fit guest memory.
     #[error("the boot tables do not fit guest memory: {0}")]
     Memory(#[from] GuestMemoryError),
 }
 
-/// Sets the first vCPU's registers for `entry`, and writes the tables that they point at.
+/// Sets the first vCPU's registers for `entry`, and writes the tables that they refer to.
 ///
 /// # Errors
 /// If KVM refuses the registers, or the tables do not fit guest memory.
@@ -154,7 +154,7 @@ pub fn set(
     Ok(())
 }
 
-/// What firmware would have set. A KVM that does not know one of them keeps its reset value.
+/// Sets the MSRs that firmware would have set. An MSR that this KVM does not know keeps its reset value.
 fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     let entry = |index, data| kvm_msr_entry {
         index,
@@ -172,16 +172,17 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     Ok(())
 }
 
-/// LINT0 takes the PIC's interrupts, LINT1 NMIs: the virtual wire mode that firmware leaves (MP specification, 3.6.2).
+/// Routes the PIC's interrupts to LINT0 and NMIs to LINT1: the virtual wire mode that firmware leaves behind
+/// (MP specification, 3.6.2).
 fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     let mut lapic = vcpu.get_lapic()?;
     for (offset, delivery) in [
         (LAPIC_LINT0, DELIVERY_EXTERNAL),
         (LAPIC_LINT1, DELIVERY_NMI),
     ] {
-        // Byte 1 of the entry: delivery mode in its low 3 bits.
+        // Byte 1 of the entry holds the delivery mode in its low 3 bits.
         lapic.regs[offset + 1] = lapic.regs[offset + 1] & !0x7 | delivery;
-        // Byte 2, bit 0: masked.
+        // Bit 0 of byte 2 masks the entry.
         lapic.regs[offset + 2] &= !1;
     }
     vcpu.set_lapic(&lapic)

@@ -24,7 +24,7 @@ impl DiskPath {
     }
 }
 
-/// Prints what was done. That a reader has gone does not undo it.
+/// Prints the result. A failed write is ignored: the command has already done its work.
 pub(super) fn print(text: std::fmt::Arguments<'_>) {
     let _ = std::io::stdout().write_fmt(text);
 }

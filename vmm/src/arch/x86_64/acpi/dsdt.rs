@@ -44,7 +44,7 @@ fn serial(body: &mut dyn AmlSink) {
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);
 }
 
-/// The port of panics: QEMU0001 is what Linux's driver binds to.
+/// The panic port. Linux's driver binds to QEMU0001.
 fn panic(body: &mut dyn AmlSink) {
     let hid = Name::new("_HID".into(), &"QEMU0001");
     let io = IO::new(layout::PANIC, layout::PANIC, 1, layout::PANIC_SIZE as u8);
@@ -53,7 +53,7 @@ fn panic(body: &mut dyn AmlSink) {
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);
 }
 
-/// A virtio-mmio device: LNRO0005 is what Linux's driver binds to.
+/// A virtio-mmio device. Linux's driver binds to LNRO0005.
 fn virtio_mmio(body: &mut dyn AmlSink, index: u32, slot: MmioSlot) {
     let hid = Name::new("_HID".into(), &"LNRO0005");
     let uid = Name::new("_UID".into(), &index);
@@ -116,8 +116,8 @@ pub(super) const REVISION: u32 = 1;
 /// A virtio-mmio device as the DSDT describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MmioSlot {
-    /// Its registers.
+    /// Guest physical address of its registers.
     pub base: u64,
-    /// Its interrupt.
+    /// Number of its interrupt (GSI).
     pub gsi: u32,
 }

@@ -1,4 +1,4 @@
-//! ACPI tables: what tells the guest which processors, interrupt controllers and devices there are.
+//! ACPI tables, which describe the processors, interrupt controllers and devices to the guest.
 //!
 //! ```text
 //!   RSDP ─▶ XSDT ─▶ FADT ─▶ DSDT (serial line, panic port, virtio-mmio devices, PCI host bridge, S5)
@@ -35,10 +35,10 @@ const BOOT_NO_CMOS_CLOCK: u16 = 1 << 5;
 /// Why the tables could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum AcpiError {
-    /// They do not fit their place.
+    /// The tables are larger than the space reserved for them.
     #[error("the ACPI tables do not fit {0} bytes: use fewer disks")]
     TooLarge(u64),
-    /// Guest memory does not reach to their place.
+    /// Guest memory ends below the tables' address.
     #[error("the ACPI tables do not fit guest memory: {0}")]
     Memory(#[from] GuestMemoryError),
 }
@@ -63,7 +63,7 @@ impl Aml for InterruptOverride {
     }
 }
 
-/// Tables one behind the other, 16 bytes aligned, from [`layout::ACPI_TABLES`] on.
+/// Places tables one behind the other, aligned to 16 bytes, from [`layout::ACPI_TABLES`] on.
 struct Placer<'a> {
     memory: &'a GuestMemoryMmap,
     next: u64,
@@ -90,7 +90,7 @@ impl Placer<'_> {
 /// Writes the tables of a guest with `cpus` vCPUs and these devices. The RSDP is at [`layout::ACPI_TABLES`].
 ///
 /// # Errors
-/// If they do not fit.
+/// If the tables do not fit their space or guest memory.
 pub fn write_tables(
     memory: &GuestMemoryMmap,
     cpus: u8,
@@ -101,7 +101,7 @@ pub fn write_tables(
         memory,
         next: rsdp_end.next_multiple_of(64),
     };
-    // The FACS has to be aligned to 64 bytes.
+    // ACPI requires a FACS aligned to 64 bytes.
     let facs = placer.place(&FACS::new())?;
     let dsdt = placer.place(&dsdt::build(slots))?;
     let fadt = placer.place(&fadt(facs, dsdt))?;
@@ -133,7 +133,7 @@ fn fadt(facs: u64, dsdt: u64) -> impl Aml {
         .dsdt_32(dsdt as u32)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
         .flag(Flags::Wbinvd)
-        // No flag for the power button: it is fixed hardware too.
+        // The flag for the power button stays clear, because the power button is fixed hardware too.
         .flag(Flags::SlpButton)
         .flag(Flags::TmrValExt)
         .flag(Flags::ResetRegSup);
@@ -251,7 +251,7 @@ mod tests {
                         u64::from_le_bytes(bytes[140..148].try_into().unwrap()),
                     );
                     assert_eq!(&dsdt[..4], b"DSDT");
-                    // Each slot's address stands in its resource template.
+                    // The resource template of each slot contains its address.
                     for slot in &slots {
                         let base = (slot.base as u32).to_le_bytes();
                         assert!(dsdt.windows(4).any(|window| window == base));
