@@ -1,4 +1,5 @@
-//! How a guest's run ends, and how it rests: whoever sees the end first says so here, and the thread that waits wakes up.
+//! The end and the pauses of a guest's run: the thread that first notices the end records it here, and the
+//! waiting thread wakes up.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -15,11 +16,11 @@ pub enum Ended {
     PowerOff,
     /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault once it ran.
     Reset,
-    /// This signal came from outside.
+    /// This signal was sent to the process.
     Signal(i32),
-    /// The user asked for it: the console's quit keys, or the control socket.
+    /// The user asked for the end: the console's quit keys, or the control socket.
     Quit,
-    /// The guest's kernel panicked, and said so.
+    /// The guest reported that its kernel panicked.
     Panicked,
     /// The guest cannot run on.
     Crashed(Box<Crash>),
@@ -30,20 +31,20 @@ pub struct Control {
     event: EventFd,
     ended: OnceLock<Ended>,
     stopping: AtomicBool,
-    /// Somebody wants the guest to power off.
+    /// Signalled when the guest is asked to power off.
     power_down: EventFd,
     paused: AtomicBool,
     vcpus: Mutex<Vcpus>,
-    /// A vCPU has parked or left, or may go on.
+    /// Signalled when a vCPU has parked or left, or may go on.
     changed: Condvar,
 }
 
 /// The vCPU threads.
 #[derive(Default)]
 struct Vcpus {
-    /// Those that run: in each case the thread lives as long as it stands here.
+    /// The threads that run a vCPU. A thread lives at least as long as it is in this list.
     threads: Vec<libc::pthread_t>,
-    /// How many of them rest.
+    /// The number of parked threads.
     parked: usize,
 }
 
@@ -64,13 +65,13 @@ impl Control {
         })
     }
 
-    /// Ends the run. Only the first call counts.
+    /// Ends the run. Only the first call has an effect.
     pub fn end(&self, ended: Ended) {
         if self.ended.set(ended).is_ok() {
             self.stopping.store(true, Ordering::SeqCst);
-            // It fails only if the counter is full, and then the event is there already.
+            // The write fails only if the counter is full, and then the event is readable already.
             let _ = self.event.write(1);
-            // Under the lock: nobody is between looking and sleeping.
+            // Taking the lock once makes sure that no thread is between its check and its sleep.
             drop(self.lock());
             self.changed.notify_all();
         }
@@ -86,34 +87,34 @@ impl Control {
         self.stopping.load(Ordering::SeqCst)
     }
 
-    /// Why the run ended, once it has.
+    /// The reason why the run ended, once it has.
     pub fn ended(&self) -> Option<&Ended> {
         self.ended.get()
     }
 
-    /// Asks for an orderly end: the guest is to power off, and is stopped if it does not.
+    /// Asks the guest to power off. The run is stopped if the guest does not.
     pub fn ask_for_power_down(&self) {
-        // As above.
+        // The write fails only if the counter is full, and then the event is readable already.
         let _ = self.power_down.write(1);
     }
 
-    /// Readable when [`ask_for_power_down`](Self::ask_for_power_down) was called.
+    /// Readable after a call of [`ask_for_power_down`](Self::ask_for_power_down).
     pub fn power_down(&self) -> &EventFd {
         &self.power_down
     }
 
     fn lock(&self) -> MutexGuard<'_, Vcpus> {
-        // A list and a number are right between any two steps.
+        // A panic leaves the list and the count valid, so a poisoned lock is usable.
         self.vcpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes every vCPU out of the guest, and returns when all rest or the run ends.
+    /// Takes every vCPU out of the guest. Returns when all have parked or the run ends.
     pub fn pause(&self) {
         let mut vcpus = self.lock();
         self.paused.store(true, Ordering::SeqCst);
         for &thread in &vcpus.threads {
-            // SAFETY: the thread stands in the list, so it lives: it takes itself off under the lock that is held here.
-            // It fails only for a signal that does not exist.
+            // SAFETY: the thread is in the list, so it lives: it removes itself only under the lock, which is
+            // held here. The call fails only for a signal that does not exist.
             let _ = unsafe { libc::pthread_kill(thread, kick_signal()) };
         }
         while vcpus.parked < vcpus.threads.len() && !self.stopping() {
@@ -129,12 +130,12 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Whether the vCPUs are to rest.
+    /// Whether the vCPUs have to park.
     pub fn paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }
 
-    /// Rests until the pause or the run is over. Called by a vCPU's thread that has [entered](Self::enter).
+    /// Parks until the pause or the run is over. Called by a vCPU's thread that has [entered](Self::enter).
     pub(super) fn park(&self) {
         let mut vcpus = self.lock();
         vcpus.parked += 1;
@@ -145,9 +146,9 @@ impl Control {
         vcpus.parked -= 1;
     }
 
-    /// The calling thread runs a vCPU until the guard is dropped.
+    /// Adds the calling thread to the vCPU threads, until the guard is dropped.
     pub(super) fn enter(&self) -> Running<'_> {
-        // SAFETY: always sound.
+        // SAFETY: `pthread_self` is always sound.
         let thread = unsafe { libc::pthread_self() };
         self.lock().threads.push(thread);
         Running(self, thread)
@@ -158,7 +159,7 @@ fn wait<'a>(changed: &Condvar, guard: MutexGuard<'a, Vcpus>) -> MutexGuard<'a, V
     changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A thread that runs a vCPU. Stays on that thread.
+/// A thread that runs a vCPU. The value must stay on that thread.
 pub(super) struct Running<'a>(&'a Control, libc::pthread_t);
 
 impl Drop for Running<'_> {

@@ -24,14 +24,14 @@ use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::size::parse_size;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
-/// Where the guest's serial console goes.
+/// The destination of the guest's serial console.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConsoleTarget {
-    /// The terminal, or whatever stdin and stdout are.
+    /// Stdin and stdout, which are usually the terminal.
     Stdio,
-    /// Nowhere.
+    /// Output is dropped, and there is no input.
     Off,
-    /// Appended to a file; no input.
+    /// Output is appended to a file, and there is no input.
     File(PathBuf),
 }
 
@@ -83,11 +83,11 @@ pub struct RunArguments {
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest and returns when it has powered off, reset itself (there is no second boot: the caller starts one) or been
-/// stopped by a signal.
+/// Boots the guest and returns when the guest has powered off or reset itself, or when a signal has stopped it.
+/// A reset does not boot the guest again; that is left to the caller.
 ///
 /// # Errors
-/// If the guest cannot be started, or cannot run on this machine, or its kernel says that it panicked.
+/// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
 pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
     check(arguments)?;
     let image = LinuxImage {
@@ -95,28 +95,30 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         initrd: arguments.initrd.clone(),
         command_line: arguments.cmdline.clone(),
     };
-    // Before any disk is opened, which may give it a log: bad input changes nothing.
+    // The check comes before any disk is opened, because opening a disk may give it a log: bad input changes
+    // nothing.
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
-    // While there is one thread, and before disks are opened, which may take long after a crash.
+    // The socket is made while there is one thread, and before the disks are opened: recovery may take long
+    // after a crash.
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
     names.entrust().map_err(CommandError::failed)?;
     disks::make_logs(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
-    // The logs' threads start with the disks, before the VM is built.
+    // The logs' threads start with the disks, before the VM is built, and inherit the blocked signals.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
     let ran = run_on(arguments, started, &image, disks, console, metrics, control);
     drop(names);
-    // The logs are closed however the run ended; what went wrong first is what is told.
+    // The logs are closed however the run ended. The first error is reported.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
 }
 
-/// What of the file system the run takes from here on.
+/// The parts of the file system that the run still needs after its start.
 fn places(arguments: &RunArguments) -> Places {
     let mut places = Places::of(&arguments.disks);
     places.device(Path::new("/dev/kvm"));
@@ -126,7 +128,7 @@ fn places(arguments: &RunArguments) -> Places {
     places
 }
 
-/// Refuses what no VM can have.
+/// Refuses arguments that no VM can have.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
@@ -208,7 +210,7 @@ fn run_on(
     }
 }
 
-/// Opens what `--console` names.
+/// Opens the console that `--console` names.
 fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
     match target {
         ConsoleTarget::Stdio => Ok(Console::stdio()),

@@ -1,8 +1,8 @@
-//! Sockets of servers: handed over by a service manager, or bound here; the permissions of Unix sockets, and those that a
-//! killed server has left.
+//! Listening sockets of servers: inherited from a service manager, or bound here. Also the permissions of Unix
+//! sockets, and the removal of sockets that a killed server has left.
 //!
-//! Whoever changes what stands at a socket's name has its directory locked (flock), so that of two servers that start at once
-//! one finds the other's socket, and none takes away a socket that somebody listens at.
+//! A server locks (flock) the directory of a socket's name before it changes the name. So of two servers that
+//! start at once, one finds the other's socket, and neither removes a socket at which a server listens.
 
 use std::fs::{self};
 use std::io;
@@ -20,7 +20,7 @@ use super::socket_file::{Name, Place, SocketFile};
 use super::socket_names::SocketNames;
 use crate::commands::CommandError;
 
-/// Gives listening sockets: a service manager's where it has one, else new ones.
+/// Provides listening sockets: a service manager's where there is one, else new ones.
 #[derive(Debug)]
 pub struct Sockets {
     inherited: Inherited,
@@ -28,16 +28,17 @@ pub struct Sockets {
 }
 
 impl Sockets {
-    /// `mode`: the permissions of new Unix sockets. To be called once, before the process opens anything.
+    /// `mode` is the permissions of new Unix sockets. To be called once, before the process opens anything.
     ///
     /// # Errors
-    /// If what a service manager has handed over is no listening socket.
+    /// If the service manager has handed over something other than a listening socket.
     pub fn take(mode: u32) -> Result<Self, CommandError> {
         let inherited = Inherited::take()?;
         Ok(Self { inherited, mode })
     }
 
-    /// A socket that listens at `path`. Its name in the file system, if it is ours to remove, is added to `names`.
+    /// A socket that listens at `path`. Its name in the file system is added to `names` if this process is to
+    /// remove it.
     ///
     /// # Errors
     /// As [`bind`].
@@ -66,7 +67,7 @@ impl Sockets {
             .map_err(|error| CommandError::Failed(format!("port {address}: {error}: name another")))
     }
 
-    /// To be called when all have been asked for.
+    /// To be called after all sockets have been asked for.
     ///
     /// # Errors
     /// If a service manager's socket was not asked for: its clients would wait for ever.
@@ -75,11 +76,12 @@ impl Sockets {
     }
 }
 
-/// Makes a listening socket at `path` with the permissions `mode`. One that nobody listens at any more is replaced. To be
-/// called while the process has one thread: the permissions are set by the process's mask.
+/// Makes a listening socket at `path` with the permissions `mode`. A socket at which no server listens any more
+/// is replaced. To be called while the process has one thread, because the permissions are set through the
+/// process's umask.
 ///
 /// # Errors
-/// If there is anything else at `path`, or a server that lives, or the system refuses.
+/// If a server listens at `path`, if there is a file that is no socket, or if the system refuses.
 pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), CommandError> {
     let failed = |what: &dyn std::fmt::Display| {
         CommandError::Failed(format!("socket '{}': {what}", path.display()))
@@ -113,7 +115,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
             Err(error) => return Err(failed(&error)),
         },
     }
-    // Tests have more than one thread: each is to find the mask as it was.
+    // Tests have more than one thread; the lock lets each find the umask unchanged.
     static MASK: Mutex<()> = Mutex::new(());
     let alone = MASK.lock().unwrap_or_else(PoisonError::into_inner);
     let before = rustix::process::umask(Mode::from_raw_mode(0o777 & !mode));
@@ -143,9 +145,9 @@ mod tests {
     fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        // Closed, but its name is left: as after a kill.
+        // The socket is closed, but its name is left, as after a kill.
         drop(UnixListener::bind(&path).unwrap());
-        // A child of another test has it until it runs its program.
+        // A child process of another test holds a copy of the socket until it runs its program.
         let began = Instant::now();
         while UnixStream::connect(&path).is_ok() {
             assert!(began.elapsed() < Duration::from_secs(60), "not closed");
@@ -159,7 +161,7 @@ mod tests {
         drop((listener, file));
         assert!(!path.exists());
 
-        // Somebody has taken the name away and given it to another.
+        // Another server has removed the name and bound it again.
         let (listener, file) = bind(&path, 0o600).unwrap();
         fs::remove_file(&path).unwrap();
         let (other, others) = bind(&path, 0o600).unwrap();
@@ -180,7 +182,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         for round in 0..100 {
-            // A dead socket, and every other time none.
+            // In every other round there is a dead socket, and in the others none.
             if round % 2 == 0 {
                 drop(UnixListener::bind(&path).unwrap());
             }

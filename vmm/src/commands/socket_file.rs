@@ -1,4 +1,4 @@
-//! The names of sockets in the file system, of which each is one socket's.
+//! The names of sockets in the file system, each of which belongs to one socket.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,16 +11,16 @@ use rustix::fs::{AtFlags, FlockOperation, Stat, flock, statat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// How long another server's change of a directory is waited for.
+/// Longest wait for another server to unlock a directory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a server that ends may take to close its sockets.
+/// Longest wait for a server that ends to close its sockets.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// How long to rest before looking again.
+/// Pause between two attempts.
 const REST: Duration = Duration::from_millis(5);
 
-/// A name that a socket can have.
+/// A place in the file system where a socket can be bound.
 #[derive(Debug)]
 pub(super) struct Place {
     directory: File,
@@ -40,7 +40,7 @@ impl Place {
         })
     }
 
-    /// Keeps others who lock from changing the directory, until the guard is dropped.
+    /// Locks the directory until the guard is dropped, so that no other process that locks it changes it.
     pub(super) fn lock(&self) -> Result<Locked<'_>, Errno> {
         let began = Instant::now();
         loop {
@@ -54,17 +54,17 @@ impl Place {
         }
     }
 
-    /// What stands there.
+    /// The metadata of the file at this place.
     pub(super) fn stat(&self) -> Result<Stat, Errno> {
         statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)
     }
 
-    /// Whether somebody listens at the socket that stands there.
+    /// Whether a server listens at the socket at this place.
     pub(super) fn is_alive(&self) -> Result<bool, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         match connect(&socket, &self.address) {
-            // One who does not come to accept is there all the same.
+            // A server whose backlog is full is alive all the same.
             Ok(()) | Err(Errno::AGAIN) => Ok(true),
             Err(Errno::CONNREFUSED) => Ok(false),
             Err(error) => Err(error),
@@ -81,7 +81,7 @@ pub(super) struct Locked<'a>(&'a File);
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        // It goes with the descriptor at the latest.
+        // Closing the descriptor unlocks the directory at the latest.
         let _ = flock(self.0, FlockOperation::Unlock);
     }
 }
@@ -90,17 +90,17 @@ impl Drop for Locked<'_> {
 #[derive(Debug)]
 pub(super) struct Name {
     pub(super) place: Place,
-    /// Device and inode of the socket: another one may stand there later.
+    /// Device and inode of the socket, because another socket may have the same name later.
     pub(super) id: (u64, u64),
 }
 
 impl Name {
-    /// The directory, which [`remove`](Self::remove) needs open.
+    /// The open directory, which [`remove`](Self::remove) needs.
     pub(super) fn directory(&self) -> &File {
         &self.place.directory
     }
 
-    /// Removes the name, if it is still this socket's, and once nobody listens there.
+    /// Removes the name, if it still belongs to this socket, once no server listens there.
     pub(super) fn remove(&self) -> Result<(), Errno> {
         let began = Instant::now();
         loop {
@@ -124,12 +124,12 @@ impl Name {
 /// The name of a socket in the file system; dropping it removes the name.
 #[derive(Debug)]
 pub struct SocketFile {
-    /// There until somebody else sees to it.
+    /// `None` once the name was handed to another owner.
     pub(super) name: Option<Name>,
 }
 
 impl SocketFile {
-    /// The name, which is not removed then.
+    /// Gives the name away; dropping this value no longer removes it.
     pub(super) fn into_name(mut self) -> Option<Name> {
         self.name.take()
     }
@@ -138,7 +138,7 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // Gone already is as good.
+            // A name that is gone already needs no removal.
             let _ = name.remove();
         }
     }

@@ -1,8 +1,9 @@
-//! Who removes the names of sockets: a child process that does nothing else.
+//! The names of sockets are removed by a child process that does nothing else.
 //!
-//! Landlock knows the right to remove what is in a directory, and not the right to remove one name. A process that had to
-//! remove its socket in the end could also remove every image beside it. So it leaves that to a child that it forks before it
-//! gives its own rights up, and that hears nothing from it but its end:
+//! Landlock has a right to remove files in a directory, but no right to remove one name only. A process that
+//! had to remove its socket at its end could also remove every image beside it. So the process forks a child
+//! that removes the name, before it gives up its own rights. The child learns nothing from its parent except
+//! that the parent has ended:
 //!
 //! ```text
 //!   process ── bind ── fork ── restrict ── serve ── drop, or any other end ──▶ pipe closed
@@ -18,12 +19,12 @@ use rustix::io::Errno;
 
 use super::socket_file::{Name, SocketFile};
 
-/// The names of this process's sockets. Dropping it removes them, once nobody listens there any more.
+/// The names of this process's sockets. Dropping it removes them, once no server listens there any more.
 #[derive(Debug, Default)]
 pub struct SocketNames {
-    /// Names that are this process's to remove.
+    /// Names that this process itself removes.
     own: Vec<SocketFile>,
-    /// Who removes the others.
+    /// The child that removes the other names.
     child: Option<Child>,
 }
 
@@ -33,8 +34,8 @@ impl SocketNames {
         self.own.push(file);
     }
 
-    /// Leaves all names so far to a child. It removes them however this process ends, which may from now on give up the
-    /// right to remove anything. To be called once, while the process has one thread.
+    /// Hands all names added so far to a child. The child removes them however this process ends, so this
+    /// process may give up the right to remove anything. To be called once, while the process has one thread.
     ///
     /// # Errors
     /// If the system refuses a pipe or a process.
@@ -50,7 +51,8 @@ impl SocketNames {
         let mut needed: Vec<_> = directories.collect();
         needed.extend([kept.as_raw_fd(), going.as_raw_fd()]);
         needed.sort_unstable();
-        // Whoever ends this process by a signal to its group, or its terminal, does not end the child.
+        // A signal that is sent to the process group or by the terminal must not end the child, so the child
+        // starts with all signals blocked.
         let before = block_signals();
         // SAFETY: this process has one thread, so the child finds everything as it is here.
         let child = unsafe { libc::fork() };
@@ -71,29 +73,30 @@ impl SocketNames {
     }
 }
 
-/// A child that keeps names. Dropping it makes it remove them, and waits for that.
+/// A child that keeps names. Dropping it makes the child remove them, and waits until it has.
 #[derive(Debug)]
 struct Child {
-    /// Closed once the names are to go.
+    /// The child removes the names when this end is closed.
     keep: Option<PipeWriter>,
-    /// At its end once they have gone.
+    /// Reaches its end when the child has ended.
     gone: PipeReader,
 }
 
 impl Drop for Child {
     fn drop(&mut self) {
         self.keep = None;
-        // Nobody writes: the end of the pipe, or an error, is the end of the child.
+        // The child never writes: the end of the pipe, or an error, means that the child has ended.
         while let Err(Errno::INTR) = rustix::io::read(&self.gone, &mut [0; 1]) {}
     }
 }
 
-/// The child. It has the parent's memory, and nothing open but what it needs.
+/// The body of the child. It has a copy of the parent's memory, and closes every descriptor that it does not
+/// need.
 fn wait_and_remove(names: &[Name], needed: &[i32], kept: &PipeReader) -> ! {
     let close = |first: c_uint, last: c_uint| {
         if first <= last {
-            // SAFETY: nothing in this process uses what is closed: the child ends without coming back. Where the kernel has
-            // no such call (before Linux 5.9) files stay open until the end.
+            // SAFETY: this process uses no descriptor that is closed here, and it ends without returning. Where
+            // the kernel has no such call (before Linux 5.9) the descriptors stay open until the end.
             unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
         }
     };
@@ -106,20 +109,22 @@ fn wait_and_remove(names: &[Name], needed: &[i32], kept: &PipeReader) -> ! {
         next = fd + 1;
     }
     close(next, c_uint::MAX);
-    // SAFETY: the name is a string of at most 15 bytes with its end.
+    // SAFETY: the name is a zero-terminated string of at most 15 bytes.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"walvisor-names".as_ptr()) };
     while let Err(Errno::INTR) = rustix::io::read(kept, &mut [0; 1]) {}
     for name in names {
-        // There is nobody to tell. A name that stays is replaced by the next who wants it.
+        // The child has no one to report an error to. A name that stays is replaced by the next server that
+        // binds it.
         let _ = name.remove();
     }
-    // SAFETY: always sound.
+    // SAFETY: `_exit` is always sound.
     unsafe { libc::_exit(0) }
 }
 
 fn block_signals() -> libc::sigset_t {
     let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: both are room for a set: the first is filled before it is read, the second is written.
+    // SAFETY: both sets are valid for writes; the first is filled before it is read, and the call writes the
+    // second.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
@@ -128,6 +133,6 @@ fn block_signals() -> libc::sigset_t {
 }
 
 fn restore_signals(before: &libc::sigset_t) {
-    // SAFETY: the set is valid, and the earlier one is not asked for.
+    // SAFETY: the set is valid, and a null pointer means that the previous set is not returned.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, std::ptr::null_mut()) };
 }

@@ -1,4 +1,4 @@
-//! How many threads long work is done by.
+//! The number of threads for long work.
 
 use std::num::NonZeroUsize;
 
@@ -13,7 +13,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// How many; `None`: as many as there are processors.
+    /// The number of threads; `None` means as many as there are processors.
     pub fn get(self) -> Option<NonZeroUsize> {
         NonZeroUsize::new(self.threads?.into())
     }

@@ -1,4 +1,4 @@
-//! The other end of the socket: `walvisor ctl`.
+//! The client of a control socket: `walvisor ctl`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,8 @@ enum Answer {
 /// Sends one request to the socket at `path`, and waits for its answer.
 ///
 /// # Errors
-/// A line that says what, where and what to do: if nobody listens there, the request was refused, or the answer is none.
+/// A line that says what, where and what to do: if no server listens there, the request was refused, or the
+/// reply is not an answer.
 pub fn ask(path: &Path, command: &Command) -> Result<Value, String> {
     let place = path.display();
     let mut stream = UnixStream::connect(path).map_err(|error| {
@@ -30,7 +31,7 @@ pub fn ask(path: &Path, command: &Command) -> Result<Value, String> {
     };
     let mut line = command.to_line().into_bytes();
     line.push(b'\n');
-    // Who is turned away is told so before he has asked.
+    // A server that has too many clients answers before it reads a request, and the write may fail.
     let written = stream.write_all(&line);
     let mut answer = String::new();
     let read = BufReader::new(&stream).read_line(&mut answer);

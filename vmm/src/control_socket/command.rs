@@ -1,4 +1,4 @@
-//! What a line asks for.
+//! Requests and their answers, as lines of JSON.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,7 @@ impl ControlError {
     }
 }
 
-/// How statistics are wanted.
+/// The format of statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
@@ -89,12 +89,12 @@ fn parse_rate(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A request. A disk need not be named where there is only one.
+/// A request. Its disk may be left out where there is only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// What has been done so far, and how things stand.
+    /// Report what has been done so far, and the current state.
     Stats(Format),
-    /// Stop the vCPUs, and let the disks finish what they have taken.
+    /// Stop the vCPUs, and let the disks finish the requests that they have taken.
     Pause,
     /// Go on after a pause.
     Resume,
@@ -102,7 +102,7 @@ pub enum Command {
     Resize {
         /// Its name.
         disk: Option<String>,
-        /// Bytes that it is to have.
+        /// Its new size in bytes.
         size_bytes: u64,
     },
     /// Change the cache mode of a disk.
@@ -119,14 +119,14 @@ pub enum Command {
         /// The limits.
         limits: Limits,
     },
-    /// Copy the log to the base images: of one disk's log, or of all.
+    /// Copy the log to the base images: of one disk's log, or of all logs.
     Checkpoint {
         /// The disk's name.
         disk: Option<String>,
     },
-    /// End.
+    /// End the process.
     Shutdown {
-        /// Without asking the guest.
+        /// Whether to end without asking the guest.
         now: bool,
     },
 }
@@ -180,7 +180,7 @@ struct ShutdownArguments {
 }
 
 impl Command {
-    /// The request as a line, without its end.
+    /// The request as a line, without its line end.
     pub fn to_line(&self) -> String {
         let (name, arguments) = match self {
             Self::Stats(format) => ("stats", json!({ "format": format })),
@@ -249,16 +249,16 @@ impl Command {
     }
 }
 
-/// A line that has come.
+/// A line that a client has sent.
 pub(super) struct Request {
-    /// What its answer is to carry.
+    /// The id that the answer carries too.
     id: Option<Value>,
-    /// What it asks for.
+    /// The command, or why the line holds none.
     pub(super) command: Result<Command, ControlError>,
 }
 
 impl Request {
-    /// Reads a line.
+    /// Parses a line.
     pub(super) fn parse(line: &[u8]) -> Self {
         match serde_json::from_slice::<Envelope>(line) {
             Ok(Envelope {
@@ -275,7 +275,7 @@ impl Request {
         }
     }
 
-    /// A line that cannot even be read.
+    /// A request whose line cannot be read at all.
     pub(super) fn refused(error: ControlError) -> Self {
         Self {
             id: None,
@@ -283,7 +283,7 @@ impl Request {
         }
     }
 
-    /// The line that answers it, with its end.
+    /// The line that answers the request, with its line end.
     pub(super) fn answer(&self, outcome: Result<Value, ControlError>) -> Vec<u8> {
         let mut answer = match outcome {
             Ok(value) => json!({ "return": value }),
@@ -390,7 +390,7 @@ mod tests {
                 "{line}: {error}"
             );
         }
-        // Deeper than any stack.
+        // Nested deeper than any stack allows.
         let deep = "[".repeat(60_000);
         assert!(parse(&deep).is_err());
         assert!(parse(&format!("{{\"execute\":\"stats\",\"id\":{deep}")).is_err());
@@ -409,8 +409,8 @@ mod tests {
         );
     }
 
-    /// Requests with bytes changed, cut out, doubled: whatever comes of it is a command or an error of one line, and
-    /// what is a command reads the same when it is written again.
+    /// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of one line,
+    /// and a command reads the same after it is written again.
     #[test]
     fn mutated_requests_are_commands_or_errors() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;

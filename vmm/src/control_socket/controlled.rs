@@ -1,4 +1,4 @@
-//! What a control socket controls: disks in use, and the vCPUs of a VM.
+//! The objects that a control socket controls: disks in use, and the vCPUs of a VM.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,32 +12,32 @@ use crate::disk_spec::DiskCommand;
 use crate::vm::Vm;
 use crate::vm::exits::ExitCounters;
 
-/// Who is told that the end was asked for.
+/// The part of the process that ends it on request.
 pub enum Power {
-    /// A VM's run.
+    /// A VM.
     Guest {
-        /// Its end and its pauses.
+        /// The end and the pauses of its run.
         control: Arc<Control>,
         /// Its exits, by vCPU.
         exits: Vec<Arc<ExitCounters>>,
         /// The moment just before the first KVM_RUN.
         first_run: Arc<OnceLock<Instant>>,
     },
-    /// A daemon.
+    /// A daemon; the function asks it to end.
     Daemon(Box<dyn Fn() + Send + Sync>),
 }
 
-/// What there is to control. See the module's documentation.
+/// The disks and the VM or daemon that requests change. See the module's documentation.
 pub struct Controlled {
     pub(super) kind: DiskCommand,
     pub(super) started: Instant,
     pub(super) disks: Vec<DiskInUse>,
     pub(super) power: Power,
-    /// Locked by whoever changes anything, which may take long.
+    /// Held by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
-    /// Everything rests. Changed under the lock, read without it.
+    /// The vCPUs and disks are paused. Changed with `changing` locked, read without it.
     pub(super) paused: AtomicBool,
-    /// The end has come.
+    /// The process is ending.
     pub(super) ending: AtomicBool,
 }
 
@@ -66,7 +66,8 @@ impl Controlled {
         Self::new(DiskCommand::Run, started, disks, power)
     }
 
-    /// The end has come, which no limit is to hold up, whoever sets one now.
+    /// Lifts all limits for good, because the process is ending: no limit may hold up the end, not even one
+    /// that a client sets now.
     pub(crate) fn lift_limits(&self) {
         self.ending.store(true, Ordering::SeqCst);
         for disk in &self.disks {
@@ -75,11 +76,11 @@ impl Controlled {
     }
 
     pub(super) fn change(&self) -> MutexGuard<'_, ()> {
-        // There is nothing in it that could be wrong.
+        // The mutex holds no data, so a poisoned lock is usable.
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether everything rests: from the end of a pause to the beginning of the next resume.
+    /// Whether the vCPUs and disks are paused: from the end of a pause to the beginning of the next resume.
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }

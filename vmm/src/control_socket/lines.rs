@@ -1,27 +1,27 @@
-//! Lines out of a stream of bytes, of bounded length.
+//! Splits a stream of bytes into lines of bounded length.
 
-/// Longest line in bytes, its end not counted.
+/// Longest line in bytes, without its line end.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// A line that has ended.
+/// A complete line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Line {
-    /// Its bytes, without the end.
+    /// The line's bytes, without its line end.
     Whole(Vec<u8>),
-    /// More than [`MAX_LINE`] bytes, which are gone.
+    /// The line had more than [`MAX_LINE`] bytes, which were dropped.
     TooLong,
 }
 
-/// What has come of a line so far.
+/// The part of a line that has arrived.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     part: Vec<u8>,
-    /// The line has become too long: the rest of it is not kept.
+    /// The line has become too long, and the rest of it is dropped.
     skipping: bool,
 }
 
 impl Lines {
-    /// Takes what has come, and gives the lines that have ended with it. Blank ones are nothing.
+    /// Takes bytes that have arrived, and returns the lines that they complete. Blank lines are left out.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<Line> {
         let mut ended = Vec::new();
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -48,7 +48,7 @@ impl Lines {
         ended
     }
 
-    /// Whether a line has begun that has no end.
+    /// Whether an incomplete line has begun.
     pub(super) fn is_open(&self) -> bool {
         self.skipping || !self.part.trim_ascii().is_empty()
     }

@@ -1,4 +1,5 @@
-//! The control socket of `walvisor run` and of the daemons: JSON, a line each way, over a Unix socket of mode 0600.
+//! The control socket of `walvisor run` and of the daemons: JSON, one line for a request and one for its
+//! answer, over a Unix socket of mode 0600.
 //!
 //! ```text
 //!   walvisor ctl ──▶ {"execute": "resize", "arguments": {"disk": "a", "size_bytes": 1073741824}, "id": 1}
@@ -9,9 +10,10 @@
 //!                                                    │
 //!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
 //! ```
-//! Requests and answers look as in QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and capabilities: whoever
-//! can write to one can write to the other. A client's requests are carried out one after the other, and answered in order;
-//! clients do not wait for each other, except where both change the same thing.
+//! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and
+//! capabilities: a program that can write QMP can write these requests. A client's requests are carried out one
+//! after the other, and answered in order. Clients do not wait for each other, except where both change the
+//! same thing.
 
 mod client;
 mod command;

@@ -1,4 +1,4 @@
-//! Carrying out what requests ask for.
+//! Carries out requests.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +14,8 @@ use crate::disk::DiskInUse;
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
-        // Looked at last: either this sees the end, or the end sees the limits.
+        // The flag is read last: either this thread sees the end and lifts the limits, or the thread that ends
+        // the process lifts them.
         if self.ending.load(Ordering::SeqCst) {
             disk.throttle.set(throttle::Limits::default());
         }
@@ -35,7 +36,7 @@ impl Controlled {
             Command::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
             Command::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
             Command::Shutdown { now: false } => {
-                // Who rests cannot end in order.
+                // A paused guest or disk cannot end in order.
                 self.resume();
                 Ok(json!({}))
             }
@@ -43,7 +44,7 @@ impl Controlled {
         }
     }
 
-    /// What is to happen once a request is answered.
+    /// Carries out the part of a request that comes after its answer.
     pub(super) fn answered(&self, command: &Command) {
         let Command::Shutdown { now } = command else {
             return;
@@ -89,7 +90,8 @@ impl Controlled {
                 control.pause();
             }
             for disk in &self.disks {
-                // What is held back would hold up the pause, for as long as nobody may lift the limits.
+                // Requests that a limit holds back would delay the pause, and no client can lift the limit
+                // during it.
                 let limits = disk.throttle.limits();
                 disk.throttle.set(throttle::Limits::default());
                 let rests = disk.device.pause();
@@ -142,7 +144,7 @@ impl Controlled {
         let _change = self.change();
         let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
         if !on {
-            // What was written before is to be as stable as what comes.
+            // Writes completed before the change must become as durable as the later ones.
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
         Ok(json!({ "disk": disk.name, "requested": cache, "cache": stats::cache(&*disk.backend) }))
@@ -152,7 +154,7 @@ impl Controlled {
         let disk = self.disk(name)?;
         let _change = self.change();
         let mut limits = disk.throttle.limits();
-        // A burst belongs to its rate: a new rate has its own.
+        // A burst belongs to its rate, so a new rate resets the burst.
         for (rate, burst, new_rate, new_burst) in [
             (
                 &mut limits.ops_per_second,
@@ -212,7 +214,7 @@ mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
 
-    /// A device that takes as long as the test wants to change its cache mode, or to pause.
+    /// A device that takes as long to change its cache mode, or to pause, as the test wants.
     struct Slow {
         came: Mutex<Sender<()>>,
         go: Mutex<Receiver<()>>,
@@ -241,7 +243,8 @@ mod tests {
         fn resume(&self) {}
     }
 
-    /// A daemon with one slow disk; who comes to its device, and who lets it go on.
+    /// A daemon with one slow disk, a receiver that reports each call to its device, and a sender that lets the
+    /// call return.
     fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
         let disk = DiskInUse {
@@ -282,7 +285,7 @@ mod tests {
             cache: CacheChoice::Writeback,
         };
         during(&set_cache, "running");
-        // Not everything rests yet.
+        // The pause has not ended, so the state is still "running".
         during(&Command::Pause, "running");
         assert_eq!(state(&controlled), "paused");
         during(&set_cache, "paused");
@@ -308,7 +311,7 @@ mod tests {
             let pause = scope.spawn(|| controlled.execute(&Command::Pause));
             comes.recv().unwrap();
             controlled.lift_limits();
-            // The pause would set the limit again.
+            // The pause restores the limit after this, unless it sees the end.
             go.send(()).unwrap();
             pause.join().unwrap().unwrap();
         });

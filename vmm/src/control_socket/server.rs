@@ -1,5 +1,5 @@
-//! A thread that accepts, and a thread a client. All wait for the end of the server beside what they wait for, so that a
-//! client which sends half a line, or never reads, holds up nobody.
+//! One thread accepts clients, and one thread serves each client. Every wait also ends when the server stops,
+//! so a client that sends half a line, or never reads, holds up neither the server nor the other clients.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,21 +13,21 @@ use super::command::{ControlError, Request};
 use super::controlled::Controlled;
 use super::lines::{Line, Lines, MAX_LINE};
 
-/// Most clients at a time. One more is told so, and disconnected.
+/// Most clients at a time. A further client gets an error, and is disconnected.
 pub const MAX_CLIENTS: usize = 32;
 
-/// What messages call the server.
+/// The server's name in messages.
 const OWNER: &str = "control socket";
 
-/// A thread of the server's. They do little.
+/// A thread of the server. It needs little stack.
 fn thread(name: &str) -> thread::Builder {
     thread::Builder::new()
         .name(name.into())
         .stack_size(256 << 10)
 }
 
-/// A control socket that is being listened at. Dropping it ends the conversations, and returns when requests that are
-/// being carried out are done.
+/// A control socket with its server. Dropping it ends the connections, and returns when the requests in
+/// progress are done.
 pub struct Server {
     stop: Stop,
     _threads: Threads,
@@ -88,11 +88,11 @@ fn turn_away(mut stream: &UnixStream) {
         "{MAX_CLIENTS} clients are connected: close one and try again"
     ));
     let answer = Request::refused(error.clone()).answer(Err(error));
-    // A new socket has room for a line.
+    // The buffer of a new socket has room for one line.
     let _ = stream.write(&answer);
 }
 
-/// Answers a client's lines until it goes or the server stops.
+/// Answers a client's lines until the client leaves or the server stops.
 fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
     let mut waiter = Waiter::new(stream, stop)?;
     let mut lines = Lines::default();
@@ -131,7 +131,7 @@ fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io
                 .clone()
                 .and_then(|command| controlled.execute(&command));
             send(stream, &request.answer(outcome), &mut waiter)?;
-            // What takes effect once its answer is on its way.
+            // Some commands take effect only after their answer was sent.
             if let Ok(command) = &request.command {
                 controlled.answered(command);
             }

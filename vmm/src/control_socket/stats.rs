@@ -1,4 +1,4 @@
-//! How things stand: as JSON with stable keys, and as Prometheus text.
+//! Statistics: as JSON with stable keys, and as Prometheus text.
 
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
@@ -19,7 +19,7 @@ pub(super) fn cache(backend: &dyn Backend) -> &'static str {
     }
 }
 
-/// Everything, as JSON.
+/// All statistics, as JSON.
 pub(super) fn json(controlled: &Controlled) -> Value {
     let state = match controlled.is_paused() {
         true => "paused",
@@ -45,7 +45,7 @@ pub(super) fn json(controlled: &Controlled) -> Value {
             })
             .collect();
         all["vcpus"] = exits.len().into();
-        // An array with an element a vCPU.
+        // An array with one element per vCPU.
         all["exits"] = by_reason.into();
     }
     all
@@ -78,8 +78,8 @@ fn disk(disk: &DiskInUse) -> Value {
     })
 }
 
-/// How long requests took, by operation, all queues together. Percentiles are the ends of classes that are powers of two;
-/// null: more than 8.4 s.
+/// The latency of requests by operation, over all queues. A percentile is the upper end of a class, a power of
+/// two; null means more than 8.4 s.
 fn latency(latencies: &Latencies) -> Value {
     let mut by_operation = Map::new();
     for kind in OperationKind::ALL {
@@ -102,7 +102,7 @@ fn latency(latencies: &Latencies) -> Value {
     by_operation.into()
 }
 
-/// How much of a disk may be used; 0 is no limit.
+/// The limits of a disk; 0 is no limit.
 pub(super) fn limits(throttle: &Throttle) -> Value {
     let limits = throttle.limits();
     json!({
@@ -127,7 +127,7 @@ fn log(log: LogCounters) -> Value {
     })
 }
 
-/// Everything, as Prometheus text: the same as `--metrics` writes at the end.
+/// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
 pub(super) fn prometheus(controlled: &Controlled) -> String {
     let disks: Vec<_> = controlled.disks.iter().map(DiskMetrics::from).collect();
     match &controlled.power {

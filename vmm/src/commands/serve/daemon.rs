@@ -1,4 +1,4 @@
-//! What every daemon does: its arguments, giving up rights, its end.
+//! The parts that all daemons share: their arguments, giving up rights, and their end.
 
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -43,8 +43,8 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 }
 
 impl DaemonArguments {
-    /// Gives up what a daemon does not need, but for what `more` adds. To be called while there is one thread, when its sockets
-    /// are bound, before the disks are opened.
+    /// Gives up every right that a daemon does not need, except those that `more` adds. To be called while
+    /// there is one thread, after its sockets are bound and before the disks are opened.
     pub(super) fn restrict(
         &self,
         names: &mut SocketNames,
@@ -59,8 +59,8 @@ impl DaemonArguments {
     }
 }
 
-/// Ends a daemon however serving has ended: tells what was done, and closes the disks, which nobody may use any more.
-/// What went wrong first is what is told.
+/// Ends a daemon however serving has ended: writes the metrics, and closes the disks, which must no longer be
+/// in use. The first error is returned.
 pub(super) fn conclude(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
@@ -76,27 +76,27 @@ pub(super) fn conclude(
     served.map(|_| ()).and(told).and(closed)
 }
 
-/// Says where the disks are.
+/// Prints where the disks can be reached.
 pub(super) fn announce(lines: &str) {
     let mut stdout = std::io::stdout();
-    // Nobody has to listen.
+    // A failed write is ignored: the output need not be read.
     let _ = stdout
         .write_all(lines.as_bytes())
         .and_then(|()| stdout.flush());
 }
 
-/// What ends a daemon: signals, and its control socket.
+/// The two things that end a daemon: a signal, or a request on its control socket.
 pub(super) struct Ending {
     signals: TerminationSignals,
-    /// Where to listen for `walvisor ctl`.
+    /// The socket that listens for `walvisor ctl`.
     socket: Option<UnixListener>,
     kind: DiskCommand,
     started: Instant,
 }
 
 impl Ending {
-    /// Blocks the signals, and makes the control socket. To be called while there is one thread: a signal is for the one
-    /// that waits for it.
+    /// Blocks the signals, and makes the control socket. To be called while there is one thread, so that every
+    /// later thread inherits the blocked signals.
     pub(super) fn prepare(
         arguments: &DaemonArguments,
         names: &mut SocketNames,
@@ -113,7 +113,7 @@ impl Ending {
         })
     }
 
-    /// Lets `disks` be controlled, and waits until a signal or a client asks for the end.
+    /// Lets `disks` be controlled, and waits until a signal or a control client asks for the end.
     pub(super) fn wait(mut self, disks: Vec<DiskInUse>) -> Result<(), CommandError> {
         let stop = Stop::new().map_err(CommandError::failed)?;
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;

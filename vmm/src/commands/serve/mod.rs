@@ -1,4 +1,4 @@
-//! `walvisor serve`: disks for programs other than this monitor's guests.
+//! `walvisor serve`: serves disks to programs other than this VMM's guests.
 
 mod daemon;
 mod nbd;
@@ -49,7 +49,7 @@ pub enum Door {
 /// Serves until a signal asks to stop.
 ///
 /// # Errors
-/// If the disks cannot be served, or not be closed.
+/// If the disks cannot be served or closed.
 pub fn run(arguments: &ServeArguments, started: Instant) -> Result<(), CommandError> {
     match &arguments.door {
         Door::Nbd(arguments) => nbd::run(arguments, started),

@@ -70,20 +70,20 @@ impl NbdArguments {
     }
 }
 
-/// Where disks are served.
+/// An address where disks are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Place {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
-/// A place with the disks there, by their number on the command line.
+/// An address and the disks served there, as indices into the command line's disks.
 struct Group {
     place: Place,
     members: Vec<usize>,
 }
 
-/// A place that clients can connect to.
+/// An address that is bound, so that clients can connect to it.
 struct Bound {
     listener: Listener,
     /// Its URI without an export.
@@ -104,10 +104,11 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     let groups = group(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.process.metrics()?;
-    // They go after all that listens there.
+    // The names are declared first, so that they are removed after everything that listens at them is dropped.
     let mut names = SocketNames::default();
     let ending = Ending::prepare(arguments, &mut names, DiskCommand::Nbd, started)?;
-    // Before the disks are opened, which may take long after a crash: early clients wait, and are not refused.
+    // The sockets are bound before the disks are opened, which may take long after a crash: early clients wait,
+    // and are not refused.
     let bound = groups
         .iter()
         .map(|group| bind(&group.place, &mut sockets, &mut names))
@@ -122,7 +123,7 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
     conclude(served, metrics, open, logs)
 }
 
-/// Serves open disks until a signal comes. Returns what was done with them.
+/// Serves open disks until a signal comes. Returns the metrics of the disks.
 fn serve(
     specs: &[DiskSpec],
     disks: &[OpenDisk],
@@ -173,7 +174,7 @@ fn serve(
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
-/// The disks by the place where they are served, in the order in which places are first named.
+/// Groups the disks by their address, in the order in which the addresses are first named.
 fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
     let mut groups: Vec<Group> = Vec::new();
     for (index, spec) in specs.iter().enumerate() {
@@ -214,7 +215,7 @@ fn place(spec: &DiskSpec) -> Result<Place, String> {
     }
 }
 
-/// What clients call a disk.
+/// The export name of a disk.
 fn export_name(spec: &DiskSpec) -> String {
     let file = spec.path.as_deref().and_then(Path::file_name);
     match (&spec.serial, file) {
@@ -240,7 +241,7 @@ fn bind(
         }
         Place::Tcp(address) => {
             let listener = sockets.tcp(*address)?;
-            // The port may have been left to the system.
+            // With port 0 the system has chosen the port.
             let address = listener.local_addr().map_err(CommandError::failed)?;
             Ok(Bound {
                 listener: Listener::Tcp(listener),
@@ -268,7 +269,7 @@ impl Uri {
     }
 }
 
-/// Percent-encodes what a URI's path or query cannot hold (RFC 3986).
+/// Percent-encodes the bytes that a URI's path or query cannot hold (RFC 3986).
 fn escape(bytes: &[u8]) -> String {
     bytes
         .iter()

@@ -1,4 +1,4 @@
-//! `walvisor serve tcmu`: disks of this machine's own kernel, through its SCSI target.
+//! `walvisor serve tcmu`: serves disks to this machine's own kernel, through its SCSI target.
 
 use std::io;
 use std::path::Path;
@@ -45,7 +45,7 @@ pub struct TcmuArguments {
     pub all: bool,
 }
 
-/// Carries it out.
+/// Carries out `walvisor serve tcmu`.
 pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), CommandError> {
     if arguments.list {
         return list(arguments.json);
@@ -58,11 +58,12 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     let wanted = wanted(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.process.metrics()?;
-    // They go after all that listens there.
+    // The names are declared first, so that they are removed after everything that listens at them is dropped.
     let mut names = SocketNames::default();
     let ending = Ending::prepare(arguments, &mut names, DiskCommand::Tcmu, started)?;
     let target = Target::open().map_err(CommandError::failed)?;
-    // Before the disks are opened, which may take long after a crash: initiators of before wait, and get no errors.
+    // The back stores are raised before the disks are opened, which may take long after a crash: initiators of
+    // an earlier process wait, and get no errors.
     let raised = specs.iter().zip(&wanted).map(|(spec, wanted)| {
         let fabric = spec.fabric;
         Standing::raise(&target, wanted, fabric, &wwn(spec, wanted))
@@ -70,7 +71,8 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     let mut standing = raised
         .collect::<Result<Vec<_>, _>>()
         .map_err(CommandError::failed)?;
-    // Behind the members, so that what is changed already is heard of by nobody.
+    // The listener starts after the back stores are raised, so that it does not hear of this process's own
+    // changes.
     let events = Events::listen()
         .inspect_err(|error| tracing::warn!("changes in configfs are not heard of: {error}"));
     arguments.restrict(&mut names, |places| {
@@ -89,7 +91,8 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
         (served, Err(error)) => (served.and(Err(CommandError::failed(error))), Vec::new()),
     };
     conclude(served, metrics, open, logs)?;
-    // Now that the logs are closed, nothing of what was written is in memory: the next process can go on with these.
+    // Now that the logs are closed, no completed write is in memory only, so the next process can take over
+    // these back stores.
     for (store, spec) in stays.into_iter().zip(specs) {
         if let Some(store) = store.filter(|_| outlives(spec)) {
             store.set_durable(true).map_err(CommandError::failed)?;
@@ -98,12 +101,12 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     Ok(())
 }
 
-/// Whether what a disk has made durable outlives the process.
+/// Whether the durable writes of a disk outlive the process.
 fn outlives(spec: &DiskSpec) -> bool {
     spec.backend != BackendKind::Ram && spec.cache != CacheMode::Unsafe
 }
 
-/// What of configfs a standing disk takes: its own directories, and the end of them.
+/// The directories of configfs that a standing disk needs, while it is served and when it is taken down.
 fn reach(places: &mut Places, target: &Target, disk: &Standing) {
     let directory = disk.store().directory();
     let hba = directory.parent().unwrap_or(directory);
@@ -113,13 +116,13 @@ fn reach(places: &mut Places, target: &Target, disk: &Standing) {
         places.configure(&export.fabric().join(export.wwn()));
         places.dismantle(export.fabric());
     }
-    // Who else exports it, and what the kernel calls it.
+    // The process also looks up other exports of the disk, and the kernel's name for the disk.
     places.read(&target.root());
     places.read(Path::new("/sys/bus/scsi"));
     places.read(Path::new("/sys/devices"));
 }
 
-/// Serves open disks until a signal comes. Returns what was done with them.
+/// Serves open disks until a signal comes. Returns the metrics of the disks.
 fn serve(
     specs: &[DiskSpec],
     wanted: &[Wanted],
@@ -186,7 +189,7 @@ fn serve(
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
-/// Where initiators find a disk, for people.
+/// The address where initiators find a disk, for people.
 fn place(standing: &Standing) -> String {
     match standing.exports().first() {
         Some(export) => match export.disk() {
@@ -197,7 +200,7 @@ fn place(standing: &Standing) -> String {
     }
 }
 
-/// A disk's device, which tells the kernel of its size too.
+/// A disk's device that also reports size changes to the kernel.
 struct Sized {
     store: Backstore,
     backend: Arc<dyn Backend>,
@@ -226,9 +229,9 @@ impl DeviceControl for Sized {
     }
 }
 
-/// A disk that can be changed through configfs.
+/// A disk that an administrator can change through configfs.
 struct Changeable {
-    /// What its UIO device's name begins with.
+    /// The start of the name of its UIO device.
     uio: String,
     name: String,
     backend: Arc<dyn Backend>,
@@ -262,7 +265,7 @@ impl Changeable {
     }
 }
 
-/// Carries out what is changed in configfs until `stop` is told.
+/// Carries out the changes that an administrator makes in configfs, until `stop` is signalled.
 fn listen(events: &Events, disks: &[Changeable], stop: &Stop) {
     let listening = || {
         let mut waiter = Waiter::new(events, stop)?;
@@ -284,7 +287,7 @@ fn listen(events: &Events, disks: &[Changeable], stop: &Stop) {
     }
 }
 
-/// What each disk is to be called and like in the target: names differ.
+/// The wanted properties of each disk's back store. Refuses disks with equal names.
 fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
     let mut all: Vec<Wanted> = Vec::new();
     for spec in specs {
@@ -311,7 +314,7 @@ fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
     Ok(all)
 }
 
-/// What a disk is called in the target: as it is given, or as its image is, without `.img`.
+/// The name of a disk's back store: as given, or its image's file name without `.img`.
 fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     if let Some(name) = &spec.backstore {
         return Ok(name.clone());
@@ -327,7 +330,7 @@ fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     }
 }
 
-/// The target's name in its fabric: NAA 5, LIO's company, and what tells disks apart.
+/// The target's name in its fabric: NAA 5, LIO's company id, and a number that differs between disks.
 fn wwn(spec: &DiskSpec, wanted: &Wanted) -> String {
     let own = identity(&wanted.name, &wanted.image) & 0xf_ffff_ffff;
     spec.wwn
@@ -335,7 +338,7 @@ fn wwn(spec: &DiskSpec, wanted: &Wanted) -> String {
         .unwrap_or_else(|| format!("naa.5001405{own:09x}"))
 }
 
-/// The same number for the same disk, at every start (FNV-1a).
+/// A number that is the same for the same disk at every start (FNV-1a).
 fn identity(name: &str, image: &str) -> u64 {
     let bytes = name.bytes().chain([0]).chain(image.bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -343,7 +346,7 @@ fn identity(name: &str, image: &str) -> u64 {
     })
 }
 
-/// Shows what stands.
+/// Lists the back stores in the target.
 fn list(as_json: bool) -> Result<(), CommandError> {
     let target = Target::open().map_err(CommandError::failed)?;
     let stores = Backstore::ours(&target);
@@ -391,7 +394,7 @@ fn list(as_json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Removes what stands and is served by nobody.
+/// Removes back stores that no process serves.
 fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
     if names.is_empty() != all {
         return Err(CommandError::Usage(

@@ -1,4 +1,4 @@
-//! `walvisor serve vhost-user`: disks as virtio-blk devices of other VMMs.
+//! `walvisor serve vhost-user`: serves disks as virtio-blk devices to other VMMs.
 
 use std::num::NonZero;
 use std::os::unix::net::UnixListener;
@@ -29,11 +29,12 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     let places = places(specs).map_err(CommandError::Usage)?;
     disks::check(specs).map_err(CommandError::Usage)?;
     let metrics = arguments.process.metrics()?;
-    // They go after all that listens there.
+    // The names are declared first, so that they are removed after everything that listens at them is dropped.
     let mut names = SocketNames::default();
     let ending = Ending::prepare(arguments, &mut names, DiskCommand::VhostUser, started)?;
     raise_descriptor_limit();
-    // Before the disks are opened, which may take long after a crash: early front-ends wait, and are not refused.
+    // The sockets are bound before the disks are opened, which may take long after a crash: early front-ends
+    // wait, and are not refused.
     let bound = places
         .iter()
         .map(|place| sockets.unix(place, &mut names))
@@ -48,7 +49,8 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     conclude(served, metrics, open, logs)
 }
 
-/// Front-ends bring descriptors, some hundreds each if they like: none may take the last one that the logs need.
+/// Raises the limit on descriptors. A front-end may bring some hundreds of them, and must not use up those that
+/// the logs need.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -63,13 +65,14 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// As many as this machine has CPUs: a front-end takes no more than its guest has, and one that is not used costs nothing.
+/// As many queues as this machine has CPUs: a front-end uses no more than its guest has CPUs, and an unused
+/// queue costs nothing.
 fn default_queues() -> u8 {
     let cpus = thread::available_parallelism().map_or(1, NonZero::get);
     u8::try_from(cpus.min(MAX_QUEUES.into())).unwrap_or(1)
 }
 
-/// Serves open disks until a signal comes. Returns what was done with them.
+/// Serves open disks until a signal comes. Returns the metrics of the disks.
 fn serve(
     disks: &[OpenDisk],
     places: &[PathBuf],
@@ -110,7 +113,7 @@ fn serve(
     ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
 }
 
-/// The socket of each disk: they differ.
+/// The socket of each disk. Refuses two disks with the same socket.
 fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
     let mut places: Vec<PathBuf> = Vec::new();
     for spec in specs {
