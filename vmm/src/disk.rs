@@ -1,4 +1,4 @@
-//! A disk that is open, and a disk that is in use by a guest or by clients.
+//! A disk that is open, and a disk that a guest or clients use.
 
 use std::sync::Arc;
 
@@ -7,31 +7,31 @@ use walvisor_devices::block::{BlockConfig, BlockMetrics};
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::throttle::{Limits, Throttle};
 
-/// A disk that is open, and how it is to look.
+/// An open disk and the configuration of its device.
 pub struct OpenDisk {
-    /// What messages and metrics call it.
+    /// The disk's name in messages and metrics.
     pub name: String,
-    /// What keeps its data.
+    /// The backend that keeps its data.
     pub backend: Arc<dyn Backend>,
-    /// How a device over it looks.
+    /// The configuration of its virtio-blk device.
     pub device: BlockConfig,
-    /// How much of it may be used.
+    /// The limits on its use.
     pub limits: Limits,
 }
 
-/// A disk in use. Its counters stay readable when its device is gone.
+/// A disk in use. Its counters stay readable after its device is gone.
 #[derive(Clone)]
 pub struct DiskInUse {
-    /// What messages, metrics and control requests call it.
+    /// The disk's name in messages, metrics and control requests.
     pub name: String,
-    /// How it is reached: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
+    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
     pub transport: &'static str,
-    /// What keeps its data.
+    /// The backend that keeps its data.
     pub backend: Arc<dyn Backend>,
-    /// What was asked of it.
+    /// Counts and latencies of its requests.
     pub metrics: Arc<BlockMetrics>,
-    /// How much of it may be used.
+    /// Enforces the limits on its use.
     pub throttle: Arc<Throttle>,
-    /// How its users are told of changes, while its device is there.
+    /// Reports changes to its users, and pauses it, while its device exists.
     pub device: Arc<dyn DeviceControl>,
 }

@@ -7,7 +7,7 @@
 //!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
 //! ```
 //!
-//! An *input* starts with a byte of options (1 bit: a VM instead of a daemon, 6 bits: the length of the
+//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length of the
 //! pieces); the rest is text, see `words.rs`.
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! What came of the conformance cases: a line each, or JSON.
+//! The results of the conformance cases: a line each, or JSON.
 
 use std::fmt;
 
@@ -6,33 +6,33 @@ use serde::Serialize;
 
 use super::listener::{Case, Transcript};
 
-/// What came of one case on one transport.
+/// The result of one case on one transport.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CaseReport {
     /// `mmio` or `pci`.
     pub transport: String,
-    /// What was tried.
+    /// The name of the case.
     pub case: String,
-    /// Whether the device did as it must.
+    /// Whether the device did what the specification requires.
     pub passed: bool,
-    /// What it did instead, and the number that was found.
+    /// The wrong behaviour, with the number that was found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// What came of every case.
+/// The results of all cases.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ConformanceReport {
-    /// The cases, in the order in which they were tried.
+    /// The cases, in the order in which the guest ran them.
     pub cases: Vec<CaseReport>,
-    /// Cases in which the device did as it must.
+    /// Number of cases that passed.
     pub passed: usize,
-    /// The others.
+    /// Number of cases that failed.
     pub failed: usize,
 }
 
 impl ConformanceReport {
-    /// The report of what the guest said. A transport whose cases were not all tried has failed.
+    /// The report made from the guest's transcript. A transport whose cases did not all run has failed.
     pub(super) fn new(transcript: Transcript, transports: &[&str]) -> Self {
         let mut cases: Vec<CaseReport> = Vec::new();
         let report = |case: Case| CaseReport {
@@ -76,7 +76,7 @@ impl ConformanceReport {
         }
     }
 
-    /// What is wrong with the first case that failed.
+    /// The problem of the first case that failed.
     pub fn failure(&self) -> Option<String> {
         let first = self.cases.iter().find(|case| !case.passed)?;
         let problem = first.problem.as_deref().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The two disks of the demo, each with a log of its own, so that their syncs are counted apart.
+//! The two disks of the demo, each with its own log, so that their syncs are counted separately.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,17 +13,18 @@ use crate::disk_spec::{Notifications, TransportKind};
 use crate::vm::DiskConfig;
 use walvisor_guest::contract::Task;
 
-/// Names of the disks, which are also those of the transports in the guest's reports.
+/// Names of the disks, which the guest's reports also use for the transports.
 pub const NAMES: [&str; 2] = ["mmio", "pci"];
 const TRANSPORTS: [TransportKind; 2] = [TransportKind::Mmio, TransportKind::Pci];
 /// Bytes of a disk; the guest uses the first 8 MiB.
 const DISK_SIZE: u64 = 64 << 20;
-/// Small segments: they are filled with zeroes when they are made, and the job is short.
+/// Segments are small, because each is filled with zeroes when it is made, and the job is short.
 const SEGMENT_SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 4;
 const QUEUE_SIZE: u16 = 128;
 
-/// How a disk is to look for `task`. Every feature is on trial that a write-ahead-logged disk can offer.
+/// The configuration of a disk's device for `task`. The conformance task has every feature that a
+/// write-ahead-logged disk can offer.
 pub fn device(name: &str, task: Task) -> BlockConfig {
     let trial = task == Task::Conformance;
     BlockConfig {
@@ -41,7 +42,7 @@ pub struct DemoDisks {
     task: Task,
 }
 
-/// The image of a disk that was closed: a plain raw file.
+/// The image of a closed disk: a plain raw file.
 pub struct ClosedImage {
     /// The disk's name.
     pub name: &'static str,
@@ -70,7 +71,7 @@ impl DemoDisks {
         Ok(Self { open, task })
     }
 
-    /// What a VM needs to attach them.
+    /// The configurations with which a VM attaches the disks.
     pub fn configs(&self) -> impl Iterator<Item = DiskConfig> {
         let task = self.task;
         self.open
@@ -89,7 +90,7 @@ impl DemoDisks {
             })
     }
 
-    /// Copies the logs to the images and closes them. The VM must be gone.
+    /// Copies the logs to the images and closes them. The VM must have been dropped.
     ///
     /// # Errors
     /// As [`Store::close`].

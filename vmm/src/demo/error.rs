@@ -1,4 +1,4 @@
-//! Why there is nothing to report.
+//! Errors of a demo run that has no report.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::probe::ProbeError;
 use crate::vm::VmError;
 
-/// Why there is nothing to report.
+/// Why a run has no report.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
     /// There is no usable KVM.
@@ -24,13 +24,13 @@ pub enum DemoError {
     /// The VM cannot be built or run.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// The guest cannot be put into its memory.
+    /// The guest cannot be loaded into its memory.
     #[error("cannot start the embedded guest: {0}")]
     Guest(String),
     /// A signal that asks the process to end has ended the guest.
     #[error("the embedded guest was stopped by signal {0}")]
     Stopped(i32),
-    /// The guest did not come to its end.
+    /// The guest ended without finishing its task.
     #[error("the embedded guest {0}")]
     Ended(String),
 }

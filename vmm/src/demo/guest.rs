@@ -1,4 +1,4 @@
-//! The embedded guest: put into a VM, and run to its end.
+//! The embedded guest: loads it into a VM, and runs it to its end.
 
 use std::io::Cursor;
 use std::sync::{Arc, OnceLock, mpsc};
@@ -20,16 +20,17 @@ use crate::vm::{DiskConfig, Vm, VmBuilder};
 use walvisor_guest::IMAGE;
 use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
-/// Guest memory: the image, a MiB of rings and buffers, and room.
+/// Bytes of guest memory: enough for the image, and a MiB of rings and buffers.
 const MEMORY: u64 = 64 << 20;
 
-/// Where the guest finds its boot information: behind the tables of [`long_mode`].
+/// Address of the guest's boot information, behind the tables of [`long_mode`].
 const BOOT_INFO: u64 = 0xe000;
 
 /// The keyboard controller's command port, and the command that resets.
 const RESET: (u16, u8) = (0x64, 0xfe);
 
-/// Runs the guest for `task` on these disks, named as it names their transports, until it powers off.
+/// Runs the guest for `task` on these disks until it powers off. Each disk has the guest's name for its
+/// transport.
 pub(super) fn run_guest(
     disks: impl IntoIterator<Item = DiskConfig>,
     task: Task,
@@ -45,7 +46,8 @@ pub(super) fn run_guest(
         .console(Console::writer(recorder));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
     load(&vm, task)?;
-    // Files are read for that, which a vCPU's filter of system calls has no room for; a load has none.
+    // Reading these counters needs system calls that a vCPU's filter does not allow. A load runs without a
+    // filter.
     let loads = matches!(task, Task::Load(_));
     let all_exits = |vcpu| KvmCounter::of(vcpu, "exits");
     sources.get_or_init(|| Sources {
@@ -81,7 +83,7 @@ pub(super) fn run_guest(
     }
 }
 
-/// Puts the image, its tables and its boot information into guest memory, and points the vCPU at it.
+/// Loads the image, its tables and its boot information into guest memory, and sets the vCPU's registers.
 fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
     let memory = vm.memory();
@@ -113,6 +115,6 @@ fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     }
     let vcpu = vm.vcpu(0).ok_or_else(|| failed(&"the VM has no vCPU"))?;
     let entry = loaded.kernel_load.0;
-    // The guest sets its own stack up.
+    // The guest sets up its own stack.
     long_mode::set_registers(vcpu, Ring::User, entry, 0, BOOT_INFO).map_err(|e| failed(&e))
 }

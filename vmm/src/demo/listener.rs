@@ -1,4 +1,4 @@
-//! Gathers what the guest reports, passes on what it says to people, and ends a run that has gone silent.
+//! Collects the guest's reports, passes on its messages for people, and ends a run whose guest has gone silent.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::recorder::{Event, Measured};
 use crate::control::{Control, Ended};
 use walvisor_guest::contract::{Line, Loaded, Outcome};
 
-/// Longest silence of a guest. Its whole job takes a second or so; a loaded machine gets many times that.
+/// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One transport's job.
@@ -18,9 +18,9 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Job {
     /// The transport.
     pub transport: String,
-    /// What the guest reports, or why it failed.
+    /// The guest's report, or why the job failed.
     pub outcome: Result<Outcome, String>,
-    /// What the VMM counted, if the job began.
+    /// The VMM's counts, if the job began.
     pub measured: Option<Measured>,
 }
 
@@ -29,35 +29,35 @@ pub struct Job {
 pub struct Case {
     /// The transport.
     pub transport: String,
-    /// What it tries.
+    /// The name of the case.
     pub name: String,
-    /// What is wrong, if something is.
+    /// The problem, if the case failed.
     pub problem: Option<String>,
 }
 
-/// All that the guest reported.
+/// The guest's whole output, parsed.
 #[derive(Debug, Default)]
 pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
-    /// The load that has ended, and what was counted meanwhile.
+    /// The load, if it has ended, and the VMM's counts meanwhile.
     pub load: Option<(Loaded, Measured)>,
-    /// The cases, in the order in which they were tried.
+    /// The cases, in the order in which the guest ran them.
     pub cases: Vec<Case>,
-    /// The transports whose cases were all tried, and how many those were.
+    /// The transports whose cases were all tried, each with their number.
     pub checked: Vec<(String, u32)>,
-    /// The last line of all.
+    /// The last line of the output.
     pub last_line: String,
-    /// The run was ended for the guest's silence.
+    /// The run was ended because the guest was silent for too long.
     pub stalled: bool,
 }
 
-/// A thread that hears the guest out.
+/// The thread that collects the guest's reports.
 pub struct Listener(JoinHandle<Transcript>);
 
 impl Listener {
-    /// Listens to `events` until their sender is gone. After `patience` without one the run of `control` is
-    /// ended.
+    /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience` without an
+    /// event.
     ///
     /// # Errors
     /// If the system refuses a thread.
@@ -87,9 +87,9 @@ impl Listener {
             .map(Self)
     }
 
-    /// What was heard. The VM must be gone: until then it may say more.
+    /// The collected reports. The VM must have been dropped, because a VM that still exists may send more.
     pub fn finish(self) -> Transcript {
-        // Its panic has been printed; then there is nothing to report.
+        // The panic of that thread has been printed; the transcript is empty then.
         self.0.join().unwrap_or_default()
     }
 }

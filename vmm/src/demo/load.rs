@@ -1,4 +1,4 @@
-//! The embedded guest as a source of load: one disk, one transport, closed loops for a time.
+//! The embedded guest as a load generator: one disk, one transport, closed loops for a given time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,27 +12,27 @@ use crate::vm::DiskConfig;
 use crate::vm::exits::ExitReason;
 use walvisor_guest::contract::{Counts, Load, Task};
 
-/// What a load came to: the guest's own counts, and those of the VMM meanwhile.
+/// The result of a load: the guest's own counts, and the VMM's counts meanwhile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadReport {
-    /// As the guest's driver counted.
+    /// The counts of the guest's driver.
     pub counts: Counts,
-    /// Half of the requests took no longer; a write with a FLUSH behind it counts as one with it.
+    /// Half of the requests took no longer; a write and the FLUSH behind it count as one.
     pub p50: Duration,
     /// 990 of 1000 took no longer.
     pub p99: Duration,
     /// 999 of 1000 took no longer.
     pub p999: Duration,
-    /// The device's write cache was on, as the guest read it.
+    /// Whether the device's write cache was on, as the guest read it.
     pub write_cache: bool,
     /// How long the load took.
     pub time: Duration,
-    /// Processor time of the process but for its vCPU.
+    /// Processor time of the process without its vCPU.
     pub cpu: Duration,
-    /// Processor time of the whole machine, to a clock tick (10 ms), where it can be read.
+    /// Processor time of the whole machine, in steps of a clock tick (10 ms), where it can be read.
     pub host_cpu: Option<Duration>,
-    /// Exits to user space by [the name of their reason](ExitReason::name); those of the console are left out. Under
-    /// [`ALL_EXITS`] those that KVM dealt with itself too, where it tells.
+    /// Exits to user space by [the name of their reason](ExitReason::name), without those of the console.
+    /// [`ALL_EXITS`] also counts the exits that KVM handled itself, where KVM reports them.
     pub exits: BTreeMap<&'static str, u64>,
     /// Requests that the device took.
     pub device_requests: u64,
@@ -40,7 +40,8 @@ pub struct LoadReport {
     pub syncs: u64,
 }
 
-/// All exits of a vCPU, whoever dealt with them: not one kind among the others, but their sum and more.
+/// Key of all exits of a vCPU, whether KVM or user space handled them. It is not one reason among the others:
+/// it includes them all.
 pub const ALL_EXITS: &str = "all";
 
 /// Ticks of the time stamp counter in `time`, for [`Load::ticks`].
@@ -52,22 +53,24 @@ pub fn ticks(time: Duration) -> Result<u64, DemoError> {
     let rate = kvm
         .create_vm()
         .and_then(|vm| vm.create_vcpu(0)?.get_tsc_khz());
-    // An old KVM tells none: then about as many as this is, for a time that is measured anyhow.
+    // An old KVM does not report the rate. Then 2 GHz is assumed, and the load takes about as long; its time is
+    // measured anyhow.
     let khz = u128::from(rate.unwrap_or(2_000_000));
     Ok(u64::try_from(time.as_micros() * khz / 1000).unwrap_or(u64::MAX))
 }
 
-/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport decides over [`Load::pci`]. What the guest says to
-/// people is dropped.
+/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport overrides [`Load::pci`]. The guest's
+/// messages for people are dropped.
 ///
-/// The VM takes the signals that ask the process to end: then the error is [`DemoError::Stopped`].
+/// The VM handles the signals that ask the process to end: after such a signal the error is
+/// [`DemoError::Stopped`].
 ///
 /// # Errors
 /// If there is no usable KVM, the guest cannot run to its end, or the device fails a request.
 pub fn run_load(mut disk: DiskConfig, load: Load) -> Result<LoadReport, DemoError> {
     let pci = disk.transport == TransportKind::Pci;
     let transport = if pci { "pci" } else { "mmio" };
-    // As the guest calls it, and the recorder looks for it.
+    // The guest's name for the transport, by which the recorder finds the disk.
     transport.clone_into(&mut disk.disk.name);
     let task = Task::Load(Load { pci, ..load });
     let transcript = run_guest([disk], task, Seccomp::Off, |_| ())?;
@@ -84,7 +87,7 @@ pub fn run_load(mut disk: DiskConfig, load: Load) -> Result<LoadReport, DemoErro
             "did no load; its last line: {last}"
         )));
     };
-    // The counter's rate follows from the time that passed: a rate that somebody claims is not needed.
+    // The counter's rate follows from the measured time, so no reported rate is needed.
     let tick = measured.time.as_secs_f64() / loaded.ticks.max(1) as f64;
     let time = |ticks: u64| Duration::from_secs_f64(ticks as f64 * tick);
     let exits = ExitReason::ALL.iter().zip(measured.exits);
@@ -237,7 +240,7 @@ mod tests {
             else {
                 return;
             };
-            // virtio-mmio acknowledges each interrupt by a register access, virtio-pci none.
+            // virtio-mmio needs a register access to acknowledge each interrupt; virtio-pci needs none.
             match transport {
                 TransportKind::Pci => assert_eq!(with, 0),
                 TransportKind::Mmio => assert!(with <= counts.interrupts, "{with} {counts:?}"),

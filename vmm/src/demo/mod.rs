@@ -8,8 +8,8 @@
 //!   disk images, read again once the guest and the logs are gone
 //! ```
 //!
-//! The guest compares every byte that it reads with what it wrote. That the same bytes are on the medium
-//! afterwards is checked here, from a digest that the guest reports.
+//! The guest compares every byte that it reads with the byte that it wrote. The VMM checks afterwards, from a
+//! digest that the guest reports, that the images hold the same bytes.
 
 mod conformance;
 mod disks;
@@ -37,13 +37,13 @@ use disks::DemoDisks;
 use guest::run_guest;
 use walvisor_guest::contract::Task;
 
-/// Runs the embedded guest and tells what it and the VMM counted. `say` gets each line that the guest says to
-/// people. The disks are made in a directory of their own under `parent`, and removed again. `seccomp` is for the whole
-/// process, for good.
+/// Runs the embedded guest and returns the counts of the guest and the VMM. `say` gets each line that the guest
+/// prints for people. The disks are made in a new directory under `parent`, which is removed afterwards.
+/// `seccomp` applies to the whole process, and cannot be undone.
 ///
 /// # Errors
 /// If there is no usable KVM, or the guest cannot run to its end. A guest that ends but finds a wrong byte is
-/// no error here: see [`TransportReport::verified`].
+/// not an error: see [`TransportReport::verified`].
 pub fn run(
     parent: &Path,
     seccomp: Seccomp,
@@ -54,11 +54,11 @@ pub fn run(
     report::assemble(transcript, &disks.close()?)
 }
 
-/// Runs the embedded guest as a driver that does what a driver may and what it must not, case by case, on disks as
-/// [`run`] makes them.
+/// Runs the embedded guest as a driver that tries the permitted and the forbidden, case by case, on disks made
+/// as by [`run`].
 ///
 /// # Errors
-/// If there is no usable KVM, or the guest cannot run to its end. A case that fails is no error here: see
+/// If there is no usable KVM, or the guest cannot run to its end. A case that fails is not an error: see
 /// [`ConformanceReport::failure`].
 pub fn check_conformance(
     parent: &Path,
@@ -71,12 +71,12 @@ pub fn check_conformance(
     Ok(ConformanceReport::new(transcript, &disks::NAMES))
 }
 
-/// Makes the disks for `task` in a directory of their own under `parent`.
+/// Makes the disks for `task` in a new directory under `parent`.
 fn prepare(parent: &Path, task: Task) -> Result<(TempDir, DemoDisks), DemoError> {
-    // First of all: without KVM nothing is touched.
+    // KVM is checked first: without it nothing is created.
     probe::open()?;
-    // The logs' threads start with the disks; a signal is to end the guest, not the process, so that the
-    // directory goes.
+    // The logs' threads start with the disks and inherit the blocked signals. A signal then ends the guest and
+    // not the process, so the directory is removed.
     block_termination_signals().map_err(|error| VmError::System("take signals", error))?;
     let directory = tempfile::Builder::new()
         .prefix("walvisor-demo-")

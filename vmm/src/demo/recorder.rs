@@ -1,6 +1,7 @@
-//! The serial line's output: cuts it into lines, and reads the counters where a job begins and ends.
+//! Receives the serial line's output, cuts it into lines, and reads the counters where a job begins and ends.
 //!
-//! It runs on the vCPU's thread, so a counter is read at exactly the moment that the guest's byte marks.
+//! The recorder runs on the vCPU's thread, so it reads a counter at exactly the moment that the guest's byte
+//! marks.
 
 use std::io::{self, Write};
 use std::sync::mpsc::Sender;
@@ -13,18 +14,18 @@ use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::kvm_stats::KvmCounter;
 use walvisor_guest::contract::Line;
 
-/// Longest line that is kept; the rest of a longer one is dropped.
+/// Longest line that is kept, in bytes; the rest of a longer line is dropped.
 const LONGEST_LINE: usize = 512;
 
-/// Where the counts come from.
+/// The sources of the counts.
 pub struct Sources {
     /// Exits of each vCPU.
     pub exits: Vec<Arc<ExitCounters>>,
-    /// All exits of the vCPU, where KVM tells and it is wanted.
+    /// All exits of the vCPU, where KVM reports them and they are wanted.
     pub kvm_exits: Option<KvmCounter>,
     /// Whether the processor time of the whole machine is wanted.
     pub host_cpu: bool,
-    /// The disks, named as the guest names their transports.
+    /// The disks, each with the guest's name for its transport.
     pub disks: Vec<DiskInUse>,
 }
 
@@ -32,12 +33,12 @@ impl Sources {
     fn counts(&self, transport: &str) -> Option<Counts> {
         let disk = self.disks.iter().find(|disk| disk.name == transport)?;
         let device = disk.metrics.counts();
-        // Only the console uses ports, and it is no part of the job.
+        // Only the console uses ports, and its exits are no part of the job.
         let exits = ExitReason::ALL.map(|reason| match reason {
             ExitReason::PortWrite => 0,
             reason => self.exits.iter().map(|vcpu| vcpu.get(reason)).sum(),
         });
-        // This is the thread of the one vCPU.
+        // This code runs on the thread of the one vCPU.
         let vcpu = processor_time::of_this_thread();
         Some(Counts {
             at: Instant::now(),
@@ -63,26 +64,26 @@ struct Counts {
     syncs: u64,
 }
 
-/// What the VMM counted while a job ran.
+/// The VMM's counts during a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// Exits to user space, by reason in the order of [`ExitReason::ALL`].
     pub exits: [u64; ExitReason::ALL.len()],
-    /// All exits, those that KVM dealt with itself too, where it tells; the console's are among them.
+    /// All exits, including the console's and those that KVM handled itself, where KVM reports them.
     pub kvm_exits: Option<u64>,
     /// Requests that the device took.
     pub requests: u64,
     /// Syncs of the log.
     pub syncs: u64,
-    /// How long it took.
+    /// The duration of the job.
     pub time: Duration,
-    /// Processor time of all threads of the process but the vCPU's.
+    /// Processor time of all threads of the process except the vCPU's.
     pub cpu: Duration,
     /// Processor time of the whole machine, where it can be read.
     pub host_cpu: Option<Duration>,
 }
 
-/// A line, and what was counted in the job that ended just before it.
+/// A line, and the counts of the job that ended just before it.
 pub struct Event {
     /// The line, without its end.
     pub line: String,
@@ -90,7 +91,7 @@ pub struct Event {
     pub measured: Option<Measured>,
 }
 
-/// A writer that tells a listener what it is given, line by line.
+/// A writer that sends its output to a listener, line by line.
 pub struct Recorder {
     sources: Arc<OnceLock<Sources>>,
     events: Sender<Event>,
@@ -100,7 +101,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Reads the counts of `sources`, which must be there before the guest runs, and tells `events`.
+    /// A recorder that sends events to `events`. It reads the counts of `sources`, which must be set before the
+    /// guest runs.
     pub fn new(sources: Arc<OnceLock<Sources>>, events: Sender<Event>) -> Self {
         Self {
             sources,
@@ -145,12 +147,12 @@ impl Recorder {
             Some(Line::Begin(transport)) => Some(transport.to_owned()),
             _ => None,
         };
-        // Nobody listens any more once the run is being given up.
+        // The listener may be gone when the run is being given up.
         let _ = self.events.send(Event {
             line,
             measured: self.measured.take(),
         });
-        // Last of all: telling takes time, and is no part of the job.
+        // The counts are read last, because sending the event takes time that is no part of the job.
         self.job = begins.and_then(|transport| {
             let counts = self.counts(&transport)?;
             Some((transport, counts))

@@ -1,4 +1,4 @@
-//! The demo's result: as a table, as JSON, and whether everything is right.
+//! The demo's result: as a table, as JSON, and its first failure.
 
 use std::fmt;
 use std::fs::File;
@@ -15,21 +15,21 @@ use walvisor_guest::contract::{Digest, Outcome};
 /// Bytes of a block of the guest's digest.
 const BLOCK: usize = 4096;
 
-/// What each transport's job came to.
+/// The result of each transport's job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DemoReport {
     /// The transports, in the order of their jobs.
     pub transports: Vec<TransportReport>,
 }
 
-/// One transport's job.
+/// The result of one transport's job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TransportReport {
     /// `mmio` or `pci`.
     pub transport: String,
     /// Requests that the guest completed.
     pub requests: u64,
-    /// Doorbells that it wrote.
+    /// Doorbells that the guest wrote.
     pub doorbells: u64,
     /// Exits to user space.
     pub exits: u64,
@@ -41,17 +41,17 @@ pub struct TransportReport {
     pub syncs: u64,
     /// Bytes that the guest read and wrote.
     pub bytes: u64,
-    /// Every byte that the guest read was right, and so is every byte of the disk's image afterwards.
+    /// Whether every byte that the guest read was right, and every byte of the disk's image afterwards.
     pub verified: bool,
-    /// Time that the job took, in microseconds.
+    /// Duration of the job in microseconds.
     pub time_us: u64,
-    /// What is wrong, if something is.
+    /// The problem, if the job failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
 impl DemoReport {
-    /// What is wrong with the first transport that is not verified.
+    /// The problem of the first transport that is not verified.
     pub fn failure(&self) -> Option<String> {
         let failed = self
             .transports
@@ -62,7 +62,7 @@ impl DemoReport {
     }
 }
 
-/// Makes the report from what the guest said and what its disks hold.
+/// Makes the report from the guest's transcript and the images of its disks.
 ///
 /// # Errors
 /// If an image cannot be read.
@@ -117,7 +117,8 @@ fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportRepor
     })
 }
 
-/// Compares the blocks that the guest read last with those of the image. Returns what is wrong.
+/// Compares the blocks that the guest read last with those of the image. Returns the difference, if there is
+/// one.
 fn compare(path: &Path, outcome: &Outcome) -> io::Result<Option<String>> {
     let mut image = BufReader::with_capacity(1 << 20, File::open(path)?);
     let mut digest = Digest::default();
@@ -191,7 +192,7 @@ mod tests {
         host_cpu: None,
     };
 
-    /// The report of a job on an image of two blocks, after `change` has changed what was reported.
+    /// The report of a job on an image of two blocks; `change` may change the image and the reported job.
     fn report(change: impl FnOnce(&mut Vec<u8>, &mut Job)) -> TransportReport {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");

@@ -1,4 +1,4 @@
-//! The guest against disks that lie: whatever they do wrong, it must notice.
+//! The guest on faulty disks: it must notice every fault.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -19,12 +19,12 @@ use crate::disk_spec::{Notifications, TransportKind};
 use crate::seccomp::Seccomp;
 use crate::vm::DiskConfig;
 
-/// What a disk does wrong.
+/// The fault of a disk.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
-    /// Nothing.
+    /// No fault.
     None,
-    /// One bit of a block is wrong each time that it is read.
+    /// One bit of a block is wrong in each read of it.
     FlippedBit,
     /// DISCARD does nothing.
     DiscardIgnored,
@@ -42,7 +42,7 @@ enum Fault {
 struct Faulty {
     disk: RamDisk,
     fault: Fault,
-    /// Writes, or flushes, so far.
+    /// Number of writes, or of flushes, so far.
     count: Arc<AtomicU64>,
 }
 
@@ -90,9 +90,9 @@ struct FaultyQueue {
     queue: Box<dyn BackendQueue>,
     fault: Fault,
     count: Arc<AtomicU64>,
-    /// The read whose data is to be spoiled.
+    /// The read whose data will be spoiled.
     spoiled: Option<u64>,
-    /// What these requests complete with instead.
+    /// Requests whose result is replaced, with the new result.
     replaced: Vec<(u64, Result<(), Failure>)>,
 }
 
@@ -163,7 +163,7 @@ impl BackendQueue for FaultyQueue {
     }
 }
 
-/// What the guest reports with a fault in the MMIO disk, none in the other; `None` without KVM.
+/// The guest's transcript with `fault` in the MMIO disk and no fault in the PCI disk; `None` without KVM.
 fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     if let Err(error) = probe::open() {
         println!("skipped: {error}");
@@ -191,7 +191,7 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     Some(run_guest(disks, task, Seccomp::Off, |_| ()).expect("the guest ends"))
 }
 
-/// The two jobs' results.
+/// The results of the two jobs.
 fn outcomes(fault: Fault) -> Option<[Result<(), String>; 2]> {
     let transcript = transcript(fault, Task::Job)?;
     let outcome = |name| {

@@ -5,8 +5,9 @@
 //!   2  PM1 enable                      8  timer, 3.579545 MHz, 32 bits
 //! ```
 //!
-//! Fixed hardware rather than hardware-reduced ACPI: Linux then keeps its timer and interrupt controllers as on
-//! any PC. An event that is both there and enabled holds the SCI, a level, high.
+//! The VMM emulates fixed hardware rather than hardware-reduced ACPI, so that Linux keeps its timer and
+//! interrupt controllers as on any PC. The SCI is a level: it is high while an event is both pending and
+//! enabled.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,9 +19,9 @@ pub use crate::arch::x86_64::layout::{
 use crate::bus::BusDevice;
 use crate::control::{Control, Ended};
 
-/// Bytes of all registers.
+/// Bytes of all registers together.
 pub const SIZE: u64 = 12;
-/// What powers off when written to the PM1 control register.
+/// The value that powers off when the guest writes it to the PM1 control register.
 pub const POWER_OFF: u16 = (SLEEP_TYPE_S5 as u16) << SLEEP_TYPE_SHIFT | SLEEP_ENABLE;
 
 const PM1_STATUS: u64 = 0;
@@ -45,7 +46,7 @@ pub struct AcpiPm {
 }
 
 impl AcpiPm {
-    /// Registers whose power off ends the run of `control`; `sci` sets the level of their interrupt.
+    /// The registers. A power off ends the run of `control`; `sci` sets the level of their interrupt.
     pub fn new(control: Arc<Control>, sci: Box<dyn Fn(bool) + Send>) -> Self {
         Self {
             control,
@@ -58,7 +59,7 @@ impl AcpiPm {
         }
     }
 
-    /// Presses the power button; `false`: the guest does not listen to it.
+    /// Presses the power button. Returns `false` if the guest has not enabled its event.
     pub fn press_power_button(&mut self) -> bool {
         let heard = self.enabled & POWER_BUTTON != 0;
         if heard {
@@ -75,7 +76,7 @@ impl AcpiPm {
         }
     }
 
-    /// All registers as they stand, for reads of any width and alignment.
+    /// The current value of all registers, for reads of any width and alignment.
     fn bytes(&self) -> [u8; SIZE as usize] {
         let ticks = self.started.elapsed().as_nanos() * TIMER_HERTZ / 1_000_000_000;
         let mut bytes = [0; SIZE as usize];
@@ -101,7 +102,7 @@ impl BusDevice for AcpiPm {
             _ => return,
         };
         match offset {
-            // Written ones clear.
+            // Each bit that is written as 1 clears its status bit.
             PM1_STATUS => {
                 self.status &= !value;
                 self.interrupt();

@@ -1,6 +1,7 @@
-//! Where the serial line leads: a writer, and on request stdin, fed to the guest by a thread of its own.
+//! The other end of the serial line: a writer for the output and, if wanted, stdin as the input, read by its
+//! own thread.
 //!
-//! On a terminal, Ctrl-A x ends the run (everything else, Ctrl-C included, goes to the guest).
+//! On a terminal, Ctrl-A x ends the run. All other input, Ctrl-C included, goes to the guest.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -21,9 +22,9 @@ use crate::readiness;
 /// Ctrl-A.
 const ESCAPE: u8 = 1;
 
-/// Where the serial line leads.
+/// The other end of the serial line.
 pub struct Console {
-    /// Where the guest's output goes.
+    /// The destination of the guest's output.
     pub output: Box<dyn Write + Send>,
     /// Whether stdin is the guest's input.
     pub stdin: bool,
@@ -38,7 +39,7 @@ impl Console {
         }
     }
 
-    /// No output, no input.
+    /// No output and no input.
     pub fn off() -> Self {
         Self {
             output: Box::new(io::sink()),
@@ -46,7 +47,7 @@ impl Console {
         }
     }
 
-    /// Output appended to the file at `path`, no input.
+    /// Output is appended to the file at `path`; there is no input.
     ///
     /// # Errors
     /// If the file cannot be opened for writing.
@@ -58,7 +59,7 @@ impl Console {
         })
     }
 
-    /// Output to `writer`, no input.
+    /// Output goes to `writer`; there is no input.
     pub fn writer(writer: impl Write + Send + 'static) -> Self {
         Self {
             output: Box::new(writer),
@@ -75,7 +76,8 @@ pub struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Starts feeding stdin to `serial`; `room` is signalled when the guest has read its input.
+    /// Starts feeding stdin to `serial`. `room` is the event that the serial line signals when the guest has
+    /// read its input.
     ///
     /// # Errors
     /// If the system refuses a descriptor, a thread or raw mode.
@@ -115,7 +117,7 @@ impl Drop for ConsoleInput {
     }
 }
 
-/// What the thread needs.
+/// The state of the input thread.
 struct Feeder {
     serial: Arc<Mutex<SerialPort>>,
     room: Arc<EventFd>,
@@ -151,10 +153,12 @@ impl Feeder {
         }
     }
 
-    /// Hands `input` to the guest as it makes room. `false` if the run ended before all was taken.
+    /// Hands `input` to the guest as its buffer empties. Returns `false` if the run ended before the guest took
+    /// all.
     fn feed(&mut self, mut input: &[u8]) -> bool {
         loop {
-            // Clear the event before looking: room that appears after the look sets it again.
+            // The event is cleared before the buffer is checked, because room that appears after the check sets
+            // the event again.
             let _ = self.room.read();
             let taken = self
                 .serial
@@ -172,19 +176,19 @@ impl Feeder {
     }
 }
 
-/// Waits until `source` is readable. `false` if the run ended first.
+/// Waits until `source` is readable. Returns `false` if the run ended first.
 fn ready(waiter: &mut Waiter, source: impl AsFd) -> bool {
     matches!(waiter.wait(source, EventSet::IN, None), Ok(Waited::Ready))
 }
 
-/// Finds Ctrl-A x in the input. Ctrl-A Ctrl-A sends one Ctrl-A.
+/// Finds Ctrl-A x in the input. Ctrl-A Ctrl-A stands for one Ctrl-A.
 #[derive(Default)]
 struct QuitKeys {
     escaped: bool,
 }
 
 impl QuitKeys {
-    /// Takes the escapes out of `input`; `true` if the quit keys were typed.
+    /// Removes the escapes from `input`. Returns `true` if the quit keys were typed.
     fn filter(&mut self, input: &mut Vec<u8>) -> bool {
         let mut quit = false;
         input.retain(|byte| {

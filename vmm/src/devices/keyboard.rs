@@ -1,4 +1,4 @@
-//! The keyboard controller, for the one thing a guest without a keyboard uses it for: reset.
+//! The keyboard controller, whose only use for a guest without a keyboard is a reset.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ impl Trigger for ResetTrigger {
 pub struct Keyboard(I8042Device<ResetTrigger>);
 
 impl Keyboard {
-    /// Ports whose reset command ends the run of `control`.
+    /// The controller; its reset command ends the run of `control`.
     pub fn new(control: Arc<Control>) -> Self {
         Self(I8042Device::new(ResetTrigger(control)))
     }
@@ -39,7 +39,7 @@ impl BusDevice for Keyboard {
 
     fn write(&mut self, offset: u64, data: &[u8]) {
         if let [byte] = *data {
-            // Its error type has no values.
+            // The error type has no values, so the write cannot fail.
             let _ = self.0.write(offset as u8, byte);
         }
     }

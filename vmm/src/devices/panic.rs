@@ -1,7 +1,8 @@
-//! The port where a guest says that its kernel panicked: QEMU's pvpanic (QEMU, docs/specs/pvpanic), which Linux has a driver for.
+//! The port through which a guest reports that its kernel panicked: QEMU's pvpanic (QEMU, docs/specs/pvpanic),
+//! for which Linux has a driver.
 //!
-//! Without it a panic is a reset, or a guest that does nothing for ever. The port holds one byte: read, the events that are
-//! understood; written, those that have happened.
+//! Without the port a panic looks like a reset, or like a guest that hangs for ever. The port has one byte: a
+//! read returns the supported events, and a write reports the events that have happened.
 
 use std::sync::Arc;
 
@@ -10,16 +11,17 @@ pub use crate::arch::x86_64::layout::PANIC_SIZE as SIZE;
 use crate::bus::BusDevice;
 use crate::control::{Control, Ended};
 
-/// The kernel panicked, and nothing follows.
+/// The kernel panicked, and no crash kernel follows.
 const PANICKED: u8 = 1;
-/// It panicked, and a crash kernel takes over: the guest goes on, and resets when that has written its dump.
+/// The kernel panicked, and a crash kernel takes over: the guest runs on, and resets after the dump was
+/// written.
 const CRASH_LOADED: u8 = 1 << 1;
 
 /// The port.
 pub struct PanicPort(Arc<Control>);
 
 impl PanicPort {
-    /// A port whose event ends the run of `control`.
+    /// The port; a panic without a crash kernel ends the run of `control`.
     pub fn new(control: Arc<Control>) -> Self {
         Self(control)
     }

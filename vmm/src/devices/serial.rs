@@ -23,7 +23,7 @@ impl Trigger for LineTrigger {
     }
 }
 
-/// Tells the input thread that the guest has read all there was.
+/// Signals the input thread when the guest has read all its input.
 struct RoomEvents(Arc<EventFd>);
 
 impl SerialEvents for RoomEvents {
@@ -31,7 +31,7 @@ impl SerialEvents for RoomEvents {
     fn out_byte(&self) {}
     fn tx_lost_byte(&self) {}
     fn in_buffer_empty(&self) {
-        // A full counter is as good as another count.
+        // The write fails only if the counter is full, and then the event is readable already.
         let _ = self.0.write(1);
     }
 }
@@ -40,7 +40,8 @@ impl SerialEvents for RoomEvents {
 pub struct SerialPort(Serial<LineTrigger, RoomEvents, Box<dyn Write + Send>>);
 
 impl SerialPort {
-    /// A line that writes to `output`, interrupts through `interrupt`, and signals `room` when its input has been read.
+    /// A serial line that writes to `output`, interrupts through `interrupt`, and signals `room` when the guest
+    /// has read its input.
     pub fn new(output: Box<dyn Write + Send>, interrupt: EventFd, room: Arc<EventFd>) -> Self {
         Self(Serial::with_events(
             LineTrigger(interrupt),
@@ -49,14 +50,14 @@ impl SerialPort {
         ))
     }
 
-    /// Puts as much of `input` as fits into the receive buffer and returns how much that was.
+    /// Puts as much of `input` as fits into the receive buffer and returns that number of bytes.
     pub fn receive(&mut self, input: &[u8]) -> usize {
         let room = self.0.fifo_capacity();
         let part = &input[..input.len().min(room)];
         if part.is_empty() {
             return 0;
         }
-        // In loopback mode nothing is received: the input is lost, as on a real line.
+        // In loopback mode the line receives nothing: the input is lost, as on a real line.
         self.0.enqueue_raw_bytes(part).unwrap_or(part.len())
     }
 }
@@ -74,7 +75,7 @@ impl BusDevice for SerialPort {
         if let [byte] = *data
             && let Err(error) = self.0.write(offset as u8, byte)
         {
-            // The reader of the console may be gone; the guest goes on.
+            // The reader of the console may be gone; the guest runs on.
             tracing::debug!(%error, "serial output lost");
         }
     }

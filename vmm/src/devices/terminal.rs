@@ -5,13 +5,13 @@ use std::io;
 use rustix::stdio;
 use rustix::termios::{OptionalActions, OutputModes, Termios, isatty, tcgetattr, tcsetattr};
 
-/// Raw mode of the terminal at stdin. Dropping it restores the mode found.
+/// Raw mode of the terminal at stdin. Dropping it restores the original mode.
 pub struct RawTerminal {
     original: Termios,
 }
 
 impl RawTerminal {
-    /// Switches the terminal to raw mode; `None` if stdin is no terminal.
+    /// Switches the terminal to raw mode. Returns `None` if stdin is not a terminal.
     ///
     /// # Errors
     /// If the terminal refuses.
@@ -23,7 +23,7 @@ impl RawTerminal {
         let original = tcgetattr(stdin)?;
         let mut raw = original.clone();
         raw.make_raw();
-        // The guest's line discipline makes CR LF already; messages of this process need it too.
+        // The guest's line discipline sends CR LF already, but messages of this process need the conversion.
         raw.output_modes |= OutputModes::OPOST | OutputModes::ONLCR;
         tcsetattr(stdin, OptionalActions::Now, &raw)?;
         Ok(Some(Self { original }))
@@ -32,7 +32,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // Nobody is left to hear of a failure.
+        // A failure cannot be reported any more.
         let _ = tcsetattr(stdio::stdin(), OptionalActions::Now, &self.original);
     }
 }

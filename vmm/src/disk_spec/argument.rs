@@ -1,4 +1,4 @@
-//! `--disk` as clap sees it, and `--disk help`.
+//! Clap's view of `--disk`, and `--disk help`.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -11,7 +11,7 @@ use super::key::listed;
 use super::parse::keys_of;
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
 
-/// Reads the value of a command's `--disk`: a SPEC, or `help`, which shows the keys that the command takes.
+/// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the command takes.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskArgument(pub DiskCommand);
 
@@ -25,7 +25,7 @@ impl TypedValueParser for DiskArgument {
         value: &OsStr,
     ) -> Result<DiskSpec, clap::Error> {
         if value == "help" {
-            // As with --help, the error is the way out, and no failure.
+            // As with --help, clap prints the text of this error as help, and the command succeeds.
             return Err(clap::Error::raw(ErrorKind::DisplayHelp, help(self.0)));
         }
         let disk = self.0;
@@ -35,7 +35,7 @@ impl TypedValueParser for DiskArgument {
     }
 }
 
-/// What `--disk help` prints.
+/// The text that `--disk help` prints.
 fn help(command: DiskCommand) -> String {
     let words = command.words();
     let mut text = format!(

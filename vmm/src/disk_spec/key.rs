@@ -1,28 +1,28 @@
-//! A row of the table: a key, what it takes, and where it applies.
+//! A row of the table: a key, its values, and the commands and backends that it applies to.
 
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
 use crate::size::parse_size;
 
 /// A key of `--disk`.
 pub struct Key {
-    /// What stands before the `=`.
+    /// The text before the `=`.
     pub name: &'static str,
-    /// What may stand behind it.
+    /// The values that it takes.
     pub value: Value,
-    /// What holds without the key: a value, or a few words.
+    /// The default without the key: a value, or a few words.
     pub default: &'static str,
     /// The commands that take it.
     pub commands: &'static [DiskCommand],
-    /// The backends that it is for.
+    /// The backends that it applies to.
     pub backends: &'static [BackendKind],
-    /// What it does, in one sentence without a full stop.
+    /// Its effect, in one sentence without a full stop.
     pub help: &'static str,
 }
 
-/// A word, and what it does to a [`DiskSpec`].
+/// A word, and its effect on a [`DiskSpec`].
 pub type Choice = (&'static str, fn(&mut DiskSpec));
 
-/// What a key takes, and how that gets into a [`DiskSpec`].
+/// The values of a key, and how a value is stored in a [`DiskSpec`].
 pub enum Value {
     /// One of some words.
     Choice(&'static [Choice]),
@@ -30,40 +30,40 @@ pub enum Value {
     Switch(fn(&mut DiskSpec, bool)),
     /// A number from `least` to `most`.
     Number {
-        /// The smallest.
+        /// The smallest number.
         least: u64,
-        /// The largest; `u64::MAX` is shown as no limit.
+        /// The largest number; `u64::MAX` is shown as no limit.
         most: u64,
-        /// Gets a number in that range.
+        /// Stores a number in that range.
         set: fn(&mut DiskSpec, u64),
     },
     /// A power of two from `least` to `most`.
     PowerOfTwo {
-        /// The smallest.
+        /// The smallest number.
         least: u64,
-        /// The largest.
+        /// The largest number.
         most: u64,
-        /// Gets a power of two in that range.
+        /// Stores a power of two in that range.
         set: fn(&mut DiskSpec, u64),
     },
     /// Bytes, with a unit or without.
     Size {
-        /// What it has to be a multiple of, in bytes.
+        /// The size must be a multiple of this, in bytes.
         multiple: u64,
-        /// Gets a positive multiple of that.
+        /// Stores a positive multiple of that.
         set: fn(&mut DiskSpec, u64),
     },
-    /// Anything that `set` takes.
+    /// Any text that `set` accepts.
     Text {
-        /// What that is, for people.
+        /// A description of the accepted texts, for people.
         expected: &'static str,
-        /// `None`: it is not that.
+        /// Stores a text; `None` refuses it.
         set: fn(&mut DiskSpec, &str) -> Option<()>,
     },
 }
 
 impl Value {
-    /// What is taken, for people: errors, help and the manual say it alike.
+    /// The accepted values, for people: errors, help and the manual use the same words.
     pub fn expected(&self) -> String {
         match self {
             Self::Choice(choices) => {
@@ -90,7 +90,7 @@ impl Value {
         }
     }
 
-    /// Puts `text` into `spec`. `None`: it is not what is [expected](Self::expected).
+    /// Stores `text` in `spec`. Returns `None` if `text` is not an [expected](Self::expected) value.
     pub fn set(&self, spec: &mut DiskSpec, text: &str) -> Option<()> {
         let number = || text.parse::<u64>().ok();
         match self {
@@ -123,7 +123,7 @@ impl Value {
     }
 }
 
-/// `a, b or c`.
+/// Joins words as `a, b or c`.
 pub(super) fn listed(words: &[&str], last: &str) -> String {
     match words {
         [] => String::new(),

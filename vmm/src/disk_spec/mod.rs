@@ -1,4 +1,4 @@
-//! SPEC: a disk as the command line describes it, `path=disk.img,transport=pci,queues=4`.
+//! SPEC: the description of a disk on the command line, `path=disk.img,transport=pci,queues=4`.
 //!
 //! ```text
 //!   --disk SPEC ──▶ argument (clap) ──▶ parse ──▶ spec: DiskSpec

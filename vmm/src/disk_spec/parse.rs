@@ -1,4 +1,4 @@
-//! Reads a SPEC, and refuses what its command or its backend does not take.
+//! Parses a SPEC, and refuses keys that its command or its backend does not take.
 
 use walvisor_devices::backend::Answer;
 
@@ -17,7 +17,7 @@ pub enum DiskSpecError {
     UnknownKey {
         /// The key.
         key: String,
-        /// The command that got it.
+        /// The command that was given the key.
         command: DiskCommand,
     },
     /// A key given twice.
@@ -28,9 +28,9 @@ pub enum DiskSpecError {
     Command {
         /// The key.
         key: &'static str,
-        /// Who takes it.
+        /// The commands that take it.
         commands: String,
-        /// The command that got it.
+        /// The command that was given the key.
         command: DiskCommand,
     },
     /// A key of other backends.
@@ -38,9 +38,9 @@ pub enum DiskSpecError {
     Backend {
         /// The key.
         key: &'static str,
-        /// Which backends have it.
+        /// The backends that take it.
         backends: String,
-        /// The disk's own.
+        /// The disk's own backend.
         backend: BackendKind,
     },
     /// A value that its key does not take.
@@ -50,7 +50,7 @@ pub enum DiskSpecError {
         key: &'static str,
         /// The value as given.
         value: String,
-        /// What it takes.
+        /// The values that the key takes.
         expected: String,
     },
     /// A disk with no `path`.
@@ -73,11 +73,11 @@ fn names(command: DiskCommand) -> String {
 }
 
 impl DiskSpec {
-    /// Reads a SPEC that `command` was given.
+    /// Parses a SPEC that was given to `command`.
     ///
     /// # Errors
-    /// If a key is unknown, or not one of this command or of the disk's backend, whatever its value; if a value is wrong; if
-    /// keys contradict each other.
+    /// If a key is unknown, or does not belong to this command or to the disk's backend, whatever its value; if
+    /// a value is wrong; if keys contradict each other.
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
         let mut spec = Self::default();
         let mut given: Vec<&'static Key> = Vec::new();
@@ -118,7 +118,7 @@ impl DiskSpec {
     }
 }
 
-/// Refuses keys of another backend, keys that contradict each other, and a disk that lacks one.
+/// Refuses keys of another backend, keys that contradict each other, and a disk that lacks a required key.
 fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
     let foreign = given
         .iter()

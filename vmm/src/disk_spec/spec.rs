@@ -1,4 +1,4 @@
-//! A disk as the command line describes it.
+//! The description of a disk on the command line.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use walvisor_storage::CommitWait;
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that put disks in use.
+/// The commands that use disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskCommand {
     /// `walvisor run`
@@ -49,7 +49,7 @@ impl DiskCommand {
     }
 }
 
-/// What keeps the disk's data.
+/// The kind of storage that keeps a disk's data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackendKind {
     /// A base image and a write-ahead log.
@@ -57,7 +57,7 @@ pub enum BackendKind {
     Wal,
     /// A base image alone: FLUSH is an fdatasync.
     Raw,
-    /// Memory: gone when the guest ends.
+    /// Memory: the data is gone when the guest ends.
     Ram,
 }
 
@@ -65,7 +65,7 @@ impl BackendKind {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Wal, Self::Raw, Self::Ram];
 
-    /// As the command line says it.
+    /// The backend's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Wal => "wal",
@@ -75,19 +75,19 @@ impl BackendKind {
     }
 }
 
-/// Through what initiators reach a disk of the kernel's SCSI target.
+/// The fabric through which initiators reach a disk of the kernel's SCSI target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fabric {
-    /// tcm_loop: this machine itself sees it, as /dev/sdX.
+    /// tcm_loop: this machine itself sees the disk, as /dev/sdX.
     #[default]
     Loop,
-    /// vhost-scsi: a guest of QEMU sees it.
+    /// vhost-scsi: a guest of QEMU sees the disk.
     Vhost,
-    /// None: somebody else exports it, by iSCSI for example.
+    /// None: the administrator exports the disk, by iSCSI for example.
     None,
 }
 
-/// How the guest reaches the disk.
+/// The virtio transport through which the guest reaches the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportKind {
     /// virtio-mmio, version 2.
@@ -98,7 +98,7 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
-    /// As the command line says it.
+    /// The transport's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Mmio => "mmio",
@@ -107,21 +107,22 @@ impl TransportKind {
     }
 }
 
-/// How doorbells and interrupts cross between a guest and the device.
+/// How doorbells and interrupts pass between a guest and the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notifications {
-    /// KVM signals an eventfd for a doorbell (ioeventfd), and takes another for an interrupt (irqfd): no vCPU leaves the
-    /// guest for user space.
+    /// KVM signals an eventfd for a doorbell (ioeventfd), and raises an interrupt when another is signalled
+    /// (irqfd): no vCPU exits to user space.
     #[default]
     Eventfds,
-    /// A doorbell is an exit of its vCPU to user space, an interrupt an ioctl (KVM_IRQ_LINE, KVM_SIGNAL_MSI).
+    /// A doorbell makes its vCPU exit to user space, and an interrupt takes an ioctl (KVM_IRQ_LINE,
+    /// KVM_SIGNAL_MSI).
     Exits,
 }
 
-/// When a write completes, and what a FLUSH does.
+/// When a write completes, and the effect of a FLUSH.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
-    /// Writes complete before they are durable; FLUSH makes them so.
+    /// Writes complete before they are durable; FLUSH makes them durable.
     #[default]
     Writeback,
     /// A write is durable before it completes.
@@ -130,16 +131,16 @@ pub enum CacheMode {
     Unsafe,
 }
 
-/// A disk as the command line describes it.
+/// The description of a disk on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
     /// The base image; `None` for a RAM disk that starts empty.
     pub path: Option<PathBuf>,
     /// The log's directory; `None` is `<path>.wal`.
     pub log: Option<PathBuf>,
-    /// What keeps the data.
+    /// The backend that keeps the data.
     pub backend: BackendKind,
-    /// How the guest reaches it.
+    /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
     /// Request queues; `None` is one per vCPU.
     pub queues: Option<u16>,
@@ -147,13 +148,14 @@ pub struct DiskSpec {
     pub queue_size: u16,
     /// Logical block in bytes, 512 or 4096.
     pub block_size: u32,
-    /// Whether requests may be answered in the order in which they were made, should the guest want it so.
+    /// Whether the device offers to answer requests in the order in which they were made; the guest decides.
     pub in_order: bool,
-    /// Processors for the queues' workers, by queue, again from the first when there are more queues. Empty: any.
+    /// Processors for the queues' workers, by queue, starting over when there are more queues than processors.
+    /// Empty means any processor.
     pub worker_cpus: Vec<u16>,
-    /// How long an idle worker looks at its ring before it sleeps.
+    /// How long an idle worker polls its ring before it sleeps.
     pub poll: Duration,
-    /// How doorbells and interrupts cross.
+    /// How doorbells and interrupts pass between the guest and the device.
     pub notifications: Notifications,
     /// When a write completes.
     pub cache: CacheMode,
@@ -165,28 +167,28 @@ pub struct DiskSpec {
     pub serial: Option<String>,
     /// Size of a RAM disk in bytes.
     pub size: Option<u64>,
-    /// How much of the disk may be used.
+    /// The limits on the use of the disk.
     pub limits: Limits,
-    /// How long the log's commit groups wait for more to join them.
+    /// How long the log's commit groups wait for more FLUSHes to join them.
     pub commit_wait: CommitWait,
-    /// The Unix socket that a server offers the disk at.
+    /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
-    /// The TCP port that a server offers the disk at; 0 is any that is free.
+    /// The TCP port at which a server offers the disk; 0 means any free port.
     pub port: Option<u16>,
     /// The address of that port.
     pub address: IpAddr,
-    /// What the disk is called in the kernel's SCSI target; `None` is the name of the image file.
+    /// The disk's name in the kernel's SCSI target; `None` is the name of the image file.
     pub backstore: Option<String>,
-    /// Through what initiators reach it there.
+    /// The fabric through which initiators reach the disk in the target.
     pub fabric: Fabric,
     /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the disk's name and path.
     pub wwn: Option<String>,
-    /// Seconds that the kernel gives a command; 0: any. `None` is what the kernel has.
+    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's default.
     pub command_timeout: Option<u32>,
 }
 
 impl Default for DiskSpec {
-    /// What holds where a key is not given. There is no `path`, so that alone it describes no disk.
+    /// The values of keys that are not given. There is no `path`, so the default alone describes no disk.
     fn default() -> Self {
         Self {
             path: None,
@@ -219,7 +221,7 @@ impl Default for DiskSpec {
 }
 
 impl DiskSpec {
-    /// The log's directory: as given, or `<path>.wal`. `None` for a disk without one.
+    /// The log's directory: as given, or `<path>.wal`. `None` if the disk's backend has no log.
     pub fn log_directory(&self) -> Option<PathBuf> {
         if self.backend != BackendKind::Wal {
             return None;
@@ -231,7 +233,7 @@ impl DiskSpec {
         })
     }
 
-    /// What messages call the disk.
+    /// The disk's name in messages.
     pub fn name(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),

@@ -1,4 +1,4 @@
-//! Every key of `--disk`. Parser, refusals, `--disk help` and the manual's page read this table.
+//! Every key of `--disk`. The parser, the refusals, `--disk help` and the manual's page read this table.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,19 +9,19 @@ use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
 use super::key::{Key, Value};
 use super::spec::{BackendKind, CacheMode, DiskCommand, Fabric, Notifications, TransportKind};
 
-/// Longest serial in bytes: what a GET_ID request returns (virtio 1.2, 5.2.6).
+/// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
 /// Most queues of one disk.
 pub const MAX_QUEUES: u16 = 64;
 /// Longest wait for more FLUSHes to join a commit group, in microseconds.
 const MAX_COMMIT_WAIT_US: u64 = 1_000_000;
-/// Most FLUSHes that a commit group can be told to wait for.
+/// Largest number of FLUSHes that a commit group can be configured to wait for.
 const MAX_COMMIT_WAIT_COUNT: u64 = 65_536;
-/// Largest number of a processor: more than the kernel knows of.
+/// Largest number of a processor, beyond those that the kernel supports.
 const MAX_CPU: u16 = 1023;
 /// Longest name of a disk in the kernel's SCSI target, in bytes.
 const MAX_BACKSTORE_BYTES: usize = 32;
-/// Longest time that the kernel can be told to give a command, in seconds.
+/// Longest command timeout that the kernel can be given, in seconds.
 const MAX_COMMAND_TIMEOUT: u64 = 86_400;
 
 const EVERYWHERE: &[DiskCommand] = &DiskCommand::ALL;
@@ -36,7 +36,7 @@ const LOGGED: &[BackendKind] = &[BackendKind::Wal];
 const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
 const MEMORY: &[BackendKind] = &[BackendKind::Ram];
 
-/// The keys, in the order of the manual. A default that is one word is a value that the key takes.
+/// The keys, in the order of the manual. A default of one word is a value that the key takes.
 pub const KEYS: &[Key] = &[
     Key {
         name: "path",
@@ -373,7 +373,7 @@ pub const KEYS: &[Key] = &[
     },
 ];
 
-/// Whether `name` can stand in configfs, where it is also a part of a UIO device's name.
+/// Whether `name` is allowed in configfs and in the name of a UIO device.
 pub fn is_backstore_name(name: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let dots = name.bytes().all(|byte| byte == b'.');
@@ -390,7 +390,7 @@ fn path(text: &str) -> Option<PathBuf> {
     (!text.is_empty()).then(|| PathBuf::from(text))
 }
 
-/// A list of processors: numbers and ranges joined by `+`, for a comma ends the value.
+/// A list of processors: numbers and ranges joined by `+`, because a comma would end the value.
 fn cpus(text: &str) -> Option<Vec<u16>> {
     let mut list = Vec::new();
     for part in text.split('+') {

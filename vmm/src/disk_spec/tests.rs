@@ -1,4 +1,4 @@
-//! What SPECs are taken, and what they mean.
+//! Which SPECs are accepted, and their meaning.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,7 +14,7 @@ use super::key::Key;
 use super::table::KEYS;
 use super::*;
 
-/// A command that takes every key of `text` that exists, or else the last.
+/// A command that takes every existing key of `text`, or else the last command.
 fn command(text: &str) -> DiskCommand {
     let keys = text.split(',').filter_map(|part| part.split_once('='));
     let keys: Vec<_> = keys
@@ -87,7 +87,7 @@ fn every_key_is_carried_out() {
     assert_eq!(ram.log_directory(), None);
 }
 
-/// A disk with `key=value` that has all else that it needs.
+/// A SPEC with `key=value` and every other key that it requires.
 fn with(key: &Key, value: &str, backend: BackendKind) -> String {
     let mut text = match backend {
         BackendKind::Ram => "size=1M".to_owned(),
@@ -131,7 +131,7 @@ fn a_key_is_taken_by_its_commands_and_backends_alone() {
     for key in KEYS {
         for command in DiskCommand::ALL {
             for backend in BackendKind::ALL {
-                // An example is the default, where that is a value.
+                // The examples are the defaults where a default is a value.
                 let text = with(key, example(key), backend);
                 let text = match key.name {
                     "backend" => "backend=wal,path=a".to_owned(),
