@@ -1,4 +1,5 @@
-//! Opens the disks of a command line: one log for all disks that name its directory, closed in order at the end.
+//! Opens the disks of a command line. All disks that name the same log directory share one log; the logs are
+//! closed in order at the end.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,27 +15,29 @@ use crate::disk::OpenDisk;
 use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
 use crate::progress::with_bar;
 
-/// The logs behind a command line's disks. Dropping them closes them too, but swallows errors.
+/// The logs of a command line's disks. Dropping them closes them too, but ignores errors.
 #[derive(Default)]
 pub struct OpenLogs {
     stores: Vec<Store>,
 }
 
 impl OpenLogs {
-    /// Closes the logs: copies what they hold to the base images. The VM that used the disks has to be gone.
+    /// Closes the logs, which copies their contents to the base images. The VM that used the disks must have
+    /// been dropped.
     ///
     /// # Errors
-    /// The first log's that cannot be closed; the others are closed all the same.
+    /// The error of the first log that cannot be closed; the other logs are closed all the same.
     pub fn close(self) -> Result<(), walvisor_storage::Error> {
         let results: Vec<_> = self.stores.into_iter().map(Store::close).collect();
         results.into_iter().collect()
     }
 }
 
-/// Opens what `specs` describe, for a VM of `cpus` vCPUs. Returns the disks in the same order, and their logs.
+/// Opens the disks that `specs` describe, for a VM of `cpus` vCPUs. Returns the disks in the same order, and
+/// their logs.
 ///
 /// # Errors
-/// If a disk or its log cannot be opened. Those opened before are closed again.
+/// If a disk or its log cannot be opened. The logs that were opened before are closed again.
 pub fn open(
     specs: &[DiskSpec],
     cpus: u8,
@@ -91,10 +94,11 @@ pub fn open(
     Ok((disks, logs))
 }
 
-/// Makes the logs that are not there yet, so that who has given up the right to make one can open it.
+/// Makes the logs that do not exist yet, so that a process that has given up the right to make files can open
+/// them.
 ///
 /// # Errors
-/// If a disk of a new log cannot be opened, or its log not be made.
+/// If a disk of a new log cannot be opened, or its log cannot be made.
 pub fn make_logs(specs: &[DiskSpec]) -> Result<(), walvisor_storage::Error> {
     for (log, members) in group_by_log(specs) {
         let disks: Vec<_> = members
@@ -106,7 +110,7 @@ pub fn make_logs(specs: &[DiskSpec]) -> Result<(), walvisor_storage::Error> {
     Ok(())
 }
 
-/// Refuses disks in memory that are larger than all memory, swap included.
+/// Refuses RAM disks that are larger than this machine's memory and swap together.
 fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
     let told = rustix::system::sysinfo();
     let unit = u64::from(told.mem_unit);
@@ -124,7 +128,7 @@ fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
 /// Refuses disks that contradict each other, or that this machine cannot hold.
 ///
 /// # Errors
-/// A line that names them.
+/// One line that names the disks.
 pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
     check_memory(specs)?;
     let groups = group_by_log(specs);
@@ -138,7 +142,8 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
     })
 }
 
-/// How long the commit groups of the log of these disks wait: what any of them says. `None` if two disagree.
+/// How long commit groups wait in the log of these disks, as any of the disks says. `None` if two disks
+/// disagree.
 fn commit_wait(specs: &[DiskSpec], members: &[usize]) -> Option<CommitWait> {
     let waits = || members.iter().map(|member| specs[*member].commit_wait);
     Some(CommitWait {
@@ -147,14 +152,14 @@ fn commit_wait(specs: &[DiskSpec], members: &[usize]) -> Option<CommitWait> {
     })
 }
 
-/// What all say, if anybody says anything; `None` if two disagree.
+/// The value that all items share; `Some(None)` if there are no items, and `None` if two differ.
 fn agreed<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
     let first = said.next();
     said.all(|other| Some(&other) == first.as_ref())
         .then_some(first)
 }
 
-/// The disks with a log, by its directory, in the order in which the directories are first named.
+/// Groups the disks with a log by its directory, in the order in which the directories are first named.
 fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
     let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
     for (index, spec) in specs.iter().enumerate() {
@@ -173,7 +178,7 @@ fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
         .collect()
 }
 
-/// A path that is equal for two names of one directory; the directory itself need not exist.
+/// A path that is the same for two names of one directory; the directory itself need not exist.
 pub(crate) fn real_path(path: &Path) -> PathBuf {
     if let Ok(real) = path.canonicalize() {
         return real;
@@ -188,7 +193,7 @@ pub(crate) fn real_path(path: &Path) -> PathBuf {
     }
 }
 
-/// How the store is to open a disk.
+/// The options with which the store opens a disk.
 fn disk_options(spec: &DiskSpec) -> DiskOptions {
     let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
     options.read_only = spec.read_only;
@@ -200,7 +205,8 @@ fn disk_options(spec: &DiskSpec) -> DiskOptions {
     options
 }
 
-/// A disk without a log: a raw image, or memory, of which nothing is durable, so that every cache mode is the same.
+/// Opens a disk without a log: a raw image, or memory. Nothing in memory is durable, so a RAM disk has no cache
+/// modes.
 fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     if spec.backend == BackendKind::Raw {
         let path = spec.path.clone().unwrap_or_default();
@@ -219,7 +225,7 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
     })
 }
 
-/// The image's file name, as much of it as a serial holds.
+/// The image's file name, cut to the length of a serial.
 fn default_serial(spec: &DiskSpec) -> String {
     let name = spec
         .path

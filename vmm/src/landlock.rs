@@ -1,16 +1,18 @@
-//! What of the file system, and of the network, a process can still reach once it has begun: Landlock.
+//! Landlock: limits the files and ports that a process can reach once it has started.
 //!
 //! ```text
 //!   Places::of(specs) + what the command adds ─▶ restrict ─▶ disks are opened, threads start: all of them inherit it
 //! ```
-//! Landlock binds a thread and those that it starts, so it comes before the first thread: before logs are recovered, which
-//! is where bytes that a crash or a stranger has left are first read. A new log is made before, and the names of sockets are
-//! left to another process: so nothing has to be made or removed beside the images. Allowed are the images and logs that the command line
-//! names, images that share such a log, and what the command reads; nothing can be run, no port bound or connected to, and
-//! no abstract socket or process outside be reached. What is open already stays open.
+//! Landlock restricts a thread and the threads that it starts, so it must come before any other thread. It also
+//! comes before the recovery of logs, where the process first reads bytes that a crash or a stranger has left.
+//! A new log is made before the restriction, and the names of sockets are left to another process, so the
+//! process need not make or remove files beside the images. The process may use the images and logs that the
+//! command line names, other images that share such a log, and the files that the command reads. It can run no
+//! program, bind or connect to no port, and reach no abstract socket or process outside. Files that are open
+//! already stay open.
 //!
-//! It asks for what the kernel has (Linux 5.13 for files, 6.7 for ports, 6.12 for the rest) and does without what it has
-//! not; a kernel without any is told once.
+//! The process asks for the rights that the kernel knows (Linux 5.13 for files, 6.7 for ports, 6.12 for the
+//! rest) and does without the others. If the kernel has no Landlock at all, the process warns once.
 
 use std::path::{Path, PathBuf};
 
@@ -33,17 +35,17 @@ pub enum Landlock {
     Off,
 }
 
-/// The newest version whose rights are known here.
+/// The newest Landlock version whose rights this program knows.
 const NEWEST: ABI = ABI::V6;
 
-/// Paths, and what may be done beneath them.
+/// Paths, and the rights beneath each.
 #[derive(Default)]
 pub struct Places {
     rules: Vec<(PathBuf, BitFlags<AccessFs>)>,
 }
 
 impl Places {
-    /// What the disks of a command line take: their images and logs, which are there
+    /// The images and logs of a command line's disks. The logs must exist
     /// ([`make_logs`](crate::disks::make_logs)).
     pub fn of(specs: &[DiskSpec]) -> Self {
         let mut places = Self::default();
@@ -53,13 +55,14 @@ impl Places {
             let Some(log) = spec.log_directory() else {
                 continue;
             };
-            // Opened too if the log holds records of theirs.
+            // Recovery also opens other images if the log holds records of theirs.
             log_images(&log)
                 .iter()
                 .for_each(|image| places.image(image));
             places.log(&log);
         }
-        // Of the process itself: its memory's use, its limits. Backtraces name the program's own lines.
+        // The process reads its own memory use and limits here. A backtrace reads the program's own file for
+        // line numbers.
         places.read(Path::new("/proc/self"));
         places.read(Path::new("/sys/fs/cgroup"));
         if let Ok(program) = std::env::current_exe() {
@@ -68,19 +71,20 @@ impl Places {
         places
     }
 
-    /// A file, or all in a directory, is read.
+    /// Allows reading a file, or all files in a directory.
     pub fn read(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::ReadDir;
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// A device is opened and asked.
+    /// Allows opening a device, reading and writing it, and its ioctls.
     pub fn device(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Attributes beneath a directory of configfs are read and set, and what is in it comes and goes.
+    /// Allows reading and setting attributes beneath a directory of configfs, and making and removing entries
+    /// in it.
     pub fn configure(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile
             | AccessFs::ReadDir
@@ -91,7 +95,7 @@ impl Places {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Directories beneath a directory go.
+    /// Allows removing directories beneath a directory.
     pub fn dismantle(&mut self, path: &Path) {
         self.rules
             .push((path.to_owned(), AccessFs::RemoveDir.into()));
@@ -112,8 +116,9 @@ impl Places {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Gives up everything else, for this thread and those that it will start: to be called before there is a second one.
-    /// What the kernel does not have is done without; where that is everything, a warning says so.
+    /// Gives up all other rights, for this thread and the threads that it will start. To be called before there
+    /// is a second thread. Rights that the kernel does not know are skipped; if it knows none, a warning says
+    /// so.
     pub fn restrict(&self, mode: Landlock) {
         if mode == Landlock::Off {
             return;
@@ -147,7 +152,7 @@ fn add(
     ruleset: RulesetCreated,
     (path, rights): &(PathBuf, BitFlags<AccessFs>),
 ) -> Result<RulesetCreated, RulesetError> {
-    // What is not there, its user will find missing, and say so.
+    // The code that uses a missing path reports that it is missing.
     let Ok(file) = PathFd::new(path) else {
         return Ok(ruleset);
     };
@@ -174,7 +179,7 @@ mod tests {
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
 
-    /// Where the test below begins in a process of its own; as a test it has nothing to do.
+    /// The process that the test below starts begins here; as a test of its own it does nothing.
     #[test]
     fn a_restricted_process() {
         let Some(dir) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
@@ -186,7 +191,7 @@ mod tests {
         make_logs(&specs).unwrap();
         Places::of(&specs).restrict(Landlock::On);
 
-        // The first run of a raw image, from its first write to its end.
+        // The first run of a new disk, from its first write to its close.
         let (disks, logs) = open(&specs, 1).unwrap();
         flush(&*disks[0].backend).unwrap();
         let mut queue = disks[0].backend.open_queue().unwrap();
@@ -228,10 +233,10 @@ mod tests {
         denied(fs::create_dir(log.join("directory")));
         denied(fs::read("/etc/passwd").map(drop));
         denied(Command::new("/bin/true").spawn().map(drop));
-        // Threads too.
+        // New threads are restricted too.
         let thread = std::thread::spawn(move || fs::read(secret).map(drop));
         denied(thread.join().unwrap());
-        // Kernels from 6.7 on.
+        // This needs Linux 6.7 or later.
         if std::env::var_os("WALVISOR_TEST_LANDLOCK_NET").is_some() {
             denied(TcpListener::bind("127.0.0.1:0").map(drop));
             denied(TcpStream::connect("127.0.0.1:9").map(drop));
@@ -241,7 +246,7 @@ mod tests {
 
     #[test]
     fn only_the_disks_and_what_they_take_can_be_reached() {
-        // SAFETY: asks for the version alone: no pointer is looked at.
+        // SAFETY: the call only asks for the version; the kernel reads no memory through the null pointer.
         let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0, 0, 1) };
         if version < 1 {
             println!("skipped: this kernel has no Landlock");

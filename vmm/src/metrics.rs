@@ -1,4 +1,4 @@
-//! What a run or a server did, in the Prometheus text format.
+//! The metrics of a run or a server, in the Prometheus text format.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::disk::DiskInUse;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
 
-/// What there is to tell.
+/// The metrics of a run.
 pub struct RunMetrics<'a> {
     /// When the process began.
     pub started: Instant,
@@ -40,7 +40,7 @@ impl Text {
         let _ = writeln!(self.0, "{name}{labels} {value}");
     }
 
-    /// Adds a histogram: classes by their upper ends, `None` for the last, with how many are in each.
+    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values in it.
     fn histogram(
         &mut self,
         name: &str,
@@ -60,14 +60,14 @@ impl Text {
         );
     }
 
-    /// A metric with one sample.
+    /// Adds a metric with one sample.
     fn gauge(&mut self, name: &str, help: &str, value: impl std::fmt::Display) {
         self.metric(name, "gauge", help);
         self.sample(name, "", value);
     }
 }
 
-/// `value` as it stands between quotes (Prometheus exposition format).
+/// `value` escaped for use between quotes (Prometheus exposition format).
 fn escape(value: &str) -> String {
     value
         .replace('\\', "\\\\")
@@ -75,14 +75,14 @@ fn escape(value: &str) -> String {
         .replace('\n', "\\n")
 }
 
-/// CLOCK_MONOTONIC, in microseconds, at `moment`, which is past.
+/// CLOCK_MONOTONIC, in microseconds, at `moment`, which must be in the past.
 fn monotonic_us(moment: Instant) -> u128 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
     now.saturating_sub(moment.elapsed()).as_micros()
 }
 
-/// The text.
+/// The metrics of a run as text.
 pub fn render(run: &RunMetrics<'_>) -> String {
     let mut text = Text::default();
     if let Some(first) = run.first_run {
@@ -122,7 +122,7 @@ pub fn render(run: &RunMetrics<'_>) -> String {
     text.0
 }
 
-/// Exits to user space.
+/// Adds the exits to user space.
 fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
     let name = "walvisor_exits_total";
     text.metric(name, "counter", "Exits to user space by vCPU and reason.");
@@ -134,17 +134,17 @@ fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
     }
 }
 
-/// What was done with a disk.
+/// The metrics of a disk.
 pub struct DiskMetrics {
     /// Its name.
     pub disk: String,
-    /// How it was reached: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
+    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
     pub transport: &'static str,
-    /// What was asked of it.
+    /// Counts of its requests.
     pub counts: BlockCounts,
-    /// How long that took.
+    /// Latencies of its requests.
     pub block: Arc<BlockMetrics>,
-    /// What its log did, where it has one.
+    /// Counts of its log, if it has one.
     pub log: Option<LogCounters>,
 }
 
@@ -167,7 +167,7 @@ impl DiskMetrics {
     }
 }
 
-/// The text for disks that were served to other programs.
+/// The metrics of disks that were served to other programs, as text.
 pub fn render_served(disks: &[DiskMetrics]) -> String {
     let mut text = Text::default();
     block(&mut text, disks);
@@ -177,7 +177,7 @@ pub fn render_served(disks: &[DiskMetrics]) -> String {
     text.0
 }
 
-/// The frontends' counters; doorbells and interrupts for virtio alone.
+/// Adds the front-ends' counters; doorbells and interrupts only for virtio.
 fn block(text: &mut Text, disks: &[DiskMetrics]) {
     let counts: Vec<_> = disks
         .iter()
@@ -233,7 +233,7 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
     );
 }
 
-/// What the kernel's SCSI target and its handler have told each other.
+/// Adds the notifications between the kernel's SCSI target and its handler.
 fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
     type Count = fn(&BlockCounts) -> u64;
     let metrics: [(&str, &str, Count); 3] = [
@@ -260,7 +260,7 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
     }
 }
 
-/// How long requests took: a histogram for each operation and queue that had any.
+/// Adds the latencies of requests: a histogram for each operation and queue that had any.
 fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     let name = "walvisor_block_latency_us";
     let help = "From taking a request to its end in microseconds, by operation and queue.";
@@ -286,7 +286,7 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     }
 }
 
-/// How many FLUSHes each commit group served.
+/// Adds the number of FLUSHes that each commit group served.
 fn group_sizes(text: &mut Text, disks: &[DiskMetrics]) {
     let name = "walvisor_log_group_size";
     let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";
@@ -308,7 +308,7 @@ fn group_sizes(text: &mut Text, disks: &[DiskMetrics]) {
     }
 }
 
-/// The logs' counters. Disks on one log show the same counts.
+/// Adds the logs' counters. Disks that share a log show the same counts.
 fn log(text: &mut Text, disks: &[DiskMetrics]) {
     let counts: Vec<_> = disks
         .iter()

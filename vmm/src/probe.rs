@@ -1,13 +1,14 @@
-//! What this machine's KVM can do: is there one, and does ring 0 run on the processor or in an interpreter?
+//! The abilities of this machine's KVM: whether it exists, and whether ring 0 runs on the processor or in an
+//! interpreter.
 //!
 //! ```text
 //!   /dev/kvm ──▶ throwaway VM, one vCPU in ring 0 ──▶ POPCNT, CMPXCHG16B, then OUT
 //!                   reached OUT: native    ·    emulation failure before: interpreted
 //! ```
 //!
-//! A stock kernel needs ring 0 on the processor. On a machine without VMX or SVM there may still be a
-//! `/dev/kvm` that keeps page tables, runs ring 3 natively and interprets ring 0; the embedded guest runs there,
-//! a Linux kernel does not.
+//! A stock kernel needs ring 0 on the processor. A machine without VMX or SVM may still have a `/dev/kvm` that
+//! keeps page tables, runs ring 3 natively and interprets ring 0. The embedded guest runs there, but a Linux
+//! kernel does not.
 
 use std::io;
 
@@ -19,12 +20,12 @@ use vm_memory::{
 
 use crate::arch::x86_64::long_mode::{self, Ring};
 
-/// How this KVM executes ring 0.
+/// The way in which this KVM executes ring 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ring0 {
     /// On the processor (VMX or SVM): a stock kernel can boot.
     Native,
-    /// Instruction by instruction, and not all of them: no stock kernel boots, ring 3 runs natively.
+    /// Interpreted, with a subset of the instructions: no stock kernel boots, but ring 3 runs natively.
     Interpreted,
 }
 
@@ -38,19 +39,19 @@ pub enum ProbeError {
          on its host"
     )]
     Missing,
-    /// `/dev/kvm` may not be opened by this user.
+    /// This user may not open `/dev/kvm`.
     #[error(
         "/dev/kvm: permission denied: join its group with `usermod -aG kvm $USER` and log in again, or run as \
          root"
     )]
     Denied,
-    /// `/dev/kvm` is there but cannot be opened.
+    /// `/dev/kvm` exists but cannot be opened.
     #[error(
         "/dev/kvm cannot be opened: {0}: load the driver with `modprobe kvm-intel` or `modprobe kvm-amd`, or \
          pass the device into this container"
     )]
     Open(io::Error),
-    /// `/dev/kvm` speaks another API.
+    /// `/dev/kvm` has another API version.
     #[error("/dev/kvm has API version {0}, not 12: update the host's kernel")]
     Version(i32),
     /// A step of the throwaway VM failed.
@@ -67,7 +68,7 @@ pub enum ProbeError {
 /// Opens `/dev/kvm` and checks its API version.
 ///
 /// # Errors
-/// Each way in which there is no usable KVM, with the remedy in its text.
+/// If there is no usable KVM; the text names the remedy.
 pub fn open() -> Result<Kvm, ProbeError> {
     let kvm = Kvm::new().map_err(|error| {
         let error = io::Error::from(error);
@@ -88,19 +89,19 @@ const DATA: u64 = 0x11000;
 const MEMORY: usize = 0x20000;
 const PORT: u16 = 0x80;
 
-/// `out 0x80, al; hlt`: every KVM runs this.
+/// `out 0x80, al; hlt`: every KVM executes this.
 const PLAIN: [u8; 3] = [0xe6, PORT as u8, 0xf4];
-/// `popcnt rax, rax; cmpxchg16b [rdi]; out 0x80, al; hlt`: a kernel uses both from its first second on, and
-/// KVM's instruction emulator knows neither.
+/// `popcnt rax, rax; cmpxchg16b [rdi]; out 0x80, al; hlt`: a kernel uses the first two instructions from its
+/// first second on, and KVM's instruction emulator knows neither.
 const KERNEL: [u8; 12] = [
     0xf3, 0x48, 0x0f, 0xb8, 0xc0, 0x48, 0x0f, 0xc7, 0x0f, 0xe6, PORT as u8, 0xf4,
 ];
 
-/// Runs a few ring-0 instructions in a throwaway VM and tells how this KVM executes them. Takes some
+/// Runs a few ring-0 instructions in a throwaway VM and returns how this KVM executes them. Takes some
 /// milliseconds and leaves nothing behind.
 ///
 /// # Errors
-/// If there is no usable KVM, with the remedy, or a step of the throwaway VM fails.
+/// If there is no usable KVM (the text names the remedy), or a step of the throwaway VM fails.
 pub fn ring0() -> Result<Ring0, ProbeError> {
     let kvm = open()?;
     if !reaches_out(&kvm, &PLAIN)? {
@@ -174,7 +175,7 @@ mod tests {
                 .filter(|line| line.starts_with("flags"))
                 .any(|line| line.split_whitespace().any(|flag| flag == name))
         };
-        // Without VMX and SVM nothing can run ring 0 on the processor; with them KVM does.
+        // KVM runs ring 0 on the processor exactly if the processor has VMX or SVM.
         let hardware = has("vmx") || has("svm");
         assert_eq!(
             ring0 == Ring0::Native,

@@ -1,9 +1,9 @@
-//! How far long work is: a bar on a terminal, nothing elsewhere.
+//! Progress of long work: a bar on a terminal, no output elsewhere.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use walvisor_storage::Progress;
 
-/// Runs `work` under a bar, which is there from when `work` first tells of itself until it is done.
+/// Runs `work` with a bar, which is shown from the first report of `work` until `work` is done.
 pub fn with_bar<T>(doing: &'static str, work: impl FnOnce(Progress<'_>) -> T) -> T {
     let mut shown = None;
     let done = work(&mut |passed, total| {

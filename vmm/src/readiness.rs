@@ -1,4 +1,5 @@
-//! Event descriptors of `vmm-sys-util` as what a loop watches: they do not implement [`AsFd`](std::os::fd::AsFd).
+//! Event descriptors of `vmm-sys-util` in a form that an event loop can watch: they do not implement
+//! [`AsFd`](std::os::fd::AsFd).
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

@@ -9,35 +9,36 @@ use super::target::{
     remove_directory, set,
 };
 
-/// What a configuration begins with that is walvisor's: what tcmu-runner calls a subtype.
+/// The start of the configuration of walvisor's back stores; tcmu-runner calls this a subtype.
 const SUBTYPE: &str = "walvisor/";
-/// What is noted in a back store's alias.
+/// The two values of a back store's alias, which records its durability.
 const DURABLE: &str = "durable";
 const VOLATILE: &str = "volatile";
 /// Longest configuration in bytes that the kernel keeps.
 const MAX_CONFIG: usize = 255;
-/// More devices than a machine has.
+/// Largest number of HBAs that are tried, more than a machine has.
 const MAX_HBAS: u32 = 4096;
 
-/// What a back store is to be like.
+/// The wanted properties of a back store.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// Its name.
     pub name: String,
-    /// What it keeps: the path of its image, for people and to know it again.
+    /// The path of its image, for people and to recognise the back store again.
     pub image: String,
     /// Its unit serial number.
     pub serial: String,
-    /// Bytes of a logical block.
+    /// Its logical block size in bytes.
     pub block_size: u32,
-    /// Most logical blocks of a command.
+    /// Most logical blocks in one command.
     pub max_blocks: u32,
-    /// Seconds that the kernel gives a command; `None` is what it has.
+    /// Seconds after which the kernel times a command out; `None` keeps the kernel's default.
     pub timeout: Option<u32>,
 }
 
 impl Wanted {
-    /// The configuration string. Of a path that the kernel's parser would cut, or that is too long, the end is kept.
+    /// The configuration string. Characters of the path at which the kernel's parser would cut are replaced,
+    /// and of a path that is too long the end is kept.
     fn config(&self) -> String {
         let clean: String = self
             .image
@@ -54,7 +55,7 @@ impl Wanted {
 #[derive(Clone, Debug)]
 pub struct Backstore {
     pub(super) target: Target,
-    /// The number behind `user_`.
+    /// The number behind `user_` in its directory's name.
     pub hba: u32,
     /// Its name.
     pub name: String,
@@ -72,7 +73,7 @@ impl Backstore {
         }
     }
 
-    /// Every back store of target_core_user, whoever made it.
+    /// Every back store of target_core_user, including those of other programs.
     pub fn all(target: &Target) -> Vec<Self> {
         let mut found = Vec::new();
         for hba in directories(&target.core()) {
@@ -86,18 +87,18 @@ impl Backstore {
         found
     }
 
-    /// Those that are walvisor's.
+    /// The back stores that are walvisor's.
     pub fn ours(target: &Target) -> Vec<Self> {
         let all = Self::all(target).into_iter();
         all.filter(|store| store.config().starts_with(SUBTYPE))
             .collect()
     }
 
-    /// Makes one, enabled and without a size. One that stands already for the same image is taken as it is (`true`), one
-    /// that was never enabled is made anew.
+    /// Makes a back store, enabled and without a size. An enabled back store for the same image is returned as
+    /// it is (with `true`); one that was never enabled is made anew.
     ///
     /// # Errors
-    /// If the name is taken, or the kernel refuses; nothing is left then that was not there before.
+    /// If the name is taken, or the kernel refuses. On an error, what this call has made is removed again.
     pub fn raise(target: &Target, wanted: &Wanted) -> Result<(Self, bool)> {
         let (name, config) = (&wanted.name, wanted.config());
         let standing = Self::all(target)
@@ -129,7 +130,8 @@ impl Backstore {
         built.map(|()| (store, false))
     }
 
-    /// Refuses to serve a disk that stands with blocks of another size: its initiators go on to count in those.
+    /// Refuses to serve a standing disk with another block size, because its initiators still count in the old
+    /// one.
     fn check_blocks(&self, wanted: &Wanted) -> Result<()> {
         let known: Option<u32> = get(&self.directory.join("attrib/hw_block_size"))
             .parse()
@@ -144,7 +146,7 @@ impl Backstore {
         }
     }
 
-    /// Makes the first directory `user_N` that is free.
+    /// Makes the first free directory `user_N`.
     fn new_hba(target: &Target) -> Result<u32> {
         let core = target.core();
         for hba in 0..MAX_HBAS {
@@ -152,7 +154,7 @@ impl Backstore {
             match fs::create_dir(&path) {
                 Ok(()) => return Ok(hba),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                // The kernel has asked modprobe for the module already.
+                // The kernel has already asked modprobe for the module, so it is missing.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) => {
                     return Err(TargetError::Missing {
                         what: "the kernel module target_core_user is not loaded".to_owned(),
@@ -171,7 +173,8 @@ impl Backstore {
     fn build(&self, wanted: &Wanted, config: &str) -> Result<()> {
         make_directory(&self.directory)?;
         let control = self.directory.join("control");
-        // The kernel does not wait for an answer to its events: it would wait for ever for one of a handler that was killed.
+        // The kernel must not wait for answers to its events: it would wait for ever for a handler that was
+        // killed.
         for value in [
             format!("dev_config={config}"),
             format!("hw_block_size={}", wanted.block_size),
@@ -194,12 +197,12 @@ impl Backstore {
         &self.directory
     }
 
-    /// What it was made of.
+    /// Its configuration string.
     pub fn config(&self) -> String {
         get(&self.directory.join("attrib/dev_config"))
     }
 
-    /// What it keeps, if it is walvisor's.
+    /// The path of its image, if it is walvisor's.
     pub fn image(&self) -> Option<String> {
         self.config().strip_prefix(SUBTYPE).map(str::to_owned)
     }
@@ -209,12 +212,12 @@ impl Backstore {
         get(&self.directory.join("attrib/dev_size")).parse().ok()
     }
 
-    /// Whether it is complete.
+    /// Whether it was enabled, which completes it.
     pub fn enabled(&self) -> bool {
         get(&self.directory.join("enable")) == "1"
     }
 
-    /// Tells the kernel its size in bytes.
+    /// Sets the size in bytes that the kernel reports.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -223,8 +226,8 @@ impl Backstore {
         set(&attribute, &bytes.to_string())
     }
 
-    /// Notes whether what has completed outlives the process that serves it. Kept by the kernel, which has no use for it,
-    /// for the next one.
+    /// Records whether completed writes outlive the process that serves the disk. The kernel does not use the
+    /// note, but keeps it for the next process.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -233,12 +236,13 @@ impl Backstore {
         set(&alias, if durable { DURABLE } else { VOLATILE })
     }
 
-    /// What was noted last.
+    /// The durability that was recorded last.
     pub fn is_durable(&self) -> bool {
         get(&self.directory.join("alias")) == DURABLE
     }
 
-    /// Lets initiators wait: their commands are answered BUSY, and tried again by them. `false` ends that.
+    /// Makes initiators wait: the kernel answers their commands with BUSY, and they try again. `false` ends
+    /// that.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.
@@ -247,7 +251,8 @@ impl Backstore {
         set(&attribute, if blocked { "1" } else { "0" })
     }
 
-    /// Empties the ring of what a handler that is gone has left: BUSY, or an error.
+    /// Completes the commands that a handler that is gone has left in the ring, with BUSY if `retry`, else with
+    /// an error.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.
@@ -256,7 +261,7 @@ impl Backstore {
         set(&attribute, if retry { "1" } else { "2" })
     }
 
-    /// Removes it, which no fabric may export any more and no process have open.
+    /// Removes it. No fabric may export it any more, and no process may have it open.
     ///
     /// # Errors
     /// If the kernel refuses.

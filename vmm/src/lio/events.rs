@@ -1,4 +1,5 @@
-//! What an administrator changes in configfs, as target_core_user tells it (generic netlink, family TCM-USER, group config).
+//! The changes that an administrator makes in configfs, as target_core_user reports them (generic netlink,
+//! family TCM-USER, group config).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -16,7 +17,7 @@ use netlink_sys::{Socket, SocketAddr};
 const FAMILY: &str = "TCM-USER";
 const GROUP: &str = "config";
 
-/// TCMU_CMD_RECONFIG_DEVICE; other commands tell of devices that come and go.
+/// TCMU_CMD_RECONFIG_DEVICE; other commands report devices that come and go.
 const RECONFIGURE: u8 = 3;
 /// Attributes (enum tcmu_genl_attr).
 mod attribute {
@@ -26,12 +27,12 @@ mod attribute {
     pub(super) const WRITE_CACHE: u16 = 6;
 }
 
-/// What an administrator wants.
+/// A change that an administrator asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Another size, in bytes.
     Size(u64),
-    /// Writeback, or writethrough.
+    /// Write cache on (writeback) or off (writethrough).
     WriteCache(bool),
     /// Another configuration string.
     Config(String),
@@ -67,7 +68,7 @@ impl ParseableParametrized<[u8], GenlHeader> for Message {
     }
 }
 
-/// A listener.
+/// A listener for the changes of all devices.
 pub struct Events {
     socket: Socket,
 }
@@ -80,7 +81,7 @@ impl AsFd for Events {
 }
 
 impl Events {
-    /// Listens from here on.
+    /// Starts to listen; earlier changes are not reported.
     ///
     /// # Errors
     /// If the kernel has no such family, or refuses the socket.
@@ -93,7 +94,7 @@ impl Events {
         Ok(Self { socket })
     }
 
-    /// The next change, with the device's name as UIO has it; `None`: there is none now.
+    /// The next change, with the device's name as UIO shows it; `None` if there is no further one now.
     ///
     /// # Errors
     /// If events were lost, or cannot be read.
@@ -104,7 +105,7 @@ impl Events {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) => return Err(error),
             };
-            // Other processes can write here too.
+            // Other processes can send to this socket too; only the kernel has port 0.
             if sender.port_number() != 0 {
                 continue;
             }
@@ -124,7 +125,8 @@ fn parse(bytes: &[u8]) -> Option<(String, Change)> {
     Some((device, change?))
 }
 
-/// The number of the group: families and groups get theirs when their module is loaded.
+/// The number of the netlink group. The kernel assigns the numbers of families and groups when it loads their
+/// module.
 fn group_of(socket: &Socket) -> io::Result<u32> {
     let mut message = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
         cmd: GenlCtrlCmd::GetFamily,
@@ -164,7 +166,7 @@ fn find_group(family: &GenlCtrl) -> Option<u32> {
 mod tests {
     use super::*;
 
-    /// A message as the kernel makes it.
+    /// A message with the layout that the kernel uses.
     fn message(command: u8, attributes: &[(u16, &[u8])]) -> Vec<u8> {
         let mut payload = vec![command, 2, 0, 0];
         for (kind, value) in attributes {
@@ -174,7 +176,7 @@ mod tests {
             payload.resize(payload.len().next_multiple_of(4), 0);
         }
         let mut bytes = (payload.len() as u32 + 16).to_ne_bytes().to_vec();
-        // Family 33, no flags, sequence number and port.
+        // Family 33, then no flags, sequence number or port.
         bytes.extend([33, 0, 0, 0]);
         bytes.extend([0; 8]);
         bytes.extend(payload);

@@ -1,4 +1,4 @@
-//! Fabrics: who sees a back store.
+//! Exports: the fabrics through which initiators see a back store.
 
 use std::fs;
 use std::io;
@@ -14,7 +14,8 @@ use super::target::{
 };
 use crate::disk_spec::Fabric;
 
-/// How often, and how long each time, the kernel's disk driver is waited for: it names its disk after the LUN is there.
+/// The number of checks, and the pause between them, for the disk's name: the kernel's disk driver assigns it
+/// some time after the LUN appears.
 const NAME_TRIES: u32 = 40;
 const NAME_WAIT: Duration = Duration::from_millis(50);
 
@@ -26,7 +27,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// Every LUN that is this back store, in any fabric.
+    /// Every LUN of this back store, in any fabric.
     pub fn of(store: &Backstore) -> Vec<Self> {
         let mut found = Vec::new();
         let fabrics = directories(&store.target.root());
@@ -47,7 +48,8 @@ impl Export {
     /// Makes the target `wwn` in `fabric`, with a LUN that is still empty.
     ///
     /// # Errors
-    /// If the fabric's module is missing, or the target has a LUN 0 already; nothing is left that was not there before.
+    /// If the fabric's module is missing, or the target has a LUN 0 already. On an error, what this call has
+    /// made is removed again.
     pub fn prepare(target: &Target, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
         let (name, module, command) = match fabric {
             Fabric::Loop => ("loopback", "tcm_loop", "modprobe tcm_loop"),
@@ -58,7 +60,7 @@ impl Export {
         if let Err(error) = fs::create_dir(&root)
             && error.kind() != io::ErrorKind::AlreadyExists
         {
-            // The kernel has asked modprobe for the module already.
+            // The kernel has already asked modprobe for the module, so it is missing.
             if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) {
                 let what = format!("the kernel module {module} is not loaded");
                 return Err(TargetError::Missing { what, command });
@@ -95,7 +97,7 @@ impl Export {
         make_directory(&self.lun)
     }
 
-    /// `tpgt_N`.
+    /// The directory `tpgt_N`.
     fn portal(&self) -> &Path {
         let lists = self.lun.parent().unwrap_or(&self.lun);
         lists.parent().unwrap_or(lists)
@@ -112,7 +114,7 @@ impl Export {
         wwn.parent().unwrap_or(wwn)
     }
 
-    /// Whether it is of a kind that [`prepare`](Self::prepare) makes.
+    /// Whether its fabric is one of those for which [`prepare`](Self::prepare) makes targets.
     pub fn is_simple(&self) -> bool {
         ["loopback", "vhost"].contains(&&*name_of(self.fabric()))
     }
@@ -136,7 +138,8 @@ impl Export {
         self.links().find(is)
     }
 
-    /// Lets initiators see the back store. Those of this machine ask it at once: somebody has to answer.
+    /// Lets initiators see the back store. Initiators on this machine send commands at once, so a handler must
+    /// answer.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -145,7 +148,7 @@ impl Export {
         symlink(&store.directory, &link).doing("link", &link)
     }
 
-    /// Takes the disk away from initiators. They may flush it first: somebody has to answer.
+    /// Takes the disk away from initiators. They may flush it first, so a handler must answer.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -156,7 +159,7 @@ impl Export {
         Ok(())
     }
 
-    /// Removes the LUN, which is empty, and its target, if nothing else is in that.
+    /// Removes the LUN, which must be empty, and its target, if the target has no other LUN.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -189,14 +192,15 @@ impl Export {
         (!address.is_empty()).then(|| format!("{address}:{lun}"))
     }
 
-    /// The disk's name on this machine as it is now, such as `/dev/sda`.
+    /// The disk's current name on this machine, such as `/dev/sda`.
     pub fn disk_now(&self) -> Option<String> {
         let device = Path::new("/sys/bus/scsi/devices").join(self.address()?);
         let disk = directories(&device.join("block")).pop()?;
         Some(format!("/dev/{}", name_of(&disk)))
     }
 
-    /// The same, once the kernel's disk driver has named it; the SCSI address, if it does not.
+    /// The disk's name on this machine, once the kernel's disk driver has assigned it; the SCSI address, if it
+    /// does not.
     pub fn disk(&self) -> Option<String> {
         for _ in 0..NAME_TRIES {
             if let Some(disk) = self.disk_now() {
@@ -208,14 +212,14 @@ impl Export {
         Some(format!("SCSI address {}", self.address()?))
     }
 
-    /// Where initiators find it, for people.
+    /// The address where initiators find the LUN, for people.
     pub fn place(&self) -> String {
         let fabric = name_of(self.fabric());
         format!("{fabric} {}", self.wwn())
     }
 }
 
-/// The initiator of a target that has but one: its neighbour.
+/// The name of the only initiator of a target: the target's own name with its last digit changed.
 fn initiator(wwn: &str) -> String {
     let (start, last) = wwn.split_at(wwn.len().saturating_sub(1));
     let digit = u8::from_str_radix(last, 16).unwrap_or(0);

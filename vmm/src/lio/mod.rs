@@ -7,8 +7,8 @@
 //!   /sys/class/uio/uioM/name = tcm-user/N/NAME/walvisor/…  Uio: the way to its ring                       uio.rs
 //!   netlink, family TCM-USER, group config                 Events: what an administrator changes          events.rs
 //! ```
-//! What is made here is made in an order in which each step can be taken back, and is: nothing half-built stays. Of the
-//! back stores only those are touched whose configuration says that they are walvisor's.
+//! Each step that makes something can be undone, and is undone if a later step fails, so nothing half-built
+//! stays. Only those back stores are changed whose configuration says that they are walvisor's.
 
 mod backstore;
 mod events;

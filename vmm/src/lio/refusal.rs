@@ -1,4 +1,4 @@
-//! Answers in place of a handler that is gone, while its disk is taken away.
+//! Refuses commands in place of a handler that is gone, while its disk is being removed.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use walvisor_devices::tcmu::{Entry, Response, Ring};
 use super::target::Result;
 use super::uio::Uio;
 
-/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3): what makes a disk driver give up at once.
+/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3), which makes a disk driver give up at once.
 const GONE: [u8; 18] = {
     let mut sense = [0; 18];
     sense[0] = 0x70;
@@ -29,7 +29,7 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// Begins with it.
+    /// Starts to refuse commands.
     pub(super) fn start(uio: Uio) -> Result<io::Result<Self>> {
         let ring = Ring::open(Arc::clone(&uio.memory))?;
         Ok(Self::spawn(ring, uio))

@@ -1,4 +1,4 @@
-//! A disk in the kernel's target from its first directory to its last, whatever happens between.
+//! A disk in the kernel's target, from the making of its first directory to the removal of the last.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,27 +12,28 @@ use super::target::{Doing, Result, Target, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
-/// A disk that stands in the target. Dropping it takes it down, unless initiators still wait for it: one that was there
-/// before and is not served again stays as it is, blocked.
+/// A disk in the kernel's target. Dropping it takes it down, unless initiators still wait for it: a disk that a
+/// previous process left and that was not served again stays blocked.
 pub struct Standing {
     store: Backstore,
-    /// Its LUNs: one of its own, or those that it had.
+    /// Its LUNs: the one that this process made, or those that were there.
     exports: Vec<Export>,
     device: Option<OwnedFd>,
     memory: Option<Arc<Mapping>>,
     worker: Option<Worker>,
-    /// It has a LUN that was there before this process, and nobody serves it yet.
+    /// It has a LUN that was there before this process, and this process does not serve it yet.
     inherited: bool,
-    /// It is gone, or is to stay.
+    /// Dropping it does nothing: it was taken down, or it must stay.
     released: bool,
     /// It was to go, and stays.
     stays: bool,
 }
 
 impl Standing {
-    /// Raises a disk that nobody serves yet. One that a killed process has left standing is taken over, if every write
-    /// that had completed was durable: its initiators wait from here on, what they have asked for included, and lose
-    /// nothing. If not, what they had not flushed is gone, which they would not know: they get a new disk.
+    /// Raises a disk that is not served yet. A disk that a killed process has left is taken over if every
+    /// completed write was durable: its initiators wait from here on, keep their outstanding commands, and lose
+    /// nothing. Otherwise the writes that were not flushed are lost without the initiators' knowledge, so they
+    /// get a new disk.
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
@@ -59,7 +60,7 @@ impl Standing {
         };
         let mut standing = Self {
             inherited: !exports.is_empty(),
-            // Served by another process, perhaps: not ours to take down.
+            // Another process may serve it, so this one must not take it down.
             released: stood,
             exports,
             store,
@@ -82,10 +83,10 @@ impl Standing {
         Ok(standing)
     }
 
-    /// Serves it, and lets initiators see it.
+    /// Starts to serve the disk, and lets initiators see it.
     ///
     /// # Errors
-    /// If the ring makes no sense, or the kernel refuses.
+    /// If the ring is invalid, or the kernel refuses.
     pub fn serve(&mut self, device: &Device, bytes: u64) -> Result<()> {
         let (Some(memory), Some(uio)) = (self.memory.take(), self.device.take()) else {
             return Ok(());
@@ -108,16 +109,16 @@ impl Standing {
         &self.store
     }
 
-    /// Who sees it.
+    /// The LUNs through which initiators see it.
     pub fn exports(&self) -> &[Export] {
         &self.exports
     }
 
-    /// Takes it down: LUNs while commands are still answered, then the back store. If others export it, it stays, and
-    /// their initiators wait for the next start; then it is returned.
+    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store. If another
+    /// fabric exports it, the back store stays and is returned, and its initiators wait for the next start.
     ///
     /// # Errors
-    /// The first step that the kernel refuses; further ones are tried all the same.
+    /// The first step that the kernel refused; the later steps are tried all the same.
     pub fn dismantle(mut self) -> Result<Option<Backstore>> {
         self.take_down()?;
         Ok(self.stays.then(|| self.store.clone()))
@@ -161,10 +162,10 @@ impl Standing {
         outcome
     }
 
-    /// Removes a back store that no process serves, with its LUNs; commands that still come are refused.
+    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are refused.
     ///
     /// # Errors
-    /// If it is served, exported by a fabric that somebody else has set up, or the kernel refuses.
+    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel refuses.
     pub fn clear(store: &Backstore) -> Result<()> {
         let name = &store.name;
         let exports = Export::of(store);

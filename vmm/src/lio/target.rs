@@ -1,23 +1,23 @@
-//! The target's directory in configfs, and the steps of changing what is in it.
+//! The target's directory in configfs, and the steps that change it.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Where configfs is mounted, on every distribution.
+/// Mount point of configfs on every distribution.
 pub(super) const CONFIGFS: &str = "/sys/kernel/config";
 
-/// What cannot be done with the target. Its text is one line.
+/// Why a change of the target failed. Its text is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The kernel refuses a step.
     #[error("cannot {doing} {}: {source}", path.display())]
     Step {
-        /// What was tried.
+        /// The step.
         doing: &'static str,
-        /// On what.
+        /// The file or directory that it was for.
         path: PathBuf,
-        /// Why not.
+        /// The kernel's reason.
         source: io::Error,
     },
     /// A part of the kernel is missing.
@@ -26,22 +26,22 @@ pub enum TargetError {
          linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
     )]
     Missing {
-        /// What is missing.
+        /// The missing part.
         what: String,
-        /// What helps.
+        /// The command that loads it.
         command: &'static str,
     },
-    /// Something is in the way.
+    /// Another disk, process or export is in the way.
     #[error("{0}")]
     Taken(String),
-    /// The ring makes no sense.
+    /// The ring is invalid.
     #[error("{0}")]
     Ring(#[from] walvisor_devices::tcmu::RingError),
 }
 
 pub(super) type Result<T> = std::result::Result<T, TargetError>;
 
-/// Names a step that failed.
+/// Adds the name of the step to an error.
 pub(super) trait Doing<T> {
     fn doing(self, doing: &'static str, path: &Path) -> Result<T>;
 }
@@ -64,7 +64,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// Finds it.
+    /// Finds the target.
     ///
     /// # Errors
     /// If configfs is not mounted, or there is no target in it.
@@ -110,7 +110,7 @@ impl Target {
         self.configfs.join("target")
     }
 
-    /// Where back stores are.
+    /// The directory of the back stores.
     pub(super) fn core(&self) -> PathBuf {
         self.root().join("core")
     }
@@ -123,13 +123,13 @@ pub(super) fn set(path: &Path, value: &str) -> Result<()> {
         .doing("set", path)
 }
 
-/// Reads an attribute; what cannot be read is empty.
+/// Reads an attribute; one that cannot be read counts as empty.
 pub(super) fn get(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.trim_end().to_owned()
 }
 
-/// The directories in `path`, sorted; none, if it cannot be read.
+/// The directories in `path`, sorted; none, if `path` cannot be read.
 pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     let directory = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -148,7 +148,7 @@ pub(super) fn make_directory(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes a directory of configfs, which holds only what the kernel has put there.
+/// Removes a directory of configfs, which may hold only entries that the kernel has made.
 pub(super) fn remove_directory(path: &Path) -> Result<()> {
     match fs::remove_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

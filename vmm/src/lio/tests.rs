@@ -1,4 +1,4 @@
-//! What can be looked at without a kernel that has a target.
+//! The parts that can be tested on a kernel without a target.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -84,7 +84,7 @@ fn back_stores_and_who_exports_them_are_found() {
     );
     let simple: Vec<_> = exports.iter().map(Export::is_simple).collect();
     assert_eq!(simple, [false, true]);
-    // Somebody else's LUN is nobody's to remove.
+    // A LUN that walvisor does not make must not be removed.
     let error = Standing::clear(store).unwrap_err().to_string();
     assert!(
         error.contains("iscsi iqn.2026-11.x:y: remove that LUN first"),

@@ -1,4 +1,4 @@
-//! The UIO device of a back store: its ring, and the bell of both sides.
+//! The UIO device of a back store: its ring, and the notifications in both directions.
 
 use std::fs::{self, OpenOptions};
 use std::os::fd::OwnedFd;
@@ -13,14 +13,14 @@ use super::target::{Doing, Result, TargetError, get, name_of};
 
 /// An open UIO device.
 pub struct Uio {
-    /// Read for commands, written to for answers.
+    /// A read waits for commands, a write reports answers.
     pub device: OwnedFd,
-    /// What it shares with the kernel.
+    /// The memory shared with the kernel.
     pub memory: Arc<Mapping>,
 }
 
 impl Uio {
-    /// Opens the device of `store`. A device can be open once.
+    /// Opens the device of `store`. Only one process can have it open.
     ///
     /// # Errors
     /// If there is none, another process has it open, or it cannot be mapped.
@@ -60,13 +60,13 @@ impl Uio {
         })
     }
 
-    /// The process that has the device of `store` open, as far as this one may see.
+    /// The process that has the device of `store` open, as far as this process may see.
     pub fn server(store: &Backstore) -> Option<u32> {
         server_of(&Path::new("/dev").join(name_of(&find(store)?)))
     }
 }
 
-/// The device in sysfs, by its name: `tcm-user/<hba>/<name>/<configuration>`.
+/// Finds the device in sysfs by its name: `tcm-user/<hba>/<name>/<configuration>`.
 fn find(store: &Backstore) -> Option<PathBuf> {
     let name = format!("tcm-user/{}/{}", store.hba, store.name);
     let devices = fs::read_dir(&store.target.uio).ok()?.flatten();

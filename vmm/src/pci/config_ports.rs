@@ -1,5 +1,5 @@
 //! Ports 0xcf8 to 0xcff: PCI configuration mechanism 1 (PCI 3.0, 3.2.2.3.2), and the reset control register at
-//! 0xcf9 that lies in its address register.
+//! 0xcf9, within the address register's ports.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use crate::arch::x86_64::layout;
 use crate::bus::BusDevice;
 use crate::control::{Control, Ended};
 
-/// The address register is valid.
+/// Set if the address register is valid.
 const ENABLE: u32 = 1 << 31;
 const RESET: u64 = (layout::RESET_PORT - layout::PCI_PORTS) as u64;
 /// Offset of the data register.
 const DATA: u64 = 4;
-/// Reset control register: a reset happens when this bit goes to 1.
+/// Bit of the reset control register that causes a reset when it changes to 1.
 const RESET_CPU: u8 = 1 << 2;
 
 /// The address and data register, and the reset control register.
@@ -24,7 +24,7 @@ pub struct ConfigPorts {
 }
 
 impl ConfigPorts {
-    /// Ports onto `bus`; a reset ends the run of `control`.
+    /// The ports of `bus`; a reset ends the run of `control`.
     pub fn new(bus: Arc<PciBus>, control: Arc<Control>) -> Self {
         Self {
             bus,
@@ -33,7 +33,8 @@ impl ConfigPorts {
         }
     }
 
-    /// Device and register that an access to the data register `byte` bytes in reaches: bus 0, function 0 only.
+    /// Device and register that an access at byte `byte` of the data register reaches; only bus 0, function 0
+    /// exists.
     fn target(&self, byte: u64) -> Option<(usize, u16)> {
         let address = self.address;
         let (bus, device, function) =

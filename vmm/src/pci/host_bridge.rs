@@ -1,4 +1,4 @@
-//! The host bridge, device 0: nothing but its identity. Drivers expect to find one.
+//! The host bridge, device 0. It has only an identity; drivers expect to find one.
 
 use std::io;
 

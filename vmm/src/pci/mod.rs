@@ -6,7 +6,7 @@
 //!   memory access ───────────▶ map of the functions' current BARs ─▶ function: BAR access
 //! ```
 //!
-//! No interrupt pins: functions use MSI-X.
+//! There are no interrupt pins: functions use MSI-X.
 
 mod config_ports;
 mod host_bridge;
@@ -39,15 +39,15 @@ pub trait PciFunction: Send {
     fn config_read(&mut self, offset: u16, data: &mut [u8]);
     /// Writes the configuration space.
     fn config_write(&mut self, offset: u16, data: &[u8]);
-    /// The memory BARs as they stand.
+    /// The memory BARs with their current addresses.
     fn bars(&self) -> Vec<Bar>;
-    /// Gives a BAR an address.
+    /// Sets the address of a BAR.
     fn set_bar(&mut self, index: usize, address: u64);
     /// Reads at `offset` of BAR `bar`.
     fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]);
     /// Writes at `offset` of BAR `bar`.
     fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]);
-    /// Places whose writes only signal an eventfd.
+    /// The registers whose writes only signal an eventfd.
     ///
     /// # Errors
     /// If the system refuses a descriptor.
@@ -71,11 +71,11 @@ pub enum PciError {
     Doorbell(#[from] io::Error),
 }
 
-/// A function on the bus, and what KVM knows of it.
+/// A function on the bus, and its state in KVM.
 struct Slot {
     function: SharedFunction,
     doorbells: Vec<PciDoorbell>,
-    /// BARs as the map and the ioeventfds reflect them. Locked for the whole of a change.
+    /// The BARs that the map and the ioeventfds currently reflect. Locked for the whole of a change.
     applied: Mutex<Vec<Bar>>,
 }
 
@@ -111,8 +111,9 @@ impl PciBus {
         }
     }
 
-    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number. Without eventfds KVM is
-    /// told of no doorbell, and each exits to [`memory_write`](Self::memory_write).
+    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number. Without
+    /// eventfds no doorbell is registered with KVM, and each doorbell exits to
+    /// [`memory_write`](Self::memory_write).
     ///
     /// # Errors
     /// If the bus or the memory window is full, or a doorbell cannot be registered.
@@ -145,7 +146,8 @@ impl PciBus {
         Ok(number as u8)
     }
 
-    /// The next naturally aligned `size` bytes of the window; `size` is a power of two (PCI 3.0, 6.2.5.1).
+    /// Allocates the next naturally aligned `size` bytes of the window; `size` is a power of two (PCI 3.0,
+    /// 6.2.5.1).
     fn allocate(&self, size: u64) -> Result<u64, PciError> {
         let mut next = self
             .next_address
@@ -160,7 +162,7 @@ impl PciBus {
         Ok(address)
     }
 
-    /// Reads the configuration space of device `device`, function 0. All ones if there is none.
+    /// Reads the configuration space of device `device`, function 0. Reads all ones if there is no such device.
     pub fn config_read(&self, device: usize, offset: u16, data: &mut [u8]) {
         let slots = self.slots.read().expect("a thread panicked in PciBus");
         match slots.get(device) {
@@ -174,7 +176,7 @@ impl PciBus {
         }
     }
 
-    /// Writes the configuration space of device `device`, function 0, and follows its BARs.
+    /// Writes the configuration space of device `device`, function 0, and applies changes of its BARs.
     pub fn config_write(&self, device: usize, offset: u16, data: &[u8]) {
         let slots = self.slots.read().expect("a thread panicked in PciBus");
         let Some(slot) = slots.get(device) else {
@@ -189,7 +191,7 @@ impl PciBus {
         }
     }
 
-    /// Brings the map and the ioeventfds in line with the BARs of a function.
+    /// Makes the map and the ioeventfds match the BARs of a function.
     fn apply(&self, number: usize, slot: &Slot) {
         let mut applied = slot.applied.lock().expect("a thread panicked in PciBus");
         let bars = slot.function.lock().expect("a device panicked").bars();
@@ -225,7 +227,8 @@ impl PciBus {
         *applied = bars;
     }
 
-    /// Calls `change` for each doorbell in `bar`. A refusal costs speed only: the access exits to user space.
+    /// Calls `change` for each doorbell in `bar`. If KVM refuses one, the only loss is speed: its accesses exit
+    /// to user space.
     fn each_doorbell(
         &self,
         slot: &Slot,
@@ -246,7 +249,8 @@ impl PciBus {
         }
     }
 
-    /// The function and BAR that decode all of the `length` bytes at `address`, and the offset in the BAR.
+    /// Finds the function and BAR that decode all of the `length` bytes at `address`, and the offset in the
+    /// BAR.
     fn decode(&self, address: u64, length: usize) -> Option<(SharedFunction, usize, u64)> {
         let map = self.map.read().expect("a thread panicked in PciBus");
         let found = map.iter().find_map(|mapping| {
@@ -260,7 +264,7 @@ impl PciBus {
         Some((slots.get(slot)?.function.clone(), bar, offset))
     }
 
-    /// Reads memory at `address`. `false` if no BAR decodes it.
+    /// Reads memory at `address`. Returns `false` if no BAR decodes it.
     pub fn memory_read(&self, address: u64, data: &mut [u8]) -> bool {
         let Some((function, bar, offset)) = self.decode(address, data.len()) else {
             return false;
@@ -272,7 +276,7 @@ impl PciBus {
         true
     }
 
-    /// Writes memory at `address`. `false` if no BAR decodes it.
+    /// Writes memory at `address`. Returns `false` if no BAR decodes it.
     pub fn memory_write(&self, address: u64, data: &[u8]) -> bool {
         let Some((function, bar, offset)) = self.decode(address, data.len()) else {
             return false;
@@ -281,7 +285,7 @@ impl PciBus {
             .lock()
             .expect("a device panicked")
             .bar_write(bar, offset, data);
-        // PCI_CFG (virtio 1.2, 4.1.4.9) reaches BARs only, so nothing here moves a BAR.
+        // An access through PCI_CFG (virtio 1.2, 4.1.4.9) reaches BARs only, so no write here moves a BAR.
         true
     }
 }
@@ -290,8 +294,8 @@ impl PciBus {
 pub struct Ecam(pub Arc<PciBus>);
 
 impl Ecam {
-    /// Device and register of an offset into the ECAM; `None` for a function other than 0, or an access that crosses
-    /// into the next function.
+    /// Device and register at an offset into the ECAM; `None` for a function other than 0, or an access that
+    /// crosses into the next function.
     fn decode(offset: u64, length: usize) -> Option<(usize, u16)> {
         let register = offset & 0xfff;
         let function = offset >> 12 & 7;

@@ -1,4 +1,4 @@
-//! The bus with a real virtio function and a real KVM.
+//! Tests of the bus with a real virtio function and a real KVM.
 
 use std::sync::{Arc, Mutex};
 
@@ -18,7 +18,7 @@ const COMMAND: u16 = 4;
 const MEMORY_SPACE: [u8; 2] = [2, 0];
 const FIRST_BAR: u16 = 0x10;
 
-/// A bus with one virtio-blk function as device 1, or `None` (and why) if there is no KVM.
+/// A bus with one virtio-blk function as device 1, or `None` (with a printed reason) if there is no KVM.
 fn bus() -> Option<(Arc<PciBus>, Arc<VmFd>, SharedFunction)> {
     let vm = match crate::probe::open() {
         Ok(kvm) => Arc::new(kvm.create_vm().unwrap()),
@@ -65,7 +65,7 @@ fn doorbell(function: &SharedFunction) -> u64 {
     bar.address + doorbell.offset
 }
 
-/// Whether KVM has an ioeventfd at `address`: it refuses a second one.
+/// Whether KVM has an ioeventfd at `address`; if so, it refuses a second one.
 fn has_ioeventfd(vm: &VmFd, address: u64) -> bool {
     let event = EventFd::new(EFD_NONBLOCK).unwrap();
     let address = IoEventAddress::Mmio(address);
@@ -134,7 +134,7 @@ fn a_moved_bar_is_followed() {
     bus.config_write(1, COMMAND, &MEMORY_SPACE);
     let before = doorbell(&function);
     let old = bars(&function);
-    // Every BAR moves by 1 MiB while it decodes, as a hostile or careless driver may do.
+    // Every BAR moves by 1 MiB while memory decoding is on, as a hostile or careless driver may do.
     for bar in &old {
         let register = FIRST_BAR + 4 * bar.index as u16;
         bus.config_write(

@@ -1,8 +1,8 @@
-//! System calls by what they are for.
+//! System calls, grouped by purpose.
 
 use libc::{c_long, c_ulong};
 
-/// What memory, threads, time, a panic's backtrace and the end of a process take.
+/// The calls for memory, threads, time, a panic's backtrace and the end of a process.
 pub(super) const RUNTIME: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -27,7 +27,7 @@ pub(super) const RUNTIME: &[c_long] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_getattr,
-    // A queue's worker keeps to its processor.
+    // A queue's worker sets its processor affinity.
     libc::SYS_sched_setaffinity,
     // Threads that wait for a device ask for short slices.
     libc::SYS_sched_setattr,
@@ -36,7 +36,7 @@ pub(super) const RUNTIME: &[c_long] = &[
     libc::SYS_sigaltstack,
 ];
 
-/// What reading and writing what is open takes, by both engines, and waiting for it.
+/// The calls with which both I/O engines read and write open files, and wait for them.
 pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_close,
     libc::SYS_eventfd2,
@@ -64,7 +64,7 @@ pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// What else disks take: segments that are made and recycled, checkpoints, holes, marks.
+/// Further calls for disks: making and recycling segments, checkpoints, holes, marks.
 pub(super) const STORE: &[c_long] = &[
     libc::SYS_fadvise64,
     libc::SYS_fallocate,
@@ -81,14 +81,14 @@ pub(super) const STORE: &[c_long] = &[
     libc::SYS_unlink,
 ];
 
-/// What a control socket takes.
+/// The calls for a control socket.
 pub(super) const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, libc::SYS_sendto];
 
-/// What NBD clients take.
+/// The calls for NBD clients.
 pub(super) const NBD: &[c_long] = &[libc::SYS_shutdown];
 
-/// What vhost-user front-ends take: descriptors that come with messages, memory that is shared with them, and signals that
-/// wait for nobody.
+/// The calls for vhost-user front-ends: descriptors that come with messages, memory shared with front-ends, and
+/// signals that do not block.
 pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_dup,
     libc::SYS_io_destroy,
@@ -101,10 +101,11 @@ pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// What the kernel's target takes: LUNs that come and go, and directories that go, in configfs.
+/// The calls for the kernel's SCSI target: LUNs that come and go in configfs, and directories that are removed
+/// there.
 pub(super) const TCMU: &[c_long] = &[libc::SYS_rmdir, libc::SYS_symlink];
 
-/// What event loops take.
+/// The calls for event loops.
 pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -113,8 +114,8 @@ pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_wait,
 ];
 
-/// What a VM's process takes beside its disks: doorbells that are handed on, stricter filters for some threads, and the
-/// end of the demo's directory.
+/// Further calls for a VM's process: duplicating doorbells, stricter filters for some threads, and the removal
+/// of the demo's directory.
 pub(super) const VM: &[c_long] = &[
     libc::SYS_dup,
     libc::SYS_seccomp,
@@ -122,7 +123,8 @@ pub(super) const VM: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// What a vCPU takes: it runs the guest, rings doorbells and prints. It opens, syncs and maps nothing but memory.
+/// The calls for a vCPU, which runs the guest, rings doorbells and prints. It opens and syncs no file, and maps
+/// only memory.
 pub(super) const VCPU: &[c_long] = &[
     libc::SYS_close,
     libc::SYS_dup,
@@ -134,20 +136,21 @@ pub(super) const VCPU: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// What a disk's queue worker, and the thread that starts it, take beside the open files: holes in a raw image, where there
-/// is no io_uring to make them.
+/// Further calls for a disk's queue worker, and for the thread that starts it: punching holes in a raw image
+/// where io_uring is missing.
 pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup, libc::SYS_fallocate];
 
-/// Interrupts of a device whose disk has `ioeventfd=off`.
+/// Requests that raise the interrupts of a device whose disk has `ioeventfd=off`.
 pub(super) const INTERRUPT_IOCTL: &[c_ulong] = &[
     0x4008_ae61, // KVM_IRQ_LINE
     0x4020_aea5, // KVM_SIGNAL_MSI
 ];
 
-/// What terminals and sockets are asked: whether they block; whether, and how wide, a terminal is there.
+/// Requests about terminals and sockets: setting non-blocking mode, and finding out whether there is a terminal
+/// and how wide it is.
 pub(super) const IOCTL: &[c_ulong] = &[libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];
 
-/// The modes of the terminal that is the guest's console.
+/// Requests that set the modes of the terminal that is the guest's console.
 pub(super) const TERMINAL_IOCTL: &[c_ulong] = &[
     libc::TCSETS,
     libc::TCSETSW,
@@ -158,7 +161,7 @@ pub(super) const TERMINAL_IOCTL: &[c_ulong] = &[
     libc::TCSETSF2,
 ];
 
-/// What a running VM asks of KVM (linux/kvm.h).
+/// Requests of a running VM to KVM (linux/kvm.h).
 pub(super) const KVM_IOCTL: &[c_ulong] = &[
     0xae03,      // KVM_CHECK_EXTENSION
     0xae80,      // KVM_RUN

@@ -1,27 +1,31 @@
-//! System call filters (seccomp): what a client could make a daemon do, should it ever find a way in, ends where the daemon
-//! itself has nothing to do.
+//! System call filters (seccomp). If a client or guest ever took control of a thread, that thread could still
+//! make only the system calls that its process needs.
 //!
 //! ```text
 //!   restrict(mode, duty) ─▶ RUNTIME + STORE + CONTROL + the duty's own ─▶ BPF ─▶ every thread there is, and those they start
 //! ```
-//! A daemon has one filter for all threads: a thread that serves a client also leads commit groups and opens ports of the
-//! store, so filters that differ would differ by little. It is installed when disks and sockets are open and before the
-//! first client is heard. A VM's process has one for all, too, and two kinds of threads that get a stricter one each before
-//! they touch anything of the guest: vCPUs have KVM, events and the console, and no file or ring; disk workers, started by
-//! a thread of their kind and not by the vCPU that asks for them, have what is open already, and open, make, name or remove
-//! nothing: an attempt to open fails (EACCES), anything else that is not theirs is the end. What is left to all others is for the log's keeper and the end of the run.
+//! A daemon has one filter for all threads: a thread that serves a client also leads commit groups and opens
+//! ports of the store, so separate filters would hardly differ. The filter is installed when disks and sockets
+//! are open, before the first client is served. A VM's process also has one filter for all threads. Two kinds
+//! of its threads get a stricter one before they handle anything of the guest. vCPUs may use KVM, events and
+//! the console, but no file or ring. Disk workers may use only what is open already; a thread of their own kind
+//! starts them, not the vCPU that asks for them. They cannot open, make, name or remove a file: an attempt to
+//! open fails (EACCES), and any other call that they may not make kills the process. The remaining calls are
+//! left to the log's keeper and to the thread that ends the run.
 //!
-//! No thread can start a program or another process, make memory executable, make or connect a socket, trace, mount,
-//! signal or change who it is.
+//! No thread can start a program or another process, make memory executable, make or connect a socket, trace,
+//! mount, signal another process or change its credentials.
 //!
-//! **io_uring.** What is asked of a ring is not seen by seccomp, and a thread that may make a ring can open files and
-//! sockets through it. IORING_REGISTER_RESTRICTIONS binds one ring, not the thread: whoever can make another ring, and
-//! code that runs in a worker can, is free of it, so it would only look like a fence. What a ring opens is bounded by
-//! Landlock (see [`crate::landlock`]), which the kernel asks for rings as for calls; where that is missing too, a ring is
-//! a way around the filter to what the user of the process may open.
+//! **io_uring.** Seccomp does not see the requests in a ring, and a thread that may make a ring can open files
+//! and sockets through it. IORING_REGISTER_RESTRICTIONS restricts one ring and not the thread. Code that runs
+//! in a worker can make another ring without restrictions, so restricting a ring would only look like a fence.
+//! Landlock (see [`crate::landlock`]) limits the files that a ring can open, because the kernel checks it for
+//! rings as for calls. Where Landlock is missing too, a ring is a way around the filter to every file that the
+//! process's user may open.
 //!
-//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the disks are recovered at the
-//! next start, as after any kill. `--seccomp log` lets it pass instead, and the kernel's log tells its number.
+//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the disks are
+//! recovered at the next start, as after any kill. With `--seccomp log` the call is carried out, and the kernel
+//! logs its number.
 
 mod calls;
 
@@ -51,7 +55,7 @@ pub enum Seccomp {
     Log,
 }
 
-/// What a process is for; it may do what that takes.
+/// The purpose of a process, which decides the calls that it may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Duty {
     /// Serve disks to NBD clients.
@@ -64,12 +68,12 @@ pub enum Duty {
     Vm,
 }
 
-/// Threads of a VM that may do less than the others.
+/// Threads of a VM with a stricter filter than the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Runs a vCPU: what a guest that breaks out of KVM or of a device's registers would find.
+    /// Runs a vCPU: a guest that breaks out of KVM or of a device's registers ends up here.
     Vcpu,
-    /// Serves a queue of a disk: what a guest that breaks out of a ring or a request would find.
+    /// Serves a queue of a disk: a guest that breaks out through a ring or a request ends up here.
     DiskWorker,
 }
 
@@ -79,7 +83,7 @@ pub enum ThreadKind {
 pub struct SeccompError(#[from] seccompiler::Error);
 
 impl Seccomp {
-    /// What becomes of a call; `None`: there is no filter.
+    /// The action for a call that is not allowed; `None` means no filter.
     fn action(self) -> Option<SeccompAction> {
         match self {
             Self::On => Some(SeccompAction::KillProcess),
@@ -89,7 +93,8 @@ impl Seccomp {
     }
 }
 
-/// Restricts every thread of this process, and those that they will start. Nothing takes it back.
+/// Restricts every thread of this process, and the threads that they will start. The restriction cannot be
+/// undone.
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
@@ -97,11 +102,12 @@ pub fn restrict(mode: Seccomp, duty: Duty) -> Result<(), SeccompError> {
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
-    // The first look at this clock looks for the kernel's own one, on kernels before 6.4 with open(2): done before nobody may.
+    // The first use of this clock looks up the kernel's own implementation, on kernels before 6.4 with open(2),
+    // so it comes before the filter.
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(duty).map_err(seccompiler::Error::from)?;
-    // What clone3 is to do stands in memory, where no filter looks: a C library that is told that there is none asks
-    // clone in its place. Of two filters the stricter one decides.
+    // The arguments of clone3 are in memory, where a filter cannot see them. A C library that gets ENOSYS for
+    // clone3 uses clone instead. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
     seccompiler::apply_filter_all_threads(&program(no_clone3, SeccompAction::Allow, enosys)?)?;
@@ -109,7 +115,8 @@ pub fn restrict(mode: Seccomp, duty: Duty) -> Result<(), SeccompError> {
     Ok(())
 }
 
-/// Restricts the calling thread, and those that it will start, further than [`restrict`] has done with [`Duty::Vm`].
+/// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has done with
+/// [`Duty::Vm`].
 ///
 /// # Errors
 /// If the kernel refuses the filter.
@@ -119,8 +126,9 @@ pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompErr
     };
     let mut allowed = of_thread(kind).map_err(seccompiler::Error::from)?;
     if mode == Seccomp::On {
-        // The C library's allocator looks at /proc/sys/vm/overcommit_memory when it gives memory back, and does without if
-        // it may not: that is no reason to die. Of two filters the stricter one decides.
+        // The C library's allocator reads /proc/sys/vm/overcommit_memory when it gives memory back, and does
+        // without if the open fails, so an open must not kill the process. Of two filters the stricter one
+        // decides.
         let no_open = BTreeMap::from([(libc::SYS_openat, vec![])]);
         let denied = SeccompAction::Errno(libc::EACCES as u32);
         allowed.insert(libc::SYS_openat, vec![]);
@@ -130,7 +138,7 @@ pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompErr
     Ok(())
 }
 
-/// Calls, each with the rules of which one has to hold; none: always.
+/// Calls, each with its rules. One of the rules must hold; a call without rules is always allowed.
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 fn program(
@@ -161,7 +169,7 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     match kind {
         ThreadKind::Vcpu => {
             let mut rules = allowed(&[RUNTIME], VCPU, KVM_IOCTL, &[])?;
-            // It starts no thread: queue workers come from elsewhere.
+            // A vCPU starts no thread: the starter thread starts the queue workers.
             rules.remove(&libc::SYS_clone);
             rules.remove(&libc::SYS_setsockopt);
             Ok(rules)
@@ -179,7 +187,8 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     }
 }
 
-/// The calls of these lists, those that every thread needs in part, and some more `ioctl` and `prctl`.
+/// The rules for the calls in these lists, for the calls that every thread may make with some arguments only,
+/// and for more requests of `ioctl` and `prctl`.
 fn allowed(
     common: &[&[c_long]],
     own: &[c_long],
@@ -188,7 +197,7 @@ fn allowed(
 ) -> Result<Rules, seccompiler::BackendError> {
     let calls = common.iter().copied().flatten().chain(own);
     let mut rules: Rules = calls.map(|call| (*call, vec![])).collect();
-    // To be refused by the other filter, and not to kill.
+    // The other filter refuses clone3 with an error, so this one must not kill the process for it.
     rules.insert(libc::SYS_clone3, vec![]);
     let mut when = |call, argument, is: Is, values: &[u64]| {
         let one_of = values.iter().map(|value| {
@@ -203,10 +212,10 @@ fn allowed(
     when(libc::SYS_mprotect, 2, not_executable(), &[0])?;
     let thread = libc::CLONE_THREAD as u64;
     when(libc::SYS_clone, 0, Is::MaskedEq(thread), &[thread])?;
-    // abort() signals the process itself.
+    // abort() sends a signal to the process itself.
     let me = u64::from(std::process::id());
     when(libc::SYS_tgkill, 0, Is::Eq, &[me])?;
-    // The names of threads and of their memory.
+    // These name threads and their memory.
     let prctl = [libc::PR_SET_NAME, libc::PR_SET_VMA];
     let prctl = prctl.iter().chain(more_prctl);
     let prctl: Vec<u64> = prctl.map(|option| *option as u64).collect();
@@ -250,7 +259,7 @@ mod tests {
 
     const DEED: &str = "WALVISOR_TEST_SECCOMP_DEED";
 
-    /// What the test below does in a process of its own.
+    /// The action that the test below tries in a child process.
     fn deed(name: &str) {
         match name {
             "allowed" => {
@@ -270,30 +279,30 @@ mod tests {
             }
             "interrupts" => {
                 for call in INTERRUPT_IOCTL {
-                    // SAFETY: there is no such descriptor: the kernel says so and does nothing.
+                    // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
                     assert_eq!(unsafe { libc::ioctl(-1, *call, 0) }, -1);
                 }
             }
             "ring" => drop(io_uring::IoUring::new(2)),
             "raw-disk" => raw_disks(),
-            // One more filter could not take anything back; it is no business of theirs.
+            // A further filter could not lift the restriction, but these threads must not install one.
             "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
             "socket" => drop(TcpListener::bind("127.0.0.1:0")),
             "program" => drop(Command::new("true").spawn()),
             "executable" => {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
                 let prot = libc::PROT_READ | libc::PROT_EXEC;
-                // SAFETY: a new mapping, of which nobody makes use.
+                // SAFETY: a new mapping that nothing uses.
                 unsafe { libc::mmap(std::ptr::null_mut(), 4096, prot, flags, -1, 0) };
             }
             "process" => {
-                // SAFETY: the child, should there be one, does nothing but end.
+                // SAFETY: the child, if there is one, only aborts.
                 if unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } == 0 {
                     std::process::abort();
                 }
             }
             "signal" => {
-                // SAFETY: signal 0 only asks whether the process is there.
+                // SAFETY: signal 0 only asks whether the process exists.
                 unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
             }
             name => panic!("{name}"),
@@ -315,7 +324,7 @@ mod tests {
         engines.into_iter().map(open).collect()
     }
 
-    /// What a disk's worker asks of raw images.
+    /// The requests of a disk's worker to raw images.
     fn raw_disks() {
         for disk in RAW_DISKS.get().unwrap() {
             let mut queue = disk.open_queue().unwrap();
@@ -346,7 +355,7 @@ mod tests {
         }
     }
 
-    /// Does `name` restricted, in a process of its own.
+    /// Runs the action `name` under the filter, in a child process.
     fn done(name: &str, mode: &str) -> ExitStatus {
         let me = std::env::current_exe().unwrap();
         let mut command = Command::new(me);
@@ -359,7 +368,7 @@ mod tests {
         command.output().unwrap().status
     }
 
-    /// Where [`done`] begins; as a test of its own it has nothing to do.
+    /// The child process of [`done`] begins here; as a test of its own it does nothing.
     #[test]
     fn a_restricted_process() {
         let Ok(text) = std::env::var(DEED) else {
@@ -384,7 +393,7 @@ mod tests {
             thread.join().unwrap();
             std::process::exit(0);
         }
-        // A thread that was there before is restricted too.
+        // A thread started before the restriction is restricted too.
         let (go, wait) = std::sync::mpsc::channel();
         let earlier = thread::spawn(move || {
             wait.recv().unwrap();

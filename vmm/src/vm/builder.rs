@@ -45,13 +45,13 @@ const PCI_PORTS_SIZE: u64 = 8;
 pub struct DiskConfig {
     /// The open disk.
     pub disk: OpenDisk,
-    /// How the guest reaches it.
+    /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
-    /// How doorbells and interrupts cross.
+    /// How doorbells and interrupts pass between the guest and the device.
     pub notifications: Notifications,
 }
 
-/// What a VM is to have. One vCPU, 512 MiB of memory, no console and no disk unless told otherwise.
+/// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console and no disk.
 pub struct VmBuilder {
     cpus: u8,
     memory: u64,
@@ -77,7 +77,7 @@ impl Default for VmBuilder {
 }
 
 impl VmBuilder {
-    /// A VM with the defaults.
+    /// A VM with the default configuration.
     pub fn new() -> Self {
         Self::default()
     }
@@ -94,7 +94,7 @@ impl VmBuilder {
         self
     }
 
-    /// Where the serial line leads.
+    /// Sets the other end of the serial line.
     pub fn console(mut self, console: Console) -> Self {
         self.console = console;
         self
@@ -112,25 +112,25 @@ impl VmBuilder {
         self
     }
 
-    /// How long a guest that listens to its power button may take to power off, when a signal or
-    /// [`Control::ask_for_power_down`] asks for the end. Zero, the default: it is stopped at once.
+    /// Sets how long a guest that listens to its power button may take to power off, when a signal or
+    /// [`Control::ask_for_power_down`] asks for the end. With zero, the default, the guest is stopped at once.
     pub fn power_down(mut self, limit: Duration) -> Self {
         self.power_down = limit;
         self
     }
 
-    /// Restricts the system calls of the process while the VM runs, and after. Off by default.
+    /// Restricts the system calls of the process from the start of the run on, for good. Off by default.
     pub fn seccomp(mut self, mode: Seccomp) -> Self {
         self.seccomp = mode;
         self
     }
 
-    /// Builds the VM. Blocks the signals that ask the process to end, for [`Vm::run`] to take them.
+    /// Builds the VM. Blocks the signals that ask the process to end, so that [`Vm::run`] can read them.
     ///
     /// # Errors
-    /// If there is no usable KVM, or it or the system refuses a step.
+    /// If there is no usable KVM, or KVM or the system refuses a step.
     pub fn build(self) -> Result<Vm, VmError> {
-        // Before any thread starts: they inherit it.
+        // The signals are blocked before any thread starts, because threads inherit the mask.
         let signals =
             TerminationSignals::block().map_err(|error| VmError::System("take signals", error))?;
         let kvm = probe::open()?;
@@ -142,7 +142,8 @@ impl VmBuilder {
             });
         }
         let vm = Arc::new(create_vm(&kvm)?);
-        // Before the interrupt controllers: behind them KVM lets a change of memory wait for milliseconds.
+        // Memory comes before the interrupt controllers: once those exist, KVM takes milliseconds for a change
+        // of memory.
         let memory = Arc::new(map_memory(&vm, self.memory)?);
         create_interrupt_controllers(&kvm, &vm)?;
         let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
@@ -262,29 +263,29 @@ impl VmBuilder {
     }
 }
 
-/// Puts `device` on `bus`, at a place of [`layout`], where nothing else is.
+/// Puts `device` on `bus` at an address range from [`layout`], where there is no other device.
 fn insert(bus: &mut Bus, base: u64, length: u64, device: impl BusDevice + 'static) {
     insert_shared(bus, base, length, Arc::new(Mutex::new(device)));
 }
 
-/// As [`insert`], for a device that someone else holds too.
+/// As [`insert`], for a device that another owner holds too.
 fn insert_shared(bus: &mut Bus, base: u64, length: u64, device: SharedDevice) {
     bus.insert(base, length, device)
         .expect("the address map has no overlaps");
 }
 
-/// Names the step that KVM refused.
+/// Adds the name of the step that KVM refused to its error.
 fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
     move |error| VmError::Kvm(step, error)
 }
 
-/// How often an interrupted creation of a VM is tried again.
+/// How often an interrupted KVM_CREATE_VM is tried.
 const CREATE_ATTEMPTS: u32 = 100;
 
-/// An empty VM.
+/// Creates an empty VM.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
-    // A signal, or the completion of an io_uring request of a disk opened before, interrupts KVM_CREATE_VM. Either is
-    // dealt with on the way back to user space, so the next attempt or the one after it succeeds.
+    // A signal, or the completion of an io_uring request of a disk opened before, interrupts KVM_CREATE_VM. The
+    // kernel handles either on the way back to user space, so the next attempt or the one after it succeeds.
     let interrupted = |result: &Result<VmFd, kvm_ioctls::Error>| matches!(result, Err(error) if error.errno() == libc::EINTR);
     let mut created = kvm.create_vm();
     for _ in 0..CREATE_ATTEMPTS {
@@ -296,7 +297,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
     created.map_err(kvm_error("create a VM"))
 }
 
-/// Interrupt controllers and, where KVM has one, the timer of a PC.
+/// Creates the interrupt controllers and, where KVM has one, the timer of a PC.
 fn create_interrupt_controllers(kvm: &Kvm, vm: &VmFd) -> Result<(), VmError> {
     vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
         .map_err(kvm_error("place the identity map"))?;
@@ -315,7 +316,7 @@ fn create_interrupt_controllers(kvm: &Kvm, vm: &VmFd) -> Result<(), VmError> {
     Ok(())
 }
 
-/// Maps `size` bytes of guest memory and tells KVM.
+/// Maps `size` bytes of guest memory and registers them with KVM.
 fn map_memory(vm: &VmFd, size: u64) -> Result<GuestMemoryMmap, VmError> {
     let error = |reason: String| VmError::Memory(size >> 20, reason);
     let memory = memory_use::map(size).map_err(|reason| error(reason.to_string()))?;
@@ -337,7 +338,7 @@ fn map_memory(vm: &VmFd, size: u64) -> Result<GuestMemoryMmap, VmError> {
     Ok(memory)
 }
 
-/// vCPUs 0 to `cpus` - 1, with their CPUID.
+/// Creates vCPUs 0 to `cpus` - 1 and sets their CPUID.
 fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> {
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -356,7 +357,7 @@ fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> 
         .collect()
 }
 
-/// What attaching disks needs and gathers.
+/// The inputs and results of attaching disks.
 struct Attach {
     workers: Arc<WorkerPool>,
     vm: Arc<VmFd>,
@@ -369,7 +370,7 @@ struct Attach {
 }
 
 impl Attach {
-    /// Makes a disk a device behind its transport.
+    /// Attaches a disk: makes its device and puts the device behind its transport.
     fn disk(&mut self, disk: DiskConfig) -> Result<(), VmError> {
         let DiskConfig {
             disk,
@@ -416,7 +417,7 @@ impl Attach {
         Ok(())
     }
 
-    /// The next virtio-mmio place.
+    /// The next free virtio-mmio slot.
     fn next_slot(&mut self) -> Result<MmioSlot, VmError> {
         let index = self.slots.len();
         let most = layout::MMIO_GSIS.len();
@@ -429,7 +430,7 @@ impl Attach {
         Ok(slot)
     }
 
-    /// Puts a device behind virtio-mmio registers, with an ioeventfd per queue and an irqfd, if it is to have such.
+    /// Puts a device behind virtio-mmio registers. With eventfds it gets an ioeventfd per queue and an irqfd.
     fn mmio(
         &mut self,
         device: VirtioBlock,

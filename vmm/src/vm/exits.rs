@@ -1,4 +1,4 @@
-//! Counts of exits to user space, by reason: what a request costs besides its own work.
+//! Counts of exits to user space, by reason: they are the cost of a request besides its own work.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

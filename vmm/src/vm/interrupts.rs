@@ -1,12 +1,12 @@
-//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X), each raised through an irqfd, or by an ioctl where
-//! that is to be compared.
+//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X). Each is raised through an irqfd, or
+//! by an ioctl for a comparison of the two.
 //!
 //! ```text
 //!   GSI 0..23   pins, routed by KVM to the I/O APIC (and 0..15 to the PIC): serial line, virtio-mmio
 //!   GSI 24..    one per MSI-X vector in use: address and data from the driver
 //! ```
 //!
-//! KVM_SET_GSI_ROUTING replaces the whole table, so it is kept here with the pins in it.
+//! KVM_SET_GSI_ROUTING replaces the whole table, so the router keeps the table, pins included.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -37,7 +37,7 @@ struct Table {
 }
 
 impl GsiRouter {
-    /// The table as KVM_CREATE_IRQCHIP leaves it: pins only.
+    /// The table that KVM_CREATE_IRQCHIP sets up: pins only.
     pub fn new(vm: Arc<VmFd>) -> Self {
         let table = Table {
             next_gsi: layout::IO_APIC_PINS,
@@ -65,7 +65,7 @@ impl GsiRouter {
         Line { vm, gsi }
     }
 
-    /// A GSI that nothing else uses.
+    /// Allocates an unused GSI.
     fn new_gsi(&self) -> u32 {
         let mut table = self.table.lock().expect("a thread panicked in set_message");
         let gsi = table.next_gsi;
@@ -73,7 +73,7 @@ impl GsiRouter {
         gsi
     }
 
-    /// Makes `gsi` send `message`, and hands KVM the new table.
+    /// Routes `gsi` to `message`, and gives KVM the new table.
     fn set_message(&self, gsi: u32, message: MsiMessage) -> io::Result<()> {
         let mut table = self.table.lock().expect("a thread panicked in set_message");
         if table.messages.get(&gsi) == Some(&message) {
@@ -94,7 +94,7 @@ impl GsiRouter {
     }
 }
 
-/// KVM's default routes: each pin to the I/O APIC, the first 16 to the two PICs as well.
+/// KVM's default routes: each pin goes to the I/O APIC, and the first 16 to the two PICs as well.
 fn pin_routes() -> Vec<kvm_irq_routing_entry> {
     let route = |gsi, irqchip, pin| kvm_irq_routing_entry {
         gsi,
@@ -116,7 +116,7 @@ fn pin_routes() -> Vec<kvm_irq_routing_entry> {
     routes
 }
 
-/// The route of a message.
+/// The route of a GSI to a message.
 fn message_route(gsi: u32, message: MsiMessage) -> kvm_irq_routing_entry {
     kvm_irq_routing_entry {
         gsi,
@@ -140,16 +140,16 @@ pub struct Line {
 }
 
 impl EdgeLine for Line {
-    /// Two calls: KVM takes the level of a pin, and the I/O APIC looks for an edge (82093AA, 3.2.4).
+    /// Two calls: KVM takes the level of a pin, and the I/O APIC detects an edge (82093AA, 3.2.4).
     fn pulse(&self) -> io::Result<()> {
         self.vm.set_irq_line(self.gsi, true)?;
         Ok(self.vm.set_irq_line(self.gsi, false)?)
     }
 }
 
-/// How a vector is raised.
+/// The means by which a vector is raised.
 enum Vector {
-    /// By this eventfd, which KVM makes the message that this GSI is routed to.
+    /// By this eventfd: KVM turns its signal into the message that this GSI is routed to.
     Irqfd(u32, EventFd),
     /// By KVM_SIGNAL_MSI.
     Message(MsiMessage),
@@ -203,7 +203,7 @@ impl MsiRouter for FunctionVectors {
                     ..Default::default()
                 });
                 match sent {
-                    // A message to no processor that there is (KVM calls it EPERM) is lost, as on hardware.
+                    // A message to a processor that does not exist (KVM returns EPERM) is lost, as on hardware.
                     Err(error) if error.errno() != libc::EPERM => Err(error.into()),
                     _ => Ok(()),
                 }

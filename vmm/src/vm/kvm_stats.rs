@@ -1,5 +1,5 @@
-//! What KVM itself counts of a vCPU (KVM_GET_STATS_FD, Linux 5.14): exits that it dealt with alone, too, which user space
-//! never sees, such as the doorbell of an ioeventfd.
+//! The statistics that KVM itself keeps of a vCPU (KVM_GET_STATS_FD, Linux 5.14). They include exits that KVM
+//! handles itself and that user space never sees, such as the doorbell of an ioeventfd.
 //!
 //! ```text
 //!   header │ name of the file │ descriptors: flags, unit, size, offset, name │ data: a u64 or more each
@@ -18,12 +18,12 @@ const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
 const HEADER: usize = 24;
 /// struct kvm_stats_desc without its name: flags u32, exponent i16, size u16, offset u32, bucket_size u32.
 const DESCRIPTOR: usize = 16;
-/// More than any kernel has.
+/// More descriptors than any kernel has.
 const MOST_DESCRIPTORS: u32 = 4096;
-/// Longest name (KVM_STATS_NAME_SIZE is 48).
+/// Longest accepted name in bytes (KVM_STATS_NAME_SIZE is 48).
 const LONGEST_NAME: u32 = 256;
 
-/// One counter of a vCPU. Stays readable when the vCPU is gone.
+/// One counter of a vCPU. It stays readable after the vCPU is gone.
 #[derive(Debug)]
 pub struct KvmCounter {
     file: File,
@@ -44,7 +44,7 @@ impl KvmCounter {
         Some(Self { file, offset })
     }
 
-    /// Its value. `None` if it cannot be read.
+    /// The current value. `None` if it cannot be read.
     pub fn get(&self) -> Option<u64> {
         let mut value = [0; 8];
         self.file.read_exact_at(&mut value, self.offset).ok()?;
@@ -52,7 +52,7 @@ impl KvmCounter {
     }
 }
 
-/// Where the value of the counter `name` is in the file.
+/// Offset of the value of the counter `name` in the file.
 fn find(file: &impl FileExt, name: &str) -> io::Result<Option<u64>> {
     let mut header = [0; HEADER];
     file.read_exact_at(&mut header, 0)?;
@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// A file as KVM lays it out, with two counters.
+    /// A file with two counters, in KVM's layout.
     fn stats() -> File {
         let mut file = tempfile::tempfile().unwrap();
         let mut bytes = Vec::new();

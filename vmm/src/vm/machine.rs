@@ -1,4 +1,4 @@
-//! A virtual machine, from its parts to its end.
+//! A virtual machine that is built, and its run.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -42,9 +42,9 @@ pub enum VmError {
     /// More vCPUs than KVM runs.
     #[error("{cpus} vCPUs are more than this KVM runs ({most}): give fewer with --cpus")]
     TooManyCpus {
-        /// As asked for.
+        /// The number asked for.
         cpus: u8,
-        /// As many as KVM allows.
+        /// The largest number that KVM allows.
         most: usize,
     },
     /// Guest memory could not be mapped.
@@ -53,16 +53,16 @@ pub enum VmError {
     /// More virtio-mmio disks than there are interrupts for.
     #[error("more than {0} disks with transport=mmio: give the others transport=pci")]
     TooManyMmioDisks(usize),
-    /// A disk cannot be made a device.
+    /// A disk's device cannot be made.
     #[error("disk '{0}': {1}")]
     Disk(String, String),
-    /// PCI has no room.
+    /// The PCI bus or its memory window is full, or a doorbell cannot be registered.
     #[error(transparent)]
     Pci(#[from] PciError),
     /// The firmware's tables could not be written.
     #[error(transparent)]
     Acpi(#[from] AcpiError),
-    /// No system call filter.
+    /// The system call filter cannot be installed.
     #[error(transparent)]
     Seccomp(#[from] SeccompError),
     /// The system refused a descriptor, a thread or a terminal mode.
@@ -88,15 +88,15 @@ pub struct Vm {
     pub(super) signals: TerminationSignals,
     pub(super) power: Arc<Mutex<AcpiPm>>,
     pub(super) power_down: Duration,
-    /// Goes when the guest has ended, before its devices.
+    /// Dropped when the guest has ended, before its devices.
     pub(super) companions: Vec<Box<dyn Send>>,
     pub(super) seccomp: Seccomp,
     pub(super) jobs: Option<Jobs>,
 }
 
-/// A virtual machine that has run: its devices are drained and gone, its disks flushed.
+/// The result of a run. The VM's devices are drained and dropped, and its disks are flushed.
 pub struct Outcome {
-    /// Why it ended.
+    /// Why the run ended.
     pub ended: Ended,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
@@ -107,7 +107,7 @@ pub struct Outcome {
 }
 
 impl Vm {
-    /// The end of the run, for whoever may cause it from outside of the guest.
+    /// Ends or pauses the run from outside the guest.
     pub fn control(&self) -> Arc<Control> {
         self.machine.control.clone()
     }
@@ -127,7 +127,8 @@ impl Vm {
         &self.machine.memory
     }
 
-    /// vCPU `index`, for setting its first state. All but vCPU 0 wait for INIT and SIPI unless their MP state is set.
+    /// vCPU `index`, for setting its initial state. All but vCPU 0 wait for INIT and SIPI unless their MP state
+    /// is set.
     pub fn vcpu(&self, index: usize) -> Option<&VcpuFd> {
         self.vcpus.get(index)
     }
@@ -137,22 +138,22 @@ impl Vm {
         &self.disks
     }
 
-    /// Where the guest finds the disks behind virtio-mmio, in their order.
+    /// Registers and interrupts of the disks behind virtio-mmio, in the order of those disks.
     pub fn mmio_slots(&self) -> &[MmioSlot] {
         &self.slots
     }
 
-    /// Exits of each vCPU. The counters live on after the VM.
+    /// Exits of each vCPU. The counters stay readable after the VM is gone.
     pub fn exits(&self) -> &[Arc<ExitCounters>] {
         &self.machine.exits
     }
 
-    /// Runs the guest until it powers off, resets, crashes, or a signal comes; then stops it, drains its devices and
-    /// flushes its disks.
+    /// Runs the guest until it powers off, resets or crashes, or until a signal comes. Then stops the vCPUs,
+    /// drains the devices and flushes the disks.
     ///
     /// # Errors
-    /// If the system refuses a thread, a descriptor or a terminal mode. The guest crashing is no error here: see
-    /// [`Outcome::ended`].
+    /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
+    /// see [`Outcome::ended`].
     pub fn run(mut self) -> Result<Outcome, VmError> {
         seccomp::restrict(self.seccomp, Duty::Vm)?;
         let jobs = self.jobs.take().expect("a VM runs once");
@@ -176,9 +177,10 @@ impl Vm {
             Ok(())
         };
         let control = self.machine.control.clone();
-        // Counts only if the wait itself failed: then the vCPUs still run.
+        // This has an effect only if the wait itself failed: then the vCPUs still run.
         control.end(Ended::Quit);
-        // What is held back would hold up a vCPU that resets a device, and the draining of all of them.
+        // Requests that a limit holds back would delay a vCPU that resets a device, and the draining of all
+        // devices.
         for disk in &self.disks {
             disk.throttle.set(Limits::default());
         }
@@ -199,9 +201,11 @@ impl Vm {
             vcpus,
             ..
         } = self;
-        // The devices go first: they finish what the guest asked for. Then nothing writes to the disks any more.
+        // The devices are dropped first: they finish the guest's requests. After that nothing writes to the
+        // disks any more.
         drop((machine, serial, vcpus));
-        // Its jobs came from the devices. A panic there has been printed.
+        // The devices were the only senders of jobs, so the thread ends. A panic of that thread has been
+        // printed.
         let _ = starter.join();
         let mut flush_failures = Vec::new();
         for disk in &disks {
@@ -222,10 +226,10 @@ impl Vm {
         })
     }
 
-    /// Starts a thread per vCPU. Returns those that run, and why the next one does not.
+    /// Starts a thread per vCPU. Returns the threads that run, and the error if one could not be started.
     fn start_vcpus(&mut self) -> (Vec<JoinHandle<()>>, Option<io::Error>) {
         let mut threads = Vec::new();
-        // The others wait for vCPU 0 to start them, so it comes last.
+        // The other vCPUs wait for vCPU 0 to start them, so its thread starts last.
         while let Some(fd) = self.vcpus.pop() {
             let index = self.vcpus.len();
             let vcpu = VcpuThread {
@@ -246,8 +250,8 @@ impl Vm {
         (threads, None)
     }
 
-    /// Waits until the run ends. A signal, or who asks for it, presses the power button; if the guest does not listen to
-    /// that, is asked twice, or takes too long, it is stopped.
+    /// Waits until the run ends. A signal or [`Control::ask_for_power_down`] presses the power button. The run
+    /// is stopped if the guest does not listen to the button, is asked a second time, or takes too long.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
         let mut events = EventLoop::<_, ()>::new()?;
@@ -262,7 +266,7 @@ impl Vm {
             events.watch(fd, source, EventSet::IN)?;
         }
         let mut happened = Vec::new();
-        // Since when, and why, the guest is to power off.
+        // When the guest must have powered off, and why it was asked to.
         let mut pending: Option<(Instant, Ended)> = None;
         while control.ended().is_none() {
             let left = pending
@@ -277,7 +281,7 @@ impl Vm {
                 Some(Source::Ended) => continue,
                 Some(Source::Signal) => Ended::Signal(self.signals.take()?),
                 Some(Source::PowerDown) => {
-                    // It is readable, and nobody else reads it.
+                    // The event is readable, and only this thread reads it.
                     let _ = control.power_down().read();
                     Ended::Quit
                 }
@@ -295,7 +299,7 @@ impl Vm {
             let again = pending.is_some() || self.power_down.is_zero() || control.paused();
             let heard = !again && {
                 let power = self.power.lock();
-                // A vCPU that panicked in it has ended the run.
+                // The lock is poisoned only by a vCPU that panicked, and that has ended the run.
                 power.is_ok_and(|mut power| power.press_power_button())
             };
             match heard {
@@ -307,7 +311,7 @@ impl Vm {
     }
 }
 
-/// What the end of a run comes from, the most urgent first.
+/// The sources of a run's end, the most urgent first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Source {
     Ended,
@@ -315,14 +319,14 @@ enum Source {
     PowerDown,
 }
 
-/// Takes the vCPU threads out of the guest and waits for their end.
+/// Takes the vCPU threads out of the guest and joins them.
 pub(super) fn stop(threads: Vec<JoinHandle<()>>) {
     for thread in &threads {
-        // It fails only for a thread that has ended.
+        // The signal fails only for a thread that has ended.
         let _ = thread.kill(kick_signal());
     }
     for thread in threads {
-        // A panic of that thread has been printed, and is the end of the run.
+        // A panic of that thread has been printed, and has ended the run.
         let _ = thread.join();
     }
 }

@@ -1,4 +1,4 @@
-//! Guest memory as the host sees it: mapped, kept out of core dumps, and how much of it is resident.
+//! Guest memory on the host: mapped, kept out of core dumps, and its resident size.
 
 use std::{fs, io};
 
@@ -10,17 +10,18 @@ use crate::arch::x86_64::layout;
 /// Resident memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Of the whole process.
+    /// The whole process.
     pub resident: u64,
-    /// Of guest memory.
+    /// Guest memory.
     pub guest: u64,
-    /// Of the process's own data: what it has written, without guest memory and without programs and libraries, which
-    /// all processes that run them share.
+    /// The process's own data: pages that it has written, without guest memory. Programs and libraries are left
+    /// out, because all processes that run them share them.
     pub own: u64,
 }
 
-/// Maps `size` bytes of guest memory, which take no space until touched. They are left out of core dumps, which
-/// also keeps the kernel from merging them with mappings of the process: [`measure`] tells them apart.
+/// Maps `size` bytes of guest memory, which take no space until touched. The mappings are left out of core
+/// dumps. This also keeps the kernel from merging them with other mappings of the process, so [`measure`] can
+/// tell them apart.
 ///
 /// # Errors
 /// If the system refuses the mapping.
@@ -34,15 +35,16 @@ pub fn map(size: u64) -> io::Result<GuestMemoryMmap> {
         let address = memory
             .get_host_address(region.start_addr())
             .map_err(io::Error::other)?;
-        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps changes nothing in it.
+        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps does not change its
+        // contents.
         unsafe { madvise(address.cast(), region.len() as usize, Advice::LinuxDontDump)? };
     }
     Ok(memory)
 }
 
-/// Measures this process now. `None` if the kernel does not tell.
+/// Measures this process now. `None` if the kernel does not report it.
 pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
-    // One pass over the mappings tells both, at one moment.
+    // One pass over the mappings gives both values at the same moment.
     let ranges: Vec<(u64, u64)> = memory
         .iter()
         .filter_map(|region| {
@@ -54,7 +56,8 @@ pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
     Some(sum(&text, &ranges))
 }
 
-/// Adds up the `Rss` of the mappings in `smaps`, and of those in `ranges`; of all others what is `Anonymous`.
+/// Adds up the `Rss` of all mappings in `smaps`, the `Rss` of those in `ranges`, and the `Anonymous` of all
+/// others.
 fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
     let mut total = MemoryUse {
         resident: 0,
@@ -79,7 +82,7 @@ fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
     total
 }
 
-/// The addresses of a line that opens a mapping: `start-end permissions ...`.
+/// The addresses in the first line of a mapping: `start-end permissions ...`.
 fn mapping(line: &str) -> Option<(u64, u64)> {
     let (start, end) = line.split_whitespace().next()?.split_once('-')?;
     Some((
@@ -100,7 +103,8 @@ mod tests {
             memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
         }
         let measured = measure(&memory).unwrap();
-        // The memory of another test's guest may be next to this one's and so counted with it: it may be more, and less later.
+        // The kernel may count the memory of another test's guest with this one's if they are adjacent, so the
+        // value may be too high, and may fall later.
         assert!(measured.guest >= 1 << 20, "{measured:?}");
         assert!(
             measured.guest < 64 << 20 && measured.resident > measured.guest,

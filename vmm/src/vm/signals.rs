@@ -1,4 +1,4 @@
-//! Signals that ask the process to end, read from a descriptor: nothing runs in a signal handler.
+//! Signals that ask the process to end. They are read from a descriptor, so no code runs in a signal handler.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use vmm_sys_util::signal::{Error, block_signal, create_sigset};
 
-/// What ends a run from outside.
+/// The signals that end a run.
 const SIGNALS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
 /// The signals as a descriptor.
@@ -14,9 +14,9 @@ pub struct TerminationSignals {
     file: File,
 }
 
-/// Blocks the signals that ask the process to end in this thread, and so in every thread that it starts later.
-/// They stay blocked: the process ends in order, not in the middle of closing its disks. To be called before a
-/// thread starts that outlives the VM's building, such as a log's; a second call does nothing.
+/// Blocks the signals that ask the process to end, in this thread and in every thread that it starts later.
+/// They stay blocked, so that a signal never interrupts the closing of the disks. To be called before any
+/// thread starts that outlives the VM's building, such as a log's. A second call does nothing.
 ///
 /// # Errors
 /// If the system refuses.
@@ -30,7 +30,7 @@ pub fn block_termination_signals() -> io::Result<()> {
 }
 
 impl TerminationSignals {
-    /// Blocks the signals, and makes them readable.
+    /// Blocks the signals, and opens a descriptor for them.
     ///
     /// # Errors
     /// If the system refuses.
@@ -49,7 +49,7 @@ impl TerminationSignals {
         })
     }
 
-    /// The number of a signal that has come. Blocks if there is none.
+    /// The number of a pending signal. Blocks until there is one.
     ///
     /// # Errors
     /// If the descriptor cannot be read.

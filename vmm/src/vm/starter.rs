@@ -1,4 +1,4 @@
-//! The thread that starts the disks' queue workers: under the system call filter that they are to have.
+//! The thread that starts the disks' queue workers, under the system call filter that they inherit.
 
 use std::io;
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -10,13 +10,13 @@ use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Where jobs go. Those that come before the thread are kept for it.
+/// Sends jobs to the starter thread. Jobs sent before the thread runs are kept for it.
 pub(super) struct Starters {
     jobs: Mutex<mpsc::Sender<Job>>,
 }
 
 impl Starters {
-    /// A starter, and what its thread is to be started with.
+    /// A sender, and the jobs with which its thread is started.
     pub(super) fn new() -> (Self, Jobs) {
         let (sender, jobs) = mpsc::channel();
         let starters = Self {
@@ -29,16 +29,16 @@ impl Starters {
 impl Starter for Starters {
     fn run(&self, job: Job) {
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without the thread the job is dropped, and its caller learns of that.
+        // If the thread is gone, the job is dropped, and its caller notices that.
         let _ = jobs.send(job);
     }
 }
 
-/// The jobs.
+/// The jobs that the starter thread runs.
 pub(super) struct Jobs(mpsc::Receiver<Job>);
 
 impl Jobs {
-    /// Starts the thread, restricted as `seccomp` says. It ends when its starter is gone.
+    /// Starts the thread, restricted as `seccomp` says. The thread ends when its sender is dropped.
     ///
     /// # Errors
     /// If the system refuses the thread or the filter.

@@ -39,7 +39,7 @@ pub struct Machine {
     pub mmio: Bus,
     /// PCI functions, whose BARs the guest may move.
     pub pci: Arc<PciBus>,
-    /// How the run ends.
+    /// The end and the pauses of the run.
     pub control: Arc<Control>,
     /// The moment just before the first KVM_RUN of vCPU 0.
     pub first_run: Arc<OnceLock<Instant>>,
@@ -55,8 +55,8 @@ pub fn install_kick_handler() -> io::Result<()> {
     register_signal_handler(kick_signal(), handle_kick).map_err(io::Error::from)
 }
 
-/// Asks the vCPU of this thread to leave KVM_RUN, or not to enter it: a signal that arrives just before
-/// KVM_RUN would otherwise be lost.
+/// Makes the vCPU of this thread leave KVM_RUN, or not enter it. Without this, a signal that arrives just
+/// before KVM_RUN would be lost.
 extern "C" fn handle_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let run = RUNNING.get();
     if !run.is_null() {
@@ -66,7 +66,7 @@ extern "C" fn handle_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc:
     }
 }
 
-/// Clears [`RUNNING`] when the vCPU is no longer run, by a panic too.
+/// Clears [`RUNNING`] when its thread stops running the vCPU, also after a panic.
 struct RunningGuard;
 
 impl Drop for RunningGuard {
@@ -75,19 +75,19 @@ impl Drop for RunningGuard {
     }
 }
 
-/// A vCPU and what its thread needs.
+/// A vCPU and the state of its thread.
 pub struct VcpuThread {
     /// Number of the vCPU, also its APIC id.
     pub id: u8,
     /// KVM's vCPU.
     pub fd: VcpuFd,
-    /// What all of them share.
+    /// The state that all vCPUs share.
     pub machine: Arc<Machine>,
     /// The system call filter of the thread.
     pub seccomp: Seccomp,
 }
 
-/// What to do after an exit.
+/// The step after an exit.
 enum Next {
     /// Enter the guest again.
     Continue,
@@ -95,12 +95,12 @@ enum Next {
     TripleFault,
     /// The guest cannot go on.
     Crash(CrashReason),
-    /// KVM_EXIT_INTERNAL_ERROR: which one is still to be read.
+    /// KVM_EXIT_INTERNAL_ERROR: its sub-error is still to be read.
     InternalError,
 }
 
 impl VcpuThread {
-    /// Runs the vCPU until the run ends, and ends it if the vCPU cannot go on.
+    /// Runs the vCPU until the run ends. Ends the run if the vCPU cannot go on.
     pub fn run(mut self) {
         let run: *mut kvm_run = self.fd.get_kvm_run();
         RUNNING.set(run);
@@ -120,7 +120,8 @@ impl VcpuThread {
         while !control.stopping() {
             if control.paused() {
                 control.park();
-                // Tells a guest with KVM's clock that it was stopped, not stuck; others have nothing to be told.
+                // The call informs a guest that uses KVM's clock that it was paused, not stuck. For other
+                // guests it fails, which is harmless.
                 let _ = self.fd.kvmclock_ctrl();
                 continue;
             }
@@ -146,7 +147,8 @@ impl VcpuThread {
         self.machine.control.end(Ended::Crashed(Box::new(crash)));
     }
 
-    /// Linux may reset by a triple fault, on any vCPU; a kernel that cannot run here faults before it touched any device.
+    /// Linux may reset by a triple fault, on any vCPU. A kernel that cannot run here faults before it has
+    /// accessed any device.
     fn triple_fault(&mut self) -> Ended {
         if self.machine.exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
@@ -198,7 +200,8 @@ impl VcpuThread {
                 }
                 (ExitReason::MmioWrite, Next::Continue)
             }
-            // With the in-kernel interrupt controller KVM waits itself; without a timer nothing would wake it.
+            // With the in-kernel interrupt controller KVM waits itself. Without a timer nothing would wake the
+            // vCPU.
             Ok(VcpuExit::Hlt) => (ExitReason::Halt, Next::Continue),
             Ok(VcpuExit::Intr) => (ExitReason::Interrupted, Next::Continue),
             Ok(VcpuExit::Shutdown) => (ExitReason::Other, Next::TripleFault),
@@ -224,7 +227,7 @@ impl VcpuThread {
     }
 }
 
-/// Ends the run if its thread unwinds: otherwise nobody would notice that a vCPU is gone.
+/// Ends the run if its thread unwinds; otherwise the other threads would not notice that a vCPU is gone.
 struct PanicGuard {
     id: u8,
     control: Arc<Control>,
