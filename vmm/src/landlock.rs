@@ -25,7 +25,7 @@ use walvisor_storage::log_images;
 
 use crate::disk_spec::{BackendKind, DiskSpec};
 
-/// Whether the process gives up what it does not need.
+/// Whether the process gives up the files and ports that it does not need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Landlock {
     /// Confine the process as far as the kernel supports it

@@ -116,7 +116,7 @@ pub fn ring0() -> Result<Ring0, ProbeError> {
     }
 }
 
-/// Whether `program` reaches its OUT in ring 0; `false` if KVM fails to emulate an instruction before.
+/// Whether `program` reaches its OUT in ring 0; `false` if KVM cannot emulate an instruction before it.
 fn reaches_out(kvm: &Kvm, program: &[u8]) -> Result<bool, ProbeError> {
     let step = |what| move |error: kvm_ioctls::Error| ProbeError::Step(what, error.into());
     let vm = kvm.create_vm().map_err(step("create a VM"))?;

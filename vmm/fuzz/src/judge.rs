@@ -44,7 +44,7 @@ impl Judge {
                     self.check_line(&line, true, &mut answers);
                     line.clear();
                 } else if line.len() <= MAX_LINE {
-                    // Bytes beyond one more than the limit change nothing.
+                    // A line that is already too long needs no further bytes.
                     line.push(byte);
                 }
             }

@@ -20,7 +20,7 @@ const FIRST: RawFd = 3;
 /// Most inherited descriptors: more than a process may usually have.
 const MOST: RawFd = 1 << 16;
 
-/// Where a socket listens.
+/// The address at which a socket listens.
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
     Unix(PathBuf),
@@ -128,7 +128,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Takes over descriptor `fd`, which this process was started with.
+/// Takes over descriptor `fd`, which was open when this process started.
 fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
     let failed = |what: &dyn fmt::Display| {
         CommandError::Failed(format!(

@@ -19,13 +19,13 @@ pub struct LoadReport {
     pub counts: Counts,
     /// Half of the requests took no longer; a write and the FLUSH behind it count as one.
     pub p50: Duration,
-    /// 990 of 1000 took no longer.
+    /// 99 % of the requests took no longer.
     pub p99: Duration,
-    /// 999 of 1000 took no longer.
+    /// 99.9 % of the requests took no longer.
     pub p999: Duration,
     /// Whether the device's write cache was on, as the guest read it.
     pub write_cache: bool,
-    /// How long the load took.
+    /// Duration of the load.
     pub time: Duration,
     /// Processor time of the process without its vCPU.
     pub cpu: Duration,

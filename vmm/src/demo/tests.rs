@@ -26,9 +26,9 @@ enum Fault {
     None,
     /// One bit of a block is wrong in each read of it.
     FlippedBit,
-    /// DISCARD does nothing.
+    /// DISCARD has no effect.
     DiscardIgnored,
-    /// WRITE_ZEROES does nothing.
+    /// WRITE_ZEROES has no effect.
     ZeroesIgnored,
     /// The hundredth write does nothing.
     LostWrite,

@@ -24,7 +24,7 @@ pub type Choice = (&'static str, fn(&mut DiskSpec));
 
 /// The values of a key, and how a value is stored in a [`DiskSpec`].
 pub enum Value {
-    /// One of some words.
+    /// One of a list of words.
     Choice(&'static [Choice]),
     /// `on` or `off`.
     Switch(fn(&mut DiskSpec, bool)),

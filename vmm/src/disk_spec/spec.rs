@@ -25,7 +25,7 @@ pub enum DiskCommand {
 }
 
 impl DiskCommand {
-    /// All of them, in the order of the manual.
+    /// All commands, in the order of the manual.
     pub const ALL: [Self; 4] = [Self::Run, Self::VhostUser, Self::Nbd, Self::Tcmu];
 
     /// The last word of the command.
@@ -62,7 +62,7 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
-    /// All of them.
+    /// All backends.
     pub const ALL: [Self; 3] = [Self::Wal, Self::Raw, Self::Ram];
 
     /// The backend's name on the command line.

@@ -25,7 +25,7 @@ pub struct Standing {
     inherited: bool,
     /// Dropping it does nothing: it was taken down, or it must stay.
     released: bool,
-    /// It was to go, and stays.
+    /// The back store was left in the target, because initiators or other fabrics still use it.
     stays: bool,
 }
 

@@ -198,7 +198,7 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
         ports.read(6, &mut half);
         assert_eq!(half, data[2..]);
     }
-    // Other functions and buses, and an address register that is not enabled.
+    // Reads of another function, of another bus and with a disabled address register find no device.
     for address in [1 << 31 | 1 << 8, 1 << 31 | 1 << 16, 1u32 << 11] {
         ports.write(0, &address.to_le_bytes());
         let mut data = [0; 4];

@@ -43,7 +43,7 @@ use calls::{
     STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VM,
 };
 
-/// What becomes of a system call that is not allowed.
+/// The treatment of a system call that the filter does not allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Seccomp {
     /// Kill the process
@@ -311,7 +311,7 @@ mod tests {
 
     static RAW_DISKS: OnceLock<Vec<RawDisk>> = OnceLock::new();
 
-    /// Opens a raw disk for each engine, before the filters come.
+    /// Opens a raw disk for each engine, before the filters are installed.
     fn open_raw_disks() -> Vec<RawDisk> {
         let dir = tempfile::tempdir().unwrap();
         let open = |(name, engine)| {

@@ -279,7 +279,7 @@ fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
     move |error| VmError::Kvm(step, error)
 }
 
-/// How often an interrupted KVM_CREATE_VM is tried.
+/// How often an interrupted KVM_CREATE_VM is tried again.
 const CREATE_ATTEMPTS: u32 = 100;
 
 /// Creates an empty VM.

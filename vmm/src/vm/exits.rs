@@ -17,7 +17,7 @@ pub enum ExitReason {
     Halt,
     /// A signal came.
     Interrupted,
-    /// Anything else.
+    /// Any other reason.
     Other,
 }
 

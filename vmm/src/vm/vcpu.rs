@@ -3,7 +3,7 @@
 //! ```text
 //!   KVM_RUN ──▶ exit ──▶ port ──▶ port bus
 //!      ▲                 MMIO ──▶ MMIO bus, else the PCI BARs
-//!      └─────────────────  └─ nobody there: reads give all ones, writes vanish
+//!      └─────────────────  └─ no device: reads give all ones, writes vanish
 //! ```
 
 use std::cell::Cell;
@@ -29,7 +29,7 @@ thread_local! {
     static RUNNING: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// What the vCPU threads share.
+/// The state that the vCPU threads share.
 pub struct Machine {
     /// Guest memory.
     pub memory: Arc<GuestMemoryMmap>,

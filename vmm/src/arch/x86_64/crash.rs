@@ -14,7 +14,7 @@ const EFER_LONG_MODE_ACTIVE: u64 = 1 << 10;
 const CR0_PAGING: u64 = 1 << 31;
 const PAGE: u64 = 4096;
 
-/// What happened to the vCPU.
+/// Why a vCPU could not go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CrashReason {
     /// KVM could not emulate an instruction.
@@ -57,9 +57,9 @@ pub struct CpuPosition {
 /// A vCPU that cannot go on. Its text is one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Crash {
-    /// Which vCPU.
+    /// Number of the vCPU.
     pub vcpu: u8,
-    /// What happened.
+    /// Why it could not go on.
     pub reason: CrashReason,
     /// Its registers and code, if the registers could be read.
     pub position: Option<CpuPosition>,

@@ -41,7 +41,7 @@ pub const LOW_MEMORY_END: u64 = 0xc000_0000;
 /// First address above the hole.
 pub const ABOVE_HOLE: u64 = 0x1_0000_0000;
 
-/// Where BARs are placed.
+/// First address of the window in which BARs are placed.
 pub const PCI_WINDOW: u64 = 0xc000_0000;
 /// Bytes of the BAR window.
 pub const PCI_WINDOW_SIZE: u64 = 0x1000_0000;

@@ -81,7 +81,7 @@ pub enum LoadError {
     Damaged {
         /// The kernel's path.
         path: PathBuf,
-        /// What is wrong.
+        /// The damage that was found.
         reason: String,
     },
     /// The kernel has no entry that this VMM can use.
@@ -112,7 +112,7 @@ pub enum LoadError {
     Structures(#[from] GuestMemoryError),
 }
 
-/// Where the initrd lies in guest memory.
+/// Address and size of the initrd in guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Initrd {
     address: u64,

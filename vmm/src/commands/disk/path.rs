@@ -1,4 +1,4 @@
-//! Which disk and log a command is about.
+//! The disk and the log that a command works on.
 
 use std::io::Write;
 use std::path::PathBuf;
