@@ -2,8 +2,8 @@
 //!
 //! Landlock has a right to remove files in a directory, but no right to remove one name only. A process that
 //! had to remove its socket at its end could also remove every image beside it. So the process forks a child
-//! that removes the name, before it gives up its own rights. The child learns nothing from its parent except
-//! that the parent has ended:
+//! that removes the name, before it gives up its own rights. The only message from
+//! parent to child is the closed pipe:
 //!
 //! ```text
 //!   process ── bind ── fork ── restrict ── serve ── drop, or any other end ──▶ pipe closed
