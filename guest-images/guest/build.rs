@@ -1,7 +1,7 @@
-//! Compiles the image as a static freestanding ELF at the addresses of `linker.ld`, for who asks for it (feature `image`).
+//! Compiles the image as a static freestanding ELF at the addresses of `linker.ld`, if the feature `image` is on.
 //!
-//! The compiler is called directly: the host's profiles, flags and wrappers do not fit a freestanding image, and where the
-//! crate is unpacked there is no other manifest to ask.
+//! This script calls the compiler directly: the host's profiles, flags and wrappers do not fit a freestanding image,
+//! and an unpacked package of this crate has no other manifest to build the image with.
 
 use std::env;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
-//! Directories for one build or one run, below the cache. They hold gigabytes (sparse) for a while, and must not pile up
-//! when their owner is killed: each has a lock that dies with its owner, and the next one to come removes those whose
-//! lock is free.
+//! Temporary directories below the cache, each for one build or one run. They hold gigabytes (sparse) for a while,
+//! and must not pile up when their owner is killed. Each has a lock file that the kernel unlocks when the owner ends,
+//! and the next process to make a directory removes those whose lock is free.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -14,21 +14,21 @@ use crate::reporter::Reporter;
 const PREFIX: &str = "area-";
 const LOCK: &str = "lock";
 
-/// A directory that goes when this value is dropped.
+/// A directory that is removed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Area {
     directory: TempDir,
-    // Held, not read: says that the owner lives.
+    // Never read: the lock on this file shows other processes that the owner is alive.
     _lock: File,
 }
 
 impl Area {
-    /// Makes an empty directory, and removes those that dead processes left.
+    /// Makes an empty directory, and removes the directories of dead processes.
     ///
     /// # Errors
     /// The cache cannot be written to.
     pub(crate) fn new(cache: &Cache, reporter: &Reporter) -> Result<Self> {
-        // No other process is between making its directory and locking it.
+        // This lock keeps other processes from being between making their directory and locking it.
         let _making = cache.lock("areas", reporter)?;
         for entry in fs::read_dir(cache.root())
             .at("read", cache.root())?
@@ -37,7 +37,7 @@ impl Area {
             if entry.file_name().to_string_lossy().starts_with(PREFIX)
                 && is_abandoned(&entry.path())
             {
-                // Best effort: what cannot be removed now only takes space.
+                // Best effort: a directory that cannot be removed now only takes space.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
@@ -54,7 +54,7 @@ impl Area {
         })
     }
 
-    /// The directory. The name `lock` in it is taken.
+    /// The directory. The file name `lock` in it is reserved.
     pub(crate) fn path(&self) -> &Path {
         self.directory.path()
     }

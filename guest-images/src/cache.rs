@@ -21,7 +21,7 @@ use crate::reporter::Reporter;
 
 /// The file of an entry that lists the SHA-256 of the others.
 pub(crate) const MANIFEST: &str = "SHA256SUMS";
-/// Entries that nothing used for so long are removed when a new one is built.
+/// Entries unused for this long are removed when a new entry is built.
 const UNUSED: Duration = Duration::from_secs(14 * 24 * 3600);
 
 /// Where built images are kept.
@@ -62,7 +62,7 @@ impl Cache {
         &self.root
     }
 
-    /// Waits for the lock called `name`, and says so if another process holds it.
+    /// Waits for the lock called `name`, and prints a note if another process holds it.
     ///
     /// # Errors
     /// The lock file cannot be created or locked.
@@ -79,10 +79,10 @@ impl Cache {
         Ok(file)
     }
 
-    /// Gives the directory of kind `kind` made from `inputs`, built by `build` unless it is there already.
+    /// Gives the directory of kind `kind` made from `inputs`. `build` fills it unless it is in the cache already.
     ///
     /// # Errors
-    /// Those of `build`; then nothing is left behind.
+    /// The errors of `build`; the unfinished directory is removed.
     pub(crate) fn entry(
         &self,
         kind: &str,
@@ -109,7 +109,7 @@ impl Cache {
                 directory.display()
             ));
         }
-        // The lock is held: what lies here is left from a build that was killed.
+        // This process holds the lock, so an unfinished directory is left from a build that was killed.
         let unfinished = self.root.join(format!("{kind}.unfinished"));
         if unfinished.exists() {
             fs::remove_dir_all(&unfinished).at("remove", &unfinished)?;
@@ -126,7 +126,7 @@ impl Cache {
         Ok(directory)
     }
 
-    /// Removes entries of `kind` that nothing has used for a long time. Best effort: they only take space.
+    /// Removes entries of `kind` that have not been used for a long time. Best effort: they only take space.
     fn remove_unused(&self, kind: &str) {
         let prefix = format!("{kind}-");
         for entry in fs::read_dir(&self.root).into_iter().flatten().flatten() {
@@ -146,7 +146,7 @@ impl Cache {
 fn key(inputs: &[&[u8]]) -> String {
     let mut hash = Sha256::new();
     for input in inputs {
-        // The length keeps the borders: ("ab", "c") is not ("a", "bc").
+        // The length marks where an input ends: ("ab", "c") is not ("a", "bc").
         hash.update((input.len() as u64).to_le_bytes());
         hash.update(input);
     }
@@ -221,7 +221,7 @@ fn verify(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Marks the entry as used now. Best effort: it only decides when an entry is removed.
+/// Marks the entry as used now. Best effort: the time only decides when an entry is removed.
 fn touch(directory: &Path) {
     if let Ok(manifest) = File::options().append(true).open(directory.join(MANIFEST)) {
         let _ = manifest.set_modified(SystemTime::now());

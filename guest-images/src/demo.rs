@@ -1,5 +1,5 @@
-//! The demonstration: the embedded guest, then Debian guests that run fio on two write-ahead-logged disks, one over either
-//! transport, that share one log, and a table of what came out.
+//! The demonstration. It runs the embedded guest, then Debian guests that run fio on two write-ahead-logged disks. The
+//! disks share one log, and each uses another virtio transport. A table shows the results.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -20,13 +20,14 @@ const JOB: &str = include_str!("../scripts/demo-job.sh");
 const GUEST: &str = include_str!("../scripts/demo-guest.sh");
 const TOGETHER: &str = include_str!("../scripts/demo-guest-together.sh");
 const TRANSPORTS: [&str; 2] = ["mmio", "pci"];
-/// Writers on each disk when both are written at once.
+/// Writers on each disk when fio writes to both disks at once.
 const WRITERS: u32 = 4;
 
-/// Runs the demonstration with the binary `walvisor`. The fio results, metrics, checks and the console stay in `output`.
+/// Runs the demonstration with the binary `walvisor`. The fio results, metrics, checks and the console are kept in
+/// `output`.
 ///
 /// # Errors
-/// A part of it fails: nothing is hidden by a later part that works.
+/// A part of the demonstration fails, even if later parts succeed.
 pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     fs::create_dir_all(output).at("create", output)?;
     let mut script = String::new();
@@ -51,7 +52,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     println!("{reason}");
     let console = output.join("console.log");
     let reporter = Reporter::quiet(Some(File::create(&console).at("create", &console)?));
-    // Emulated, a guest does some hundred writes a second; on the processor, some ten thousand.
+    // An emulated guest does some hundred writes a second, a guest on the real processor some ten thousand.
     let (size, writer_size) = match machine {
         Machine::Direct => ("16M", "4M"),
         Machine::Nested => ("2M", "512K"),
@@ -110,7 +111,7 @@ fn summary(outcome: &Outcome) -> Result<String> {
     Ok(format!("\n{}", tables.join("\n")))
 }
 
-/// What fio measured: one disk after the other, then both at once.
+/// The results of fio: first one disk after the other, then both disks at once.
 fn fio_table(outcome: &Outcome) -> Result<String> {
     let mut table = format!(
         "{:<11} {:<8} {:>7} {:>7} {:>9} {:>13} {:>13}\n",
@@ -150,7 +151,7 @@ fn fio_table(outcome: &Outcome) -> Result<String> {
     Ok(table)
 }
 
-/// What the devices counted in all `runs`, and whether the disks are clean.
+/// The counters of the devices, summed over all `runs`, and whether the disks are clean.
 fn disk_table(outcome: &Outcome, runs: &[&Metrics]) -> Result<String> {
     const COUNTERS: [&str; 4] = ["requests", "doorbells", "interrupts", "flushes"];
     let mut table = format!("{:<11}", "disk");
@@ -180,7 +181,7 @@ fn disk_table(outcome: &Outcome, runs: &[&Metrics]) -> Result<String> {
     Ok(table)
 }
 
-/// What the log of both disks counted when fio ran on one disk `alone`, on both `together`, and in all.
+/// The counters of the shared log: with fio on one disk at a time (`alone`), on both (`together`), and their sums.
 fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
     const COUNTERS: [&str; 4] = ["flushes", "flushes_grouped", "syncs", "groups"];
     let mut table = format!("{:<19}", "shared log");
@@ -212,7 +213,7 @@ fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
     Ok(table)
 }
 
-/// One of the counters of the disk over `transport`.
+/// One counter of the disk on `transport`.
 fn counter(metrics: &Metrics, metric: &str, transport: &str) -> Result<f64> {
     metrics
         .sum(metric, "transport", transport)

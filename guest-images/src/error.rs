@@ -1,4 +1,4 @@
-//! What can go wrong while images are built or a job is run: one line each, naming the thing and the remedy.
+//! Errors of building images and running jobs. Each message is one line that names the object and the remedy.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub enum Error {
         command: String,
         /// Its exit status, as the system words it.
         status: String,
-        /// The last line of its standard error that says something.
+        /// The last line of its standard error that is not blank.
         message: String,
     },
     /// A program that this crate drives could not be started.
@@ -21,36 +21,36 @@ pub enum Error {
     Start {
         /// The command line.
         command: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
     /// A file or directory could not be read or written.
     #[error("{action} {path}: {source}")]
     File {
-        /// What was tried, for instance `read`.
+        /// The operation that failed, for instance `read`.
         action: &'static str,
-        /// On what.
+        /// The file or directory.
         path: PathBuf,
-        /// Why it failed.
+        /// The reason.
         source: io::Error,
     },
-    /// Something has not the form that it must have.
+    /// A file, a value or a machine is not in the form or state that it must have.
     #[error("{0}")]
     Unusable(String),
-    /// A machine hung or fell over, also when it was tried again.
+    /// A machine hung or crashed in every attempt.
     #[error(
         "{what} hung or fell over in each of {attempts} attempts: the console output shows how far it came"
     )]
     Hung {
-        /// What hung.
+        /// The machine that hung.
         what: &'static str,
-        /// How often it was tried.
+        /// The number of attempts.
         attempts: u32,
     },
-    /// A guest of another monitor did not do what it should.
+    /// A guest of another monitor did not behave as it should.
     #[error("the guest {what}; its last line: {}", .console.lines().last().unwrap_or("none"))]
     Guest {
-        /// What it did or did not.
+        /// What the guest did or failed to do.
         what: String,
         /// The end of its console.
         console: String,

@@ -18,7 +18,7 @@ use crate::packages;
 use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
-/// Raised when what the builder makes of the same inputs changes.
+/// Raised when the builder makes other images of the same inputs.
 const BUILDER: &[u8] = b"6";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
@@ -26,19 +26,19 @@ const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
 
 const IMAGES_DISK: &str = "images.ext4";
 
-/// What the guest loads at boot.
+/// The modules that the guest loads at boot.
 const GUEST_MODULES: [&str; 6] = [
     "virtio_mmio",
     "virtio_pci",
     "virtio_blk",
-    // The checksum that ext4 asks the kernel's crypto interface for by name.
+    // ext4 asks the kernel's crypto interface for this checksum by name.
     "crc32c_generic",
     "ext4",
     "virtio_rng",
 ];
-/// What `initramfs-disks.cpio` adds: loaded only where that is used, since every module takes its time in emulation.
+/// The modules of `initramfs-disks.cpio`, which only some guests use: in emulation every module takes time to load.
 const DISK_MODULES: [&str; 2] = ["xfs", "pvpanic_mmio"];
-/// And its programs.
+/// The programs of `initramfs-disks.cpio`.
 const DISK_PROGRAMS: [&str; 6] = [
     "bin/lsblk",
     "sbin/blkdiscard",
@@ -47,7 +47,8 @@ const DISK_PROGRAMS: [&str; 6] = [
     "sbin/mkfs.xfs",
     "sbin/xfs_repair",
 ];
-/// What the machine around a nested guest loads; the last for jobs that use that machine's kernel as a client.
+/// The modules of the machine around a nested guest. The last is for jobs that use that machine's kernel as an NBD
+/// client.
 const OUTER_MODULES: [&str; 6] = [
     "virtio_pci",
     "virtio_blk",
@@ -57,9 +58,9 @@ const OUTER_MODULES: [&str; 6] = [
     "nbd",
 ];
 
-/// What `initramfs-scsi.cpio` adds for jobs that use that machine's SCSI target.
+/// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
 const SCSI_MODULES: [&str; 5] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod", "sg"];
-/// And its programs.
+/// The programs of `initramfs-scsi.cpio`.
 const SCSI_PROGRAMS: [&str; 16] = [
     "bin/sg_compare_and_write",
     "bin/sg_dd",
@@ -96,15 +97,15 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `vmlinuz`: the distribution's kernel as a bzImage;
 /// - `vmlinux`: the same kernel as an ELF file with a PVH entry point;
 /// - `initramfs-base.cpio`: busybox, e2fsprogs, the virtio and ext4 modules, and `/init`;
-/// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the former;
+/// - `initramfs-fio.cpio`: fio with its libraries, to be appended to the base;
 /// - `initramfs-disks.cpio`: lsblk, blkdiscard, blockdev and fstrim of util-linux, xfsprogs, xfs and the driver of the panic
-///   device, to be appended too;
-/// - `root.ext4`: a root file system with all of that, to be booted with `root=/dev/vda`;
-/// - `initramfs-outer.cpio`: for the machine around a nested guest: the same with kvm_amd, the kernel's NBD client, and
+///   device, to be appended to the base too;
+/// - `root.ext4`: a root file system with all of these programs, to be booted with `root=/dev/vda`;
+/// - `initramfs-outer.cpio`: for the machine around a nested guest: the base with kvm_amd, the kernel's NBD client, and
 ///   another `/init`;
 /// - `initramfs-scsi.cpio`: for jobs on that machine: sg3-utils, and the modules of the SCSI target with its disk driver, which
-///   are not loaded;
-/// - `packages.txt`: the packages that all this is made of.
+///   `/init` does not load;
+/// - `packages.txt`: the packages that the images are made of.
 #[derive(Clone, Debug)]
 pub struct GuestImages {
     /// The directory.
@@ -112,15 +113,15 @@ pub struct GuestImages {
 }
 
 impl GuestImages {
-    /// Gives the images, built first if they are missing, damaged or out of date.
+    /// Gives the images. They are built first if they are missing, damaged or out of date.
     ///
     /// # Errors
-    /// A download or a step of the build fails; the cache is then as before.
+    /// A download or a step of the build fails; the cache then keeps its earlier state.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
         let scratch = Area::new(cache, reporter)?;
         match Self::of_known_packages(cache, &scratch, reporter) {
-            // The lists of this machine are older than the archive, which no longer has what they name.
+            // This machine's package lists are older than the archive, which no longer has the versions that they name.
             Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
                 packages::update(reporter)?;
                 Self::of_known_packages(cache, &scratch, reporter)
@@ -150,7 +151,7 @@ impl GuestImages {
         Ok(Self { directory })
     }
 
-    /// The path of one of the files named above.
+    /// The path of one of the files that [`GuestImages`] lists.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
@@ -208,7 +209,7 @@ fn build_guest(
     root.pack_ext4(&directory.join("root.ext4"), 192)
 }
 
-/// Adds what every system here consists of: busybox, e2fsprogs, its modules in load order, and its init.
+/// Adds the parts of every system here: busybox, e2fsprogs, its modules in load order, and its init.
 fn add_system(
     tree: &Tree,
     unpacked: &Path,
@@ -221,7 +222,7 @@ fn add_system(
     for program in ["sbin/mke2fs", "sbin/e2fsck", "sbin/debugfs"] {
         tree.program(unpacked, program)?;
     }
-    // By its own name the shell would start busybox's mke2fs, which knows only ext2.
+    // Without this link the shell runs `mkfs.ext4` as busybox's mke2fs, which knows only ext2.
     tree.alias("mke2fs", "mkfs.ext4")?;
     let configuration = unpacked.join("etc/mke2fs.conf");
     let text = fs::read(&configuration).at("read", &configuration)?;
@@ -230,8 +231,8 @@ fn add_system(
     add_modules(tree, unpacked, modules, &[])
 }
 
-/// Adds `modules` but for those that `there` needs, which another tree has. Their names sort in load order, also in both
-/// trees together.
+/// Adds `modules`, except those that `there` loads, which another tree already has. The file names sort in load
+/// order, also when both trees are combined.
 fn add_modules(tree: &Tree, unpacked: &Path, modules: &[&str], there: &[&str]) -> Result<()> {
     let found = Modules::find(unpacked)?;
     let there = found.load_order(there)?.len();
@@ -253,10 +254,10 @@ fn find_kernel(boot: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::Unusable("the kernel package holds no /boot/vmlinuz-*".to_owned()))
 }
 
-/// The disk with which the machine around a nested guest gets at the guest's images.
+/// The disk that holds the guest's images for the machine around a nested guest.
 ///
 /// # Errors
-/// It is missing, damaged or out of date, and cannot be built.
+/// The disk is missing, damaged or out of date, and cannot be built.
 pub(crate) fn images_disk(
     cache: &Cache,
     guest: &GuestImages,

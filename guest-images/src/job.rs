@@ -20,25 +20,25 @@ use crate::userland::{make_ext4, needed_libraries, search_path};
 
 const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
-/// What a job ends with when a guest hung at boot, or ended without a word (`EX_TEMPFAIL` of sysexits.h).
+/// The exit status of a job whose guest hung at boot, or ended without output (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
-/// What the outer machine says if its processor cannot run guests. Another attempt would end the same way.
+/// The outer machine prints this if its processor cannot run guests. Another attempt would end the same way.
 const NO_KVM: &str = "outer: kvm_amd gives no /dev/kvm";
-/// Where in its area a job lives: `$BASE`.
+/// The name of the job's directory in its area: `$BASE`.
 const BASE: &str = "job";
-/// Host programs that running needs, each with its package.
+/// Host programs needed to run a job, each with its package.
 const DIRECT_NEEDS: [(&str, &str); 2] = [("setpriv", "util-linux"), ("cpio", "cpio")];
 const NESTED_NEEDS: [(&str, &str); 2] = [
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("debugfs", "e2fsprogs"),
 ];
 
-/// A job. Its script sees what `scripts/run.sh` describes at its top.
+/// A job. The top of `scripts/run.sh` describes what its script may use.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// The script, for a POSIX shell.
     pub script: String,
-    /// Further files, `(name, content)`, found in `$JOB`: mostly what the guests run.
+    /// Further files, `(name, content)`, which the script finds in `$JOB`: mostly the guests' scripts.
     pub files: Vec<(String, String)>,
     /// The `walvisor` binary.
     pub walvisor: PathBuf,
@@ -46,7 +46,7 @@ pub struct Job {
     pub limit: Duration,
     /// Space for the guests' disks in MiB. Sparse: only what is written takes space.
     pub disk_mebibytes: u64,
-    /// How often a job is begun in all, from 1, if its machine or a guest on it hangs or falls over.
+    /// How often the job is started at most, from 1, if its machine or a guest on it hangs or crashes.
     pub attempts: u32,
 }
 
@@ -71,7 +71,7 @@ impl Job {
         self
     }
 
-    /// Runs the job on the machine that [`Machine::choose`] gives, which is said aloud, and waits for its end.
+    /// Runs the job on the machine that [`Machine::choose`] gives, and waits for its end. A note names the machine.
     ///
     /// # Errors
     /// As [`Job::run_on`].
@@ -81,8 +81,8 @@ impl Job {
         self.run_on(machine, cache, reporter)
     }
 
-    /// Runs the job on `machine` and waits for its end. If the machine or a guest on it hangs or falls over, the job is
-    /// begun anew, which is said aloud and counted.
+    /// Runs the job on `machine` and waits for its end. If the machine or a guest on it hangs or crashes, the job is
+    /// started anew. Each such attempt is counted, and a note reports it.
     ///
     /// # Errors
     /// The images cannot be built, the machine cannot be started, or it hangs in every attempt, or the job takes longer
@@ -110,7 +110,7 @@ impl Job {
             let status = match machine {
                 Machine::Direct => self.run_direct(&base, &images, line)?,
                 Machine::Nested => {
-                    // One at a time: two emulated machines would starve each other.
+                    // One nested job at a time: two emulated machines would starve each other.
                     let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
                     reporter.progress("booting the outer machine");
@@ -138,7 +138,7 @@ impl Job {
         })
     }
 
-    /// Puts the job's files below `base`, in the same places on either machine.
+    /// Puts the job's files below `base`. The layout is the same on either machine.
     fn lay_out(&self, base: &Path, machine: Machine) -> Result<()> {
         for directory in ["job", "files", "results", "bin"] {
             let path = base.join(directory);
@@ -172,14 +172,15 @@ impl Job {
                 let program = base.join("program");
                 fs::create_dir(&program).at("create", &program)?;
                 copy_with_libraries(&walvisor, &program)?;
-                // With its own libraries: the machine's C library may be older than the one it was built with.
+                // The program brings its own libraries: the machine's C library may be older than the one that it was
+                // built with.
                 "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
             }
         };
         write("bin/walvisor", &format!("#!/bin/sh\n{start}\n"), 0o755)
     }
 
-    /// Runs the script on this machine. `None`: a guest hung at boot.
+    /// Runs the script on this machine. Returns `None` if a guest hung at boot.
     fn run_direct(
         &self,
         base: &Path,
@@ -213,7 +214,7 @@ impl Job {
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
-    /// Runs the script in QEMU's emulation. `None`: the machine or a guest on it hung or fell over.
+    /// Runs the script in QEMU's emulation. Returns `None` if the machine or a guest on it hung or crashed.
     fn run_nested(
         &self,
         base: &Path,
@@ -221,7 +222,7 @@ impl Job {
         disk: &Path,
         mut line: impl FnMut(&str),
     ) -> Result<Option<i32>> {
-        // Beside, not below: the disk does not contain itself.
+        // The image lies beside `base`, not below it, so that it does not contain itself.
         let work = base.with_extension("ext4");
         make_ext4(base, &work, self.disk_mebibytes + 256)?;
         let boot = Boot {
@@ -241,7 +242,7 @@ impl Job {
             End::TimedOut => return Err(self.timed_out()),
             End::PoweredOff => {}
         }
-        // debugfs creates the directory, and refuses to use one that is there.
+        // debugfs creates the directory, and fails if it exists.
         let results = base.join("results");
         fs::remove_dir(&results).at("remove", &results)?;
         match extract(&work, "status", base) {
@@ -250,7 +251,7 @@ impl Job {
                     "{NO_KVM}: QEMU's processor model has no SVM"
                 )));
             }
-            // Its kernel panicked, or its processor gave up: it fell over before the job's end.
+            // The machine's kernel panicked, or its processor failed: the machine crashed before the job's end.
             Err(Error::Unusable(why)) => {
                 line(&format!("outer: fell over: {why}"));
                 return Ok(None);
@@ -286,7 +287,7 @@ fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
             .map(drop)
             .at("copy", from)
     };
-    // Without what only a debugger reads, where there is binutils: it is read through an emulated disk.
+    // Without the debug information, if binutils is installed: the nested machine reads it from an emulated disk.
     let stripped = directory.join("walvisor");
     let strip = Command::new("strip")
         .arg("-o")
@@ -308,11 +309,11 @@ fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
 pub struct Outcome {
     /// The exit status of the script.
     pub status: i32,
-    /// Everything that it printed, the guests' consoles included.
+    /// All output of the script, the guests' consoles included.
     pub console: String,
-    /// Attempts given up because a guest hung or fell over.
+    /// Attempts given up because a guest hung or crashed.
     pub hung_boots: u32,
-    /// Where it ran.
+    /// The machine that it ran on.
     pub machine: Machine,
     area: Area,
 }
@@ -321,7 +322,7 @@ impl Outcome {
     /// The file `name` that the script put into `$RESULTS`.
     ///
     /// # Errors
-    /// There is none, or it is no text.
+    /// The file does not exist, or is not text.
     pub fn result(&self, name: &str) -> Result<String> {
         let path = self.results().join(name);
         fs::read_to_string(&path).at("read", &path)
@@ -341,7 +342,7 @@ impl Outcome {
         Ok(())
     }
 
-    /// The directory that was `$RESULTS`. It goes when this value is dropped.
+    /// The directory that was `$RESULTS`. It is removed when this value is dropped.
     #[must_use]
     pub fn results(&self) -> PathBuf {
         self.area.path().join(BASE).join("results")

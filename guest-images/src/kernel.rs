@@ -19,7 +19,7 @@ const PAYLOAD_LENGTH: usize = 0x24c;
 /// Gives the ELF kernel (vmlinux) that a bzImage holds compressed.
 ///
 /// # Errors
-/// `image` is no bzImage, or its compression is not known here.
+/// `image` is not a bzImage, or its compression is not supported here.
 pub(crate) fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     let bad = |why: &str| Error::Unusable(format!("the kernel package's vmlinuz {why}"));
     if image.get(HEADER_MAGIC..HEADER_MAGIC + 4) != Some(b"HdrS") {
@@ -55,7 +55,7 @@ pub(crate) fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     Ok(vmlinux)
 }
 
-/// Decompresses `data` if it is compressed in a way that kernels and modules are; else gives it as it is.
+/// Decompresses `data` if it is in a format that kernels and modules use; else gives it unchanged.
 fn decompress(data: &[u8]) -> Result<Vec<u8>> {
     let (program, arguments): (&str, &[&str]) = match data {
         [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => ("xz", &["-dc", "--single-stream"]),
@@ -79,7 +79,7 @@ fn decompress(data: &[u8]) -> Result<Vec<u8>> {
         .take()
         .ok_or_else(|| Error::Unusable("no pipe".to_owned()))?;
     let output = std::thread::scope(|scope| {
-        // A broken pipe means that the program has ended: its own status and message say why.
+        // A broken pipe means that the program has ended. Its status and message give the reason.
         scope.spawn(move || drop(stdin.write_all(data)));
         child.wait_with_output()
     })
@@ -136,8 +136,8 @@ impl Modules {
         Ok(())
     }
 
-    /// The uncompressed modules that make `wanted` work, each after those it depends on. What is built into the
-    /// kernel is left out.
+    /// The uncompressed modules that make `wanted` work, each after those it depends on. Modules built into the
+    /// kernel are left out.
     ///
     /// # Errors
     /// A module does not exist.

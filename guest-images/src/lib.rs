@@ -1,5 +1,5 @@
 //! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine whose KVM can run
-//! Linux: this one, or an emulated one inside QEMU, chosen by itself and said aloud.
+//! Linux: this one, or one that QEMU emulates. The crate chooses the machine, and prints its choice.
 //!
 //! ```text
 //!   apt-get download ──▶ GuestImages (cache, checksummed) ─┐
@@ -26,7 +26,7 @@
 //! cargo run -p walvisor-guest-images -- demo                       what `make demo` runs
 //! ```
 //!
-//! A job boots a guest like this (all that it may use is described at the top of `scripts/run.sh`):
+//! A job boots a guest like this (the top of `scripts/run.sh` describes everything that a job may use):
 //!
 //! ```sh
 //! walvisor disk create a.img --size 64M
@@ -35,9 +35,9 @@
 //!     --disk path=a.img,transport=mmio --metrics "$RESULTS/metrics.json"
 //! ```
 //!
-//! and in guest.sh, for instance: `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
+//! The script guest.sh is, for instance, `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
 //! guest then powers off, or reboots with `guest.end=reboot` on its command line. With `root=/dev/vda` and a copy of
-//! `$IMAGES/root.ext4` as first disk the same script runs with that root.
+//! `$IMAGES/root.ext4` as first disk the same script runs on that root file system.
 //!
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 

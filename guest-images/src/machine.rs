@@ -1,5 +1,5 @@
-//! Where Linux guests run: here, if this machine's KVM runs a kernel's ring 0 on the processor, else inside QEMU's
-//! emulation of a machine that has AMD's SVM.
+//! The machine that runs Linux guests: this one, if its KVM runs a kernel's ring 0 on the processor, else one that QEMU
+//! emulates with AMD's SVM.
 
 use walvisor::probe::{self, Ring0};
 
@@ -13,8 +13,8 @@ pub enum Machine {
 }
 
 impl Machine {
-    /// Chooses the machine, and gives the reason as one line to be said aloud. `WALVISOR_MACHINE=direct` or `nested`
-    /// overrules the probe.
+    /// Chooses the machine, and gives the reason as one line to be printed. `WALVISOR_MACHINE=direct` or `nested`
+    /// overrides the probe.
     #[must_use]
     pub fn choose() -> (Self, String) {
         let forced = std::env::var("WALVISOR_MACHINE").ok();
@@ -35,7 +35,7 @@ impl Machine {
                 ),
                 Err(error) => {
                     let text = error.to_string();
-                    // The remedy that follows the first colon is of no use here: nesting needs none.
+                    // The text after the first colon is a remedy, which is of no use here: a nested machine needs none.
                     let reason = text.split(": ").next().unwrap_or(&text);
                     (Self::Nested, nested(reason))
                 }

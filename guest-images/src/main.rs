@@ -156,7 +156,8 @@ fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Resul
     };
     if let Some(mut input) = guest.input() {
         std::thread::spawn(move || {
-            // Until one of both ends; then nothing more is typed, but the console is not hung up.
+            // The copy ends when stdin or the guest ends. The input is then leaked, because dropping it hangs the
+            // console up.
             let _ = std::io::copy(&mut std::io::stdin(), &mut input);
             std::mem::forget(input);
         });
@@ -205,7 +206,7 @@ fn absolute(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// The binary that was named, else one built now.
+/// The binary `named` on the command line, else one built now.
 fn binary(named: Option<PathBuf>) -> Result<PathBuf> {
     let reporter = Reporter::quiet(None);
     reporter.progress("building walvisor");

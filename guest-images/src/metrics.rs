@@ -1,4 +1,4 @@
-//! Reading `walvisor run --metrics`: the Prometheus text format.
+//! Reads the output of `walvisor run --metrics`, which is in the Prometheus text format.
 
 /// The samples of one metrics file.
 pub struct Metrics {
@@ -12,7 +12,7 @@ struct Sample {
 }
 
 impl Metrics {
-    /// Reads the samples of `text`; comments and lines that are no sample are passed over.
+    /// Reads the samples of `text`. Comments and lines that are no sample are skipped.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         Self {

@@ -16,27 +16,27 @@ use crate::error::{Error, FileContext, Result};
 use crate::process::{Leashed, failed, run};
 use crate::userland::search_path;
 
-/// What the kernels of either machine say when a processor no longer gets anywhere. Emulated virtualisation at times
-/// mixes the state of a guest with its host's; nothing that runs there can mend that.
+/// Messages of the kernels of either machine when a processor is stuck. Emulated virtualisation sometimes mixes the
+/// state of a guest with its host's. No software on that machine can recover from this.
 const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was hit"];
 /// The outer kernel shows its first line after 3 to 6 s on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
-/// No job waits for anything as long without a word.
+/// A machine that prints nothing for longer than this has hung: no job is silent for so long.
 const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 
 /// How a boot ended.
 pub(crate) enum End {
-    /// The machine powered off, or fell over: the work disk then has no status.
+    /// The machine powered off, or crashed: the work disk then has no status.
     PoweredOff,
-    /// It did not get as far as starting the job, or it hung: a kernel's watchdog says that a processor is stuck, or nothing
-    /// is said any more. Or QEMU was killed by a signal.
+    /// The machine did not start the job, or it hung: a kernel's watchdog reported a stuck processor, or the console
+    /// fell silent. Or a signal killed QEMU.
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
 }
 
-/// What one boot needs.
+/// The files and the time limit of one boot.
 pub(crate) struct Boot<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initramfs: &'a Path,
@@ -71,15 +71,15 @@ impl Boot<'_> {
             .arg(self.initramfs)
             .args([
                 "-append",
-                // It shows only what ends it: all else might come into the middle of what the job says. A stall is no such
-                // thing, but made a panic.
+                // With this log level the kernel shows only what ends it: other messages could interrupt the job's
+                // output. The setting below turns a stall into a panic, so that it is shown too.
                 "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
             .args(["-device", "virtio-blk-pci,drive=images"])
             .arg("-drive")
-            // The disk is thrown away afterwards: it need not survive this machine's own power loss.
+            // The disk is deleted after the run, so it need not survive a power loss of this machine.
             .arg(disk("work", self.work, "cache=unsafe"))
             .args(["-device", "virtio-blk-pci,drive=work"])
             .stdin(Stdio::null())
@@ -88,7 +88,7 @@ impl Boot<'_> {
         qemu
     }
 
-    /// Boots, gives every console line to `line`, and waits for the end.
+    /// Boots the machine, gives every console line to `line`, and waits for the end.
     ///
     /// # Errors
     /// QEMU cannot be started or fails.
@@ -128,14 +128,14 @@ impl Boot<'_> {
 /// Copies file or directory `name` of the ext4 image `image` into directory `target`, without mounting it.
 ///
 /// # Errors
-/// `name` is not there, or it cannot be copied.
+/// `name` is not in the image, or cannot be copied.
 pub(crate) fn extract(image: &Path, name: &str, target: &Path) -> Result<()> {
     let output = run(Command::new("debugfs")
         .env("PATH", search_path())
         .arg("-R")
         .arg(format!("rdump /{name} {}", target.display()))
         .arg(image))?;
-    // debugfs ends with status 0 whatever happens.
+    // debugfs exits with status 0 even if it fails.
     if target.join(name).exists() {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Distribution packages: which versions there are, their download, and what this machine itself lacks.
+//! Distribution packages: finds their versions, downloads them, and installs what this machine lacks.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -12,7 +12,7 @@ use crate::error::{Error, FileContext, Result};
 use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
-/// What the guests are made of.
+/// The packages that the guests are made of.
 const WANTED: [&str; 8] = [
     "linux-image-cloud-amd64",
     "busybox-static",
@@ -24,7 +24,8 @@ const WANTED: [&str; 8] = [
     "xfsprogs",
 ];
 
-/// Another apt is mostly that of a machine which looks for updates when it has booted.
+/// How long this process waits for another apt. That is mostly the search for updates on a machine that has just
+/// booted.
 const LOCK_PATIENCE: Duration = Duration::from_secs(120);
 
 /// One package at one version.
@@ -37,7 +38,7 @@ pub(crate) struct Package {
 /// The wanted packages and the libraries that they need, at the versions that the distribution has now.
 ///
 /// # Errors
-/// There is no apt, or it does not know the packages even after an update.
+/// apt is missing, or does not know the packages even after an update.
 pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package>> {
     if !is_installed("apt-get") {
         return Err(Error::Unusable(
@@ -51,7 +52,7 @@ pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package
     })
 }
 
-/// Asks the archives what they have now.
+/// Updates apt's package lists.
 ///
 /// # Errors
 /// apt fails; mostly because the caller is not root.
@@ -60,12 +61,12 @@ pub(crate) fn update(reporter: &Reporter) -> Result<()> {
     apt(Command::new("apt-get").args(["-q", "update"]))
 }
 
-/// Runs apt. If another one has its lists or downloads, it fails at once: waits for that, for up to two minutes.
+/// Runs apt. While another apt holds the lock of the lists or downloads, waits for up to two minutes.
 fn apt(command: &mut Command) -> Result<()> {
     let start = Instant::now();
     loop {
         match run(command) {
-            // Whoever is not root never gets the lock.
+            // Only root can get the lock at all, so only root retries.
             Err(Error::Program { message, .. })
                 if message.contains("nable to lock")
                     && rustix::process::geteuid().is_root()
@@ -78,7 +79,7 @@ fn apt(command: &mut Command) -> Result<()> {
     }
 }
 
-/// Asks apt what it would install on a machine that has nothing yet: that is the closure of the dependencies.
+/// Asks apt what it would install on a machine without any packages: the answer is the closure of the dependencies.
 fn simulate(scratch: &Path) -> Result<Vec<Package>> {
     let nothing_installed = scratch.join("status");
     fs::write(&nothing_installed, "").at("write", &nothing_installed)?;
@@ -114,8 +115,8 @@ fn parse_install_line(line: &str) -> Option<Package> {
     })
 }
 
-/// Of the closure only programs and shared libraries are used: no maintainer script runs, so neither Perl nor dpkg
-/// nor any other package that only those need.
+/// Only programs and shared libraries of the closure are used. No maintainer script runs, so Perl, dpkg and the
+/// packages that only they need are left out.
 fn is_needed(name: &str) -> bool {
     let meta = name == "linux-image-cloud-amd64";
     !meta
@@ -129,7 +130,7 @@ fn is_kernel(package: &Package) -> bool {
     package.name.starts_with("linux-image-")
 }
 
-/// The packages as text, one a line: an input of the image's key.
+/// The packages as text, one per line. The text is an input of the images' cache key.
 pub(crate) fn list(packages: &[Package]) -> String {
     let mut text = String::new();
     for package in packages {
@@ -141,7 +142,7 @@ pub(crate) fn list(packages: &[Package]) -> String {
 /// Downloads `packages` (apt checks their hashes) and unpacks them below `root`.
 ///
 /// # Errors
-/// The download fails, as it does if the lists that named these versions are older than what the archive has now; or a
+/// The download fails, for instance because the lists that named these versions are older than the archive; or a
 /// package cannot be unpacked.
 pub(crate) fn unpack(
     packages: &[Package],
@@ -151,7 +152,7 @@ pub(crate) fn unpack(
 ) -> Result<()> {
     let downloads = scratch.join("packages");
     if downloads.exists() {
-        // Of an attempt with other versions.
+        // Left from an attempt with other versions.
         fs::remove_dir_all(&downloads).at("remove", &downloads)?;
     }
     fs::create_dir_all(&downloads).at("create", &downloads)?;
@@ -180,14 +181,14 @@ fn download(packages: &[Package], directory: &Path) -> Result<()> {
         .iter()
         .map(|package| format!("{}={}", package.name, package.version));
     apt(Command::new("apt-get")
-        // apt's own download user may not be able to write to the cache of the caller.
+        // apt's own download user may lack permission to write to the caller's cache.
         .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
         .args(names)
         .current_dir(directory))
 }
 
-/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and says so. One caller of this
-/// process at a time: what one installs the next need not.
+/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and prints a note.
+/// Callers in this process take turns, so that a second caller does not install the same package again.
 ///
 /// # Errors
 /// apt fails; mostly because the caller is not root.
@@ -213,7 +214,7 @@ pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()
     Ok(())
 }
 
-/// Why no Linux guest can be run on this machine at all; `None` if nothing is known to be in the way.
+/// The reason why this machine cannot run Linux guests at all; `None` if no obstacle is known.
 #[must_use]
 pub fn obstacle() -> Option<String> {
     let tools = ["qemu-system-x86_64", "cpio", "mke2fs", "lz4"];
@@ -229,7 +230,7 @@ pub fn obstacle() -> Option<String> {
 
 fn install(packages: &[&str]) -> Result<()> {
     apt(Command::new("apt-get")
-        // Another apt may be at work: on a machine that has just booted, mostly.
+        // Another apt may hold the lock, mostly on a machine that has just booted.
         .args([
             "-q",
             "-y",
@@ -263,7 +264,7 @@ mod tests {
     #[test]
     fn another_apt_is_waited_for_and_any_other_failure_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        // Fails once, with `$1`.
+        // The command fails the first time, with `$1` as its message.
         let once = |message: &str| {
             let mut command = Command::new("sh");
             let script = "[ -e \"$0\" ] && exit; : >\"$0\"; echo \"E: $1\" >&2; exit 100";

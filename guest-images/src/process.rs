@@ -28,7 +28,7 @@ pub(crate) fn words(command: &Command) -> String {
     line
 }
 
-/// Runs `command` to its end and gives what it printed.
+/// Runs `command` to its end and gives its output.
 ///
 /// # Errors
 /// The program is missing, or ends with another status than 0.
@@ -64,12 +64,12 @@ pub(crate) fn is_installed(program: &str) -> bool {
         .any(|directory| directory.join(program).is_file())
 }
 
-/// What `command` starts is killed by the kernel when the thread that started it ends, in whatever way: a test that fails leaves
-/// nothing behind. What that starts itself in turn is not.
+/// Makes the kernel kill the child when the thread that started it ends in any way, so a failed test leaves no child
+/// behind. The child's own children are not killed.
 pub fn leash(command: &mut Command) -> &mut Command {
     let parent = Pid::from_raw(std::process::id().cast_signed());
-    // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that allocates or
-    // takes a lock.
+    // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that
+    // allocates or takes a lock.
     unsafe {
         command.pre_exec(move || {
             set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -89,7 +89,7 @@ pub(crate) struct Leashed {
 }
 
 impl Leashed {
-    /// Starts `command`. With `whole_group`, it leads a process group of its own, and all of the group is killed.
+    /// Starts `command`. With `whole_group`, it leads a process group of its own, and the drop kills the whole group.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -104,12 +104,12 @@ impl Leashed {
         Ok(Self { child, whole_group })
     }
 
-    /// What its standard input reads from, if that is a pipe. The first caller gets it.
+    /// The writing end of the child's standard input, if that is a pipe. Only the first call gets it.
     pub(crate) fn input(&mut self) -> Option<ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// The lines of its standard output, which must be a pipe, as they come. The first caller gets them.
+    /// The lines of its standard output, which must be a pipe, as they arrive. Only the first call gets them.
     pub(crate) fn lines(&mut self) -> Receiver<String> {
         let (sender, lines) = mpsc::channel();
         let output = self.child.stdout.take();
@@ -138,7 +138,7 @@ impl Leashed {
     }
 
     /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
-    /// five times a second meanwhile; if `each` answers `Break`, gives up and returns `None`.
+    /// whenever 0.2 s pass without a line. If `each` answers `Break`, returns `None` without waiting further.
     ///
     /// # Errors
     /// The child cannot be waited for.
@@ -159,7 +159,7 @@ impl Leashed {
         }
     }
 
-    /// What the child wrote to its standard error (which must be a pipe), after its end.
+    /// The child's standard error (which must be a pipe), read after the child's end.
     pub(crate) fn stderr(&mut self) -> Vec<u8> {
         let mut text = Vec::new();
         if let Some(mut pipe) = self.child.stderr.take() {

@@ -6,10 +6,10 @@ use std::process::Command;
 use crate::error::{Error, Result};
 use crate::process::run;
 
-/// The `walvisor` binary: `$WALVISOR` if that is set, else built as [`program`] is.
+/// The `walvisor` binary: `$WALVISOR` if that is set, else one that [`program`] builds.
 ///
 /// # Errors
-/// It does not build.
+/// The program does not build.
 pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
     match std::env::var_os("WALVISOR").filter(|path| !path.is_empty()) {
         Some(path) => Ok(path.into()),
@@ -20,7 +20,7 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
 /// The program `name` of this workspace, built by cargo with `profile` (`dev` or `release`).
 ///
 /// # Errors
-/// It does not build.
+/// The program does not build.
 pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.toml");
@@ -31,8 +31,8 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
         .args(["--profile", profile, "--manifest-path"])
         .arg(manifest);
     if profile == "dev" {
-        // With an example cargo takes the features of dependencies that `cargo test --workspace` takes. With others it would
-        // build nearly everything once more.
+        // With an example, cargo selects the same dependency features as `cargo test --workspace`. Other features
+        // would make it build nearly everything once more.
         command.args(["--example", "embed"]);
     }
     let output = run(&mut command)?;

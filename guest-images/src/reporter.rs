@@ -1,4 +1,4 @@
-//! How a build or a job speaks to the person who waits for it.
+//! Output of a build or a job for the user who waits for it.
 
 use std::fs::File;
 use std::io::Write;
@@ -37,7 +37,7 @@ impl Reporter {
         Self { line, stream, log }
     }
 
-    /// Says one line aloud.
+    /// Prints one line to standard error.
     pub fn note(&self, text: &str) {
         self.line.suspend(|| eprintln!("{text}"));
     }
@@ -50,7 +50,7 @@ impl Reporter {
     /// Takes one line of the job's console.
     pub fn console(&self, text: &str) {
         if let Some(mut log) = self.log.as_ref() {
-            // The log is for the reader's convenience: the job does not fail with it.
+            // The log is only for the reader's convenience, so a failed write does not fail the job.
             let _ = writeln!(log, "{text}");
         }
         if self.stream {

@@ -25,7 +25,7 @@ impl Tree {
         Ok(Self { root })
     }
 
-    /// Creates empty directories, for mounting on.
+    /// Creates empty directories, as mount points.
     pub(crate) fn directories(&self, paths: &[&str]) -> Result<()> {
         for path in paths {
             let path = self.root.join(path);
@@ -63,8 +63,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Installs `program` of the unpacked packages as `/bin/<its name>` with the libraries that it needs. A program
-    /// of that name that is there already (of busybox) is replaced.
+    /// Installs `program` of the unpacked packages as `/bin/<its name>` with the libraries that it needs. It replaces
+    /// a link of busybox with that name.
     pub(crate) fn program(&self, packages: &Path, program: &str) -> Result<()> {
         let source = in_packages(packages, program)?;
         let name = source
@@ -106,7 +106,7 @@ impl Tree {
     }
 
     /// Packs the tree into `archive` in the kernel's initramfs format (cpio newc). The kernel unpacks any number of
-    /// archives that follow one another.
+    /// concatenated archives.
     pub(crate) fn pack_initramfs(&self, archive: &Path) -> Result<()> {
         let mut names = Vec::new();
         list(&self.root, &self.root, &mut names)?;
@@ -152,7 +152,7 @@ impl Tree {
 pub(crate) fn make_ext4(content: &Path, image: &Path, mebibytes: u64) -> Result<()> {
     run(Command::new("mke2fs")
         .env("PATH", search_path())
-        // Mounted for minutes: no journal or inode table needs to be zeroed in the background.
+        // The file system is mounted for minutes only: its journal and inode tables need no zeroing in the background.
         .args([
             "-q",
             "-F",
@@ -204,7 +204,7 @@ pub(crate) fn needed_libraries(command: &mut Command) -> Result<Vec<(String, Pat
     Ok(libraries)
 }
 
-/// Finds `path` in the unpacked packages, on either side of the merge of `/` and `/usr`.
+/// Finds `path` in the unpacked packages, below `/` or `/usr`.
 fn in_packages(packages: &Path, path: &str) -> Result<PathBuf> {
     [packages.join(path), packages.join("usr").join(path)]
         .into_iter()
@@ -212,7 +212,7 @@ fn in_packages(packages: &Path, path: &str) -> Result<PathBuf> {
         .ok_or_else(|| Error::Unusable(format!("the downloaded packages hold no {path}")))
 }
 
-/// The library directories of the unpacked packages with their private subdirectories (ceph has one).
+/// The library directories of the unpacked packages, with their private subdirectories (ceph has one).
 fn library_directories(packages: &Path) -> Result<Vec<String>> {
     let mut directories = Vec::new();
     for parent in [

@@ -71,7 +71,7 @@ impl<'a> Block<'a> {
                         what: "absent or too small",
                     });
                 }
-                // The largest power of two that both sides can do.
+                // The largest power of two that the device and this driver both support.
                 most => 1 << most.min(MAX_SIZE).ilog2(),
             };
             let queue = Queue::new(arena, size, rings)?;
@@ -102,13 +102,13 @@ impl<'a> Block<'a> {
         self.queues.iter().flatten().count()
     }
 
-    /// Counts from zero again.
+    /// Resets the counts to zero.
     pub fn start_counting(&mut self) {
         self.counts = Counts::default();
         self.interrupts_before = self.interrupts.count();
     }
 
-    /// What was done since then.
+    /// Operations since the last call of [`start_counting`](Self::start_counting).
     pub fn counts(&self) -> Counts {
         let interrupts = self.interrupts.count() - self.interrupts_before;
         Counts {
@@ -127,13 +127,13 @@ impl<'a> Block<'a> {
         self.transport.set_config8(WRITEBACK, u8::from(on));
     }
 
-    /// Ends the driver: the device is reset, and touches no memory any more.
+    /// Resets the device, after which it does not access memory any more.
     pub fn stop(self) {
         self.transport.set_status(0);
     }
 
-    /// Runs one request in the first queue and waits for it. `fill` fills in the data of a write, `check`
-    /// gets that of a read.
+    /// Runs one request in the first queue and waits for it. `fill` fills in the data of a write, `check` receives
+    /// the data of a read.
     ///
     /// # Errors
     /// If the request fails, or `check` does.
@@ -151,9 +151,9 @@ impl<'a> Block<'a> {
         )
     }
 
-    /// Runs `total` requests over the first `queues` queues, as many in flight as fit. `plan` says what the
-    /// request with a number is and fills in the data of a write; `done` gets each when it has succeeded, in
-    /// whatever order, with the data of a read. Requests run side by side: no two may touch one block.
+    /// Runs `total` requests over the first `queues` queues, with as many in flight as fit. `plan` returns the
+    /// request with a given number and fills in the data of a write. `done` receives each request that has succeeded,
+    /// in any order, with the data of a read. Requests run concurrently, so no two may use the same block.
     ///
     /// # Errors
     /// If a request fails, or `done` does.
@@ -165,12 +165,12 @@ impl<'a> Block<'a> {
         done: &mut Done<'_>,
     ) -> Result<(), Error> {
         let queues = queues.clamp(1, self.queue_count());
-        // A single request shows the direct chain, a crowd the indirect table.
+        // A single request uses direct descriptors, several requests use indirect tables.
         let indirect = total > 1;
         let mut next = 0;
         let mut finished = 0;
         while finished < total {
-            // Before any look at the rings: what comes in from now on ends the wait below.
+            // The count is read before the rings: any interrupt from now on ends the wait below.
             let seen = self.interrupts.count();
             for (index, queue) in (0u16..).zip(self.queues.iter_mut().take(queues).flatten()) {
                 queue.submit(total, &mut next, indirect, plan);
@@ -187,7 +187,7 @@ impl<'a> Block<'a> {
                 }
             }
             finished += progress;
-            // For most of them.
+            // The driver waits until three quarters of the requests in flight are used.
             if progress == 0 && !self.arm(queues, |in_flight| (in_flight * 3).div_ceil(4)) {
                 self.sleep(seen)?;
             }
@@ -195,9 +195,10 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Keeps a request in flight in each of `depth` slots of each of the first `queues` queues for as long as `next` names
-    /// one: it is given queue, slot and the request that has just succeeded there, at first none, and a slot for which it
-    /// names none rests from then on. Returns when all rest. The data of writes is what the slot held.
+    /// Keeps a request in flight in each of `depth` slots of each of the first `queues` queues. `next` gets the
+    /// queue, the slot and the request that has just succeeded there (none at first), and returns the slot's next
+    /// request. If it returns none, the slot stays idle. Returns when all slots are idle. A write's data is the
+    /// current content of its slot.
     ///
     /// # Errors
     /// If a request fails.
@@ -224,7 +225,7 @@ impl<'a> Block<'a> {
             }
         }
         while running > 0 {
-            // Before any look at the rings: what comes in from now on ends the wait below.
+            // The count is read before the rings: any interrupt from now on ends the wait below.
             let seen = self.interrupts.count();
             for (index, queue) in (0u16..).zip(self.queues.iter_mut().take(queues).flatten()) {
                 if queue.queue.publish() {
@@ -251,7 +252,7 @@ impl<'a> Block<'a> {
                     }
                 }
             }
-            // As Linux's driver does, for the very next one.
+            // Like Linux's driver, this one asks for an interrupt with the very next used request.
             if !progress && !self.arm(queues, |_| 1) {
                 self.sleep(seen)?;
             }
@@ -259,7 +260,7 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Sleeps until more than `seen` interrupts have come.
+    /// Sleeps until the driver has received more than `seen` interrupts.
     fn sleep(&mut self, seen: u64) -> Result<(), Error> {
         self.interrupts.wait(seen);
         self.transport.acknowledge();
@@ -271,8 +272,8 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Asks each queue for an interrupt when as many as `count` says of those in flight are used. Returns `true` if one of
-    /// them has got there already.
+    /// Asks each queue for an interrupt once `count` of its requests are used; `count` gets the number in flight.
+    /// Returns `true` if a queue has reached its number already.
     fn arm(&mut self, queues: usize, count: fn(u16) -> u16) -> bool {
         self.queues
             .iter_mut()
@@ -284,8 +285,8 @@ impl<'a> Block<'a> {
             })
     }
 
-    /// An interrupt without progress may be the device's cry for a reset; a look at the status costs an exit,
-    /// so it is taken only then.
+    /// Whether the device needs a reset, which it may announce by an interrupt without progress. Reading the status
+    /// costs an exit, so the driver reads it only after such an interrupt.
     fn transport_is_broken(&mut self) -> bool {
         let nothing_used = self
             .queues
@@ -295,8 +296,8 @@ impl<'a> Block<'a> {
         nothing_used && self.transport.status() & status::NEEDS_RESET != 0
     }
 
-    /// Writes or reads the blocks from `first` on in one request of several segments, as many as SEG_MAX
-    /// allows and the data asks for, and waits for it.
+    /// Writes or reads the blocks from `first` on in one request, and waits for it. The data is split into as many
+    /// segments as SEG_MAX allows and the data needs.
     ///
     /// # Errors
     /// If the request fails.

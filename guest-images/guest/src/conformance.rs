@@ -1,11 +1,11 @@
-//! What a device must do and what it must bear, case by case (virtio 1.2; `devices/CONFORMANCE.md` lists the rules).
+//! Cases of what a device must do, and must withstand (virtio 1.2; `devices/CONFORMANCE.md` lists the rules).
 //!
 //! ```text
 //!   CASES ─▶ Bench ─▶ Transport            a driver without manners: it writes any ring and any register
 //!              └────▶ Ring, one a queue
 //! ```
 //!
-//! Each case begins with a reset, and those of a hostile driver end with a device that works again.
+//! Each case begins with a reset. A case of a hostile driver ends with the check that the device works again.
 
 mod bench;
 mod hostile;
@@ -23,7 +23,7 @@ use crate::memory::Arena;
 use crate::transport::{Interrupts, Transport};
 use bench::Bench;
 
-/// Why a case has failed: what, and the number that was found.
+/// The reason why a case failed: a description, and the number that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Problem(&'static str, u64);
 
@@ -35,10 +35,10 @@ impl Display for Problem {
 
 type Verdict = Result<(), Problem>;
 
-/// A case: its name, and what it does.
+/// A case: its name and its function.
 type Case = (&'static str, fn(&mut Bench<'_>) -> Verdict);
 
-/// `what` is wrong, with `number`, unless `right`.
+/// Fails with the problem `what` and the number `number`, unless `right`.
 fn check(right: bool, what: &'static str, number: u64) -> Verdict {
     match right {
         true => Ok(()),
@@ -46,10 +46,10 @@ fn check(right: bool, what: &'static str, number: u64) -> Verdict {
     }
 }
 
-/// Runs every case on the device behind `transport` and tells the VMM of each. `memory_end` is where RAM ends.
+/// Runs every case on the device behind `transport`, and reports each to the VMM. `memory_end` is where RAM ends.
 ///
 /// # Errors
-/// If there is not enough memory, or the device is too small to be tried.
+/// If there is not enough memory, or the device is too small for the cases.
 pub fn run(
     transport: &mut dyn Transport,
     interrupts: &dyn Interrupts,
@@ -76,7 +76,7 @@ pub fn run(
         bench.transport.set_status(0);
         let problem = problem.as_ref().map(|problem| problem as &dyn Display);
         let line = Line::Case(&name as &dyn Display, case as &dyn Display, problem);
-        // A console that takes no text leaves nobody to be told.
+        // If the console fails, there is no other way to report the case.
         let _ = writeln!(console, "{line}");
         count += 1;
     }

@@ -6,7 +6,7 @@ use walvisor_guest::register::write_port;
 
 const DATA: u16 = 0x3f8;
 
-/// Where text goes. There is no waiting for the transmitter: a virtual one is always ready.
+/// The console. It does not wait for the transmitter: a virtual one is always ready.
 #[derive(Debug)]
 pub struct Console;
 

@@ -1,16 +1,16 @@
-//! What the VMM and the guest agree on; both are built with it.
+//! The contract between the VMM and the guest. Both are compiled with it.
 //!
 //! 1. [`BootInfo`]: a few words in guest memory, whose address is the argument of the guest's entry.
-//! 2. [`Line`]: what the guest reports over the serial console. Lines that begin with `@` are for the VMM: for
-//!    each transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`, then `@off`. All others are for people. What
-//!    happens between the end of a `@begin` line and the first byte of the next line is the job that is
-//!    measured: the console itself takes no part in it.
-//! 3. [`Digest`]: what the disk must hold after the guest is gone.
+//! 2. [`Line`]: the guest's reports over the serial console. Lines that begin with `@` are for the VMM: for each
+//!    transport one `@begin` and one `@end` (`@loaded` after a load), or a `@fail`, then `@off`. All other lines are
+//!    for the user. The VMM measures the time from the end of a `@begin` line to the first byte of the next line, so
+//!    console output is not part of the measured job.
+//! 3. [`Digest`]: what the disk must hold after the guest has ended.
 
 use core::fmt;
 use core::str::FromStr;
 
-/// Marks the words as what they are: "WALVGST1" in little-endian.
+/// The first word of a [`BootInfo`]: "WALVGST1" in little-endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"WALVGST1");
 
 /// Number of 64-bit words of a [`BootInfo`] in guest memory.
@@ -19,38 +19,38 @@ pub const WORDS: usize = 12;
 /// Most slots for virtio-mmio devices.
 pub const MMIO_SLOTS: usize = 16;
 
-/// Where things are in the guest's physical address space.
+/// Addresses in the guest's physical address space, and the guest's task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BootInfo {
-    /// First byte behind the RAM that begins at 0.
+    /// End of the RAM that begins at 0: the first address after it.
     pub memory_end: u64,
     /// Address of the interrupt descriptor table: 256 empty gates for the guest to fill in.
     pub idt: u64,
     /// Address of the first virtio-mmio register block; the others follow at every 4 KiB.
     pub mmio_base: u64,
-    /// The interrupt line (GSI) of each slot from there on; 0 where there is no slot.
+    /// The interrupt line (GSI) of each slot, from the first on; 0 if there is no such slot.
     pub mmio_lines: [u8; MMIO_SLOTS],
     /// Address of the PCI configuration space (ECAM) of bus 0.
     pub ecam: u64,
     /// I/O port that powers the virtual machine off.
     pub off_port: u16,
-    /// The 16-bit value to write to it.
+    /// The 16-bit value that powers it off.
     pub off_value: u16,
-    /// I/O port that resets the virtual machine: how the guest ends when something is wrong.
+    /// I/O port that resets the virtual machine, with which the guest ends after a failure.
     pub reset_port: u16,
-    /// The byte to write to it.
+    /// The byte that resets it.
     pub reset_value: u8,
-    /// What to do with the disks.
+    /// The guest's task.
     pub task: Task,
 }
 
-/// What the guest is for.
+/// The guest's task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Task {
-    /// A job whose every byte is compared, and counted: one `@begin` and one `@end` for each transport.
+    /// A counted job, with every byte compared: one `@begin` and one `@end` for each transport.
     #[default]
     Job,
-    /// Cases of what a device must do, and must bear: one `@case` each, then a `@checked`, for each transport.
+    /// Cases of what a device must do, and must withstand: for each transport one `@case` per case, then a `@checked`.
     Conformance,
     /// A load on one transport: one `@begin` and one `@loaded`.
     Load(Load),
@@ -59,21 +59,21 @@ pub enum Task {
 /// Closed loops over random 4 KiB blocks of the whole disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Through virtio-pci; otherwise through virtio-mmio.
+    /// The load uses virtio-pci; otherwise virtio-mmio.
     pub pci: bool,
-    /// What each loop does over and over.
+    /// The operation that each loop repeats.
     pub kind: LoadKind,
-    /// Requests in flight of each queue, 1 to 32.
+    /// Requests in flight in each queue, 1 to 32.
     pub iodepth: u8,
     /// Queues in use, 1 to 4.
     pub queues: u8,
-    /// Ticks of the time stamp counter after which no request begins.
+    /// Ticks of the time stamp counter after which no new request begins.
     pub ticks: u64,
-    /// Reads and writes after which none begins.
+    /// Number of reads and writes after which no new one begins.
     pub requests: u64,
 }
 
-/// What a closed loop of a load does.
+/// The operation that each closed loop of a load repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadKind {
     /// Reads.
@@ -89,7 +89,7 @@ impl LoadKind {
 }
 
 impl Load {
-    /// All but [`ticks`](Self::ticks) and [`requests`](Self::requests), behind the task's number.
+    /// All fields except [`ticks`](Self::ticks) and [`requests`](Self::requests), in the bits above the task's number.
     fn to_word(self) -> u64 {
         u64::from(self.pci) << 32
             | (self.kind as u64) << 24
@@ -172,7 +172,7 @@ impl BootInfo {
     }
 }
 
-/// What the guest's driver has done.
+/// Counts of the guest's driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Requests that have completed.
@@ -188,7 +188,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Takes them from a line's numbers.
+    /// Reads the counts from the numbers of a line.
     fn read(next: &mut impl FnMut() -> Option<u64>) -> Option<Self> {
         Some(Self {
             requests: next()?,
@@ -200,48 +200,48 @@ impl Counts {
     }
 }
 
-/// What a transport's job has come to, as the guest saw it.
+/// The result of a transport's job, as the guest saw it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// What was done.
+    /// The driver's counts.
     pub counts: Counts,
     /// Blocks from the start of the disk that were read and compared at the end.
     pub blocks: u32,
-    /// Their digest.
+    /// The digest of those blocks.
     pub digest: Digest,
 }
 
-/// What a load has come to, as the guest saw it.
+/// The result of a load, as the guest saw it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
-    /// What was done.
+    /// The driver's counts.
     pub counts: Counts,
-    /// Ticks of the time stamp counter that it took.
+    /// Duration of the load in ticks of the time stamp counter.
     pub ticks: u64,
-    /// Half of the loops' rounds took no more ticks than this; a round with a FLUSH includes it.
+    /// Median duration of a loop's round in ticks; a round with a FLUSH includes the FLUSH.
     pub p50: u64,
-    /// 990 of 1000 took no more.
+    /// The 99th percentile of the rounds, in ticks.
     pub p99: u64,
-    /// 999 of 1000 took no more.
+    /// The 99.9th percentile of the rounds, in ticks.
     pub p999: u64,
-    /// The device's write cache was on, as its configuration space said.
+    /// Whether the device's write cache was on, according to its configuration space.
     pub write_cache: bool,
 }
 
-/// A line for the VMM. The transport and the reason are text.
+/// A line for the VMM. The transport and the reason are of type `T`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line<T> {
     /// The job of this transport begins.
     Begin(T),
-    /// It has ended, every byte verified.
+    /// The job of this transport has ended, with every byte verified.
     End(T, Outcome),
     /// The load on this transport has ended.
     Loaded(T, Loaded),
-    /// It has failed, for this reason.
+    /// The task on this transport has failed, for the reason given.
     Fail(T, T),
-    /// A case on this transport, by its name: what is wrong, if something is.
+    /// A case of this name ran on this transport. The third field is the problem, if the case failed.
     Case(T, T, Option<T>),
-    /// All cases of this transport were run: so many.
+    /// This many cases ran on this transport: all of them.
     Checked(T, u32),
     /// The guest powers off.
     Off,
@@ -292,7 +292,7 @@ impl<T: fmt::Display> fmt::Display for Line<T> {
 }
 
 impl<'a> Line<&'a str> {
-    /// Reads a line, without its line end. `None` if it is none for the VMM.
+    /// Parses a line without its line end. Returns `None` if the line is not for the VMM.
     pub fn parse(line: &'a str) -> Option<Self> {
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
         match word {
@@ -347,8 +347,8 @@ impl<'a> Line<&'a str> {
     }
 }
 
-/// A digest of a disk's content that does not depend on the order in which its blocks are read: the guest
-/// takes it from what it expects, the VMM from what the disk holds after the guest is gone.
+/// A digest of a disk's content that does not depend on the order of the blocks. The guest computes it from the
+/// expected content, the VMM from the disk's content after the guest has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digest(pub u64);
 

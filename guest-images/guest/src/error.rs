@@ -1,4 +1,4 @@
-//! What can go wrong, in one line for the console.
+//! The guest's errors, each one line for the console.
 
 use core::fmt;
 
@@ -9,7 +9,7 @@ pub enum Error {
     NoDevice,
     /// The device does not offer the named feature.
     FeatureMissing(&'static str),
-    /// The device did not keep FEATURES_OK: it refuses what the driver accepted.
+    /// The device did not keep FEATURES_OK: it refuses the features that the driver accepted.
     FeaturesRefused,
     /// The device asks for a reset (DEVICE_NEEDS_RESET) or has failed.
     DeviceBroken {
@@ -20,7 +20,7 @@ pub enum Error {
     Queue {
         /// Its index.
         index: u16,
-        /// What is wrong with it.
+        /// The fault.
         what: &'static str,
     },
     /// The used ring names a descriptor that is not in flight.

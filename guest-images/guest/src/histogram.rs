@@ -1,5 +1,5 @@
-//! How long things took, in buckets whose width grows with their place, as HdrHistogram's do: every value is known to one
-//! part in 32, in a few kilobytes.
+//! A histogram of durations. The buckets grow wider with the value, like those of HdrHistogram: a few kilobytes hold
+//! every value with an error of at most one part in 32.
 //!
 //! ```text
 //!   0 1 2 .. 31 │ 32 33 .. 63 │ 64 66 .. 126 │ 128 132 .. │ ...        first value of each bucket
@@ -8,16 +8,16 @@
 //!
 //! The guest and the VMM both compile this file.
 
-/// Bits of a value that its bucket keeps behind the first one that is set.
+/// Bits of a value that its bucket keeps, below the highest bit that is set.
 const KEPT: u32 = 5;
 /// Buckets of an octave.
 const OCTAVE: usize = 1 << KEPT;
-/// Bits of the largest value that has a bucket of its own; more is counted in the last.
+/// Bits of the largest value with a bucket of its own; larger values are counted in the last bucket.
 const LARGEST_BITS: usize = 44;
-/// Buckets: two octaves of width 1 are one.
+/// Number of buckets. The two octaves of width 1 count as one.
 const BUCKETS: usize = (LARGEST_BITS - KEPT as usize + 1) * OCTAVE;
 
-/// Counts of values, in whatever unit.
+/// Counts of values, in any unit.
 #[derive(Debug)]
 pub struct Histogram {
     counts: [u32; BUCKETS],
@@ -41,7 +41,7 @@ impl Histogram {
         self.total += 1;
     }
 
-    /// Counts the values of another one too.
+    /// Adds the counts of another histogram.
     pub fn add(&mut self, other: &Self) {
         for (count, more) in self.counts.iter_mut().zip(&other.counts) {
             *count = count.saturating_add(*more);
@@ -49,13 +49,13 @@ impl Histogram {
         self.total += other.total;
     }
 
-    /// Values counted.
+    /// Number of values counted.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The smallest value (as its bucket knows it: the middle) that at least `per_mille` of 1000 counted values do not
-    /// exceed; 0 if none was counted.
+    /// The smallest value that at least `per_mille` of 1000 counted values do not exceed; 0 if no value was counted.
+    /// The value is the middle of its bucket.
     pub fn quantile(&self, per_mille: u64) -> u64 {
         let wanted = (self.total * per_mille).div_ceil(1000).max(1);
         let mut seen = 0;
@@ -76,7 +76,7 @@ fn bucket(value: u64) -> usize {
     if bits > LARGEST_BITS {
         return BUCKETS - 1;
     }
-    // As many low bits are not kept.
+    // Number of low bits that the bucket does not keep.
     let dropped = bits.saturating_sub(KEPT as usize + 1);
     dropped * OCTAVE + (value >> dropped) as usize
 }

@@ -5,8 +5,8 @@
 //!   ring 0         └ count, EOI, iret ┘              └ sti; hlt ─ count, EOI, .. ┘
 //! ```
 //!
-//! The stubs are all that runs in ring 0, and a KVM that interprets ring 0 must know their instructions: hence
-//! plain moves, and INT3 as the way in (such a KVM delivers exceptions of ring 3, but not INT n).
+//! Only the stubs run in ring 0. A KVM that interprets ring 0 must know their instructions, so the stubs use plain
+//! moves, and INT3 is the way in (such a KVM delivers exceptions of ring 3, but not INT n).
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -94,13 +94,13 @@ unsafe extern "C" {
 const EXCEPTIONS: u8 = 32;
 const EXCEPTION_STRIDE: u64 = 16;
 const BREAKPOINT: u8 = 3;
-/// The vector of source 0; the line of the I/O APIC and each MSI-X message have one of their own, so that two
-/// at a time are two.
+/// The vector of source 0. The line of the I/O APIC and each MSI-X message have a vector of their own, so that two
+/// interrupts at the same time are counted as two.
 const FIRST_VECTOR: u8 = 0x30;
 const SOURCES: u8 = 32;
 const SPURIOUS: u8 = 0xff;
 
-/// An interrupt gate to 64-bit code of ring 0 (Intel SDM volume 3, 6.14.1): interrupts are off in it.
+/// An interrupt gate to 64-bit code of ring 0 (Intel SDM volume 3, 6.14.1). The gate clears the interrupt flag.
 const GATE: u64 = 0x8e00;
 const GATE_FROM_RING_3: u64 = 0xee00;
 const CODE: u64 = 0x08;
@@ -120,7 +120,7 @@ const SELECT: u64 = 0x00;
 const WINDOW: u64 = 0x10;
 const REDIRECTION: u32 = 0x10;
 
-/// Data ports of the two 8259 interrupt controllers: their masks.
+/// The data ports of the two 8259 interrupt controllers, which hold their masks.
 const PIC_MASKS: [u16; 2] = [0x21, 0xa1];
 
 /// The processor's interrupt controllers.
@@ -128,21 +128,21 @@ const PIC_MASKS: [u16; 2] = [0x21, 0xa1];
 pub struct Controller {
     local_apic: Registers,
     io_apic: Registers,
-    /// Source of the next line.
+    /// One more than the source of the next line.
     next_line: u8,
 }
 
 impl Controller {
-    /// Fills in the descriptor table, silences the 8259s, switches the local APIC and then interrupts on.
+    /// Fills in the descriptor table, masks the 8259s, switches the local APIC on and then enables interrupts.
     ///
     /// # Safety
-    /// `info` names the descriptor table in use, and nobody else sets interrupts up.
+    /// `info` names the descriptor table in use, and no other code sets interrupts up.
     pub unsafe fn start(info: &BootInfo) -> Self {
         let gate = |vector: u8, stub: u64, kind: u64| {
             let at = info.idt as usize + usize::from(vector) * 16;
             let entry = core::ptr::with_exposed_provenance_mut::<[u64; 2]>(at);
             let low = stub & 0xffff | CODE << 16 | kind << 32 | (stub >> 16 & 0xffff) << 48;
-            // SAFETY: the table has 256 entries of 16 bytes, and no interrupt of this vector comes yet.
+            // SAFETY: the table has 256 entries of 16 bytes, and no interrupt of this vector is enabled yet.
             unsafe { entry.write_volatile([low, stub >> 32]) };
         };
         for vector in 0..EXCEPTIONS {
@@ -160,10 +160,10 @@ impl Controller {
         gate(SPURIOUS, spurious_stub as *const () as u64, GATE);
 
         for port in PIC_MASKS {
-            // SAFETY: masking every line of the 8259s keeps them away from this program.
+            // SAFETY: with every line masked, the 8259s do not interrupt this program.
             unsafe { write_port(port, 0xff) };
         }
-        // SAFETY: the architectural addresses of the local and of the first I/O APIC, which are no memory.
+        // SAFETY: these are the architectural addresses of the local APIC and the first I/O APIC, which are not memory.
         let (local_apic, io_apic) =
             unsafe { (Registers::new(LOCAL_APIC), Registers::new(IO_APIC)) };
         local_apic.write32(LINT0, MASKED);
@@ -173,7 +173,7 @@ impl Controller {
             io_apic,
             next_line: SOURCES,
         };
-        // The count cannot be at its end: this only switches interrupts on.
+        // The count never reaches this value, so this call does not wait: it only enables interrupts.
         controller.wait(u64::MAX);
         controller
     }
@@ -195,7 +195,7 @@ impl Interrupts for Controller {
     }
 
     fn connect_line(&mut self, gsi: u32) {
-        // Lines take their vectors from the end, messages from the start.
+        // Lines take their vectors from the end of the range, messages from its start.
         self.next_line = self.next_line.saturating_sub(1);
         let vector = FIRST_VECTOR + self.next_line;
         let redirect = |half: u32, value: u32| {

@@ -1,4 +1,4 @@
-//! The memory functions that the compiler calls: without an operating system nobody else brings them.
+//! The memory functions that the compiler calls. Without an operating system there is no C library that has them.
 
 use core::arch::asm;
 
@@ -59,8 +59,8 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, length: usize) -> *mut u8 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(one: *const u8, other: *const u8, length: usize) -> i32 {
     for index in 0..length {
-        // SAFETY: the caller vouches for `length` bytes of both. Volatile, or the compiler may make a call of
-        // memcmp of the loop.
+        // SAFETY: the caller guarantees that `length` bytes of both are readable. The reads are volatile because the
+        // compiler could otherwise turn the loop into a call of memcmp.
         let (left, right) = unsafe {
             (
                 one.add(index).read_volatile(),

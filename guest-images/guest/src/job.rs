@@ -1,4 +1,4 @@
-//! What the guest asks of its disk, and how it knows that it got it.
+//! The job: the requests that the guest sends to its disk, and how it checks the results.
 //!
 //! ```text
 //!   identify ─▶ write + flush, one by one ─▶ one large write ─▶ burst of writes and flushes, all queues
@@ -15,24 +15,24 @@ use crate::error::Error;
 use crate::memory::{Arena, Region};
 use crate::pattern::{BLOCK, Generations};
 
-/// Blocks of the disk that are used: 8 MiB.
+/// Number of the disk's blocks that the job uses: 8 MiB.
 const BLOCKS: u32 = 2048;
-/// Writes at the start that are each followed by a FLUSH.
+/// Writes at the start, each followed by a FLUSH.
 const LONE_WRITES: u32 = 16;
-/// Where the large request begins, and its blocks (1 MiB).
+/// First block of the large request, and its number of blocks (1 MiB).
 const LARGE_FIRST: u32 = 1536;
 const LARGE_BLOCKS: u32 = 256;
 /// Blocks that the burst writes; the next [`LARGE_FIRST`] - these stay untouched.
 const BURST_BLOCKS: u32 = 1024;
-/// In the burst every so many requests is a FLUSH.
+/// Every request of the burst with this interval is a FLUSH.
 const FLUSH_EVERY: u32 = 16;
-/// What is discarded and zeroed: first block and number.
+/// The ranges discarded and zeroed: first block and number.
 const DISCARDED: (u32, u32) = (100, 64);
 const ZEROED: (u32, u32) = (300, 32);
 /// Blocks written while the write cache is off.
 const WRITETHROUGH: (u32, u32) = (110, 8);
 
-/// Runs the job on a device and returns what it came to.
+/// Runs the job on a device and returns its result.
 ///
 /// # Errors
 /// If a request fails, or a byte does not read as it was written.
@@ -66,11 +66,11 @@ pub fn run(
 }
 
 fn say(console: &mut dyn Write, line: Arguments<'_>) {
-    // A console that takes no text leaves nobody to be told.
+    // If the console fails, there is no other way to report.
     let _ = writeln!(console, "{line}");
 }
 
-/// Tells people what was found.
+/// Prints the device's properties for the user.
 fn describe(block: &mut Block<'_>, console: &mut dyn Write) -> Result<(), Error> {
     if block.config.sectors * 512 < u64::from(BLOCKS) * BLOCK as u64 {
         return Err(Error::Config("the disk is smaller than 8 MiB"));
@@ -137,7 +137,7 @@ fn large_request(
         .try_for_each(|(number, data)| generations.check(number, data))
 }
 
-/// Many writes at once over all queues, scattered, with a FLUSH among every few.
+/// Keeps many scattered writes in flight over all queues, with a FLUSH among every few.
 fn burst(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Error> {
     let queues = block.queue_count();
     let total = BURST_BLOCKS + BURST_BLOCKS / (FLUSH_EVERY - 1);
@@ -146,7 +146,7 @@ fn burst(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Err
         if number % FLUSH_EVERY == FLUSH_EVERY - 1 || written == BURST_BLOCKS {
             return Request::Flush;
         }
-        // An odd multiplier visits every block of a power of two once.
+        // An odd multiplier visits each block exactly once, because the number of blocks is a power of two.
         let target = written * 377 % BURST_BLOCKS;
         written += 1;
         generations.renew(target, data);
@@ -179,7 +179,7 @@ fn read_all(
     Ok(digest)
 }
 
-/// Discards a stretch and zeroes another; both, and the blocks around them, are read back.
+/// Discards one range and zeroes another, and reads back both ranges and the blocks around them.
 fn zeroes(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Error> {
     let (discard, write_zeroes) = (
         block.features.has(feature::DISCARD),
@@ -207,7 +207,7 @@ fn zeroes(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Er
     Ok(())
 }
 
-/// Writes a few blocks with the write cache off: each is durable when it completes, without a FLUSH.
+/// Writes a few blocks with the write cache off. Each is durable when it completes, without a FLUSH.
 fn write_cache(block: &mut Block<'_>, generations: &mut Generations) -> Result<(), Error> {
     if !block.features.has(feature::CONFIG_WCE) {
         return Ok(());
@@ -231,7 +231,7 @@ fn write_cache(block: &mut Block<'_>, generations: &mut Generations) -> Result<(
     Ok(())
 }
 
-/// Fills a buffer with what is no block's content, so that a read that reads nothing is noticed.
+/// Fills a buffer with bytes that no block holds, so that a read that transfers no data is noticed.
 fn spoil(data: &mut [u8]) {
     data.fill(0xee);
 }

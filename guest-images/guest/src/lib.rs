@@ -1,4 +1,4 @@
-//! The freestanding guest of `walvisor demo`: what needs no privileged instruction.
+//! The freestanding guest of `walvisor demo`: the part that needs no privileged instruction.
 //!
 //! ```text
 //!   main.rs, interrupt.rs, console.rs     the image: entry, ring-0 stubs, serial port

@@ -1,13 +1,13 @@
-//! A load: closed loops over random blocks, as many requests in flight as asked for, until the time is over.
+//! A load: closed loops over random blocks, with a fixed number of requests in flight, until the time is over.
 //!
 //! ```text
 //!   begin ─▶ write ─▶ FLUSH ─▶ ended: its time into the histogram, the next one begins   (a loop per slot)
 //!               read ────────────▶
 //! ```
 //!
-//! The line that ends it comes before the driver is taken down, which costs register accesses too.
+//! The guest prints the final line before it takes the driver down, because that costs register accesses too.
 //!
-//! Nothing is compared: what was asked for and that it succeeded is all that counts here.
+//! The guest does not compare any data: a load only checks that each request succeeds.
 
 use core::fmt::Write;
 
@@ -19,10 +19,10 @@ use crate::error::Error;
 use crate::histogram::Histogram;
 use crate::pattern::BLOCK;
 
-/// Carries out `load` with what `now` reads as the clock, and says what it came to.
+/// Runs `load` and prints its result. `now` reads the clock.
 ///
 /// # Errors
-/// If the device cannot do it, or a request fails.
+/// If the device does not fit the load, or a request fails.
 pub fn run(
     block: &mut Block<'_>,
     load: &Load,
@@ -42,7 +42,7 @@ pub fn run(
     }
     // Without CONFIG_WCE a device that offers FLUSH has a write cache (virtio 1.2, 5.2.5).
     let write_cache = !block.features.has(feature::CONFIG_WCE) || block.write_cache();
-    // A console that takes no text leaves nobody to be told.
+    // If the console fails, there is no other way to report.
     let _ = writeln!(console, "{}", Line::Begin(block.name()));
     block.start_counting();
 

@@ -1,4 +1,5 @@
-//! The image: entry, panics, and the order of things. It runs in ring 3 from its first instruction on.
+//! The image: its entry, its panic handler, and the sequence of its steps. It runs in ring 3 from its first
+//! instruction on.
 #![no_std]
 #![no_main]
 
@@ -46,13 +47,13 @@ stack_top:
 );
 
 unsafe extern "C" {
-    /// First byte behind the image, from the linker script.
+    /// End of the image, from the linker script.
     static image_end: u8;
 }
 
 extern "C" fn main(boot: u64) -> ! {
     let words = core::ptr::with_exposed_provenance::<[u64; WORDS]>(boot as usize);
-    // SAFETY: the VMM passes the address of its words; memory is mapped one to one.
+    // SAFETY: the VMM passes the address of its words, and memory is mapped one to one.
     let Some(info) = BootInfo::from_words(unsafe { words.read_volatile() }) else {
         writeln!(Console, "@fail guest no boot information").ok();
         reset()
@@ -61,20 +62,19 @@ extern "C" fn main(boot: u64) -> ! {
         u32::from(info.reset_port) << 8 | u32::from(info.reset_value),
         Ordering::Relaxed,
     );
-    // SAFETY: the words were right, so the rest is; nothing else sets the processor up.
+    // SAFETY: the magic number was right, so the other words are valid; no other code sets the processor up.
     let mut controller = unsafe { Controller::start(&info) };
-    // The arena is borrowed by each device in turn, and starts anew for the second: the first was reset.
+    // Each device in turn gets an arena over the same memory: the first device was reset before the second starts.
     let transports = match info.task {
         Task::Load(load) if load.pci => &["pci"][..],
         Task::Load(_) => &["mmio"],
         Task::Job | Task::Conformance => &["mmio", "pci"],
     };
     for &transport in transports {
-        // SAFETY: the RAM behind the image is used by nothing else, and a device that was reset no longer
-        // touches it.
+        // SAFETY: no other code uses the RAM after the image, and a device that was reset no longer accesses it.
         let mut arena = unsafe { free_memory(&info) };
         let outcome = match transport {
-            // SAFETY: the VMM says where its devices are.
+            // SAFETY: the VMM's words say where its devices are.
             "mmio" => unsafe { Mmio::find(&info, &mut controller) }.and_then(|mut mmio| {
                 writeln!(
                     Console,
@@ -108,11 +108,11 @@ extern "C" fn main(boot: u64) -> ! {
     reset()
 }
 
-/// What was done with a disk.
+/// The result of the task on one disk.
 enum Done {
     Job(Outcome),
     Cases(u32),
-    /// Said already.
+    /// The load has already printed its result.
     Load,
 }
 
@@ -130,7 +130,7 @@ fn drive(
     let mut block = Block::start(transport, controller, arena)?;
     let outcome = match info.task {
         Task::Load(load) => {
-            // SAFETY: the instruction reads a counter, and ring 3 may (CR4.TSD is clear).
+            // SAFETY: the instruction only reads a counter, which ring 3 may do (CR4.TSD is clear).
             let mut now = || unsafe { core::arch::x86_64::_rdtsc() };
             load::run(&mut block, &load, &mut now, &mut Console).map(|()| Done::Load)
         }
@@ -142,27 +142,27 @@ fn drive(
     outcome
 }
 
-/// The RAM behind the image.
+/// The RAM after the image.
 ///
 /// # Safety
-/// As [`Arena::new`] asks: whoever had an arena of it before does not use it any more.
+/// As for [`Arena::new`]: no earlier arena over this RAM is in use any more.
 unsafe fn free_memory(info: &BootInfo) -> Arena {
     let start = (&raw const image_end).expose_provenance();
     let length = (info.memory_end as usize).saturating_sub(start);
-    // SAFETY: the linker script puts `image_end` behind everything the image uses, RAM goes on to
-    // `memory_end`, and the caller vouches for the rest.
+    // SAFETY: the linker script puts `image_end` after everything that the image uses, RAM extends to `memory_end`,
+    // and the caller guarantees the rest.
     unsafe { Arena::new(core::ptr::with_exposed_provenance_mut(start), length) }
 }
 
-/// Port and value that reset the virtual machine, once they are known.
+/// The port and the value that reset the virtual machine, once the boot information is read.
 static RESET: AtomicU32 = AtomicU32::new(0);
 
-/// Ends the virtual machine when nothing else can be done.
+/// Ends the virtual machine after a failure.
 fn reset() -> ! {
     let reset = RESET.load(Ordering::Relaxed);
     loop {
-        // SAFETY: the virtual machine ends here; no memory is used any more. Without a port this is a write to
-        // port 0, which nobody listens to, until the VMM loses its patience.
+        // SAFETY: the virtual machine ends here; no memory is used any more. Without boot information this is a write
+        // to port 0, which has no device, until the VMM's time limit is over.
         unsafe { write_port((reset >> 8) as u16, reset as u8) };
     }
 }
@@ -177,7 +177,7 @@ extern "C" fn exception(vector: u64, code: u64, instruction: u64) -> ! {
     reset()
 }
 
-// Tools that look at all targets build this with the test harness, which has one of its own.
+// Tools that build all targets build this file with the test harness, which has a panic handler of its own.
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {

@@ -4,7 +4,7 @@ use core::ptr::NonNull;
 
 use crate::error::Error;
 
-/// An integer that memory can be read and written as.
+/// An integer type for accesses to a region.
 pub trait Word: Copy + sealed::Sealed {}
 impl Word for u8 {}
 impl Word for u16 {}
@@ -19,8 +19,8 @@ mod sealed {
     impl Sealed for u64 {}
 }
 
-/// A piece of memory with one owner beside the device. Its address is the same for both: the guest's
-/// memory is mapped one to one.
+/// A piece of memory that the device and one owner use. The guest's memory is mapped one to one, so the address is
+/// the same for both.
 #[derive(Debug)]
 pub struct Region {
     start: NonNull<u8>,
@@ -38,7 +38,7 @@ impl Region {
         self.length
     }
 
-    /// Whether there is nothing in it.
+    /// Whether its length is 0.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
@@ -46,29 +46,29 @@ impl Region {
     /// Reads the word at `offset`.
     ///
     /// # Panics
-    /// If it does not lie in the region or is not aligned.
+    /// If the word does not lie in the region or is not aligned.
     pub fn read<T: Word>(&self, offset: usize) -> T {
-        // SAFETY: `word` checked bounds and alignment, every bit pattern is a `Word`, and volatile because
-        // the device may write it.
+        // SAFETY: `word` checked bounds and alignment, and every bit pattern is a `Word`. The read is volatile
+        // because the device may write the word.
         unsafe { self.word::<T>(offset).read_volatile() }
     }
 
     /// Writes the word at `offset`.
     ///
     /// # Panics
-    /// If it does not lie in the region or is not aligned.
+    /// If the word does not lie in the region or is not aligned.
     pub fn write<T: Word>(&self, offset: usize, value: T) {
-        // SAFETY: `word` checked bounds and alignment; volatile because the device may read it.
+        // SAFETY: `word` checked bounds and alignment. The write is volatile because the device may read the word.
         unsafe { self.word::<T>(offset).write_volatile(value) }
     }
 
-    /// The bytes, to look at. Only while no request that writes them is in flight.
+    /// The bytes, for reading. No request that writes them may be in flight.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the region is valid memory that nobody else owns; the device has handed it back.
+        // SAFETY: the region is valid memory with no other owner, and the device has returned it.
         unsafe { core::slice::from_raw_parts(self.start.as_ptr(), self.length) }
     }
 
-    /// The bytes, to fill in. Only while no request that uses them is in flight.
+    /// The bytes, for writing. No request that uses them may be in flight.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { core::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
@@ -87,7 +87,7 @@ impl Region {
     }
 }
 
-/// Hands out regions one behind the other; there is nothing to give back.
+/// Hands out regions one after the other. Regions are never given back.
 #[derive(Debug)]
 pub struct Arena {
     next: *mut u8,
@@ -109,13 +109,13 @@ impl Arena {
     /// Takes `length` zeroed bytes at a multiple of `alignment` (a power of two).
     ///
     /// # Errors
-    /// [`Error::Memory`] if there is not as much left.
+    /// [`Error::Memory`] if less memory is left.
     pub fn take(&mut self, length: usize, alignment: usize) -> Result<Region, Error> {
         let padding = self.next.align_offset(alignment);
         let used = padding.checked_add(length).ok_or(Error::Memory)?;
         self.left = self.left.checked_sub(used).ok_or(Error::Memory)?;
-        // SAFETY: `padding + length` bytes were left, so both additions stay in the arena, whose bytes are
-        // valid for writes.
+        // SAFETY: `padding + length` bytes were left, so both additions stay in the arena, whose bytes are valid for
+        // writes.
         let start = unsafe {
             let start = self.next.add(padding);
             start.write_bytes(0, length);
@@ -133,7 +133,7 @@ impl Arena {
 pub(crate) mod tests {
     use super::*;
 
-    /// An arena on the host's heap; the memory is never given back.
+    /// An arena on the host's heap, whose memory is leaked.
     pub(crate) fn arena(length: usize) -> Arena {
         let memory = vec![0xa5u8; length].leak();
         // SAFETY: leaked, and handed to this arena alone.

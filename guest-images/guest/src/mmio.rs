@@ -50,11 +50,11 @@ impl Mmio {
     /// [`Error::NoDevice`] if there is none.
     ///
     /// # Safety
-    /// `info` tells the truth: those addresses are no memory.
+    /// `info` is right: those addresses are device registers, not memory.
     pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
         for (slot, line) in (0..).zip(info.mmio_lines).filter(|&(_, line)| line != 0) {
             let address = info.mmio_base + slot * SLOT;
-            // SAFETY: the caller vouches for the slots.
+            // SAFETY: the caller guarantees that the slots are device registers.
             let registers = unsafe { Registers::new(address) };
             if registers.read32(MAGIC) == MAGIC_VALUE
                 && registers.read32(VERSION) == VERSION_2
@@ -140,7 +140,7 @@ impl Transport for Mmio {
     }
 
     fn acknowledge(&mut self) {
-        // 4.2.3.4.1: the events handled are written back, so the device can tell the next ones apart.
+        // 4.2.3.4.1: the driver writes back the events that it has handled, so that the device can tell new ones apart.
         let events = self.registers.read32(INTERRUPT_STATUS);
         if events != 0 {
             self.registers.write32(INTERRUPT_ACK, events);

@@ -1,8 +1,8 @@
-//! What every block of the disk must read as.
+//! The expected content of every block of the disk.
 //!
-//! A block's content follows from its number and its generation (how often it was written), so that a block
-//! in the wrong place, an old version or a torn one is told from the right one. Generation 0 is a block that
-//! was never written or was discarded: zeroes.
+//! A block's content is computed from its number and its generation (how often it was written). So a check detects a
+//! block in the wrong place, an old version and a torn block. Generation 0 is a block that was never written, and a
+//! cleared block was discarded or zeroed: both read as zeroes.
 
 use crate::contract::mix;
 use crate::error::Error;
@@ -19,7 +19,7 @@ pub struct Generations {
 }
 
 impl Generations {
-    /// Over `of_block`, four bytes a block, all zero. `seed` makes two disks differ.
+    /// Generations in `of_block`, four zero bytes per block. `seed` makes the contents of two disks differ.
     pub fn new(of_block: Region, seed: u32) -> Self {
         Self { of_block, seed }
     }
@@ -29,22 +29,22 @@ impl Generations {
         (self.of_block.len() / 4) as u32
     }
 
-    /// Fills `data` with what block `block` is to hold from now on.
+    /// Starts the next generation of `block`, and fills `data` with its content.
     pub fn renew(&mut self, block: u32, data: &mut [u8]) {
         let generation = (self.of_block.read::<u32>(block as usize * 4) & !CLEARED) + 1;
         self.of_block.write(block as usize * 4, generation);
         fill(data, self.seed, block, generation);
     }
 
-    /// From now on `block` reads as zeroes.
+    /// Expects `block` to read as zeroes from now on.
     pub fn clear(&mut self, block: u32) {
-        // The count of versions goes on in the low bits: what comes back later is not the first version.
+        // The low bits keep the generation, so that the next version is not the first one again.
         let generation = self.of_block.read::<u32>(block as usize * 4);
         self.of_block
             .write(block as usize * 4, generation | CLEARED);
     }
 
-    /// Compares every byte of `data` with what `block` must read as.
+    /// Compares every byte of `data` with the expected content of `block`.
     ///
     /// # Errors
     /// [`Error::Content`] with the first byte that differs.

@@ -88,16 +88,16 @@ impl ConfigSpace for Registers {
 }
 
 impl Pci {
-    /// Looks for a block device on bus 0, switches its memory BARs and its MSI-X on, and gives each vector
-    /// a message of its own.
+    /// Looks for a block device on bus 0, enables its memory BARs and its MSI-X, and gives each vector a message of
+    /// its own.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if there is none, [`Error::Pci`] if it is not a complete virtio function.
+    /// [`Error::NoDevice`] if there is no block device, [`Error::Pci`] if it is not a complete virtio function.
     ///
     /// # Safety
-    /// `info` tells the truth about the ECAM, and the BARs lie outside of memory.
+    /// `info` gives the right address of the ECAM, and the BARs lie outside of memory.
     pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
-        // SAFETY: the caller vouches for the ECAM.
+        // SAFETY: the caller guarantees the address of the ECAM.
         let bus = unsafe { Registers::new(info.ecam) };
         let (device, function) = (0..DEVICES)
             .map(|device| (device, bus.at(device * DEVICE_STRIDE)))
@@ -110,7 +110,7 @@ impl Pci {
 
         let command = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_NO_INTX;
         function.write16(COMMAND, function.read16(COMMAND) | command);
-        // SAFETY: the caller vouches for the BARs.
+        // SAFETY: the caller guarantees that the BARs lie outside of memory.
         let map = |location: Location| unsafe { window(&function, location) };
 
         let table = map(capabilities.msix_table)?;
@@ -154,7 +154,7 @@ unsafe fn window(function: &Registers, location: Location) -> Result<Registers, 
     if low & BAR_IO != 0 {
         return Err(Error::Pci("a structure lies in an I/O BAR"));
     }
-    // A 64-bit BAR takes two slots; the last slot cannot begin one.
+    // A 64-bit BAR takes two slots, so it cannot begin in the last slot.
     let high = match low & BAR_64 {
         0 => 0,
         _ if location.bar < 5 => bar.read32(4),
@@ -162,13 +162,13 @@ unsafe fn window(function: &Registers, location: Location) -> Result<Registers, 
     };
     match u64::from(low & !BAR_FLAGS) | u64::from(high) << 32 {
         0 => Err(Error::Pci("a BAR has no address")),
-        // SAFETY: the caller vouches for the BARs.
+        // SAFETY: the caller guarantees that the BARs lie outside of memory.
         address => Ok(unsafe { Registers::new(address + u64::from(location.offset)) }),
     }
 }
 
-/// The interrupt vector of queue `index`. Vector 0 is for configuration changes; with too few for all queues, the last
-/// is shared.
+/// The interrupt vector of queue `index`. Vector 0 is for configuration changes. With too few vectors, queues share
+/// the last one.
 fn vector_of(index: u16, vectors: u16) -> u16 {
     (index + 1).min(vectors.saturating_sub(1))
 }
@@ -195,7 +195,7 @@ impl Transport for Pci {
     fn set_status(&mut self, status: u8) {
         self.common.write8(STATUS, status);
         if status == ACKNOWLEDGE {
-            // A reset has taken the vector away.
+            // The reset cleared the vector of configuration changes.
             self.common.write16(CONFIG_VECTOR, 0);
         }
         // 4.1.4.3.2: after a reset the driver waits until the status reads 0.
@@ -275,7 +275,7 @@ impl Transport for Pci {
     }
 
     fn acknowledge(&mut self) {
-        // An MSI-X message says which queue it is for; there is nothing to read or to write.
+        // MSI-X has no interrupt status to read or to acknowledge.
     }
 
     fn generation(&mut self) -> u32 {

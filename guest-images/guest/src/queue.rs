@@ -6,7 +6,7 @@
 //!   take ◀──────────────────────── used ring ◀── (interrupt?) ◀──────────────┘
 //! ```
 //!
-//! With EVENT_IDX each side says after which entry it wants to hear from the other (`avail_event`,
+//! With EVENT_IDX each side says after which entry it wants to be notified by the other (`avail_event`,
 //! `used_event`), so one doorbell and one interrupt serve many requests.
 
 use core::sync::atomic::{Ordering, fence};
@@ -17,23 +17,23 @@ use crate::memory::{Arena, Region};
 /// Most descriptors that this driver uses in one queue.
 pub const MAX_SIZE: u16 = 128;
 
-/// A stretch of memory in a request.
+/// A piece of memory in a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Where it begins.
+    /// Address of its first byte.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u32,
-    /// The device writes it; otherwise it reads it.
+    /// Whether the device writes the memory; otherwise the device reads it.
     pub device_writes: bool,
 }
 
 /// A request that the device has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
-    /// What [`Queue::add`] was given with it.
+    /// The token that [`Queue::add`] got with the request.
     pub token: u16,
-    /// Bytes that the device says it wrote.
+    /// Bytes written, according to the device.
     pub written: u32,
 }
 
@@ -66,13 +66,13 @@ pub struct Queue {
     free_head: u16,
     free: u16,
     next: [u16; MAX_SIZE as usize],
-    /// By the head of a chain in flight: its token and its length.
+    /// The token and the length of each chain in flight, indexed by its head.
     tokens: [u16; MAX_SIZE as usize],
     lengths: [u16; MAX_SIZE as usize],
-    /// Available index with everything that was added, and as the device was last shown it.
+    /// The available index after all requests added, and the one that the device was last shown.
     added: u16,
     published: u16,
-    /// Used entries taken.
+    /// Number of used entries taken, modulo 2^16.
     taken: u16,
 }
 
@@ -120,12 +120,12 @@ impl Queue {
         ]
     }
 
-    /// The features that it was made with.
+    /// The features of its rings.
     pub fn features(&self) -> RingFeatures {
         self.features
     }
 
-    /// Adds a request as a chain of descriptors. Those that the device reads must come first (2.7.4.2).
+    /// Adds a request as a chain of descriptors. The segments that the device reads must come first (2.7.4.2).
     /// Returns whether there was room.
     pub fn add(&mut self, token: u16, segments: &[Segment]) -> bool {
         if segments.is_empty() || segments.len() > usize::from(self.free) {
@@ -183,11 +183,11 @@ impl Queue {
         if self.added == self.published {
             return false;
         }
-        // The entries before the index that covers them (2.7.13.3).
+        // Writes the entries before the index that covers them (2.7.13.3).
         fence(Ordering::Release);
         self.available.write(2, self.added);
         let before = core::mem::replace(&mut self.published, self.added);
-        // The index before the look at what the device asks for (2.7.13.4.1).
+        // Writes the index before reading the device's event index or flags (2.7.13.4.1).
         fence(Ordering::SeqCst);
         if self.features.event_idx {
             let event = self.used.read::<u16>(4 + usize::from(self.size) * 8);
@@ -202,12 +202,12 @@ impl Queue {
         self.free
     }
 
-    /// Whether the device has used a request that was not taken back yet.
+    /// Whether the device has used a request that the driver has not taken back yet.
     pub fn has_used(&self) -> bool {
         self.used.read::<u16>(2) != self.taken
     }
 
-    /// Requests that were shown to the device and not taken back.
+    /// Requests that the driver has shown to the device and not taken back.
     pub fn in_flight(&self) -> u16 {
         self.published.wrapping_sub(self.taken)
     }
@@ -242,8 +242,8 @@ impl Queue {
         Ok(Some(Used { token, written }))
     }
 
-    /// Asks for an interrupt once `count` more requests are used. Returns `true` if the device has used as
-    /// many by now: then there may be no interrupt, and none is to be waited for.
+    /// Asks for an interrupt once `count` more requests are used. Returns `true` if the device has already used as
+    /// many: then the interrupt may not come, and the caller must not wait for it.
     pub fn arm(&mut self, count: u16) -> bool {
         let count = count.clamp(1, self.in_flight().max(1));
         if self.features.event_idx {
@@ -252,10 +252,10 @@ impl Queue {
                 self.taken.wrapping_add(count - 1),
             );
         }
-        // The event before the look at the index: the device does it the other way round (2.7.7.1).
+        // Writes the event before reading the index: the device does it in the opposite order (2.7.7.1).
         fence(Ordering::SeqCst);
         let ready = self.used.read::<u16>(2).wrapping_sub(self.taken);
-        // Without EVENT_IDX every request interrupts, so one is enough to go on.
+        // Without EVENT_IDX every used request interrupts, so one is enough.
         if self.features.event_idx {
             ready >= count
         } else {

@@ -4,8 +4,8 @@ use core::arch::asm;
 
 /// A block of memory-mapped registers.
 ///
-/// The accesses are single MOVs in inline assembly: a VMM's instruction decoder knows those, whatever the
-/// compiler would have made of a volatile access.
+/// Each access is a single MOV in inline assembly. A VMM's instruction decoder knows MOV, while the compiler may use
+/// another instruction for a volatile access.
 #[derive(Clone, Copy, Debug)]
 pub struct Registers {
     base: u64,
@@ -112,7 +112,7 @@ impl Registers {
         u64::from(self.read32(offset)) | u64::from(self.read32(offset + 4)) << 32
     }
 
-    /// The block `offset` bytes further on.
+    /// The block that begins `offset` bytes further on.
     pub fn at(&self, offset: u64) -> Self {
         Self {
             base: self.base + offset,
@@ -125,7 +125,7 @@ impl Registers {
 /// # Safety
 /// As [`write_port`].
 pub unsafe fn write_port16(port: u16, value: u16) {
-    // SAFETY: the caller vouches for the device; the instruction itself touches no memory.
+    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no memory.
     unsafe {
         asm!("out dx, ax", in("dx") port, in("ax") value, options(nomem, nostack, preserves_flags))
     };
@@ -134,9 +134,9 @@ pub unsafe fn write_port16(port: u16, value: u16) {
 /// Writes a byte to an I/O port.
 ///
 /// # Safety
-/// What the device behind the port does must not harm memory that the program uses.
+/// The device behind the port must not harm memory that the program uses.
 pub unsafe fn write_port(port: u16, value: u8) {
-    // SAFETY: the caller vouches for the device; the instruction itself touches no memory.
+    // SAFETY: the caller guarantees the device's effects; the instruction itself accesses no memory.
     unsafe {
         asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack, preserves_flags))
     };

@@ -1,4 +1,4 @@
-//! What both transports do: negotiation, queues, doorbells, the device's configuration space.
+//! The operations of both transports: negotiation, queues, doorbells, the device's configuration space.
 
 use crate::error::Error;
 use crate::queue::Queue;
@@ -23,10 +23,10 @@ pub trait Transport {
     /// Its name in reports.
     fn name(&self) -> &'static str;
 
-    /// 32 bits of the features that the device offers, from bit `32 * word` on.
+    /// 32 of the feature bits that the device offers, from bit `32 * word` on.
     fn offered(&mut self, word: u32) -> u32;
 
-    /// Accepts the features `bits` of those.
+    /// Accepts the features `bits`, from bit `32 * word` on.
     fn accept(&mut self, word: u32, bits: u32);
 
     /// Reads the device status.
@@ -53,8 +53,9 @@ pub trait Transport {
         }
     }
 
-    /// Sets queue `index` up with `size` descriptors and its three areas (descriptors, driver, device), whatever they
-    /// are, with its interrupt, and enables it. Whether the device says that it is enabled.
+    /// Sets queue `index` up with `size` descriptors, its three areas (descriptors, driver, device) and its
+    /// interrupt, and enables it. The values may be invalid. Returns whether the device says that the queue is
+    /// enabled.
     ///
     /// # Errors
     /// If the device has no interrupt vector for it.
@@ -66,25 +67,25 @@ pub trait Transport {
     /// Starts the reset of queue `index` alone (2.6.1).
     fn reset_queue(&mut self, index: u16);
 
-    /// Whether that is still going on.
+    /// Whether the reset of queue `index` is still going on.
     fn queue_resetting(&mut self, index: u16) -> bool;
 
     /// Writes the doorbell of queue `index`.
     fn notify(&mut self, index: u16);
 
-    /// Acknowledges the interrupts received so far, where the transport asks for that.
+    /// Acknowledges the interrupts received so far, if the transport requires that.
     fn acknowledge(&mut self);
 
-    /// Counts changes of the configuration space.
+    /// The generation of the configuration space, which changes with its content.
     fn generation(&mut self) -> u32;
 
-    /// Masks or unmasks the interrupt vector of queue `index`. `false`: this transport has none.
+    /// Masks or unmasks the interrupt vector of queue `index`. Returns `false` if the transport has no such vector.
     fn mask_queue(&mut self, index: u16, masked: bool) -> bool {
         let (_, _) = (index, masked);
         false
     }
 
-    /// Whether the interrupt vector of queue `index` has an interrupt that waits to be unmasked.
+    /// Whether an interrupt of queue `index` is pending until its vector is unmasked.
     fn queue_pending(&mut self, index: u16) -> bool {
         let _ = index;
         false
@@ -93,7 +94,7 @@ pub trait Transport {
     /// The registers that control the device, without its configuration space.
     fn control(&self) -> Registers;
 
-    /// Its configuration space.
+    /// The device's configuration space.
     fn space(&self) -> Registers;
 
     /// Reads a byte of the configuration space.
@@ -101,22 +102,23 @@ pub trait Transport {
         self.space().read8(offset)
     }
 
-    /// Reads a 16-bit field of it.
+    /// Reads a 16-bit field of the configuration space.
     fn config16(&mut self, offset: u64) -> u16 {
         self.space().read16(offset)
     }
 
-    /// Reads a 32-bit field of it.
+    /// Reads a 32-bit field of the configuration space.
     fn config32(&mut self, offset: u64) -> u32 {
         self.space().read32(offset)
     }
 
-    /// Writes a byte of it.
+    /// Writes a byte of the configuration space.
     fn set_config8(&mut self, offset: u64, value: u8) {
         self.space().write8(offset, value);
     }
 
-    /// Reads a 64-bit field of it as two halves, again if the configuration changed meanwhile (2.5.1).
+    /// Reads a 64-bit field of the configuration space as two halves, again if the configuration changed meanwhile
+    /// (2.5.1).
     fn config64(&mut self, offset: u64) -> u64 {
         loop {
             let before = self.generation();
@@ -129,12 +131,12 @@ pub trait Transport {
     }
 }
 
-/// Where interrupts come in.
+/// The processor's interrupts.
 pub trait Interrupts {
     /// Interrupts received so far.
     fn count(&self) -> u64;
 
-    /// Sleeps until more than `seen` have been received; returns at once if there have.
+    /// Sleeps until the processor has received more than `seen` interrupts; returns at once if it already has.
     fn wait(&self, seen: u64);
 
     /// Sends the edge interrupt of line `gsi` to this processor.
@@ -143,6 +145,6 @@ pub trait Interrupts {
     /// The address and the data of a message that interrupts this processor with source `number`.
     ///
     /// # Errors
-    /// If there are not as many sources.
+    /// If there are fewer sources.
     fn message(&mut self, number: u16) -> Result<(u64, u32), Error>;
 }

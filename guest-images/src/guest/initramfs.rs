@@ -1,4 +1,4 @@
-//! What guests boot that have no files of their own.
+//! The initramfs of guests that boot without a disk of their own.
 
 use std::fs;
 use std::io::Write;
@@ -8,15 +8,15 @@ use super::FINISH;
 use crate::error::{FileContext, Result};
 use crate::images::GuestImages;
 
-/// What every guest does before its script.
+/// The commands of every guest's init before its script.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/bin:/sbin HOME=/
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs run /run
 for module in $(ls /uml/*.ko 2>/dev/null || ls /modules/*.ko); do insmod $module || echo guest: no $module; done
 ";
 
-/// Makes an initramfs in `directory` with busybox, e2fsprogs and fio, that runs `script`. With `modules` it loads those and
-/// none of the images' own, which are of another kernel.
+/// Makes an initramfs in `directory` with busybox, e2fsprogs and fio, that runs `script`. If `modules` is not empty,
+/// the guest loads those and none of the images' own modules, which belong to another kernel.
 ///
 /// # Errors
 /// A file cannot be read or written.
@@ -39,7 +39,7 @@ pub(super) fn initramfs(
     for (position, module) in modules.iter().enumerate() {
         let name = module.file_name().unwrap_or_default().to_string_lossy();
         let content = fs::read(module).at("read", module)?;
-        // They are loaded in the order of their names.
+        // The guest loads the modules in the order of their names.
         let name = format!("uml/{position:02}-{name}");
         entry(&mut archive, &name, 0o100_644, &content);
     }
@@ -49,14 +49,14 @@ pub(super) fn initramfs(
     Ok(path)
 }
 
-/// Appends a file to an archive in the kernel's format (newc). What comes later replaces what was there before.
+/// Appends a file to an archive in the kernel's format (newc). A later file replaces an earlier one of the same name.
 fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) {
     let (inode, links) = (archive.len() as u32, 1);
     let (size, name_size) = (content.len() as u32, name.len() as u32 + 1);
     let fields = [inode, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0];
     archive.extend(b"070701");
     for field in fields {
-        // Nothing fails that writes to memory.
+        // Writing to memory cannot fail.
         let _ = write!(archive, "{field:08x}");
     }
     archive.extend(name.as_bytes());

@@ -1,11 +1,12 @@
-//! Guests of other monitors than `walvisor run`: user-mode Linux, which is near native wherever a program runs, and QEMU in
-//! full emulation, alone or under libvirt. They boot in seconds and have their disks over vhost-user, if they have any.
+//! Guests of other monitors than `walvisor run`: user-mode Linux, which is near native wherever a program runs, and
+//! QEMU in full emulation, alone or under libvirt. They boot in seconds. Their disks, if any, are attached over
+//! vhost-user.
 //!
 //! ```text
 //!   initramfs.rs: busybox, fio, modules, the script ──▶ user_mode.rs, qemu.rs ──▶ Guest: its console, line by line
 //! ```
 //!
-//! A script's own lines should begin with `guest: `; the last one is [`END`].
+//! Lines that a script prints should begin with `guest: `. The guest's last line is [`END`].
 
 mod initramfs;
 mod qemu;
@@ -23,16 +24,17 @@ pub use user_mode::UserMode;
 use crate::error::{Error, FileContext, Result};
 use crate::process::Leashed;
 
-/// Nothing takes this long on the slowest machine; a guest that is silent for longer has hung.
+/// A guest that prints nothing for longer than this has hung: no step of a guest takes this long on the slowest
+/// machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// How much of the console an error has.
+/// Console lines that an error carries at most.
 const LAST_LINES: usize = 60;
 
-/// What a guest says last.
+/// The last line that a guest prints.
 pub const END: &str = "guest: end";
 
-/// What every guest does after its script.
+/// The commands of every guest's init after its script.
 const FINISH: &str = "
 echo guest: end
 poweroff -f
@@ -43,12 +45,13 @@ pub struct Guest {
     process: Leashed,
     input: Option<ChildStdin>,
     lines: Receiver<String>,
-    /// The last lines of its console, for the one who wonders.
+    /// The last lines of the console, for error messages.
     last: VecDeque<String>,
 }
 
 impl Guest {
-    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its stdin that console's input.
+    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its stdin that console's
+    /// input.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -59,7 +62,7 @@ impl Guest {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
-        // It may have processes of its own.
+        // The monitor may start processes of its own, so all of its process group is killed.
         let mut process = Leashed::spawn(&mut command, true)?;
         Ok(Self {
             input: process.input(),
@@ -69,10 +72,10 @@ impl Guest {
         })
     }
 
-    /// The next line of its console; `None` when it has ended.
+    /// The next line of the console, or `None` when the guest has ended.
     ///
     /// # Errors
-    /// The guest says nothing for four minutes.
+    /// The guest prints nothing for four minutes.
     pub fn line(&mut self) -> Result<Option<String>> {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => {
@@ -89,7 +92,7 @@ impl Guest {
     /// Waits for a line that begins with `start`.
     ///
     /// # Errors
-    /// The guest ends without one, or says nothing for four minutes.
+    /// The guest ends without such a line, or prints nothing for four minutes.
     pub fn wait_for(&mut self, start: &str) -> Result<String> {
         while let Some(line) = self.line()? {
             if line.starts_with(start) {
@@ -99,14 +102,14 @@ impl Guest {
         Err(self.lost(format!("has ended, and never said {start:?}")))
     }
 
-    /// What it has said by now that nobody has read.
+    /// The console lines so far that the caller has not read yet.
     pub fn said(&mut self) -> Vec<String> {
         let lines: Vec<_> = self.lines.try_iter().collect();
         lines.iter().for_each(|line| self.keep(line));
         lines
     }
 
-    /// Keeps a line for the one who wonders.
+    /// Keeps a line for error messages.
     fn keep(&mut self, line: &str) {
         if self.last.len() == LAST_LINES {
             self.last.pop_front();
@@ -114,27 +117,28 @@ impl Guest {
         self.last.push_back(line.to_owned());
     }
 
-    /// What types on its console, which only user-mode Linux hears. The first caller gets it. To drop it hangs the console up.
+    /// The input of the guest's console. Only user-mode Linux reads it. Only the first call gets it; dropping it
+    /// hangs the console up.
     pub fn input(&mut self) -> Option<ChildStdin> {
         self.input.take()
     }
 
-    /// What it said last: up to 60 lines.
+    /// The last lines of the console, up to 60.
     #[must_use]
     pub fn console(&self) -> String {
         self.last.iter().map(|line| format!("{line}\n")).collect()
     }
 
-    /// Waits until it has powered off.
+    /// Waits until the guest has powered off.
     ///
     /// # Errors
-    /// The guest says nothing for four minutes, or its monitor cannot be waited for.
+    /// The guest prints nothing for four minutes, or its monitor cannot be waited for.
     pub fn end(mut self) -> Result<ExitStatus> {
         while self.line()?.is_some() {}
         self.process.wait().at("wait for", "the guest")
     }
 
-    /// Cuts its power: it gets to do nothing more. What it had said that nobody has read.
+    /// Kills the guest at once, like a power cut. Returns the console lines that the caller has not read yet.
     #[must_use]
     pub fn cut(self) -> Vec<String> {
         drop(self.process);

@@ -1,4 +1,4 @@
-//! QEMU in full emulation: a kernel of the distribution, on any machine.
+//! QEMU in full emulation: it runs the distribution's kernel on any machine.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -10,10 +10,10 @@ use super::initramfs::initramfs;
 use crate::error::{FileContext, Result};
 use crate::images::GuestImages;
 
-/// The user that nothing belongs to.
+/// The user ID of `nobody`.
 const NOBODY: u32 = 65534;
 
-/// What QEMU needs to be told of the disk at `socket`, to which it connects anew whenever the daemon is back.
+/// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon is back.
 #[must_use]
 pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
     let socket = socket.display();
@@ -26,8 +26,8 @@ pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
 }
 
 impl Guest {
-    /// QEMU in full emulation, with `arguments` for it besides: its disks, of which the first is /dev/vda. Its memory is shared,
-    /// as [`vhost_user_disk`] needs it.
+    /// Starts QEMU in full emulation, with further `arguments`, for instance for its disks, of which the first is
+    /// /dev/vda. The guest's memory is shared, as [`vhost_user_disk`] needs it.
     ///
     /// # Errors
     /// A file cannot be read or written, or QEMU cannot be started.
@@ -57,7 +57,7 @@ impl Guest {
         Self::spawn(command, dir)
     }
 
-    /// A domain of libvirt, its disk moved from `/run/walvisor/vm.sock` to `socket`. Without libvirt's daemon.
+    /// Starts a libvirt domain without libvirt's daemon. Its disk is moved from `/run/walvisor/vm.sock` to `socket`.
     ///
     /// # Errors
     /// A file cannot be read or written, or the guest cannot be started.
@@ -73,12 +73,12 @@ impl Guest {
         let kernel = images.path("vmlinuz");
         fs::copy(&kernel, own.join("vmlinuz")).at("copy", &kernel)?;
         initramfs(&own, images, script, &[])?;
-        // Of libvirt's daemons none need run: what QEMU says goes to a file, not to virtlogd.
+        // None of libvirt's daemons needs to run: QEMU's output goes to a file, not to virtlogd.
         let (root, etc) = (own.join("root"), own.join("root/etc"));
         fs::create_dir_all(&etc).at("create", &etc)?;
         let settings = etc.join("qemu.conf");
         fs::write(&settings, "stdio_handler = \"file\"\n").at("write", &settings)?;
-        // A user that is not root needs no set-up of the system for libvirt.
+        // As a user other than root, libvirt needs no set-up of the system.
         let nobody = rustix::process::geteuid().is_root();
         if nobody {
             let reachable = fs::Permissions::from_mode(0o755);
@@ -105,7 +105,8 @@ impl Guest {
         fs::write(&description, domain).at("write", &description)?;
         let run = format!("virt-qemu-run -r {place}/root domain.xml >libvirt.log 2>&1");
         let run = match nobody {
-            // What libvirt starts is its child no more: it gets a parent here, and ends with it.
+            // QEMU detaches from libvirt, which starts it. The namespace's first shell adopts it, and QEMU ends with
+            // that shell.
             true => format!(
                 "unshare --pid --fork --kill-child --mount-proc sh -c 'setpriv --reuid={NOBODY} --regid={NOBODY} \\
                  --clear-groups {run} & wait'"

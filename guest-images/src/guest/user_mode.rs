@@ -1,4 +1,4 @@
-//! User-mode Linux: a kernel that is a program. It has one processor.
+//! User-mode Linux: a Linux kernel that runs as a program. The guest has one processor.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,13 +13,14 @@ use crate::packages::install_missing;
 use crate::process::run;
 use crate::reporter::Reporter;
 
-/// Where its package keeps its modules, below a directory named by the kernel's version.
+/// Where Debian's package keeps the modules, below a directory named by the kernel's version.
 const MODULES: &str = "/usr/lib/uml/modules";
-/// The module of its disks over vhost-user.
+/// The module for disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
 
-/// What a guest over the files of this machine does first, with $MODULES for the directory of the modules. What it writes below
-/// /var and /mnt stays in its memory. It still sees what this machine has there, which may be the program under test.
+/// The first commands of a guest over the files of this machine. $MODULES stands for the directory of the modules.
+/// What the guest writes below /var and /mnt stays in its memory. It sees this machine's files there, such as the
+/// program under test.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs memory /run
@@ -32,22 +33,22 @@ mkdir /run/guest/work; cd /run/guest/work
 stty -echo </dev/tty0
 ";
 
-/// What a guest is made of.
+/// The configuration of a guest.
 #[derive(Clone, Debug, Default)]
 pub struct UserMode {
     /// Sockets of vhost-user disks: /dev/vda, /dev/vdb, ...
     pub disks: Vec<PathBuf>,
-    /// Modules to load, with those that they need, by their names.
+    /// Names of modules to load. The modules that they depend on are loaded too.
     pub modules: Vec<String>,
-    /// Files that are block devices: /dev/ubda, /dev/ubdb, ...
+    /// Files that the guest sees as block devices: /dev/ubda, /dev/ubdb, ...
     pub files: Vec<PathBuf>,
 }
 
 impl UserMode {
-    /// Installs what this needs, if it is missing.
+    /// Installs user-mode Linux and modprobe if they are missing.
     ///
     /// # Errors
-    /// It is missing, and apt cannot install it: mostly because the caller is not root.
+    /// A program is missing, and apt cannot install it: mostly because the caller is not root.
     pub fn install(reporter: &Reporter) -> Result<()> {
         install_missing(
             &[("linux.uml", "user-mode-linux"), ("modprobe", "kmod")],
@@ -55,10 +56,11 @@ impl UserMode {
         )
     }
 
-    /// A guest with busybox, e2fsprogs and fio in its memory, that runs `script`. `directory` keeps what it boots.
+    /// Starts a guest with busybox, e2fsprogs and fio in its memory, that runs `script`. `directory` keeps the files
+    /// it boots from.
     ///
     /// # Errors
-    /// A module is not there, a file cannot be read or written, or the guest cannot be started.
+    /// A module does not exist, a file cannot be read or written, or the guest cannot be started.
     pub fn boot(&self, directory: &Path, images: &GuestImages, script: &str) -> Result<Guest> {
         let modules = match self.wanted().as_slice() {
             [] => Vec::new(),
@@ -70,8 +72,8 @@ impl UserMode {
         Guest::spawn(command, directory)
     }
 
-    /// A guest over the files of this machine, which it cannot change. `script` runs in an empty directory in memory;
-    /// `directory` keeps what the guest boots.
+    /// Starts a guest over the files of this machine, which it cannot change. `script` runs in an empty directory in
+    /// memory; `directory` keeps the files that the guest boots from.
     ///
     /// # Errors
     /// A file cannot be written, or the guest cannot be started.
@@ -107,8 +109,10 @@ impl UserMode {
     }
 
     fn command(&self, directory: &Path, memory: &str) -> Command {
-        // In a group of processes that dies with its first: some of them stay behind when that is killed. The first is a shell:
-        // to the first the kernel gives orphans, and keeps back signals that it sends itself, as user-mode Linux does to end.
+        // User-mode Linux has several processes, and some survive when the first is killed. So it runs in a PID
+        // namespace, which dies with its first process. That is a shell: the kernel gives orphans to the first
+        // process of a namespace, and drops signals that this process sends to itself, which is how user-mode Linux
+        // ends.
         let mut group = Command::new("unshare");
         group.args(["--pid", "--fork", "--kill-child"]);
         let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
@@ -123,7 +127,7 @@ impl UserMode {
             .args(["con=null", "con0=fd:0,fd:1", "quiet"])
             .arg(format!("uml_dir={}", directory.display()));
         for disk in &self.disks {
-            // 2 is the number of a block device.
+            // 2 is the virtio device ID of a block device.
             command.arg(format!("virtio_uml.device={}:2", disk.display()));
         }
         for (number, file) in self.files.iter().enumerate() {
@@ -133,7 +137,7 @@ impl UserMode {
     }
 }
 
-/// A directory as `modprobe -d` wants it.
+/// Makes a directory for `modprobe -d`.
 fn module_tree(directory: &Path) -> Result<&Path> {
     let lib = directory.join("lib");
     fs::create_dir_all(&lib).at("create", &lib)?;
@@ -144,7 +148,7 @@ fn module_tree(directory: &Path) -> Result<&Path> {
     Ok(directory)
 }
 
-/// The files of `modules` and of those that they need.
+/// The files of `modules` and of the modules that they depend on, in load order.
 fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
     let place = module_tree(directory)?;
     let version = fs::read_dir(MODULES)
@@ -157,7 +161,7 @@ fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
         let mut command = Command::new("modprobe");
         command.args(["--show-depends", "-S", &version, "-d"]);
         let output = run(command.arg(place).arg(module))?;
-        // `insmod PATH` each, in order; `builtin NAME` for what needs no loading.
+        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one that needs no loading.
         for line in String::from_utf8_lossy(&output.stdout).lines() {
             let Some(path) = line.strip_prefix("insmod ") else {
                 continue;

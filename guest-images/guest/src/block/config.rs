@@ -12,36 +12,36 @@ pub mod feature {
     pub const SEG_MAX: u32 = 2;
     /// `blk_size` is valid.
     pub const BLK_SIZE: u32 = 6;
-    /// FLUSH works.
+    /// The device supports FLUSH.
     pub const FLUSH: u32 = 9;
     /// `writeback` can be written.
     pub const CONFIG_WCE: u32 = 11;
     /// `num_queues` is valid.
     pub const MQ: u32 = 12;
-    /// DISCARD works.
+    /// The device supports DISCARD.
     pub const DISCARD: u32 = 13;
-    /// WRITE_ZEROES works.
+    /// The device supports WRITE_ZEROES.
     pub const WRITE_ZEROES: u32 = 14;
     /// `size_max` is valid.
     pub const SIZE_MAX: u32 = 1;
     /// `topology` is valid.
     pub const TOPOLOGY: u32 = 10;
-    /// GET_LIFETIME works.
+    /// The device supports GET_LIFETIME.
     pub const LIFETIME: u32 = 15;
-    /// SECURE_ERASE works.
+    /// The device supports SECURE_ERASE.
     pub const SECURE_ERASE: u32 = 16;
-    /// Requests are used in the order in which they were made.
+    /// The device uses requests in the order in which the driver made them available.
     pub const IN_ORDER: u32 = 35;
-    /// Queues can be reset alone.
+    /// The driver can reset a single queue.
     pub const RING_RESET: u32 = 40;
     /// A descriptor may point at a table of descriptors.
     pub const INDIRECT_DESC: u32 = 28;
-    /// `used_event` and `avail_event`.
+    /// `used_event` and `avail_event` are in use.
     pub const EVENT_IDX: u32 = 29;
     /// Not a legacy device.
     pub const VERSION_1: u32 = 32;
 
-    /// Those that the job's driver uses, with their names, in the order of their bits.
+    /// The features that the job's driver uses, with their names, in the order of their bits.
     pub const NAMES: [(u32, &str); 10] = [
         (SEG_MAX, "SEG_MAX"),
         (BLK_SIZE, "BLK_SIZE"),
@@ -61,7 +61,7 @@ pub mod feature {
 pub struct Features(pub u64);
 
 impl Features {
-    /// Those that this driver knows.
+    /// The features that this driver knows.
     pub fn known() -> Self {
         Self(
             feature::NAMES
@@ -70,7 +70,7 @@ impl Features {
         )
     }
 
-    /// Whether the feature `bit` is one of them.
+    /// Whether the feature `bit` is in this set.
     pub fn has(self, bit: u32) -> bool {
         self.0 >> bit & 1 == 1
     }
@@ -96,7 +96,7 @@ const NUM_QUEUES: u64 = 34;
 const MAX_DISCARD_SECTORS: u64 = 36;
 const MAX_WRITE_ZEROES_SECTORS: u64 = 48;
 
-/// What the configuration space says.
+/// The fields of the configuration space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// Capacity in sectors of 512 bytes.

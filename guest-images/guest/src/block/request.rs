@@ -13,9 +13,9 @@ pub const SLOTS: usize = 32;
 /// Most data segments of a request.
 pub const SEGMENTS: usize = 16;
 
-/// Says what the request with this number is, and fills in its data if it is a write.
+/// Returns the request with this number, and fills in its data if it is a write.
 pub type Plan<'a> = dyn FnMut(u32, &mut [u8]) -> Request + 'a;
-/// Takes a request that has succeeded, with its data if it was a read.
+/// Receives a request that has succeeded, with its data if it was a read.
 pub type Done<'a> = dyn FnMut(Request, &[u8]) -> Result<(), Error> + 'a;
 
 /// One request.
@@ -23,7 +23,7 @@ pub type Done<'a> = dyn FnMut(Request, &[u8]) -> Result<(), Error> + 'a;
 pub enum Request {
     /// Reads the block with this number.
     Read(u32),
-    /// Writes it.
+    /// Writes the block with this number.
     Write(u32),
     /// Makes completed writes durable.
     Flush,
@@ -63,7 +63,7 @@ impl Request {
         }
     }
 
-    /// The header's sector: 0 where the type has none (5.2.6).
+    /// The header's sector: 0 for the types that have none (5.2.6).
     fn sector(self) -> u64 {
         match self {
             Self::Read(block) | Self::Write(block) => u64::from(block) * SECTORS_PER_BLOCK,
@@ -127,7 +127,7 @@ impl RequestQueue {
     ) {
         let indirect = indirect && self.queue.features().indirect;
         for index in 0..SLOTS {
-            // Three descriptors are the most that a request takes here.
+            // A request takes at most three descriptors here.
             if *next == total || self.queue.free() < 3 {
                 return;
             }

@@ -1,4 +1,4 @@
-//! The driver of the cases: it waits with patience, and does whatever it is told.
+//! The driver that the cases use: it polls with a long time limit, and breaks any rule that a case wants broken.
 
 use core::arch::x86_64::_rdtsc;
 
@@ -26,10 +26,10 @@ pub(super) mod kind {
 pub(super) const OK: u8 = 0;
 pub(super) const IOERR: u8 = 1;
 pub(super) const UNSUPP: u8 = 2;
-/// What stands there before the device answers.
+/// The status byte before the device answers.
 const UNANSWERED: u8 = 0xee;
 
-/// All features but IN_ORDER, which makes everything else harder to see.
+/// All features except IN_ORDER, which makes other faults harder to see.
 pub(super) const ALL: u64 = !(1 << feature::IN_ORDER);
 pub(super) const EVENT_IDX: u64 = 1 << feature::EVENT_IDX;
 
@@ -39,7 +39,7 @@ pub(super) const LIVE: u8 =
 
 /// Descriptors of the rings, unless a case says otherwise.
 pub(super) const SIZE: u16 = 64;
-/// A used index that no case reaches unawares.
+/// A used index that no case reaches by accident.
 const NEVER: u16 = 0x4000;
 /// Bytes of the data area.
 pub(super) const DATA: usize = 4 << 20;
@@ -47,15 +47,15 @@ pub(super) const DATA: usize = 4 << 20;
 const CONTROL: usize = 32;
 const STATUS: usize = 16;
 
-/// Ticks of the processor's clock that nothing takes: several seconds.
+/// Time limit in ticks of the time stamp counter, several seconds: no step takes as long.
 const PATIENCE: u64 = 30_000_000_000;
-/// And looks: the clock goes on while the whole VMM is stopped.
+/// The least number of status reads before a time-out: the counter goes on while the whole VMM is stopped.
 const LOOKS: u32 = 20_000;
 
-/// Ticks in which whatever is on its way comes: a few milliseconds.
+/// Ticks within which anything under way arrives: a few milliseconds.
 const A_WHILE: u64 = 8_000_000;
 
-/// A device on trial.
+/// The device under test.
 pub(super) struct Bench<'a> {
     pub(super) transport: &'a mut dyn Transport,
     pub(super) interrupts: &'a dyn Interrupts,
@@ -101,7 +101,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// What the device offers.
+    /// The features that the device offers.
     pub(super) fn offered(&mut self) -> u64 {
         u64::from(self.transport.offered(0)) | u64::from(self.transport.offered(1)) << 32
     }
@@ -110,7 +110,7 @@ impl<'a> Bench<'a> {
         self.features >> bit & 1 != 0
     }
 
-    /// Waits until `condition`. Each look at the status is an exit, and lets the VMM's threads run.
+    /// Polls until `condition` holds. Each read of the status is an exit, which lets the VMM's threads run.
     pub(super) fn until(
         &mut self,
         what: &'static str,
@@ -132,7 +132,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Long enough for something to happen that must not.
+    /// Waits long enough to see an event that must not happen.
     pub(super) fn quiet(&mut self) {
         // SAFETY: the instruction only reads a counter.
         let start = unsafe { _rdtsc() };
@@ -144,7 +144,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Interrupts so far, once those on their way have come.
+    /// Interrupts received, once those under way have arrived.
     pub(super) fn settled(&mut self) -> u64 {
         loop {
             let before = self.interrupts.count();
@@ -155,7 +155,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Writes a choice of features, from a reset to FEATURES_OK. Whether the device takes it.
+    /// Negotiates `features`, from a reset to FEATURES_OK. Returns whether the device accepts them.
     pub(super) fn choose(&mut self, features: u64) -> Result<bool, Problem> {
         self.transport.set_status(0);
         self.until("a reset does not end", |bench| {
@@ -170,15 +170,15 @@ impl<'a> Bench<'a> {
         Ok(self.transport.status() & status::FEATURES_OK != 0)
     }
 
-    /// The same with what is offered of `wanted`, which the device has to take.
+    /// Negotiates those of the `wanted` features that the device offers. The device must accept them.
     pub(super) fn negotiate(&mut self, wanted: u64) -> Verdict {
         self.features = self.offered() & (wanted | 1 << feature::VERSION_1);
         let taken = self.choose(self.features)?;
         check(taken, "what was offered is refused", self.features)
     }
 
-    /// Gives an empty ring of `size` descriptors to the device as queue `index`. With EVENT_IDX it asks for no
-    /// interrupt: whoever waits for one says so.
+    /// Gives an empty ring of `size` descriptors to the device as queue `index`. With EVENT_IDX the ring asks for no
+    /// interrupt; a case that waits for one sets the used event.
     pub(super) fn set_up(&mut self, index: u16, size: u16) -> Verdict {
         let ring = &mut self.rings[usize::from(index)];
         ring.clear(size);
@@ -214,7 +214,7 @@ impl<'a> Bench<'a> {
         self.header(slot) + STATUS as u64
     }
 
-    /// Writes the header of `slot`, and spoils its status.
+    /// Writes the header of `slot`, and overwrites its status byte with [`UNANSWERED`].
     pub(super) fn head(&mut self, slot: u16, kind: u32, sector: u64) {
         let at = usize::from(slot) * CONTROL;
         self.control.write(at, kind);
@@ -223,12 +223,12 @@ impl<'a> Bench<'a> {
         self.control.write(at + STATUS, UNANSWERED);
     }
 
-    /// The status of `slot`.
+    /// The status byte of `slot`.
     pub(super) fn answer(&self, slot: u16) -> u8 {
         self.control.read(usize::from(slot) * CONTROL + STATUS)
     }
 
-    /// Offers a request, its descriptors from `first` on. It is not published yet.
+    /// Puts a request into the available ring, its descriptors from `first` on, without publishing it.
     pub(super) fn post(
         &mut self,
         queue: usize,
@@ -254,13 +254,13 @@ impl<'a> Bench<'a> {
         ring.offer(first);
     }
 
-    /// Publishes what was offered, and rings.
+    /// Publishes the offered requests, and writes the doorbell.
     pub(super) fn send(&mut self, queue: u16) {
         self.rings[usize::from(queue)].publish();
         self.transport.notify(queue);
     }
 
-    /// Waits until the device has used `count` requests that were not taken yet.
+    /// Waits until the device has used `count` requests that the driver has not taken yet.
     pub(super) fn wait(&mut self, queue: usize, count: u16) -> Verdict {
         self.until("a request is not answered", |bench| {
             let ring = &bench.rings[queue];
@@ -280,7 +280,7 @@ impl<'a> Bench<'a> {
         element
     }
 
-    /// One request from start to end, in slot 0: its status and the length that the device tells.
+    /// Runs one request in slot 0. Returns its status and its used length.
     pub(super) fn request(
         &mut self,
         queue: u16,
@@ -296,7 +296,7 @@ impl<'a> Bench<'a> {
         Ok((self.answer(0), length))
     }
 
-    /// One request whose status has to be `expected`.
+    /// Runs one request whose status must be `expected`.
     pub(super) fn expect(
         &mut self,
         request: (u32, u64),
@@ -307,7 +307,7 @@ impl<'a> Bench<'a> {
         check(status == expected, "another status", status.into())
     }
 
-    /// The first `bytes` of the data area, for the device to read or to write.
+    /// A segment of the first `bytes` of the data area, for the device to read or to write.
     pub(super) fn data(&self, bytes: usize, device_writes: bool) -> Segment {
         Segment {
             address: self.data.address(),
@@ -316,7 +316,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Writes `bytes` that follow from `seed`.
+    /// Writes `bytes` of data derived from `seed`.
     pub(super) fn store(&mut self, sector: u64, bytes: usize, seed: u64) -> Verdict {
         fill(&mut self.data.bytes_mut()[..bytes], seed);
         let segment = self.data(bytes, false);
@@ -325,7 +325,7 @@ impl<'a> Bench<'a> {
         check(length == 1, "a write's used length", length.into())
     }
 
-    /// Reads `bytes` and compares them with what follows from `seed`.
+    /// Reads `bytes` and compares them with the data derived from `seed`.
     pub(super) fn load(&mut self, sector: u64, bytes: usize, seed: u64) -> Verdict {
         self.read(sector, bytes)?;
         matches(&self.data.bytes()[..bytes], seed)
@@ -341,7 +341,7 @@ impl<'a> Bench<'a> {
         check(right, "a read's used length", length.into())
     }
 
-    /// Reads `bytes` that have to be zeroes.
+    /// Reads `bytes` that must be zeroes.
     pub(super) fn load_zeroes(&mut self, sector: u64, bytes: usize) -> Verdict {
         self.read(sector, bytes)?;
         let data = &self.data.bytes()[..bytes];
@@ -349,7 +349,7 @@ impl<'a> Bench<'a> {
         check(wrong.is_none(), "not zero at", wrong.unwrap_or(0) as u64)
     }
 
-    /// A reset, and what a disk is for: after whatever came before.
+    /// Resets the device and checks that a write, a FLUSH and a read work, whatever the case did before.
     pub(super) fn works(&mut self) -> Verdict {
         self.start(ALL)?;
         // SAFETY: the instruction only reads a counter.
@@ -360,7 +360,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Fills `bytes` with what follows from `seed`.
+/// Fills `bytes` with data derived from `seed`.
 pub(super) fn fill(bytes: &mut [u8], seed: u64) {
     let mut word = seed | 1;
     for chunk in bytes.chunks_mut(8) {
@@ -371,7 +371,7 @@ pub(super) fn fill(bytes: &mut [u8], seed: u64) {
     }
 }
 
-/// Whether `bytes` are what follows from `seed`.
+/// Whether `bytes` are the data derived from `seed`.
 pub(super) fn matches(bytes: &[u8], seed: u64) -> Verdict {
     let mut expected = [0; 64];
     let mut word = seed | 1;

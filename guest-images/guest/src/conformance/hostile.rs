@@ -1,4 +1,4 @@
-//! A driver that breaks the rules: it costs itself a reset, or an error, and nobody else anything.
+//! Cases of a driver that breaks the rules: its offence must lead to a reset or an error, and must harm nothing else.
 
 use super::bench::{ALL, Bench, IOERR, OK, SECTOR, SIZE, kind};
 use super::ring::{INDIRECT, NEXT, WRITE, describe};
@@ -75,7 +75,8 @@ pub(super) const CASES: &[Case] = &[
     ("requests-in-flight-when-the-queue-breaks", breaks_in_flight),
 ];
 
-/// Commits `offence` on queue 0. The device has to ask for a reset, once and with an interrupt, and to work after it.
+/// Commits `offence` on queue 0. The device must ask for a reset, once and with an interrupt, and must work after the
+/// reset.
 fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> Verdict {
     bench.start(ALL)?;
     bench.store(16, SECTOR, 16)?;
@@ -86,7 +87,7 @@ fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> V
     asks_for_a_reset(bench, seen)?;
     let now = bench.rings[0].used_index();
     check(now == used, "it was answered", now.into())?;
-    // The queue is dead until then, and nothing is said twice.
+    // The queue is dead until the reset, and the device must not report the fault twice.
     let seen = bench.settled();
     bench.transport.notify(0);
     bench.quiet();
@@ -130,7 +131,8 @@ fn status_wraps(bench: &mut Bench<'_>) -> Verdict {
     })
 }
 
-/// A chain of one descriptor that refers to a table, at a place and of a length that make no sense.
+/// A chain of one descriptor that refers to an indirect table. `place` gives the table's address and length, which
+/// are invalid.
 fn indirect(bench: &mut Bench<'_>, place: impl FnOnce(u64, u64) -> (u64, u32)) -> Verdict {
     let (address, length) = place(bench.table.address(), bench.memory_end);
     needs_reset(bench, |bench| {
@@ -163,12 +165,12 @@ fn index_jumps(bench: &mut Bench<'_>) -> Verdict {
     Ok(())
 }
 
-/// A queue that lies where it cannot.
+/// A queue at invalid addresses or of an invalid size.
 fn misplaced(bench: &mut Bench<'_>, size: u16, areas: [u64; 3]) -> Verdict {
     bench.negotiate(ALL)?;
     let seen = bench.settled();
     bench.rings[0].clear(SIZE);
-    // Told at once or when the device goes live: both will do.
+    // The device may refuse the queue here, or when it goes live: both are right.
     let _ = bench.transport.set_queue(0, size, areas);
     bench.transport.set_status(super::bench::LIVE);
     bench.transport.notify(0);
@@ -217,11 +219,11 @@ fn odd_sizes(bench: &mut Bench<'_>) -> Verdict {
     Ok(())
 }
 
-/// The driver must not touch the registers of an enabled queue; if it does, nothing happens.
+/// The driver must not write the registers of an enabled queue. If it does, nothing must change.
 fn live_registers(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL)?;
     bench.store(24, SECTOR, 24)?;
-    // On a queue that is enabled this only writes what may not change.
+    // The queue is enabled, so the device must ignore these writes.
     let _ = bench.transport.set_queue(0, SIZE, [0; 3]);
     bench.load(24, SECTOR, 24)
 }
@@ -233,7 +235,7 @@ fn scribbled(bench: &mut Bench<'_>) -> Verdict {
     }
     bench.send(0);
     bench.wait(0, 4)?;
-    // The device keeps its own count: it reads nothing of what it has written.
+    // The device keeps its own count: it never reads the used ring that it has written.
     bench.rings[0].scribble_on_used();
     bench.post(0, 7, 14, (kind::FLUSH, 0), &[]);
     bench.send(0);
@@ -285,7 +287,7 @@ fn breaks_in_flight(bench: &mut Bench<'_>) -> Verdict {
     bench.rings[0].offer(u16::MAX);
     bench.send(0);
     asks_for_a_reset(bench, seen)?;
-    // The other queue of the same disk is not concerned.
+    // The fault does not affect the other queue of the same disk.
     bench.post(1, 20, 60, (kind::IN, u64::MAX), &[segment]);
     bench.send(1);
     bench.until("the other queue is dead", |bench| {

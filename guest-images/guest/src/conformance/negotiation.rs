@@ -24,7 +24,7 @@ const VERSION_1: u64 = 1 << feature::VERSION_1;
 fn version_1(bench: &mut Bench<'_>) -> Verdict {
     let offered = bench.offered();
     check(offered & VERSION_1 != 0, "features", offered)?;
-    // No feature without its precondition (2.2.2, 5.2.5.2), none that nothing stands behind, none beyond bit 63.
+    // Each feature needs its precondition (2.2.2, 5.2.5.2) and an implementation, and none lies beyond bit 63.
     let wce = offered >> feature::CONFIG_WCE & 1;
     check(
         offered >> feature::FLUSH & 1 >= wce,
@@ -59,7 +59,7 @@ fn legacy(bench: &mut Bench<'_>) -> Verdict {
     let offered = bench.offered();
     let taken = bench.choose(offered & !VERSION_1)?;
     check(!taken, "FEATURES_OK without VERSION_1", offered)?;
-    // 3.1.2: no FEATURES_OK at all.
+    // 3.1.2: DRIVER_OK without FEATURES_OK.
     bench.transport.set_status(0);
     let state = status::ACKNOWLEDGE | status::DRIVER;
     bench.transport.set_status(status::ACKNOWLEDGE);
@@ -127,7 +127,7 @@ fn negotiated_anew(bench: &mut Bench<'_>) -> Verdict {
     Ok(())
 }
 
-/// A DISCARD of `sectors` from `sector` on that has to end with `expected`.
+/// A DISCARD of `sectors` from `sector` on that must end with `expected`.
 fn discard(bench: &mut Bench<'_>, sector: u64, sectors: u32, flags: u32, expected: u8) -> Verdict {
     bench.data.write(0, sector);
     bench.data.write(8, sectors);
@@ -151,7 +151,7 @@ fn every_width(bench: &mut Bench<'_>) -> Verdict {
             check(found == expected, "another value, read wider", found)?;
         }
     }
-    // Unaligned, and behind the last field.
+    // Reads that are unaligned or beyond the last field.
     check(
         space.read16(1) == u16::from_le_bytes([bytes[1], bytes[2]]),
         "unaligned",
@@ -181,7 +181,7 @@ fn read_only(bench: &mut Bench<'_>) -> Verdict {
 }
 
 impl Bench<'_> {
-    /// The last sector can be read, the one behind it not.
+    /// Checks that the last sector can be read, and the sector after it cannot.
     fn load_beyond(&mut self) -> Verdict {
         let sectors = self.sectors;
         self.read(sectors - 1, SECTOR)?;
@@ -212,14 +212,14 @@ fn write_cache(bench: &mut Bench<'_>) -> Verdict {
         bench.store(8, 8 * SECTOR, u64::from(on) + 5)?;
         bench.load(8, 8 * SECTOR, u64::from(on) + 5)?;
     }
-    // 5.2.5.2: CONFIG_WCE without FLUSH begins as writethrough.
+    // 5.2.5.2: without FLUSH, CONFIG_WCE starts as writethrough.
     bench.negotiate(ALL & !(1 << feature::FLUSH))?;
     let found = bench.transport.config8(WRITEBACK);
     check(found == 0, "writeback without FLUSH", found.into())
 }
 
 fn limits(bench: &mut Bench<'_>) -> Verdict {
-    // Only a device that was reset tells the largest size: over PCI the register holds the chosen one later.
+    // The largest queue size is read after a reset: over PCI the register later holds the chosen size.
     bench.transport.set_status(0);
     let room = bench.transport.queue_max(0);
     bench.start(ALL)?;

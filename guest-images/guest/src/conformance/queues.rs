@@ -28,7 +28,7 @@ fn flushes(bench: &mut Bench<'_>, queue: usize, count: u16) {
     }
 }
 
-/// Takes `count` requests, all of which have to be OK.
+/// Takes `count` used requests, whose status must be OK.
 fn all_ok(bench: &mut Bench<'_>, queue: usize, count: u16) -> Verdict {
     bench.wait(queue, count)?;
     for _ in 0..count {
@@ -68,12 +68,12 @@ fn small_queues(bench: &mut Bench<'_>) -> Verdict {
     Ok(())
 }
 
-/// More than 2^16 requests: every index of both rings goes round.
+/// Runs more than 2^16 requests, so that every index of both rings wraps.
 fn indices_wrap(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL)?;
     let mut done = 0u32;
     while done < 70_000 {
-        // An interrupt for the last of each batch only.
+        // The ring asks for an interrupt for the last request of each batch only.
         let last = bench.rings[0].offered().wrapping_add(SIZE / 2 - 1);
         bench.rings[0].set_used_event(last);
         flushes(bench, 0, SIZE / 2);
@@ -88,7 +88,7 @@ fn indices_wrap(bench: &mut Bench<'_>) -> Verdict {
 fn in_order(bench: &mut Bench<'_>) -> Verdict {
     bench.start(u64::MAX)?;
     if !bench.has(feature::IN_ORDER) {
-        // Any order will do; that it is not offered by default is documented.
+        // Without IN_ORDER any order is right. The documentation says that it is not offered by default.
         return Ok(());
     }
     for _ in 0..20 {
@@ -131,7 +131,7 @@ fn one_interrupt(bench: &mut Bench<'_>) -> Verdict {
         let seen = bench.settled();
         let last = bench.rings[0].offered().wrapping_add(15);
         bench.rings[0].set_used_event(last);
-        // The flags mean nothing now (2.7.7.1).
+        // With EVENT_IDX the device must ignore this flag (2.7.7.1).
         bench.rings[0].set_no_interrupt(true);
         flushes(bench, 0, 16);
         bench.send(0);
@@ -153,7 +153,7 @@ fn next_doorbell(bench: &mut Bench<'_>) -> Verdict {
         flushes(bench, 0, 4);
         bench.send(0);
         all_ok(bench, 0, 4)?;
-        // Idle: from now on the device wants to hear of the very next chain.
+        // The device is idle now, so it must ask for a doorbell with the very next chain.
         let offered = bench.rings[0].offered();
         bench.until("avail_event stays behind", |bench| {
             bench.rings[0].avail_event() == offered
@@ -165,7 +165,7 @@ fn next_doorbell(bench: &mut Bench<'_>) -> Verdict {
 fn interrupt_flag(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL & !EVENT_IDX)?;
     bench.rings[0].set_no_interrupt(true);
-    // An event index means nothing now, even one that asks for an interrupt.
+    // Without EVENT_IDX the device must ignore the event index, even one that asks for an interrupt.
     bench.rings[0].set_used_event(0);
     let seen = bench.settled();
     flushes(bench, 0, 8);
@@ -207,7 +207,7 @@ fn not_ready(bench: &mut Bench<'_>) -> Verdict {
     bench.store(8, SECTOR, 4)?;
     let used = bench.rings[1].used_index();
     check(used == 0, "it is served", used.into())?;
-    // Enabled on a live device, it works.
+    // The queue works once it is enabled on the live device.
     bench.set_up(1, SIZE)?;
     flushes(bench, 1, 1);
     bench.send(1);
@@ -215,7 +215,7 @@ fn not_ready(bench: &mut Bench<'_>) -> Verdict {
     bench.load(8, SECTOR, 4)
 }
 
-/// Writes and flushes, on their way.
+/// Sends writes and flushes, without waiting for them.
 fn in_flight(bench: &mut Bench<'_>, queue: u16) {
     for slot in 0..20 {
         let segment = bench.data(8 * SECTOR, false);
@@ -228,7 +228,7 @@ fn in_flight(bench: &mut Bench<'_>, queue: u16) {
     bench.send(queue);
 }
 
-/// Nothing of queue `index` may change any more, whatever doorbells say.
+/// Checks that queue `index` does not change any more, even after a doorbell.
 fn stays_still(bench: &mut Bench<'_>, index: u16) -> Verdict {
     let seen = bench.settled();
     let used = bench.rings[usize::from(index)].used_index();
@@ -250,7 +250,7 @@ fn queue_reset(bench: &mut Bench<'_>) -> Verdict {
     for size in [SIZE, 16, SIZE / 2, SIZE] {
         in_flight(bench, 1);
         bench.transport.reset_queue(1);
-        // The other queue goes on meanwhile.
+        // The other queue works meanwhile.
         bench.store(8, SECTOR, 6)?;
         bench.until("the reset does not end", |bench| {
             !bench.transport.queue_resetting(1)
@@ -269,7 +269,7 @@ fn queue_reset(bench: &mut Bench<'_>) -> Verdict {
 }
 
 impl Bench<'_> {
-    /// The queue as [`start`](Self::start) leaves it.
+    /// Resets the queue and sets it up again as [`start`](Self::start) does.
     fn set_up_anew(&mut self, index: u16) -> Verdict {
         self.transport.reset_queue(index);
         self.until("the reset does not end", |bench| {

@@ -1,4 +1,4 @@
-//! What is a transport's own: register widths, interrupt status, MSI-X (virtio 1.2, 4.1 and 4.2).
+//! Properties of a single transport: register widths, interrupt status, MSI-X (virtio 1.2, 4.1 and 4.2).
 
 use super::bench::{ALL, Bench, EVENT_IDX, LIVE, OK, kind};
 use super::{Case, Verdict, check};
@@ -81,7 +81,7 @@ fn pci_widths(bench: &mut Bench<'_>) -> Verdict {
             check(found == expected, "another value, read wider", found)?;
         }
     }
-    // A write in another width than the field's.
+    // Writes of a width other than the field's.
     for (at, width) in [
         (0x14, 2),
         (0x14, 4),
@@ -94,7 +94,7 @@ fn pci_widths(bench: &mut Bench<'_>) -> Verdict {
     }
     let state = bench.transport.status();
     check(state == LIVE, "status", state.into())?;
-    // A 64-bit field is written at once, too (4.1.3.1 asks for halves only of drivers).
+    // A 64-bit field takes one whole write, too (4.1.3.1 requires halves of drivers only).
     bench.expect((kind::FLUSH, 0), &[], OK)
 }
 
@@ -119,8 +119,8 @@ fn masked(bench: &mut Bench<'_>) -> Verdict {
     })?;
     bench.quiet();
     let count = bench.interrupts.count() - seen;
-    // The last request is answered before its interrupt is sent, which may come after all that. It is the only one: the
-    // interrupt of a request is sent before the next request of its queue is taken.
+    // The device answers the last request before it sends its interrupt, which may thus arrive after the unmasking.
+    // Only the last interrupt can be late: a queue sends a request's interrupt before it takes the next request.
     check(matches!(count, 1 | 2), "interrupts once unmasked", count)?;
     check(!bench.transport.queue_pending(0), "still pending", 0)
 }
@@ -136,7 +136,7 @@ fn no_vector(bench: &mut Bench<'_>) -> Verdict {
         let found = control.read16(VECTOR);
         check(found == 0xffff, "vector", found.into())?;
     }
-    // 4.1.5.3.1: without one, no interrupt.
+    // 4.1.5.3.1: without a vector the device sends no interrupt.
     let seen = bench.settled();
     bench.expect((kind::FLUSH, 0), &[], OK)?;
     bench.quiet();

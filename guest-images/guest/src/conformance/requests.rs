@@ -1,4 +1,4 @@
-//! Every request, right and wrong in what it asks for (virtio 1.2, 5.2.6).
+//! Every type of request, valid and invalid (virtio 1.2, 5.2.6).
 
 use super::bench::{ALL, Bench, DATA, IOERR, OK, SECTOR, UNSUPP, fill, kind, matches};
 use super::{Case, Verdict, check};
@@ -60,7 +60,7 @@ fn largest(bench: &mut Bench<'_>) -> Verdict {
     matches(&bench.data.bytes()[..pieces * size], 99)
 }
 
-/// 2.7.4.1: no assumption about how a request is cut up.
+/// 2.7.4.1: the device must not assume how a request is split into descriptors.
 fn single_bytes(bench: &mut Bench<'_>) -> Verdict {
     use super::ring::{NEXT, WRITE};
     bench.start(ALL)?;
@@ -69,7 +69,7 @@ fn single_bytes(bench: &mut Bench<'_>) -> Verdict {
     bench.head(0, kind::IN, 3);
     let (header, data, status) = (bench.header(0), bench.data.address(), bench.status_byte(0));
     let ring = &mut bench.rings[0];
-    // Header in 16 pieces, data in 40 and the rest, the status at the end of a piece of its own.
+    // The header takes 16 descriptors, the data 41, and the status one of its own.
     for index in 0..16 {
         ring.describe(index, header + u64::from(index), 1, NEXT, index + 1);
     }
@@ -105,7 +105,7 @@ fn get_id(bench: &mut Bench<'_>) -> Verdict {
     )
 }
 
-/// An erasing request of one range.
+/// Runs a DISCARD, WRITE_ZEROES or SECURE_ERASE of one range, which must end with `expected`.
 fn erase(bench: &mut Bench<'_>, kind: u32, range: (u64, u32, u32), expected: u8) -> Verdict {
     let (sector, sectors, flags) = range;
     bench.data.write(0, sector);
@@ -115,7 +115,7 @@ fn erase(bench: &mut Bench<'_>, kind: u32, range: (u64, u32, u32), expected: u8)
     bench.expect((kind, 0), &[segment], expected)
 }
 
-/// What every erasing request must do: zeroes where it was asked for, nothing beside it, and its limits.
+/// Checks that an erasing request zeroes its range and nothing outside it, and keeps to its limits.
 fn erases(bench: &mut Bench<'_>, kind: u32, limit_at: u64, unmap: bool) -> Verdict {
     bench.store(64, 64 * SECTOR, 17)?;
     erase(bench, kind, (72, 16, u32::from(unmap)), OK)?;
@@ -147,7 +147,7 @@ fn erases(bench: &mut Bench<'_>, kind: u32, limit_at: u64, unmap: bool) -> Verdi
     for flags in [2, 1 << 31, u32::MAX] {
         erase(bench, kind, (0, 8, flags), UNSUPP)?;
     }
-    // Half a range, and more ranges than are allowed.
+    // An incomplete range, and more ranges than are allowed.
     for bytes in [0, 8, 15] {
         let segment = bench.data(bytes, false);
         bench.expect((kind, 0), &[segment], IOERR)?;
@@ -168,7 +168,7 @@ fn discard(bench: &mut Bench<'_>) -> Verdict {
         bench.features,
     )?;
     erases(bench, kind::DISCARD, 36, false)?;
-    // 5.2.6.2: `unmap` has no meaning here.
+    // 5.2.6.2: `unmap` must be 0 in a DISCARD.
     erase(bench, kind::DISCARD, (0, 8, 1), UNSUPP)
 }
 
@@ -219,7 +219,7 @@ fn not_negotiated(bench: &mut Bench<'_>) -> Verdict {
     bench.load(0, SECTOR, 1)
 }
 
-/// Reads and writes of one sector that both have to fail.
+/// A read and a write of one sector that both must fail.
 fn refused_at(bench: &mut Bench<'_>, sector: u64) -> Verdict {
     for (request, device_writes) in [(kind::IN, true), (kind::OUT, false)] {
         let segment = bench.data(SECTOR, device_writes);
@@ -241,7 +241,7 @@ fn huge_sector(bench: &mut Bench<'_>) -> Verdict {
     ] {
         refused_at(bench, sector)?;
     }
-    // A multiplication that wraps would have hit sector 0.
+    // A multiplication that overflows would have overwritten sector 0.
     bench.load(0, SECTOR, 55)
 }
 
@@ -267,7 +267,7 @@ fn zero_length(bench: &mut Bench<'_>) -> Verdict {
             bench.expect((request, 0), &[empty], IOERR)?;
         }
     }
-    // Empty pieces among others are no harm.
+    // Empty segments are allowed among others.
     let (empty, whole) = (bench.data(0, true), bench.data(SECTOR, true));
     bench.expect((kind::IN, 0), &[empty, whole, empty], OK)
 }
@@ -288,7 +288,7 @@ fn too_large(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL)?;
     bench.store(0, SECTOR, 78)?;
     for (request, device_writes) in [(kind::IN, true), (kind::OUT, false)] {
-        // One buffer again and again: 34 MiB, and then almost 2^32 bytes.
+        // The same buffer again and again: 34 MiB, and then a buffer of almost 2^32 bytes.
         let segment = bench.data(1 << 20, device_writes);
         bench.expect((request, 0), &[segment; 34], IOERR)?;
         let huge = Segment {

@@ -1,4 +1,4 @@
-//! A split virtqueue as plain memory (virtio 1.2, 2.7): everything in it can be written, right or wrong.
+//! A split virtqueue as plain memory (virtio 1.2, 2.7): a case can write every field, with right or wrong values.
 
 use core::sync::atomic::{Ordering, fence};
 
@@ -36,9 +36,9 @@ pub(super) struct Ring {
     pub(super) table: Region,
     available: Region,
     used: Region,
-    /// Where the next head goes; the index that was published may be behind.
+    /// The available index after the last offered head. The published index may be behind it.
     next: u16,
-    /// Used elements taken.
+    /// Number of used elements taken, modulo 2^16.
     pub(super) taken: u16,
 }
 
@@ -55,7 +55,7 @@ impl Ring {
         })
     }
 
-    /// An empty ring of `size` descriptors. Only while the device does not use it.
+    /// Empties the ring and gives it `size` descriptors. The device must not be using it.
     pub(super) fn clear(&mut self, size: u16) {
         for region in [&mut self.table, &mut self.available, &mut self.used] {
             region.bytes_mut().fill(0);
@@ -76,24 +76,24 @@ impl Ring {
         describe(&self.table, index, address, length, flags, next);
     }
 
-    /// Puts a head into the available ring, not published yet.
+    /// Puts a head into the available ring, without publishing it.
     pub(super) fn offer(&mut self, head: u16) {
         let slot = usize::from(self.next % self.size);
         self.available.write(4 + slot * 2, head);
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Publishes what was offered.
+    /// Publishes the offered heads.
     pub(super) fn publish(&mut self) {
         self.set_index(self.next);
     }
 
-    /// How many heads were offered, modulo 2^16.
+    /// Number of heads offered, modulo 2^16.
     pub(super) fn offered(&self) -> u16 {
         self.next
     }
 
-    /// Stores an available index, true or not.
+    /// Stores an available index, which may be wrong.
     pub(super) fn set_index(&self, index: u16) {
         fence(Ordering::Release);
         self.available.write(2, index);
@@ -116,7 +116,7 @@ impl Ring {
         self.used.read(0)
     }
 
-    /// Where the device asks for the next doorbell.
+    /// The available index at which the device asks for the next doorbell.
     pub(super) fn avail_event(&self) -> u16 {
         fence(Ordering::SeqCst);
         self.used.read(4 + usize::from(self.size) * 8)
@@ -134,7 +134,7 @@ impl Ring {
         fence(Ordering::SeqCst);
     }
 
-    /// Fills the used ring, index and all, with what the device has never written.
+    /// Fills the used ring, including its index, with bytes that the device never wrote.
     pub(super) fn scribble_on_used(&mut self) {
         self.used.bytes_mut().fill(0x77);
         fence(Ordering::SeqCst);
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(ring.available.read::<u16>(2), 0, "not published");
         ring.publish();
         assert_eq!(ring.available.read::<u16>(2), 5);
-        // The fifth head has come round to the first place.
+        // The fifth head wraps to the first slot.
         assert_eq!(ring.available.read::<u16>(4), 4);
         ring.set_used_event(9);
         assert_eq!(ring.available.read::<u16>(4 + 4 * 2), 9);

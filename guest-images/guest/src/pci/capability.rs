@@ -13,13 +13,13 @@ pub trait ConfigSpace {
 /// A place in a BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Location {
-    /// Which BAR, 0 to 5.
+    /// The BAR's number, 0 to 5.
     pub bar: u8,
     /// Bytes from its start.
     pub offset: u32,
 }
 
-/// What a driver needs of the list.
+/// The structures of the list that a driver needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
     /// The common configuration structure.
@@ -30,20 +30,21 @@ pub struct Capabilities {
     pub notify_multiplier: u32,
     /// The device's own configuration.
     pub device: Location,
-    /// Where the MSI-X capability lies in the configuration space.
+    /// Offset of the MSI-X capability in the configuration space.
     pub msix: u8,
     /// The MSI-X table.
     pub msix_table: Location,
     /// The pending bits of its vectors.
     pub msix_pending: Location,
-    /// Its entries.
+    /// Number of entries in the MSI-X table.
     pub msix_vectors: u16,
 }
 
 const STATUS: u8 = 0x06;
 const STATUS_LIST: u8 = 1 << 4;
 const POINTER: u8 = 0x34;
-/// The list lies behind the header, a capability takes at least four bytes: a longer list is a loop.
+/// Most capabilities: the list lies after the header, and a capability takes at least four bytes. A longer list is a
+/// loop.
 const MOST: usize = (256 - 64) / 4;
 
 const ID_VENDOR: u8 = 0x09;
@@ -58,8 +59,8 @@ const NOTIFY_LENGTH: u8 = 20;
 const MSIX_LENGTH: u8 = 12;
 
 impl Capabilities {
-    /// Walks the list. Of several structures of one type the first counts: the device lists them in the order
-    /// of its preference (4.1.4.1).
+    /// Walks the list. If several structures have the same type, the first one counts: the device lists them in the
+    /// order of its preference (4.1.4.1).
     ///
     /// # Errors
     /// [`Error::Pci`] if a structure is absent or the list is broken.
@@ -126,8 +127,8 @@ fn fits(at: u8, length: u8) -> bool {
     usize::from(at) + usize::from(length) <= 256
 }
 
-/// Where the structure of the capability at `at` lies; `None` if the driver must ignore it (4.1.4.1: a BAR
-/// number above 5 is reserved).
+/// The location of the structure of the capability at `at`; `None` if the driver must ignore it (4.1.4.1: BAR numbers
+/// above 5 are reserved).
 fn location(space: &impl ConfigSpace, at: u8, length: u8) -> Option<Location> {
     if !fits(at, length) || space.read8(at + 2) < length {
         return None;

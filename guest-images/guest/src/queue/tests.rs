@@ -1,4 +1,4 @@
-//! The queue against a small device that reads the same memory.
+//! Tests of the queue against a small device that uses the same memory.
 
 use std::collections::VecDeque;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::memory::Word;
 use crate::memory::tests::arena;
 
-/// The device's side of a queue: as little as the specification asks for.
+/// The device's side of a queue, with the minimum that the specification requires.
 struct Device {
     size: u16,
     descriptors: *const u8,
@@ -43,7 +43,7 @@ impl Device {
         unsafe { self.used.add(offset).cast::<T>().write_volatile(value) }
     }
 
-    /// The chains made available since the last call: heads and segments. The next doorbell is wanted
+    /// The chains made available since the last call: heads and segments. The device asks for the next doorbell
     /// `ahead` entries after the next one.
     fn receive(&mut self, ahead: u16) -> Vec<(u16, Vec<Segment>)> {
         let mut chains = Vec::new();
@@ -98,12 +98,12 @@ impl Device {
         }
         self.write(2, self.written);
         let event: u16 = Self::read(self.available, 4 + usize::from(self.size) * 2);
-        // Written out, not by `passes`: is the event one of the entries just used?
+        // Does not use `passes`, which is under test: checks whether the event is one of the entries just used.
         !self.event_idx || entries(before, self.written).contains(&event)
     }
 }
 
-/// The entries from `from` to before `to`, with the wrap of the index.
+/// The entries from `from` up to but not including `to`, with the wrap of the index.
 fn entries(from: u16, to: u16) -> Vec<u16> {
     (0..to.wrapping_sub(from))
         .map(|step| from.wrapping_add(step))
@@ -127,8 +127,8 @@ fn random(state: &mut u64, below: usize) -> usize {
     (word >> 33) as usize % below
 }
 
-/// Any number of rounds, past the wrap of the 16-bit indices, completed out of order: each request comes
-/// back once with its token, doorbells and interrupts come exactly when the other side asked for them.
+/// Runs many rounds, past the wrap of the 16-bit indices, completed out of order. Each request must come back once
+/// with its token, and doorbells and interrupts must come exactly when the other side asked for them.
 fn many_rounds(event_idx: bool, indirect: bool) {
     let mut arena = arena(1 << 20);
     let mut queue = Queue::new(
