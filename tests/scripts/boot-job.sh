@@ -1,4 +1,6 @@
-# Runs the embedded guest, which must work where KVM runs ring 0 on the processor as well. Then boots the same two disks twice: a bzImage that powers off, then a PVH vmlinux from a root disk that reboots, with doorbells that exit and interrupts that are ioctls.
+# Runs the embedded guest, which must also work if KVM runs ring 0 on the processor. Then boots the same two disks
+# twice: with a bzImage that powers off, then with a PVH vmlinux from a root disk that reboots, with doorbells that
+# exit and interrupts that are ioctls.
 walvisor demo --json --dir . >"$RESULTS/embedded.json" 2>embedded.log
 status=$?
 cat embedded.log
@@ -8,7 +10,7 @@ echo "job: embedded guest: status $status"
 walvisor disk create mmio.img --size 32M || exit
 walvisor disk create pci.img --size 32M || exit
 walvisor disk create root.img --size 192M || exit
-# The log is still empty: the base image is the disk.
+# The log is still empty, so the base image holds the whole disk.
 dd if="$IMAGES/root.ext4" of=root.img bs=1M conv=notrunc 2>/dev/null
 guest_initrd write.initrd "$JOB/write.sh"
 guest_initrd read.initrd "$JOB/read.sh"

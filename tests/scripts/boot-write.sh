@@ -1,4 +1,4 @@
-# Finds the disks by serial number, and writes other data on each.
+# Finds the disks by serial number, and writes different data to each.
 echo "guest: processors $(nproc)"
 for disk in /sys/block/vd*; do
     name=${disk##*/} serial=$(cat "$disk/serial")

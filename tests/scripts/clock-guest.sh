@@ -1,4 +1,5 @@
-# Commits, as many each time, and a time of rest in which nothing should be done for this guest.
+# Commits the same number of times in each round, and then rests. During the rest the VMM should do no work for this
+# guest.
 for round in 1 2 3; do
     for number in $(seq 120); do
         dd if=/dev/zero of=/dev/vda bs=4096 count=1 seek=$number conv=fsync,notrunc 2>/dev/null || echo 'guest: dd failed'

@@ -1,12 +1,14 @@
-# The wall clock is set while disks commit. Runs on a Debian machine of its own, whose clock it is. What waits is counted in
-# processor time: a wait that is over before it began would be one after the other, for ever.
+# Sets the wall clock while disks commit. Runs on a Debian machine of its own, whose clock it may set. The job
+# measures waits in processor time: a wait that ends too early is repeated at once and for ever, which takes much of
+# it.
 (cd / && cpio -idu <"$IMAGES/initramfs-fio.cpio" 2>/dev/null)
 base64 -d "$JOB/leap.base64" >leap && chmod +x leap || exit 1
 
 # ticks PID: processor time so far, in 1/100 s.
 ticks() { echo $(($(cut -d' ' -f14,15 "/proc/$1/stat" | tr ' ' +))); }
 
-# set_clocks_while NAME: by a day, back by two days, and through a leap second, until there is a file called NAME.
+# set_clocks_while NAME: sets the clock forward by a day, back by two days, and through a leap second, until the file
+# NAME exists.
 set_clocks_while() {
     started=$(date +%s) began=$(uptime_seconds) steps=0 leaps=0
     until [ -e "$1" ] && [ $steps -ge 4 ]; do
@@ -14,7 +16,7 @@ set_clocks_while() {
         sleep 0.5
         date -s "@$(($(date +%s) - 172800))" >/dev/null && steps=$((steps + 1))
         sleep 0.5
-        # Five seconds before the next midnight: what comes first may take some of them.
+        # Five seconds before the next midnight: the commands before the leap second may take some of them.
         date -s "@$(($(date +%s) / 86400 * 86400 + 86395))" >/dev/null
         tai=$(./leap insert) || exit 1
         sleep 7
@@ -24,7 +26,7 @@ set_clocks_while() {
     [ $leaps -ge 1 ] && echo "job: $clock_of: the clock was set and had a leap second"
 }
 
-# idle PID: what it takes when nobody asks anything of it.
+# idle PID: the processor time that it takes in 3 s without any requests.
 idle() {
     idle_before=$(ticks $1)
     sleep 3
@@ -34,7 +36,7 @@ idle() {
 progress 'the wall clock is set: serve'
 for disk in waiting adaptive; do walvisor disk create $disk.img --size 32M || exit; done
 : >clocks
-# Its groups wait for more than there are.
+# The commit groups of this disk wait for more flushes than the clients have in flight.
 walvisor serve nbd --disk path=waiting.img,socket="$WORK/c",commit-wait-usec=3000,commit-wait-count=64 \
     --disk path=adaptive.img,socket="$WORK/c" >clocks 2>clocks.log &
 daemon=$!
@@ -45,7 +47,7 @@ done
 nbd-client -unix "$WORK/c" /dev/nbd3 -N waiting.img -C 2 >attached 2>&1 &&
     nbd-client -unix "$WORK/c" /dev/nbd4 -N adaptive.img -C 2 >>attached 2>&1 || { cat attached; exit 1; }
 
-# commits: the same number each time.
+# commits: runs the same number of commits each time.
 commits() {
     fio --rw=randwrite --bs=4k --direct=1 --ioengine=psync --fsync=1 --size=8M --number_ios=300 --numjobs=2 --eta=never \
         --name=waiting --filename=/dev/nbd3 --name=adaptive --filename=/dev/nbd4 >clock-fio.log 2>&1
@@ -64,7 +66,8 @@ set_clocks_while committed
 wait $!
 stepped=$(($(ticks $daemon) - before))
 echo "clock: serve quiet $quiet stepped $stepped idle $quiet_idle $(idle $daemon)"
-# Whoever is quick may have committed all of it between two steps: once more a day later, and again two days before that.
+# Fast clients may have committed everything between two steps of the clock. So commit again a day later, and two days
+# before that.
 date -s "@$(($(date +%s) + 86400))" >/dev/null
 commits
 date -s "@$(($(date +%s) - 172800))" >/dev/null
@@ -72,7 +75,7 @@ commits
 date -s "@$(($(date +%s) + 86400))" >/dev/null
 nbd-client -d /dev/nbd3 >/dev/null
 nbd-client -d /dev/nbd4 >/dev/null
-# As a crash leaves it: all that was committed is in the log.
+# The daemon is killed like in a crash, so that all commits are still in the log.
 kill -KILL $daemon
 wait $daemon
 for disk in waiting adaptive; do
@@ -93,7 +96,7 @@ wait_line clock 'guest: commits 1' 60 || { spoken clock; exit 1; }
 before=$(ticks $vmm)
 wait_line clock 'guest: commits 2' 60 || { spoken clock; exit 1; }
 quiet=$(($(ticks $vmm) - before)) before=$(ticks $vmm)
-# Whatever the guest did meanwhile: it has as much to do again.
+# Runs the same amount of work as before, whatever the guest did meanwhile.
 { wait_line clock 'guest: commits 3' 120; touch ended; } &
 set_clocks_while ended
 wait $!

@@ -1,4 +1,5 @@
-# The boots behind: all that any boot before kept is there; keeps more; then the kernel panics.
+# The later boots: checks that the files kept by any earlier boot are there, keeps more files, and then makes the
+# kernel panic.
 STEP=$(device step)
 echo "guest: processors $(nproc), root $(mount | grep ' / ' | cut -d' ' -f1-5)"
 for type in ext4 xfs; do
@@ -11,6 +12,6 @@ done </run/kept
 for directory in / /mnt/ext4/ /mnt/xfs/; do keep ${directory}before-$CRASH 700; done
 [ $CRASH = silent ] && rmmod pvpanic_mmio
 echo "guest: job exit in a panic ($CRASH)"
-# The kernel's words are not to come into the middle of that line.
+# The kernel's output must not interrupt that line.
 sleep 1
 echo c >/proc/sysrq-trigger

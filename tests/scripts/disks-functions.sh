@@ -1,6 +1,6 @@
-# Before the guest's scripts on its disks. Programs that busybox has too are called by their paths: its shell takes its own.
+# Functions for the guest's scripts. Programs that busybox has too are called by their paths: its shell prefers its own.
 
-# The disk with the serial number $1.
+# Prints the name of the disk with the serial number $1.
 device() {
     for disk in /sys/block/vd*; do
         [ "$(cat "$disk/serial")" = "$1" ] && echo "${disk##*/}" && return
@@ -9,7 +9,7 @@ device() {
     return 1
 }
 
-# Tells the job outside that step $1 is reached, and goes on when that has made the disk `step` longer.
+# Reports to the job outside that step $1 is reached. Returns when the job has answered by growing the disk `step`.
 step() {
     before=$(cat "/sys/block/$STEP/size")
     echo "guest: at $1."
@@ -21,11 +21,11 @@ step() {
     exit 1
 }
 
-# Reads $1 past every cache, from MiB $2 on for $3 MiB, and gives the SHA-256.
+# Reads $3 MiB of $1 from MiB $2 on with O_DIRECT, and prints the SHA-256.
 direct_sum() { dd if="$1" bs=1M skip="$2" count="$3" iflag=direct 2>/dev/null | sha256sum | cut -d' ' -f1; }
 file_sum() { sha256sum <"$1" | cut -d' ' -f1; }
 
-# A file $1 of $2 KiB that is durable when its sum is told.
+# Makes a file $1 of $2 KiB, and prints its sum once the file is durable.
 keep() {
     dd if=/dev/urandom of="$1" bs=1024 count="$2" conv=fsync 2>/dev/null || exit 1
     echo "guest: kept $1 $(file_sum "$1")"

@@ -1,10 +1,10 @@
-# Boot 1: what Linux makes of the disks, and what the disks do when it uses all it can.
+# Boot 1: how Linux sees the disks, and what the disks do when Linux uses all their features.
 STEP=$(device step) MODE=$(device mode) BULK=$(device bulk) EXT4=$(device ext4) XFS=$(device xfs) RAW=$(device raw) RO=$(device ro)
 echo "guest: processors $(nproc), root $(mount | grep ' / ' | cut -d' ' -f1-5)"
 for serial in root step mode bulk ext4 xfs raw ro; do
     name=$(device $serial)
     queue=/sys/block/$name/queue
-    # No udev here: lsblk takes all of this from the kernel.
+    # There is no udev here: lsblk takes all values from the kernel.
     echo "guest: lsblk $serial $(lsblk -bdno SIZE,RO,LOG-SEC,PHY-SEC,MIN-IO,DISC-GRAN,DISC-MAX,RQ-SIZE "/dev/$name" | tr -s ' ')"
     echo "guest: blockdev $serial $(/bin/blockdev --getsize64 --getro --getss --getpbsz --getiomin --getalignoff /dev/$name | tr '\n' ' ')"
     echo "guest: queue $serial $(cat $queue/write_cache), fua $(cat $queue/fua), cache_type $(cat /sys/block/$name/cache_type)," \
@@ -28,7 +28,7 @@ step written-back-again
 writes conv=fsync
 step flushed
 
-# What is discarded or zeroed reads as zeros, and its neighbours as before.
+# Discarded or zeroed ranges must read as zeros, and the ranges beside them as before.
 dd if=/dev/urandom of=/run/pattern bs=1M count=24 2>/dev/null
 dd if=/run/pattern of="/dev/$BULK" bs=1M oflag=direct conv=fsync 2>/dev/null || echo 'guest: dd failed'
 step filled
@@ -86,7 +86,7 @@ echo "guest: raw sum $(direct_sum "/dev/$RAW" 0 6)"
 dd if=/dev/zero of="/dev/$RO" bs=4096 count=1 oflag=direct 2>/dev/null && echo 'guest: wrote on a read-only disk'
 [ "$(direct_sum "/dev/$RO" 0 2)" = "$(head -c 2097152 /dev/zero | sha256sum | cut -d' ' -f1)" ] && echo 'guest: ro is read'
 
-# Requests at a depth of 32: submitted 16 at once, as io_uring programs and databases do, and one by one.
+# Requests at a depth of 32: submitted in batches of 16, as io_uring programs and databases do, and one by one.
 for serial in mode bulk; do
     for how in batched single; do
         options=

@@ -1,16 +1,16 @@
-# A guest whose root file system is a disk with a log, beside one disk for each thing that Linux does with disks. Three boots:
-# everything, ended by a reboot; then two that check what was kept, and panic. Each step of the first is answered with the
-# counters of that moment, and with a longer disk, which the guest waits for.
+# A guest whose root file system is a disk with a log, with one more disk for each use that Linux makes of disks.
+# Three boots: the first uses everything and ends with a reboot, the other two check the kept files, and panic. At
+# each step of the first boot the job saves the counters, and grows a disk as the answer for which the guest waits.
 walvisor disk import root.img "$IMAGES/root.ext4" --log log >import.log 2>&1 || cat import.log
-# The smallest file system that mkfs.xfs makes has 300 MiB.
+# mkfs.xfs makes no file system smaller than 300 MiB.
 for disk in ext4:64M bulk:64M xfs:320M step:8M ro:8M; do
     walvisor disk create ${disk%:*}.img --size ${disk#*:} --log log || exit
 done
-# Its log is its own: what it counts is this disk's.
+# This disk has a log of its own, so that the log's counters count only this disk.
 walvisor disk create mode.img --size 32M || exit
 truncate -s 16M raw.img
 
-# start NAME CPUS END SCRIPT...: boots a guest that runs the scripts, one behind the other, and ends as END says.
+# start NAME CPUS END SCRIPT...: boots a guest that runs the scripts in sequence, and that ends as END says.
 start() {
     boot=$1 cpus=$2 end=$3
     shift 3
@@ -33,14 +33,15 @@ start() {
         --disk path=ro.img,log=log,readonly=on,transport=pci,serial=ro
 }
 
-# keep NAME: what the guest of this name made durable, for those that follow.
+# keep NAME: adds the files that the guest of this name made durable to the list for later boots.
 keep() { tr -d '\r' <"$RESULTS/$1.log" | sed -n 's/^guest: kept \(.* [0-9a-f]\{64\}\)$/\1/p' >>kept; }
 
 : >kept
 progress 'boot 1: what Linux does with disks'
 start all 2 reboot "$JOB/functions.sh" "$JOB/guest.sh"
 mebibytes=8
-# answer STEP [DISK]: and the log into the image of DISK, for its length to say what the guest has given back.
+# answer STEP [DISK]: with DISK, first copies the log into the image of DISK, whose size then shows the space that
+# discards freed.
 answer() {
     wait_line all "guest: at $1\\." 120 || { spoken all; exit 1; }
     if [ -n "$2" ]; then
@@ -76,7 +77,7 @@ for panic in told silent; do
     start $panic 1 poweroff "$JOB/functions.sh" "$JOB/crash.sh"
     wait_guest $panic 120
     status=$?
-    # A guest that the emulation felled on its way there says nothing about panics.
+    # If the guest crashed in emulation before its panic, this line is missing.
     grep -q 'guest: job exit in a panic' "$RESULTS/$panic.log" || { spoken $panic; exit 1; }
     echo "job: $panic panic: status $status"
     keep $panic
@@ -87,11 +88,11 @@ for name in root ext4 xfs bulk step ro; do
 done
 walvisor disk check mode.img >/dev/null
 echo "job: check of mode: status $?"
-# Closed disks are plain images: what the last guest kept is read there by this machine's own tools.
+# Closed disks are plain images, so this machine's own tools can read the files that the last guest kept.
 for name in root ext4; do
     case $name in root) file=/before-silent ;; ext4) file=/mnt/ext4/before-silent ;; esac
     e2fsck -fp $name.img >e2fsck.log 2>&1
-    # 1: the journal was replayed, and so the file system changed.
+    # Status 1: e2fsck replayed the journal, and thus changed the file system.
     [ $? -le 1 ] || cat e2fsck.log
     sum=$(debugfs -R 'cat /before-silent' $name.img 2>/dev/null | sha256sum | cut -d' ' -f1)
     grep -q "^$file $sum\$" kept && echo "job: $name.img has what was kept last"

@@ -1,5 +1,5 @@
-# Checks the files listed in /tmp/kept (directory, number, SHA-256); unless this is the LAST boot, then lets fio run on
-# both disks and meanwhile fsyncs file after file, and reports each only after the fsync returned.
+# Checks the files listed in /tmp/kept (directory, number, SHA-256). Unless this is the LAST boot, then lets fio run
+# on both disks, meanwhile fsyncs file after file, and reports each file only after its fsync has returned.
 for name in vda vdb; do
     mkdir /mnt/$name
     if ! mount -t ext4 /dev/$name /mnt/$name; then
@@ -24,7 +24,7 @@ if [ $LAST = yes ]; then
         umount /mnt/$name
         e2fsck -fn /dev/$name >/tmp/e2fsck 2>&1
         echo "guest: e2fsck of $name: status $?"
-        # Harmless leftovers do not count, errors do; the text shows which.
+        # e2fsck's status counts errors but not harmless leftovers; the text shows which.
         cat /tmp/e2fsck
     done
     exit 0

@@ -1,12 +1,12 @@
-# Kills walvisor twice in the middle of the guest's fio. Every boot after a kill checks all files that any boot
-# before reported as fsynced; the last one then powers off.
+# Kills walvisor twice in the middle of the guest's fio. Every boot after a kill checks all files that earlier boots
+# reported as fsynced; the last boot then powers off.
 for transport in mmio pci; do
     walvisor disk create $transport.img --size 128M || exit
 done
 : >kept
 
 boot() {
-    # Each boot's script carries the list of what it must find.
+    # Each boot's script carries the list of the files that it must find.
     { echo "LAST=$2"; echo "cat >/tmp/kept <<'LIST'"; cat kept; echo LIST; cat "$JOB/guest.sh"; } >guest.sh
     guest_initrd initrd guest.sh fio
     start_guest "$1" --kernel "$IMAGES/vmlinux" --initrd initrd --cpus 1 --memory 1G \
@@ -17,11 +17,11 @@ boot() {
 for round in 1 2; do
     progress "kill $round of 2: booting, then fio and fsyncs"
     boot round$round no
-    # Another number of files in each round: the kill meets the log in another state.
+    # Each round has another number of files, so that each kill meets the log in another state.
     wait_line round$round "guest: kept .* $((round * 11)) " 240 || { spoken round$round; exit 1; }
     kill_guest round$round
     echo "job: round $round ended with status $(cat "$WORK/round$round.status")"
-    # A line that the kill cut off lacks its end: such a file was not reported.
+    # A line that the kill cut off lacks its end: its file does not count as reported.
     tr -d '\r' <"$RESULTS/round$round.log" | sed -n 's/^guest: kept \(.*\) end$/\1/p' >>kept
     for transport in mmio pci; do
         walvisor disk check $transport.img

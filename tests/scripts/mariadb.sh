@@ -1,12 +1,13 @@
-# MariaDB on /dev/vda of user-mode Linux. Set before: MAKE (the commands that make and mount the file system at disk) if it is the
-# first boot, SEED, and WORK if clients are to work until the power is cut. It runs in an empty directory in memory.
+# MariaDB on /dev/vda of user-mode Linux. Variables: MAKE (in the first boot only: the commands that make the file
+# system and mount it at disk), SEED, and WORK (if set, clients work until the power is cut). It runs in an empty
+# directory in memory.
 say() { echo "guest: $*"; }
 sql() { mariadb --defaults-file=my.cnf --batch --skip-column-names "$@"; }
 export TMPDIR=$PWD/tmp
 mkdir disk tmp
 
-# Pages are written all the time, each straight to the disk, once, and nowhere else before: a small buffer pool that is to hold
-# nothing changed, a small redo log, and no doublewrite buffer.
+# MariaDB writes pages all the time, each directly to the disk, once, and nowhere else before. So the settings are a
+# small buffer pool that should hold no changed pages, a small redo log, and no doublewrite buffer.
 cat >my.cnf <<END
 [mariadbd]
 user=root
@@ -41,7 +42,7 @@ start() {
     say server $(sql -e 'SELECT @@innodb_doublewrite, @@innodb_flush_method, @@innodb_flush_log_at_trx_commit, @@sync_binlog, @@innodb_page_size')
 }
 
-# Accounts, 16 rows a page, and of each client what it moved between which.
+# Makes the accounts, 16 rows per page, and the ledger: for each client the amounts that it moved between accounts.
 create() {
     mkdir disk/db
     mariadb-install-db --defaults-file=my.cnf --skip-test-db --auth-root-authentication-method=normal >install.log 2>&1 ||
@@ -55,7 +56,8 @@ INSERT INTO accounts SELECT seq, 1000, REPEAT('-', 900) FROM seq_0_to_8191;
 END
 }
 
-# What a client says once the server has answered its COMMIT is outside of this machine: the test's journal.
+# A client prints each commit once the server has answered it. The test outside of this machine keeps these lines as
+# its journal.
 client() {
     last=$(sql bank -e "SELECT COALESCE(MAX(number), 0) FROM ledger WHERE client = $1")
     awk -v client="$1" -v number="$last" -v seed="$SEED$1" 'BEGIN {
@@ -72,7 +74,7 @@ client() {
     }' | sql --unbuffered bank 2>&1
 }
 
-# Pages written so far, by the page cleaner or for room.
+# Pages written so far, by the page cleaner or to free space in the buffer pool.
 flushed() {
     sql -e "SELECT CAST(SUM(variable_value) AS INT) FROM information_schema.global_status
         WHERE variable_name IN ('Innodb_buffer_pool_pages_flushed', 'Innodb_buffer_pool_pages_LRU_flushed')"
@@ -84,13 +86,13 @@ check() {
         say check "$table $kind $text"
     done
     mariadb-check --defaults-file=my.cnf --all-databases --silent 2>&1 | sed 's/^/guest: damaged: /'
-    # Each account holds what it began with and what the ledger says.
+    # Each balance must be the first balance plus the amounts in the ledger.
     say wrong balances "$(sql bank -e 'SELECT COUNT(*) FROM accounts LEFT JOIN (SELECT id, SUM(amount) AS moved FROM
         (SELECT source AS id, -amount AS amount FROM ledger UNION ALL SELECT target, amount FROM ledger) AS moves GROUP BY id) AS moves
         USING (id) WHERE balance <> 1000 + COALESCE(moved, 0)')", accounts "$(sql bank -e 'SELECT COUNT(*) FROM accounts')"
     sql bank -e 'SELECT CONCAT_WS(" ", "guest: ledger", client, COUNT(*), MIN(number), MAX(number)) FROM ledger GROUP BY client'
     grep -iE 'corrupt|torn|checksum|failed to read|\[ERROR\]' error.log | sed 's/^/guest: alarm: /'
-    # Where on the disk the table's pages are, in blocks of 4 KiB.
+    # Prints the locations of the table's pages on the disk, in blocks of 4 KiB.
     filefrag -v disk/db/bank/accounts.ibd | awk '$1 ~ /^[0-9]+:$/ { gsub("[.:]", " "); print "guest: extent", $2, $4, $6 }'
     say checked
 }

@@ -1,6 +1,6 @@
-# The disks of `walvisor serve nbd` under the kernel's own NBD client: a file system and raw requests on one log, a kill of
-# the daemon after fsyncs, and what is in the images at the end. Runs in user-mode Linux, whose kernel has the client, in a
-# directory of the machine, $PLACE; $WALVISOR is the program.
+# The disks of `walvisor serve nbd` under the kernel's own NBD client: a file system and raw requests on one log, a
+# kill of the daemon after fsyncs, and the content of the images at the end. Runs in user-mode Linux, whose kernel has
+# the client, in a directory of the machine, $PLACE; $WALVISOR is the program.
 walvisor() { "$WALVISOR" "$@"; }
 mkdir files && mount -t hostfs none files -o "$PLACE" && cd files || exit
 walvisor disk create files.img --size 192M --log log || exit
@@ -18,7 +18,7 @@ serve() {
 }
 
 attach() {
-    # Two connections: the server says that it can have several clients.
+    # Two connections: the server announces that it supports several clients.
     nbd-client -unix s /dev/nbd0 -N files.img -C 2 >attached 2>&1 &&
         nbd-client -unix s /dev/nbd1 -N raw.img -b 4096 >>attached 2>&1 && return
     cat attached
@@ -52,7 +52,7 @@ dd if=/dev/zero of=pattern bs=1M seek=16 count=8 conv=notrunc 2>/dev/null
 echo 3 >/proc/sys/vm/drop_caches
 [ "$(sum pattern)" = "$(sum /dev/nbd1)" ] && echo 'guest: raw disk reads back'
 
-# Files, each with an fsync; then a kill.
+# Writes files, each with an fsync, and then kills the daemon.
 for number in $(seq 20); do
     dd if=/dev/urandom of=content bs=4096 count=$((number % 7 + 1)) 2>/dev/null
     dd if=content of=/mnt/files/kept-$number bs=1M conv=fsync 2>/dev/null || exit 1
@@ -79,7 +79,8 @@ e2fsck -fn /dev/nbd0 >e2fsck.log 2>&1
 echo "guest: e2fsck: status $?"
 [ "$(sum pattern)" = "$(sum /dev/nbd1)" ] && echo 'guest: raw disk still reads back'
 
-# The largest disk: sparse, on a file system that holds a file of that length. The last sector that Linux can address.
+# The largest disk, which is sparse, on a file system that can hold such a file. Uses the last sector that Linux can
+# address.
 walvisor disk create /run/largest.img --size 9223372036854775296 --log /run/largest || exit
 "$WALVISOR" serve nbd --disk path=/run/largest.img,log=/run/largest,socket=l >largest 2>largest.log &
 until [ -s largest ]; do sleep 0.2; done

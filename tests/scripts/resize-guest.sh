@@ -1,4 +1,4 @@
-# Waits until both disks are longer than they were, writes at their new ends, and says what became of the cache's mode.
+# Waits until both disks have grown, writes at their new ends, and prints the modes of their caches.
 size() { cat "/sys/block/$1/size"; }
 echo "guest: sizes $(size vda) $(size vdb)"
 for name in vda vdb; do

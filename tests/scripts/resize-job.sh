@@ -1,4 +1,5 @@
-# Makes two disks longer under a running guest, over either transport, and looks at what the guest wrote there.
+# Grows two disks under a running guest, one on each transport, and reads the data that the guest wrote in the new
+# ranges.
 for transport in mmio pci; do
     walvisor disk create $transport.img --size 32M || exit
 done

@@ -1,12 +1,13 @@
-# SQLite on /dev/vda of user-mode Linux: a database with a write-ahead log, and one with a rollback journal. Set before: MAKE (the
-# commands that make and mount the file system at disk) if it is the first boot, SEED, and WORK if clients are to work until the power
-# is cut. It runs in an empty directory in memory.
+# SQLite on /dev/vda of user-mode Linux: a database with a write-ahead log, and one with a rollback journal.
+# Variables: MAKE (in the first boot only: the commands that make the file system and mount it at disk), SEED, and
+# WORK (if set, clients work until the power is cut). It runs in an empty directory in memory.
 say() { echo "guest: $*"; }
-# FULL with a rollback journal would not be enough: the commit is the journal's removal, and only EXTRA syncs the directory after it.
+# FULL is not enough with a rollback journal: the commit is the journal's removal, and only EXTRA syncs the directory
+# after it.
 sql() { sqlite3 -bail -batch -cmd 'PRAGMA synchronous=EXTRA' "$@"; }
 mkdir disk
 
-# Of each row what belongs to it is known, so that one that is torn shows.
+# The expected content of each row is known, so that the check finds a torn row.
 create() {
     for journal in wal delete; do
         sql disk/$journal.db "PRAGMA journal_mode=$journal;
@@ -19,7 +20,7 @@ create() {
     say created
 }
 
-# What is said once a COMMIT has come back is outside of this machine: the test's journal.
+# A client prints each commit once it has returned. The test outside of this machine keeps these lines as its journal.
 client() {
     last=$(sql disk/$1.db 'SELECT COALESCE(MAX(number), 0) FROM ledger')
     awk -v journal="$1" -v number="$last" -v seed="$SEED" 'BEGIN {
@@ -37,7 +38,7 @@ client() {
 
 check() {
     for journal in wal delete; do
-        # A journal that a writer has left behind.
+        # Lists the journals that a writer has left behind.
         ls disk/$journal.db-wal disk/$journal.db-journal 2>/dev/null | sed 's|disk/|guest: left |'
         say check $journal "$(sql disk/$journal.db 'PRAGMA integrity_check')"
         say mode $journal "$(sql disk/$journal.db 'PRAGMA journal_mode')" "$(sql disk/$journal.db 'PRAGMA synchronous')"

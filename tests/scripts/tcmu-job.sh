@@ -1,13 +1,14 @@
-# The disks of `walvisor serve tcmu` under the kernel's own SCSI target and disk driver: what is missing at first, two disks
-# on one log, every command of sg3-utils, a file system, kills of the daemon under load, resize, the largest disk, and what
-# stays in configfs and in the images at the end. Runs on the Debian machine itself, with no guest.
+# The disks of `walvisor serve tcmu` under the kernel's own SCSI target and disk driver: first the errors for missing
+# parts, then two disks on one log, every command of sg3-utils, a file system, kills of the daemon under load, resize,
+# the largest disk, and the state of configfs and the images at the end. Runs on the Debian machine itself, with no
+# guest.
 for part in fio disks scsi; do
     (cd / && cpio -idu <"$IMAGES/initramfs-$part.cpio" 2>/dev/null)
 done
 config=/sys/kernel/config
 load() { for module in "$@"; do insmod /modules/*-"$module".ko 2>/dev/null; done; }
 say() { echo "job: $*"; }
-# Runs a command that fails, and says how.
+# Runs a command that must fail, and prints its status and its message.
 fails() {
     "$@" >out 2>err
     say "status $?: $(sed "s/process $daemon:/the daemon:/; s/: as root run .*/: as root run .../" err)"
@@ -69,7 +70,7 @@ fails walvisor serve tcmu --remove files
 
 progress 'sg3-utils'
 disk=/dev/$raw
-# Runs a command of sg3-utils: its status, and whether it prints $1, if that is anything.
+# Runs a command of sg3-utils: prints its status, and checks that its output matches $1, unless $1 is empty.
 sg() {
     pattern=$1
     shift
@@ -109,7 +110,7 @@ dd if=zeroes of=pattern bs=4096 seek=8 conv=notrunc 2>/dev/null
 sg 'miscompare' sg_compare_and_write --lba=24 --num=1 --xferlen=8192 --in=compare $disk
 dd if=$disk of=back bs=4096 skip=16 count=16 iflag=direct 2>/dev/null
 cmp pattern back && say 'blocks are what the commands made of them'
-# Refusals: the sense data names what is wrong, and where in the CDB.
+# Refused commands: the sense data must state the error, and its place in the CDB.
 refused() {
     sg_raw -s 0 $disk "$@" >out 2>&1
     say "$1: $(sed -n 's/.*\(Additional sense: .*\)/\1/p; s/.*\(Error in Command.*\)/\1/p; s/.*\(Field pointer.*\)/\1/p' out | xargs)"
@@ -228,7 +229,8 @@ fio --name=global --rw=randwrite --bs=4k --direct=1 --fsync=1 --number_ios=60 --
 stop together
 
 progress 'the largest disk'
-# Sparse, on a file system that holds a file of any length: the last sector that Linux can address.
+# The largest disk, which is sparse, on a file system that holds files of any length. Uses the last sector that Linux
+# can address.
 walvisor disk create /tmp/largest.img --size 9223372036854775296 --log /tmp/largest || exit
 serve largest --disk path=/tmp/largest.img,log=/tmp/largest,command-timeout=60
 largest=$(disk_of largest largest)

@@ -1,4 +1,4 @@
-//! `walvisor` of this source tree: run to its end, or serving disks.
+//! The `walvisor` program of this source tree: runs it to its end, or as a daemon that serves disks.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -8,20 +8,20 @@ use std::sync::OnceLock;
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_guest_images::{leash, walvisor_binary};
 
-/// The program, built if need be.
+/// The program, which is built if it is missing or out of date.
 ///
 /// # Panics
-/// It cannot be built.
+/// The program cannot be built.
 #[must_use]
 pub fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| walvisor_binary("dev").expect("building walvisor"))
 }
 
-/// Runs `walvisor` in `dir` to its end, with `arguments` between which are spaces.
+/// Runs `walvisor` in `dir` to its end. Spaces separate its `arguments`.
 ///
 /// # Panics
-/// It cannot be built or started.
+/// The program cannot be built or started.
 #[must_use]
 pub fn walvisor(dir: &Path, arguments: &str) -> Output {
     Command::new(binary())
@@ -32,10 +32,10 @@ pub fn walvisor(dir: &Path, arguments: &str) -> Output {
         .expect("walvisor starts")
 }
 
-/// The same, and asserts that it succeeds; its stdout.
+/// Runs `walvisor` in the same way, asserts that it succeeds, and returns its stdout.
 ///
 /// # Panics
-/// It fails.
+/// The program fails.
 #[track_caller]
 pub fn succeed(dir: &Path, arguments: &str) -> String {
     let output = walvisor(dir, arguments);
@@ -44,16 +44,16 @@ pub fn succeed(dir: &Path, arguments: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// A daemon at work. Dropping it kills it.
+/// A running daemon. Dropping it kills it.
 pub struct Daemon {
     child: Child,
 }
 
 impl Daemon {
-    /// Starts `walvisor serve vhost-user` in `dir`, and waits until all disks are served.
+    /// Starts `walvisor serve vhost-user` in `dir`, and waits until it serves all disks.
     ///
     /// # Panics
-    /// It does not serve them all.
+    /// The daemon does not serve all disks.
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {
@@ -72,20 +72,20 @@ impl Daemon {
         Self { child }
     }
 
-    /// Stops it as a service manager does, and asserts that it ends well.
+    /// Stops the daemon with SIGTERM, as a service manager does, and asserts that its status is 0.
     ///
     /// # Panics
-    /// It does not.
+    /// The daemon ends with another status.
     #[track_caller]
     pub fn stop(mut self) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
         assert_eq!(self.child.wait().unwrap().code(), Some(0));
     }
 
-    /// Kills it, as a power cut does: it gets to do nothing more.
+    /// Kills the daemon at once, as a power cut does.
     ///
     /// # Panics
-    /// It cannot be waited for.
+    /// The daemon cannot be waited for.
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

@@ -1,4 +1,4 @@
-//! What the integration tests share: running a job with Linux guests, or telling why this machine cannot.
+//! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
 
 mod daemon;
 pub mod vhost_user_client;
@@ -14,7 +14,7 @@ use walvisor_guest_images::{
     Cache, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle, walvisor_binary,
 };
 
-/// Installs what a test needs. `false`: that cannot be, and `skipped: why` was printed.
+/// Installs a program that a test needs. Returns `false` if that fails, after printing `skipped: why`.
 #[must_use]
 pub fn have(program: &str, package: &str) -> bool {
     match install_missing(&[(program, package)], &Reporter::quiet(None)) {
@@ -26,17 +26,18 @@ pub fn have(program: &str, package: &str) -> bool {
     }
 }
 
-/// Installs Python with its whole library, if need be. `false`: that cannot be, and `skipped: why` was printed.
+/// Installs Python with its whole library, if it is missing. Returns `false` if that fails, after
+/// printing `skipped: why`.
 #[must_use]
 pub fn have_python() -> bool {
-    // An interpreter may be there without its library; with that comes this program.
+    // An interpreter may be installed without its library. The package with the library contains this program.
     have("pydoc3", "python3")
 }
 
-/// A pseudo-terminal: the side of the person at it, and the side of the program.
+/// A pseudo-terminal: the side of the user, and the side of the program.
 ///
 /// # Panics
-/// This machine has none to give.
+/// This machine has no free pseudo-terminal.
 #[must_use]
 pub fn terminal() -> (File, File) {
     let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
@@ -51,10 +52,10 @@ pub fn terminal() -> (File, File) {
     (person.into(), program.unwrap().into())
 }
 
-/// What guests of Linux boot.
+/// The images that Linux guests boot.
 ///
 /// # Panics
-/// It cannot be built.
+/// The images cannot be built.
 #[must_use]
 pub fn images() -> GuestImages {
     let cache = Cache::open(None).expect("the image cache");
@@ -62,7 +63,8 @@ pub fn images() -> GuestImages {
 }
 
 /// Runs `script` (with further `files`) as a job with the `walvisor` of this source tree. Prints the console, which
-/// the test harness shows if the test fails. `None`: this machine cannot, and `skipped: why` was printed.
+/// the test harness shows if the test fails. Returns `None` if this machine cannot run it, after printing
+/// `skipped: why`.
 ///
 /// # Panics
 /// The images or `walvisor` cannot be built, or the machine cannot be started.
@@ -71,8 +73,8 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
     run_on(Machine::choose().0, script, files)
 }
 
-/// The same in emulation, also where guests could run without: for scripts that use the Debian kernel that they run on
-/// themselves, with its modules and devices.
+/// Runs a job as [`run_linux_job`] does, but always in emulation: for scripts that need the modules and devices of
+/// the Debian kernel that they themselves run on.
 ///
 /// # Panics
 /// As [`run_linux_job`].
@@ -81,7 +83,7 @@ pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome>
     run_on(Machine::Nested, script, files)
 }
 
-/// What a job has said, line by line: its lines on the console that begin with `job: `, without that.
+/// The lines of the job's console that begin with `job: `, without that prefix.
 #[must_use]
 pub fn said(outcome: &Outcome) -> Vec<&str> {
     let lines = outcome.console.lines();
@@ -101,7 +103,7 @@ fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outc
         job = job.file(*name, *content);
     }
     let cache = Cache::open(None).expect("the image cache");
-    // Kept on disk as well: a job that hangs has a console to look at.
+    // The console goes to a file as well, so that it can be read while a job hangs.
     let name = std::thread::current()
         .name()
         .unwrap_or("job")

@@ -1,4 +1,4 @@
-//! The other end of `walvisor serve vhost-user`: a block device driven from this process, as libblkio drives one.
+//! A client of `walvisor serve vhost-user`: it drives a block device from this process, as libblkio does.
 //!
 //! ```text
 //!   read, write, flush ─▶ virtqueue ─ kick ─▶ eventfd ─▶ daemon
@@ -19,13 +19,13 @@ use virtio_driver::{VhostUser, VirtioBlkQueue, VirtioBlkTransport, VirtioFeature
 
 /// Most bytes that a request may transfer: each slot has a buffer of its own.
 pub const BUFFER: usize = 64 << 10;
-/// Slots of a connection, all queues together.
+/// Number of slots of a connection, shared by all its queues.
 pub const SLOTS: usize = 128;
 const QUEUE_SIZE: u16 = 128;
 /// Bytes of [`Shared`].
 const SHARED: usize = BUFFER * SLOTS;
 
-/// Memory that both sides see.
+/// Memory shared with the daemon.
 struct Shared {
     address: *mut u8,
     file: File,
@@ -36,7 +36,7 @@ impl Shared {
         let fd: OwnedFd = memfd_create("buffers", MemfdFlags::CLOEXEC)?;
         let file = File::from(fd);
         file.set_len(SHARED as u64)?;
-        // SAFETY: a new mapping, at a place that the system chooses.
+        // SAFETY: this is a new mapping, at an address that the system chooses.
         let address = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -59,7 +59,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new`, and nobody uses it any more: the queues went before it.
+        // SAFETY: `new` made the mapping, and nothing uses it any more: the queues were dropped before it.
         let unmapped = unsafe { munmap(self.address.cast(), SHARED) };
         debug_assert!(unmapped.is_ok());
     }
@@ -68,14 +68,14 @@ impl Drop for Shared {
 /// Doorbells rung and interrupts received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Notices {
-    /// Doorbells that were rung because the device wanted to hear.
+    /// Number of doorbells that the client rang because the device wanted them.
     pub doorbells: u64,
-    /// Interrupts that the device has sent, where two that came before anybody looked are two.
+    /// Number of interrupts that the device sent. Two that arrive before the client reads its eventfd count as two.
     pub interrupts: u64,
 }
 
-/// A connection with some queues. Requests of a queue end in any order; they are told apart by their slot, which is the
-/// number of their buffer too, and the caller's until the request has ended.
+/// A connection with some queues. Requests of a queue end in any order. A slot identifies a request and its buffer,
+/// and belongs to the caller's request until that has ended.
 pub struct VhostUserClient {
     queues: Vec<VirtioBlkQueue<'static, usize>>,
     transport: Box<VirtioBlkTransport>,
@@ -84,10 +84,10 @@ pub struct VhostUserClient {
 }
 
 impl VhostUserClient {
-    /// Connects to the daemon at `socket`, and sets `queues` queues up.
+    /// Connects to the daemon at `socket`, and sets up `queues` queues.
     ///
     /// # Errors
-    /// If nobody listens there, or what listens has no such device or not as many queues.
+    /// If no daemon listens there, or it has no such device or fewer queues.
     pub fn connect(socket: &Path, queues: usize) -> io::Result<Self> {
         let features = VirtioFeatureFlags::VERSION_1
             | VirtioFeatureFlags::RING_EVENT_IDX
@@ -109,7 +109,7 @@ impl VhostUserClient {
         })
     }
 
-    /// Capacity in sectors of 512 bytes, as the configuration space tells it.
+    /// Capacity in sectors of 512 bytes, from the configuration space.
     ///
     /// # Errors
     /// If the daemon does not answer.
@@ -117,7 +117,7 @@ impl VhostUserClient {
         Ok(u64::from(self.transport.get_config()?.capacity))
     }
 
-    /// Queues of the device.
+    /// Number of queues of the device.
     ///
     /// # Errors
     /// If the daemon does not answer.
@@ -125,7 +125,7 @@ impl VhostUserClient {
         Ok(u16::from(self.transport.get_config()?.num_queues))
     }
 
-    /// Whether the write cache is on, as the configuration space tells it (`writeback`, with CONFIG_WCE).
+    /// Whether the write cache is on, from the configuration space (`writeback`, with CONFIG_WCE).
     ///
     /// # Errors
     /// If the daemon does not answer.
@@ -136,29 +136,29 @@ impl VhostUserClient {
     /// Writes `data` at byte `offset`.
     ///
     /// # Errors
-    /// If the queue is full, or the offset no multiple of 512.
+    /// If the queue is full, or the offset is not a multiple of 512.
     ///
     /// # Panics
-    /// If there is no such queue or slot, or more than [`BUFFER`] bytes.
+    /// If there is no such queue or slot, or `data` is longer than [`BUFFER`].
     pub fn write(&mut self, queue: usize, slot: usize, offset: u64, data: &[u8]) -> io::Result<()> {
         let buffer = self.shared.buffer(slot, data.len());
-        // SAFETY: the buffer is as long, and its slot is the caller's until the request has ended.
+        // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
         unsafe {
             buffer.copy_from_nonoverlapping(data.as_ptr(), data.len());
             self.queues[queue].write_raw(offset, buffer, data.len(), slot)
         }
     }
 
-    /// Reads `len` bytes at byte `offset`; [`data`](Self::data) has them when the request has ended.
+    /// Reads `len` bytes at byte `offset`; [`data`](Self::data) returns them when the request has ended.
     ///
     /// # Errors
-    /// If the queue is full, or the offset no multiple of 512.
+    /// If the queue is full, or the offset is not a multiple of 512.
     ///
     /// # Panics
-    /// If there is no such queue or slot, or more than [`BUFFER`] bytes.
+    /// If there is no such queue or slot, or `len` is greater than [`BUFFER`].
     pub fn read(&mut self, queue: usize, slot: usize, offset: u64, len: usize) -> io::Result<()> {
         let buffer = self.shared.buffer(slot, len);
-        // SAFETY: the buffer is as long, and its slot is the caller's until the request has ended.
+        // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
         unsafe { self.queues[queue].read_raw(offset, buffer, len, slot) }
     }
 
@@ -173,7 +173,7 @@ impl VhostUserClient {
     /// Discards `len` bytes at byte `offset`.
     ///
     /// # Errors
-    /// If the queue is full, or a number no multiple of 512.
+    /// If the queue is full, or the offset or the length is not a multiple of 512.
     pub fn discard(&mut self, queue: usize, slot: usize, offset: u64, len: u64) -> io::Result<()> {
         self.queues[queue].discard(offset, len, slot)
     }
@@ -181,7 +181,7 @@ impl VhostUserClient {
     /// Writes zeroes to `len` bytes at byte `offset`.
     ///
     /// # Errors
-    /// If the queue is full, or a number no multiple of 512.
+    /// If the queue is full, or the offset or the length is not a multiple of 512.
     pub fn write_zeroes(
         &mut self,
         queue: usize,
@@ -192,14 +192,14 @@ impl VhostUserClient {
         self.queues[queue].write_zeroes(offset, len, false, slot)
     }
 
-    /// What a request that has ended has read.
+    /// The data that an ended request has read.
     ///
     /// # Panics
-    /// If there is no such slot, or more than [`BUFFER`] bytes.
+    /// If there is no such slot, or `len` is greater than [`BUFFER`].
     pub fn data(&self, slot: usize, len: usize) -> Vec<u8> {
         let buffer = self.shared.buffer(slot, len);
         let mut data = vec![0; len];
-        // SAFETY: the buffer is as long, and the request has ended.
+        // SAFETY: the buffer has this length, and the request has ended.
         unsafe { buffer.copy_to_nonoverlapping(data.as_mut_ptr(), len) };
         data
     }
@@ -207,9 +207,9 @@ impl VhostUserClient {
     /// Rings the doorbell of `queue` if the device wants it.
     ///
     /// # Errors
-    /// If the daemon's eventfd takes nothing.
+    /// If the daemon's eventfd cannot be written.
     pub fn kick(&mut self, queue: usize) -> io::Result<()> {
-        // What is available must be visible before the device's wish is looked at.
+        // The available index must be visible before the client reads whether the device wants a doorbell.
         fence(Ordering::SeqCst);
         if self.queues[queue].avail_notif_needed() {
             self.transport.get_submission_notifier(queue).notify()?;
@@ -218,11 +218,11 @@ impl VhostUserClient {
         Ok(())
     }
 
-    /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an interrupt
-    /// will tell of the next.
+    /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an
+    /// interrupt will announce the next.
     pub fn ended(&mut self, queue: usize) -> Vec<(usize, i32)> {
         let queue = &mut self.queues[queue];
-        // The wish for an interrupt must be visible before the ring is looked at.
+        // The request for an interrupt must be visible before the client reads the used ring.
         queue.set_used_notif_enabled(true);
         fence(Ordering::SeqCst);
         let done = queue.completions();
@@ -230,7 +230,7 @@ impl VhostUserClient {
             .collect()
     }
 
-    /// Sleeps until a queue has had an interrupt.
+    /// Sleeps until a queue has received an interrupt.
     ///
     /// # Errors
     /// [`TimedOut`](io::ErrorKind::TimedOut) if none comes within `patience`.
@@ -238,7 +238,7 @@ impl VhostUserClient {
         Self::wait_for_any(std::slice::from_mut(self), patience)
     }
 
-    /// The same of several clients at once.
+    /// Sleeps until a queue of any of several clients has received an interrupt.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
@@ -267,11 +267,11 @@ impl VhostUserClient {
             .try_for_each(|(at, queue)| clients[at].clear(queue))
     }
 
-    /// Readable when `queue` has had an interrupt.
+    /// An eventfd that is readable when `queue` has received an interrupt.
     pub fn event(&self, queue: usize) -> BorrowedFd<'_> {
         let event = self.transport.get_completion_fd(queue);
-        // The driver's descriptors may be of another version of rustix.
-        // SAFETY: the transport keeps `event` open, and it is borrowed as long as this.
+        // The driver's descriptor types may be of another version of rustix.
+        // SAFETY: the transport keeps `event` open, and the result borrows `self`.
         unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
     }
 
@@ -284,8 +284,8 @@ impl VhostUserClient {
         Ok(())
     }
 
-    /// Counts doorbells and interrupts from now on. While it is set up, a device rings for whatever a queue may hold: those
-    /// interrupts have come by the time that [`connect`](Self::connect) returns, and belong to no request.
+    /// Counts doorbells and interrupts from now on. During set-up a device sends interrupts for requests that a queue
+    /// may hold. They have arrived when [`connect`](Self::connect) returns, and belong to no request.
     ///
     /// # Errors
     /// If an eventfd cannot be read.

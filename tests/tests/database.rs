@@ -1,12 +1,13 @@
-//! Databases on the disk, and power cuts in the middle: MariaDB without its doublewrite buffer, and SQLite with either journal.
-//! What a client says outside of the guest once its COMMIT was answered has to be there afterwards, and every page whole.
+//! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer, and SQLite with either
+//! journal. Every commit that a client has reported to the test, outside of the guest, must be there afterwards, and
+//! every page must be whole.
 //!
-//! A cut is SIGKILL of the guest and of the daemon, at a moment and in an order that a seed decides (`WALVISOR_SEED` repeats
-//! them). It drops what both had in memory. What the daemon had written survives, also without a sync, in the host's page
-//! cache: so a kill by itself tears no page on any disk, and this alone would not tell a disk that tears pages from one that
-//! does not. Two things together do: each page that the database writes is shown to be one record of the log, never two, and
-//! a record is all there or not at all under any power cut (the storage crate's tests, on a medium that loses and tears what
-//! was not synced).
+//! A cut is a SIGKILL of the guest and of the daemon, at a moment and in an order that a seed decides
+//! (`WALVISOR_SEED` repeats them). The data in the memory of both is lost. The data that the daemon had written
+//! survives in the host's page cache, even without a sync. So a kill tears no page on any disk, and cannot show
+//! whether a disk tears pages. Two tests together can: this test shows that each page that the database writes is one
+//! record of the log, never two. And the storage crate's tests, on a medium that loses and tears unsynced data, show
+//! that a power cut leaves a record whole or not at all.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,12 +23,12 @@ use walvisor_tests::{Daemon, binary, have, leash, succeed};
 const MARIADB: &str = include_str!("../scripts/mariadb.sh");
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
-/// The file systems, and how they keep the blocks of a page together: else a page might be two requests, and a power cut leave
-/// one of them.
+/// Commands that make the file systems so that the blocks of a page stay together. Otherwise a page could be two
+/// requests, and a power cut could leave one of them.
 const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 /dev/vda && mount /dev/vda disk";
 const XFS: &str = "mkfs.xfs -q /dev/vda && mount /dev/vda disk && xfs_io -c 'extsize 64k' disk";
 
-/// The bytes of a page of InnoDB, of a block of `filefrag`, and of a sector.
+/// Bytes of a page of InnoDB, of a block of `filefrag`, and of a sector.
 const PAGE: u64 = 16 << 10;
 const BLOCK: u64 = 4096;
 const SECTOR: u64 = 512;
@@ -68,7 +69,7 @@ fn mariadb(make: &str, cuts: usize) {
             pages += whole_pages(&writes, &report);
         }
         if boot < cuts {
-            // The page cleaner wakes up once a second: one cut at least is behind that.
+            // The page cleaner runs once a second: at least the last cut comes after it.
             let last = boot + 1 == cuts;
             let said: &[_] = if last { &["guest: flushed"] } else { &[] };
             site.work_until_cut(daemon, guest, said);
@@ -95,7 +96,7 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
             guest.wait_for("guest: created").unwrap();
         } else {
             let report = site.check(&mut guest);
-            // There is one always. A rollback journal is there only if the cut fell into a transaction.
+            // The write-ahead log always exists. A rollback journal exists only if the cut came during a transaction.
             assert_that(&report, "left wal.db-wal");
             for journal in ["wal", "delete"] {
                 assert_that(&report, &format!("check {journal} ok"));
@@ -104,7 +105,7 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
             }
         }
         if boot < cuts {
-            // Either client has begun: the one with the write-ahead log has made that.
+            // A commit of each client shows that both have begun, and so that the write-ahead log exists.
             let both = ["guest: acknowledged wal ", "guest: acknowledged delete "];
             site.work_until_cut(daemon, guest, &both);
         } else {
@@ -113,18 +114,18 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
     }
 }
 
-/// A disk, what its clients were told, and the choices of when to cut its power.
+/// A disk, the commits acknowledged to its clients, and the random choices of when to cut the power.
 struct Site {
     dir: TempDir,
     random: u64,
-    /// Of each client the number of its last commit that was acknowledged. They begin with 1.
+    /// The number of each client's last acknowledged commit. The numbers begin with 1.
     journal: BTreeMap<String, u64>,
     boots: u32,
     cuts: u32,
 }
 
 impl Site {
-    /// `None`: something is missing and cannot be installed, and why was printed.
+    /// Returns `None` if a program is missing and cannot be installed, after printing why.
     fn new(needs: &[(&str, &str)]) -> Option<Self> {
         let mut all = vec![
             ("linux.uml", "user-mode-linux"),
@@ -179,7 +180,7 @@ impl Site {
         (daemon, guest.boot_here(&own, &script).unwrap())
     }
 
-    /// What the guest reports. Asserts that all is there that was acknowledged, and that nothing is damaged.
+    /// The guest's report. Asserts that all acknowledged commits are there, and that nothing is damaged.
     #[track_caller]
     fn check(&self, guest: &mut Guest) -> Vec<String> {
         let mut report = Vec::new();
@@ -222,8 +223,8 @@ impl Site {
         report
     }
 
-    /// Lets clients work for a while, and until lines with the beginnings `wanted` were said, perhaps with a checkpoint of the
-    /// log, and cuts the power.
+    /// Lets the clients work for a while, and until the guest has printed lines with the beginnings `wanted`. May run
+    /// a checkpoint of the log. Then cuts the power.
     fn work_until_cut(&mut self, daemon: Daemon, mut guest: Guest, wanted: &[&str]) {
         let (mut commits, mut wanted) = (40 + self.random(200), wanted.to_vec());
         while commits > 0 || !wanted.is_empty() {
@@ -261,18 +262,19 @@ impl Site {
         }
     }
 
-    /// Notes what a client says, of which a cut may have left a part.
+    /// Notes the commit that a client's line acknowledges. A cut may have left only a part of the line.
     fn acknowledged(&mut self, line: &str) {
         let words: Vec<&str> = line.split(' ').collect();
         if let ["guest:", "acknowledged", client, number] = words[..] {
-            // Cut short it is a smaller number.
+            // A line that was cut short has a smaller number.
             let number = number.parse().unwrap_or(0);
             let last = self.journal.entry(client.to_owned()).or_default();
             *last = number.max(*last);
         }
     }
 
-    /// The writes in the log since `start` (Unix time in microseconds): their first bytes, and those after their last.
+    /// The writes in the log since `start` (Unix time in microseconds): for each its first byte and the byte after
+    /// its last.
     fn writes_since(&self, start: u64) -> Vec<(u64, u64)> {
         let dump = succeed(self.dir.path(), "log dump disk.img.wal --records --json");
         let records = dump
@@ -289,7 +291,7 @@ impl Site {
             .collect()
     }
 
-    /// Lets the guest power off; the file system is sound then, and so is the disk.
+    /// Waits until the guest has powered off, and checks the disk.
     fn end(&self, daemon: Daemon, mut guest: Guest) {
         guest.wait_for("guest: end").unwrap();
         guest.end().unwrap();
@@ -298,7 +300,8 @@ impl Site {
     }
 }
 
-/// How many pages `writes` wrote to the table whose blocks `report` tells. Asserts that none wrote a part of one.
+/// The number of pages that `writes` wrote to the table whose blocks are in `report`. Asserts that no write wrote
+/// part of a page.
 #[track_caller]
 fn whole_pages(writes: &[(u64, u64)], report: &[String]) -> u64 {
     let mut pages = 0;

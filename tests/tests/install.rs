@@ -1,4 +1,4 @@
-//! `make install`: what it places can be used, and `make uninstall` removes all of it.
+//! `make install`: the installed files work, and `make uninstall` removes all of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,11 @@ use std::process::Command;
 
 use walvisor_tests::have;
 
-/// Runs `program` and returns what it prints, on either stream.
+/// Runs `program` and returns its stdout and stderr.
 #[track_caller]
 fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
     let mut command = Command::new(program);
-    // What an outer make or cargo was told is not for these.
+    // The commands must not see the environment of an outer make or cargo.
     command.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
     for (name, _) in std::env::vars() {
         let told = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_"];
@@ -69,7 +69,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
     let version = run(program.to_str().unwrap(), &["--version"], &usr);
     assert!(version.starts_with("walvisor "), "{version}");
 
-    // A page for each command; the formatter has nothing to complain of.
+    // Each command has a manual page, and the formatter reports no error in any of them.
     let pages = files(&usr.join("share/man/man1"));
     let names = pages.iter().map(|page| page.file_name().unwrap());
     let names: Vec<_> = names.map(|name| name.to_str().unwrap()).collect();
@@ -96,7 +96,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
         "{shown}"
     );
 
-    // What a shell would offer behind `walvisor serve n`, and behind `walvisor serve nbd --sec`.
+    // The completions that a shell offers after `walvisor serve n`, and after `walvisor serve nbd --sec`.
     for (words, count, word, before, offered) in [
         ("walvisor serve n", 2, "n", "serve", "nbd"),
         ("walvisor serve nbd --sec", 3, "--sec", "nbd", "--seccomp"),
@@ -123,7 +123,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
         let text = fs::read_to_string(unit).unwrap();
         let service = unit.extension().is_some_and(|kind| kind == "service");
         assert_eq!(text.contains("ExecStart=/usr/bin/walvisor "), service);
-        // It is looked for, and is not there yet.
+        // systemd-analyze checks that the program exists, so the unit must name its path in the staging directory.
         let text = text.replace("/usr/bin/walvisor", program.to_str().unwrap());
         fs::write(unit, text).unwrap();
     }

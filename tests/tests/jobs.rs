@@ -1,18 +1,19 @@
-//! The runner itself: what a job leaves comes back, what hangs or falls over is tried again and then reported, walvisor's own
-//! faults never are, a job that takes too long is ended, and nothing is left running.
+//! Tests of the job runner: a job's results come back, an attempt that hangs or crashes is repeated and then
+//! reported, but never one that fails by a fault of walvisor, a job that takes too long is killed, and no process is
+//! left running.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use walvisor_guest_images::{Cache, Error, Job, Machine, Outcome, Reporter, Result, obstacle};
 
-/// Runs `script` with no guest in it: any program may stand where `walvisor` does.
+/// Runs `script` without a guest: `walvisor` is replaced by a shell.
 fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<Outcome>> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;
     }
-    // `walvisor run` is `sh run`: it runs the script of this name in the working directory.
+    // `walvisor run` is `sh run` here, which runs the script `run` in the working directory.
     let mut job = Job::new(script, "/bin/sh").file("input", "from outside");
     job.limit = Duration::from_secs(seconds);
     job.attempts = attempts;
@@ -22,8 +23,8 @@ fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<Outcome>> {
     ))
 }
 
-/// How `walvisor run` ends, as a script of a shell, and what a job makes of it: nested, and on this machine. 75 is one more
-/// attempt.
+/// The ways in which `walvisor run` can end, each as a shell script, with the status that a job makes of it: first
+/// nested, then on this machine. Status 75 asks for another attempt.
 const ENDS: [(&str, i32, i32); 11] = [
     ("echo guest: job exit 0", 0, 0),
     ("exit 0", 75, 75),
@@ -38,7 +39,7 @@ const ENDS: [(&str, i32, i32); 11] = [
         1,
     ),
     ("while :; do :; done", 75, 124),
-    // What is walvisor's own fault is not tried again.
+    // A fault of walvisor itself does not cause another attempt.
     ("echo 'walvisor: vCPU 0: its thread panicked'; exit 1", 1, 1),
     (
         "echo 'walvisor: vCPU 0: KVM_RUN failed: Bad address'; exit 1",
@@ -59,12 +60,12 @@ const ENDS: [(&str, i32, i32); 11] = [
     ("echo guest: job exit 0; while :; do :; done", 124, 124),
 ];
 
-/// The processes of this test that a machine runs in.
+/// The child processes of this test, in which a machine runs.
 fn children() -> Vec<PathBuf> {
     let me = std::process::id().to_string();
     let is_child = |process: &Path| {
         std::fs::read_to_string(process.join("stat")).is_ok_and(|stat| {
-            // Behind the name, which is in parentheses: state, parent.
+            // The state and the parent follow the name, which is in parentheses.
             stat.rsplit(')')
                 .next()
                 .and_then(|rest| rest.split_whitespace().nth(1))
@@ -78,7 +79,7 @@ fn children() -> Vec<PathBuf> {
         .collect()
 }
 
-// One after the other in one test: the children are those of the whole process.
+// All cases are in one test, one after the other: the check for children covers the whole process.
 #[test]
 fn jobs_end_as_they_should() {
     let mut script =
@@ -96,7 +97,7 @@ fn jobs_end_as_they_should() {
     };
     let outcome = outcome.expect("a job that works");
     assert_eq!(outcome.status, 7, "{}", outcome.console);
-    // The outer machine may have fallen over by itself.
+    // The outer machine may have crashed by itself.
     assert!(outcome.hung_boots <= 1, "{}", outcome.hung_boots);
     assert_eq!(outcome.result("file").expect("a result"), "result\n");
     for line in ["from outside", "walvisor: 9"] {
@@ -118,14 +119,14 @@ fn jobs_end_as_they_should() {
         );
     }
 
-    // 75 is what a job says when a guest of its hung at boot.
+    // A job ends with status 75 if its guest hung at boot.
     let hung = run("exit 75", 300, 2)
         .expect("no obstacle")
         .expect_err("a job that hangs");
     assert!(matches!(hung, Error::Hung { attempts: 2, .. }), "{hung}");
 
-    // In emulation a kernel that says that a processor is stuck has hung, and one that panics has fallen over; on this
-    // machine it would be a bug to be seen.
+    // In emulation, a kernel that reports a stuck processor has hung, and one that panics has crashed. On this
+    // machine either would be a bug to be seen.
     for script in [
         "echo 'rcu: INFO: rcu_preempt self-detected stall on CPU'; sleep 60",
         "[ $MACHINE = nested ] && echo c >/proc/sysrq-trigger",

@@ -1,4 +1,5 @@
-//! Promise 1 under SIGKILL: what the guest fsynced before `walvisor run` was killed is there in the next boot.
+//! Promise 1 under SIGKILL: the files that the guest fsynced before `walvisor run` was killed are there in the next
+//! boot.
 
 use walvisor_tests::run_linux_job;
 
@@ -15,7 +16,7 @@ fn every_fsynced_file_survives_sigkill_in_the_middle_of_fio() {
             .filter(move |line: &&str| line.starts_with(prefix))
     };
 
-    // 137: a shell's word for ended by SIGKILL.
+    // 137 is the shell's status for an end by SIGKILL.
     let killed: Vec<_> = lines("job: round ").collect();
     assert_eq!(killed.len(), 2);
     assert!(
@@ -36,7 +37,7 @@ fn every_fsynced_file_survives_sigkill_in_the_middle_of_fio() {
     );
     assert_eq!(lines("guest: e2fsck of vda: status 0").count(), 1);
     assert_eq!(lines("guest: e2fsck of vdb: status 0").count(), 1);
-    // Three boots: the first finds nothing yet, each later one all that was reported before it.
+    // Three boots: the first finds no files, each later one all files reported before it.
     let intact: Vec<_> = lines("guest: intact ").collect();
     assert_eq!(intact.len(), 3);
     assert_eq!(intact[0], "guest: intact 0, lost 0");

@@ -1,5 +1,6 @@
-//! The modules of a crate lie in layers: what is imported is in the same layer or below, and no two modules import each
-//! other, directly or in a circle. Read from the `use` lines and paths of the sources, tests left out.
+//! The modules of a crate lie in layers: a module imports only modules of its own layer or of lower ones, and no two
+//! modules import each other, directly or in a circle. The test reads the `use` lines and paths of the sources,
+//! without their tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -18,7 +19,7 @@ const STORAGE: &[&[&str]] = &[
     &["checkpoint"],
     &["disk"],
     &["store"],
-    // What drives all of it for fuzz targets.
+    // Drives all layers for the fuzz targets.
     &["fuzzing"],
 ];
 
@@ -57,7 +58,7 @@ const VMM: &[&[&str]] = &[
     &["main"],
 ];
 
-/// Modules of `benches`, which measures the product and is no part of it.
+/// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
     &["load", "programs", "report", "session", "tiny_guest"],
     &["daemon", "guests", "output"],
@@ -67,7 +68,7 @@ const BENCHES: &[&[&str]] = &[
     &["main"],
 ];
 
-/// Modules by their path, as `log::group`, with their text, tests and comments left out.
+/// The modules by their path, such as `log::group`, with their text but without tests and comments.
 fn modules(src: &Path) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut folders = vec![src.to_owned()];
@@ -97,7 +98,7 @@ fn modules(src: &Path) -> BTreeMap<String, String> {
             found.insert(name, lines.collect::<Vec<_>>().join("\n"));
         }
     }
-    // A module whose file is elsewhere has no imports that are looked at.
+    // A module whose file is elsewhere counts as one without imports.
     let mut elsewhere = Vec::new();
     for (name, text) in &found {
         for child in text.split("#[path = ").skip(1) {
@@ -143,7 +144,7 @@ fn tree(text: &mut &str, before: &[String], found: &mut Vec<Vec<String>>) {
     found.push(path);
 }
 
-/// All paths of a module's text that lead somewhere in its crate, from the crate's root.
+/// All paths of a module's text to modules of its own crate, from the crate's root.
 fn paths(module: &str, text: &str) -> Vec<Vec<String>> {
     let here: Vec<String> = module.split("::").map(str::to_owned).collect();
     let mut starts = vec![
@@ -151,7 +152,7 @@ fn paths(module: &str, text: &str) -> Vec<Vec<String>> {
         ("super::".to_owned(), here[..here.len() - 1].to_vec()),
         ("self::".to_owned(), here.clone()),
     ];
-    // The modules inside this one go by their name alone.
+    // A module names its child modules without a prefix.
     for line in text.lines().filter_map(|line| line.strip_suffix(';')) {
         if let Some((_, child)) = line.split_once("mod ") {
             starts.push((
@@ -182,7 +183,7 @@ fn imports(modules: &BTreeMap<String, String>) -> BTreeMap<&str, BTreeSet<&str>>
             .filter_map(|name| modules.get_key_value(&name));
         known.next().map(|(name, _)| name.as_str())
     };
-    // Names that the root hands on are those of the module that has them.
+    // A name that the root re-exports belongs to the module that defines it.
     let root = modules.get("lib").map_or("", String::as_str);
     let mut handed_on = BTreeMap::new();
     for start in ["pub use ", "pub(crate) use "] {
@@ -210,7 +211,7 @@ fn imports(modules: &BTreeMap<String, String>) -> BTreeMap<&str, BTreeSet<&str>>
 
 /// The modules that import each other, directly or in a circle.
 fn circle<'a>(all: &BTreeMap<&'a str, BTreeSet<&'a str>>) -> Option<Vec<&'a str>> {
-    // What imports nothing that is left is in no circle.
+    // A module that imports none of the remaining modules is in no circle.
     let mut left: BTreeSet<&str> = all.keys().copied().collect();
     loop {
         let done: Vec<&str> = left
@@ -266,7 +267,7 @@ fn check(crate_name: &str, layers: &[&[&str]], left_out: &[&str]) {
 
 #[test]
 fn imports_run_downwards_and_never_in_a_circle() {
-    // Of the simulation there is nothing in the product: only tests have it.
+    // The product must not use the simulation, which only tests use.
     check("storage", STORAGE, &["simulation"]);
     check("devices", DEVICES, &[]);
     check("vmm", VMM, &[]);

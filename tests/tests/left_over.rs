@@ -1,4 +1,4 @@
-//! `tests/left-over`, which `make check` runs all tests under.
+//! Tests of `tests/left-over`, under which `make check` runs all tests.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 use walvisor_tests::leash;
 
-/// Runs `script` under it, with `target` for the target directory.
+/// Runs `script` under `left-over`, with `target` as the target directory.
 fn run(target: &Path, script: &str) -> Output {
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/left-over");
     Command::new(program)
@@ -24,7 +24,7 @@ fn what_outlives_a_command_is_named_and_fails_it() {
     let target = target.path();
     let sleep = target.join("sleep");
     fs::copy("/bin/sleep", &sleep).unwrap();
-    // One from before is nobody's fault.
+    // A process from before the run is not reported.
     let mut before = leash(Command::new(&sleep).arg("1000")).spawn().unwrap();
     for status in [0, 3] {
         let ended = run(target, &format!("exit {status}"));
@@ -32,7 +32,8 @@ fn what_outlives_a_command_is_named_and_fails_it() {
         assert_eq!((ended.stdout, ended.stderr), (Vec::new(), Vec::new()));
     }
 
-    // What it has started and left is ended: this comes back although that has its standard output.
+    // A process that the script started and left is killed. So this call returns although that process holds its
+    // stdout.
     let ended = run(target, "sleep 1001 & echo $!");
     let told = String::from_utf8(ended.stdout).unwrap();
     assert_eq!(ended.status.code(), Some(1), "{told}");
@@ -42,7 +43,8 @@ fn what_outlives_a_command_is_named_and_fails_it() {
         format!("left over: process {process}: sleep 1001 in /\n")
     );
 
-    // With another environment it is known by its program, or by its directory. It may be somebody else's, and is let be.
+    // A process with another environment is recognized by its program or its directory. It may belong to another run,
+    // so it is only reported.
     let directory = target.join("directory");
     fs::create_dir(&directory).unwrap();
     symlink("/bin/sleep", target.join("link")).unwrap();

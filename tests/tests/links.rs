@@ -1,9 +1,9 @@
-//! What the pages link to is there.
+//! The targets of the links in the documentation pages exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pages below `folder`, what is built and what tests leave there left out.
+/// The pages below `folder`, except in build directories and hidden ones.
 fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -16,7 +16,7 @@ fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The targets of a page's links, code left out.
+/// The targets of a page's links, except in code blocks.
 fn links(page: &str) -> Vec<&str> {
     let mut code = false;
     let text = page.lines().filter(|line| {
@@ -28,7 +28,7 @@ fn links(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The name that a heading is linked by.
+/// The anchor by which links name a heading.
 fn anchor(heading: &str) -> String {
     let kept = heading
         .trim()

@@ -3,7 +3,7 @@
 use walvisor_guest_images::Metrics;
 use walvisor_tests::run_linux_job;
 
-/// What the guest reported after `prefix`.
+/// The rest of each line of the guest that begins with `prefix`.
 fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
     console
         .lines()
@@ -32,7 +32,7 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
             "second is on pci, 2 queues, 65536 sectors"
         ]
     );
-    // What each disk was configured to be, as Linux's driver took it.
+    // Linux's driver sees each disk's configuration.
     for (serial, block, segments, descriptors) in
         [("first", 512, 254, 256), ("second", 4096, 254, 1024)]
     {
@@ -62,7 +62,7 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
     );
     assert_eq!(reported(console, "guest: job exit "), ["0", "0"]);
 
-    // Either disk gives back in the second boot what was written in the first.
+    // Each disk returns in the second boot the data that was written in the first.
     let mut written = reported(console, "guest: wrote ");
     written.sort_unstable();
     assert_eq!(written.len(), 2);
@@ -99,7 +99,7 @@ fn bzimage_and_vmlinux_boot_with_disks_over_mmio_and_pci_and_end_with_status_0()
         assert!(report["syncs"].as_u64() > Some(0), "{report}");
     }
 
-    // What the devices counted: each disk was written 8 MiB, and flushed.
+    // The devices' counters: 8 MiB were written to each disk, and it was flushed.
     let metrics = Metrics::parse(&outcome.result("bzimage.prom").expect("the metrics"));
     for transport in ["mmio", "pci"] {
         let of = |name| {

@@ -1,18 +1,18 @@
-//! What Linux does with disks, each thing once: its root on one, ext4 and xfs, discards, the cache's mode switched live, fio
-//! with verification on `backend=raw`, a reboot, and panics. The disks' own counters prove what the guest cannot see.
+//! Linux's uses of disks, each one once: a root file system, ext4 and xfs, discards, live switches of the cache mode,
+//! fio with verification on `backend=raw`, a reboot, and panics. The disks' counters prove what the guest cannot see.
 
 use serde_json::Value;
 use walvisor_guest_images::Outcome;
 use walvisor_tests::run_linux_job;
 
-/// What the console says in lines that begin with `prefix`.
+/// The rest of each console line that begins with `prefix`.
 fn lines<'a>(outcome: &'a Outcome, prefix: &str) -> Vec<&'a str> {
     let found = outcome.console.lines();
     let found = found.filter_map(|line| line.strip_prefix(prefix));
     found.map(str::trim).collect()
 }
 
-/// The counter `pointer` of `disk` when the guest was at `step`.
+/// The counter `pointer` of `disk` at the guest's `step`.
 fn counter(outcome: &Outcome, step: &str, disk: &str, pointer: &str) -> u64 {
     let text = outcome.result(&format!("{step}.json"));
     let stats: Value = serde_json::from_str(&text.expect("the counters")).expect("JSON");
@@ -22,12 +22,12 @@ fn counter(outcome: &Outcome, step: &str, disk: &str, pointer: &str) -> u64 {
         .unwrap_or_else(|| panic!("{step}: no {pointer}"))
 }
 
-/// How far a counter of `disk` went from one step to another.
+/// The increase of a counter of `disk` from one step to another.
 fn between(outcome: &Outcome, steps: [&str; 2], disk: &str, pointer: &str) -> u64 {
     counter(outcome, steps[1], disk, pointer) - counter(outcome, steps[0], disk, pointer)
 }
 
-/// KiB that the image of `disk` took at `step`.
+/// Allocated size of the image of `disk` at `step`, in KiB.
 fn image(outcome: &Outcome, step: &str, disk: &str) -> u64 {
     let line = lines(outcome, &format!("job: at {step} {disk}.img has "));
     let kibibytes = line[0].strip_suffix(" KiB").expect("KiB");
@@ -59,7 +59,8 @@ fn linux_uses_all_that_its_disks_can_and_they_count_as_they_should() {
 fn configured_values_are_seen(outcome: &Outcome) {
     const GIB_2: &str = "2147483648";
     let (mib, logical) = (1 << 20, 512);
-    // Size in bytes, read-only, logical block, size of a queue; raw is configured writethrough.
+    // Name, size in bytes, read-only, logical block size, queue size, cache mode. The disk `raw` is configured
+    // writethrough.
     let disks = [
         ("root", 192 * mib, 0, logical, 256, "write back"),
         ("step", 8 * mib, 0, logical, 256, "write back"),
@@ -97,8 +98,8 @@ fn configured_values_are_seen(outcome: &Outcome) {
     assert_eq!(lines(outcome, "guest: ro is read").len(), 1);
 }
 
-/// 64 writes one after the other: with write back a sync has to wait for a FLUSH, with write through each write is durable
-/// before it ends, and Linux asks for no FLUSH.
+/// Checks 64 writes, one after the other, in each mode. With write back the log syncs only at a FLUSH. With write
+/// through each write is durable before it ends, and Linux sends no FLUSH.
 fn the_mode_of_the_cache_decides_what_is_synced(outcome: &Outcome) {
     let count = |from: &str, to: &str, pointer: &str| between(outcome, [from, to], "mode", pointer);
     for (from, to) in [
@@ -114,14 +115,14 @@ fn the_mode_of_the_cache_decides_what_is_synced(outcome: &Outcome) {
         ["write through", "write back"]
     );
     assert_eq!(lines(outcome, "guest: not switched"), [""; 0]);
-    // The switch itself makes durable what was written before: no fsync of that would send a FLUSH from here on.
+    // The switch itself makes earlier writes durable: Linux sends no FLUSH for an fsync after it.
     assert_eq!(count("written-back", "switched", "/log/syncs"), 1);
     let (from, to) = ("switched", "written-through");
     assert_eq!(count(from, to, "/writes"), 64);
     assert_eq!(count(from, to, "/flushes"), 0, "fsync sent a FLUSH");
     assert_eq!(count(from, to, "/log/flushes_grouped"), 64);
     assert_eq!(count(from, to, "/log/syncs"), 64);
-    // Back again: one fsync, one FLUSH, one sync.
+    // In write back mode again: one fsync, one FLUSH, one sync.
     let (from, to) = ("written-back-again", "flushed");
     assert_eq!(count(from, to, "/writes"), 64);
     assert_eq!(count(from, to, "/flushes"), 1);
@@ -131,7 +132,7 @@ fn the_mode_of_the_cache_decides_what_is_synced(outcome: &Outcome) {
 fn what_is_discarded_is_zero_and_takes_no_space(outcome: &Outcome) {
     assert_eq!(lines(outcome, "guest: blkdiscard: "), ["status 0"]);
     assert_eq!(lines(outcome, "guest: blkdiscard -z: "), ["status 0"]);
-    // Old bytes may be in the log: what cannot be done is not offered.
+    // The log may still hold old bytes, so the device does not offer secure erase.
     assert_eq!(lines(outcome, "guest: blkdiscard -s: "), ["status 1"]);
     assert_eq!(lines(outcome, "guest: discarded ranges are zero").len(), 1);
     let behind = "guest: and stay so behind a checkpoint";
@@ -139,7 +140,7 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &Outcome) {
     let steps = ["filled", "discarded"];
     assert!(between(outcome, steps, "bulk", "/discards") >= 1);
     assert!(between(outcome, steps, "bulk", "/write_zeroes") >= 1);
-    // 24 MiB were written, 8 of them discarded; the 4 that were zeroed without unmapping may keep their space.
+    // 24 MiB were written, and 8 MiB of them discarded. The 4 MiB zeroed without unmapping may keep their space.
     let [filled, discarded] = steps.map(|step| image(outcome, step, "bulk"));
     assert!(filled >= 24 << 10, "{filled}");
     assert!(filled - discarded >= 8 << 10, "{filled} {discarded}");
@@ -160,7 +161,7 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &Outcome) {
         let steps = [format!("{name}-filled"), format!("{name}-trimmed")];
         let steps = steps.each_ref().map(String::as_str);
         assert!(between(outcome, steps, name, "/discards") >= 1);
-        // A file of 16 MiB was removed.
+        // The guest removed a file of 16 MiB.
         let [filled, trimmed] = steps.map(|step| image(outcome, step, name));
         assert!(filled >= 16 << 10, "{name}: {filled}");
         assert!(
@@ -176,7 +177,8 @@ fn raw_images_verify(outcome: &Outcome) {
         lines(outcome, "guest: fio verify on raw: "),
         ["status 0"; 2]
     );
-    // With write through Linux sends no FLUSH; with write back fio's fsyncs do, one after 16 of 1536 writes but the last.
+    // With write through Linux sends no FLUSH. With write back each fsync of fio sends one: after every 16 of 1536
+    // writes, except perhaps the last.
     for (steps, flushes) in [
         (["raw-start", "raw-through"], 0..=0),
         (["raw-through", "raw-back"], 95..=96),
@@ -192,9 +194,9 @@ fn raw_images_verify(outcome: &Outcome) {
     assert_eq!(inside, lines(outcome, "job: raw sum "));
 }
 
-/// At a depth of 32 at most 0.25 doorbells and 0.25 interrupts a request, for programs that submit in batches. For one that
-/// submits each request by itself it is a race between guest and worker, told here but not judged: in emulation the worker
-/// has mostly answered a request before the guest comes to the next.
+/// At a depth of 32, programs that submit in batches need at most 0.25 doorbells and 0.25 interrupts per request. For
+/// a program that submits each request by itself the numbers depend on a race between guest and worker, so they are
+/// printed but not checked: in emulation the worker has mostly answered a request before the guest submits the next.
 fn batches_ring_and_interrupt_rarely(outcome: &Outcome) {
     assert_eq!(lines(outcome, "guest: fio failed"), [""; 0]);
     for (disk, transport) in [("mode", "mmio"), ("bulk", "pci")] {
@@ -232,13 +234,13 @@ fn everything_kept_outlives_reboot_and_panics(outcome: &Outcome) {
         [2, 1, 1].map(|cpus| format!("{cpus}, {root}"))
     );
     assert_eq!(lines(outcome, "guest: lost "), [""; 0]);
-    // Three files after the first boot, three more after the second.
+    // Three files after the first boot, six after the second.
     let intact = lines(outcome, "guest: intact ");
     assert_eq!(intact.len(), 3 + 6, "{intact:?}");
     for file in ["/kept", "/mnt/ext4/kept", "/mnt/xfs/kept"] {
         assert_eq!(intact.iter().filter(|kept| **kept == file).count(), 2);
     }
-    // With the panic device's driver a panic is told and is a failure; without it is a reset like any other.
+    // With the panic device's driver, the VMM reports a panic and fails. Without it, a panic is a reset like any other.
     assert_eq!(lines(outcome, "job: told panic: "), ["status 1"]);
     let told = "walvisor: the guest's kernel panicked: ";
     assert_eq!(lines(outcome, told).len(), 1);

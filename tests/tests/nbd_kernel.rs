@@ -1,5 +1,6 @@
-//! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the daemon, and the images.
-//! And the wall clock is set, forward, back and through a leap second, while disks of a daemon and of a guest commit.
+//! The kernel's own NBD client on `walvisor serve nbd`: ext4, fio, fsync, discard, a kill of the daemon, and the
+//! images. Another test sets the wall clock, forward, back and through a leap second, while disks of a daemon and of
+//! a guest commit.
 
 use std::process::Command;
 
@@ -68,7 +69,7 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
         guest.console()
     );
     guest.end().unwrap();
-    // Of the second daemon: the client trimmed, and nothing failed.
+    // The counters of the second daemon: the client has trimmed, and no request failed.
     let metrics = std::fs::read_to_string(place.join("metrics.prom")).expect("the metrics");
     let metrics = Metrics::parse(&metrics);
     let of = |name| metrics.sum(name, "transport", "nbd").unwrap_or_default();
@@ -107,7 +108,7 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
     clocks(&outcome);
 }
 
-/// The program that makes leap seconds, for a machine that has only a shell, as text.
+/// The program that makes leap seconds, as base64 text, for a machine that has only a shell.
 fn leap() -> String {
     let directory = tempfile::tempdir().expect("a directory");
     let program = directory.path().join("leap");
@@ -122,7 +123,7 @@ fn leap() -> String {
     String::from_utf8(text.expect("base64 starts").stdout).expect("text")
 }
 
-/// What waits does so by the monotonic clock, and history is in order however the wall clock was set.
+/// Checks that waits use the monotonic clock, and that history is in order however the wall clock was set.
 fn clocks(outcome: &Outcome) {
     let lines = outcome.console.lines();
     let ticks: Vec<Vec<u64>> = lines
@@ -138,9 +139,10 @@ fn clocks(outcome: &Outcome) {
         let [quiet, stepped, idle_before, idle] = ticks[..] else {
             panic!("{ticks:?}");
         };
-        // As much work, and for `run` a time of rest. One thread that spins takes 100 ticks a second, over 10 s.
+        // Both values are for the same work, and for `run` a period of rest. A spinning thread takes 100 ticks a
+        // second, for 10 s.
         assert!(stepped <= 3 * quiet + 300, "{ticks:?}");
-        // Of 300 for a thread that spins.
+        // A spinning thread would take 300 ticks.
         assert!(idle <= idle_before + 100, "{ticks:?}");
     }
     for disk in ["waiting", "adaptive"] {
@@ -162,7 +164,8 @@ fn clocks(outcome: &Outcome) {
         let lsns: Vec<u64> = lsns.flat_map(|(first, last)| [first, last]).collect();
         assert!(lsns.is_sorted(), "{disk}: LSNs go back");
         assert!(times.is_sorted(), "{disk}: time goes back");
-        // All of a day later, and what came when the clock had gone back, which keeps the last time.
+        // Times about a day later: commits made then, and commits made after the clock was set back, which keep the
+        // last time.
         let day = times[0] + 80_000_000_000;
         let later = times.iter().filter(|&&time| time > day).count();
         assert!(

@@ -1,15 +1,17 @@
-//! Real power cuts. In user-mode Linux, image and log are on ext4 or xfs over dm-log-writes, which notes each write, FLUSH
-//! and FUA; `power-cut` (`src/bin`) makes disks, serves, kills, closes and resizes them there, with a mark in dm-log-writes for
-//! each answer that promised something. Then the medium is made as power cuts leave it: right after a FLUSH, a FUA or a mark;
-//! within a write; or right before a FLUSH, with what had FUA and some of the rest. The file system's journal recovers, the disks
-//! are checked, exported and checkpointed, and every promise is judged.
+//! Real power cuts. In user-mode Linux, image and log are on ext4 or xfs over dm-log-writes, which records each
+//! write, FLUSH and FUA. There `power-cut` (`src/bin`) makes disks, serves, kills, closes and resizes them, and puts
+//! a mark into the log for each answer that is a promise. Then the medium is filled as a power cut leaves it: right
+//! after a FLUSH, a FUA or a mark; within a write; or right before a FLUSH, with all writes with FUA and some of the
+//! others. The file system's journal recovers, the disks are checked, exported and checkpointed, and every promise is
+//! judged.
 //!
-//! The same judge has to find what is missing where a kind of sync is left out: a tracer makes it a system call that does
-//! nothing, so the program itself is the one that ships.
+//! The same judge must find the violations when one kind of sync is left out. A tracer replaces these system calls by
+//! ones that do nothing, so the tested program is the one that ships.
 //!
-//! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing; `WALVISOR_POWER_CUTS=N` is how many points
-//! are judged of each recording (`each`: all FLUSHes, FUAs and marks), `WALVISOR_POWER_CUT_ROUNDS=N` how many recordings are made of each kind. The recording of a
-//! violation is kept, and the line that replays its point is printed.
+//! `WALVISOR_SEED=N` repeats operations and points, though not the machine's timing. `WALVISOR_POWER_CUTS=N` sets how
+//! many points are judged of each recording (`each`: all FLUSHes, FUAs and marks). `WALVISOR_POWER_CUT_ROUNDS=N` sets
+//! how many recordings are made of each kind. The recording of a violation is kept, and the test prints the line that
+//! replays its point.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -24,12 +26,13 @@ use walvisor_tests::{binary, have};
 
 /// The machine's disk in MiB.
 const DISK: u64 = 48;
-/// Bytes that dm-log-writes may write: a sparse file.
+/// Most bytes that dm-log-writes can write: the size of a sparse file.
 const LOG_BYTES: u64 = 4 << 30;
-/// Operations of each client in each of the three times that disks are served.
+/// Operations of each client in each of the three periods in which disks are served.
 const OPERATIONS: u64 = 40;
 
-/// Installs what a machine needs, if it has to be. `false`: that cannot be, and `skipped: why` was printed.
+/// Installs the programs that a machine needs, if they are missing. Returns `false` if that fails, after printing
+/// `skipped: why`.
 fn installed() -> bool {
     let needs = [
         ("linux.uml", "user-mode-linux"),
@@ -42,12 +45,12 @@ fn installed() -> bool {
         .all(|(program, package)| have(program, package))
 }
 
-/// What is recorded and judged.
+/// A kind of recording.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     file_system: &'static str,
     engine: &'static str,
-    /// What is left out.
+    /// The kind of sync that is left out.
     fault: Option<&'static str>,
 }
 
@@ -76,7 +79,7 @@ const KINDS: [Kind; 9] = [
     kind("ext4", "io_uring", Some("directories")),
 ];
 
-/// What came of one recording.
+/// The result of one recording.
 #[derive(Debug, Default)]
 struct Outcome {
     operations: u64,
@@ -84,7 +87,7 @@ struct Outcome {
     durable: u64,
     judged: u64,
     violated: u64,
-    /// Point, then what is broken there.
+    /// One line per violation: the point, then what is broken there.
     broken: Vec<String>,
 }
 
@@ -134,7 +137,8 @@ fn run(dir: &Path, commands: &[String]) -> Outcome {
     outcome
 }
 
-/// Records a life and judges `points` power cuts of it, a number or `each`; of a `fault` until one shows it.
+/// Records a life and judges `points` power cuts of it, a number or `each`. With a `fault`, stops at the first
+/// violation.
 fn judged(kind: Kind, seed: u64, points: &str) -> Outcome {
     let area = tempfile::tempdir().unwrap();
     let dir = area.path();
@@ -182,7 +186,7 @@ fn replay(recording: &Path) {
     assert_eq!(outcome.violated, 0, "{:#?}", outcome.broken);
 }
 
-/// The line of a recording in the table.
+/// The recording's line of the table.
 fn row(kind: Kind, seed: u64, outcome: &Outcome) -> String {
     format!(
         "| {} | {} | {} | {seed} | {} | {} | {} | {} | {} |\n",
@@ -226,7 +230,8 @@ fn no_power_cut_breaks_a_promise() {
                     let next = waiting.lock().unwrap().next();
                     let Some((kind, seed)) = next else { break };
                     let outcome = judged(kind, seed, &points);
-                    // In one piece, and as soon as it is known: other tests print too, and a soak takes long.
+                    // One call prints the whole line, as soon as it is known: other tests print too, and a soak takes
+                    // long.
                     print!("{}", row(kind, seed, &outcome));
                     done.lock().unwrap().push((kind, seed, outcome));
                 }
@@ -254,7 +259,7 @@ fn no_power_cut_breaks_a_promise() {
     }
 }
 
-/// The processes of a machine that boots from `dir`, without those that have ended, each behind its parent's number.
+/// The living processes of a machine that boots from `dir`, each with its parent's number.
 fn processes(dir: &Path) -> Vec<(u32, Pid)> {
     let dir = dir.display().to_string();
     let of_the_machine = |entry: fs::DirEntry| {
@@ -282,7 +287,7 @@ fn a_machine_whose_first_process_is_killed_leaves_no_other() {
     let all = processes(dir.path());
     assert!(all.len() > 2, "{all:?}");
     let first = all.iter().find(|(parent, _)| *parent == std::process::id());
-    // As the kernel does when the test is killed.
+    // The kernel does the same when the test is killed.
     kill_process(first.expect("one of ours").1, Signal::KILL).unwrap();
     let start = Instant::now();
     while !processes(dir.path()).is_empty() {

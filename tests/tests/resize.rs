@@ -1,4 +1,4 @@
-//! A disk grows under a running Linux guest, which sees it at once and writes there.
+//! A disk grows under a running Linux guest, which sees the new size at once and writes to the new range.
 
 use walvisor_tests::run_linux_job;
 

@@ -1,14 +1,14 @@
-//! The disk as a SCSI disk under libiscsi's conformance tests, through the SCSI target and the generic SCSI driver of user-mode
-//! Linux, in which `walvisor serve tcmu` runs too.
+//! libiscsi's conformance tests on the disk as a SCSI disk, through the SCSI target and the generic SCSI driver of
+//! user-mode Linux, in which `walvisor serve tcmu` runs too.
 
 use walvisor_guest_images::{UserMode, walvisor_binary};
 use walvisor_tests::have;
 
-/// Commands that the tests know, and the server does not.
+/// Commands that the tests try and that the server does not support.
 const NOT_THERE: &str = "guest: not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
     RECEIVECOPYRESULT RECEIVE_COPY_RESULTS WRITEATOMIC16";
 
-/// What is tested: a disk of less than 65536 blocks of 512 bytes (one test reads that many at once, more than tcm_loop
+/// The tested disks: one of less than 65536 blocks of 512 bytes (one test reads that many at once, more than tcm_loop
 /// takes), and one of larger blocks.
 const JOB: &str = r#"
 mkdir -p /var/target/pr
@@ -71,11 +71,11 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         said,
         [
             "guest: small: 230 tests",
-            // It asks for the status of a block, and expects that of the first one of the next physical block.
+            // The test asks for the status of a block, and expects that of the first block of the next physical block.
             "guest: fails: GetLBAStatus.UnmapSingle",
             NOT_THERE,
             "guest: large: 230 tests",
-            // It writes 257 blocks at once, a block more than tcm_loop takes.
+            // The test writes 257 blocks at once, one more than tcm_loop takes.
             "guest: fails: GetLBAStatus.UnmapSingle",
             NOT_THERE,
             "guest: daemon: status 0",

@@ -1,13 +1,14 @@
-//! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to the largest disk, with
-//! sg3-utils, ext4, fio, kills of the daemon under load, resize, and what it leaves in configfs and in the images.
+//! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to the largest disk,
+//! with sg3-utils, ext4, fio, kills of the daemon under load and resizes. At the end, configfs and the images are
+//! checked.
 
 use walvisor_guest_images::{Metrics, Outcome};
 use walvisor_tests::{run_emulated_job, said};
 
-/// What the job says, in order.
+/// The lines that the job prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
 
-/// A counter of all disks that the daemon `name` served.
+/// The sum of a counter over all disks that the daemon `name` served.
 fn sum(outcome: &Outcome, name: &str, counter: &str) -> f64 {
     let text = outcome.result(&format!("{name}.prom")).expect("metrics");
     let metrics = Metrics::parse(&text);
@@ -24,7 +25,7 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     assert_eq!(said(&outcome), SAID.lines().collect::<Vec<_>>());
     assert_eq!(outcome.status, 0);
 
-    // What a command costs: alone, a wake of the kernel each; with others, a share of one.
+    // UIO wakes per command: about one for commands that run alone, less for commands that run together.
     let per_command = |name| {
         let commands = sum(&outcome, name, "walvisor_tcmu_commands_total");
         let wakes = sum(&outcome, name, "walvisor_tcmu_uio_wakes_total");
@@ -35,9 +36,9 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     println!("UIO wakes a command: {alone:.3} at iodepth 1, {together:.3} at iodepth 32");
     assert!(alone > 0.9 && alone <= 1.0, "{alone}");
     assert!(together < 0.5, "{together}");
-    // Syncs are of SYNCHRONIZE CACHE, and one serves those of several disks.
+    // Each sync is for a SYNCHRONIZE CACHE, and one sync serves those of several disks.
     let flushes = sum(&outcome, "together", "walvisor_block_flushes_total");
-    // Four disks, each with the counters of their log.
+    // Each of the four disks reports the counters of the shared log.
     let syncs = sum(&outcome, "together", "walvisor_log_syncs_total") / 4.0;
     println!("{syncs} syncs for {flushes} SYNCHRONIZE CACHE of four disks on one log");
     assert!(flushes > 200.0 && syncs < flushes, "{syncs} of {flushes}");

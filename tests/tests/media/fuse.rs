@@ -1,5 +1,5 @@
-//! A FUSE file system that is read and written past the page cache: it is told of each write's `RWF_DSYNC` at most by a flag,
-//! which most servers do not look at. And one that has no holes.
+//! A FUSE file system that is read and written with O_DIRECT. FUSE passes a write's `RWF_DSYNC` on as a flag at most,
+//! which most servers ignore. And a FUSE file system without holes.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -12,7 +12,7 @@ use walvisor_tests::have;
 use crate::volume::{is_mount, run, wait};
 use crate::{carry_out, open, options, write};
 
-/// bindfs, which shows a directory at another path, and tells each request in a file.
+/// bindfs, which shows a directory at another path, and logs each request to a file.
 struct Shown {
     dir: tempfile::TempDir,
     process: Child,
@@ -45,7 +45,7 @@ impl Shown {
         self.dir.path().join("shown")
     }
 
-    /// How many requests of a kind the server had so far.
+    /// Number of requests of a kind that the server has received so far.
     fn count(&self, kind: &str) -> usize {
         let told = std::fs::read_to_string(self.dir.path().join("told")).unwrap();
         let kind = format!("opcode: {kind} (");
@@ -77,7 +77,7 @@ fn a_server_that_looks_at_no_flag_gets_a_sync_for_each_flush() {
     let (disk, log) = disk(&shown.top(), 1 << 20);
     let store = open(&disk, &log);
     let mut port = store.disks()[0].open_port().unwrap();
-    // The first of a log takes a segment, which is synced itself.
+    // The first write of a log takes a segment, which needs a sync of its own.
     carry_out(&mut port, vec![write(0, &[1; 4096]), Operation::Flush]);
     for round in 0..5 {
         let before = shown.count("FSYNC");

@@ -1,5 +1,5 @@
-//! The store on media that are not what it would like: slow ones, ones with sectors of 4 KiB, and file systems that pass less
-//! on than they are asked for.
+//! The store on difficult media: slow ones, ones with sectors of 4 KiB, and file systems without RWF_DSYNC or
+//! holes.
 
 mod fuse;
 mod sectors;
@@ -28,7 +28,7 @@ fn write(sector: u64, data: &[u8]) -> Operation {
     Operation::Write { sector, data }
 }
 
-/// Carries operations out, one after the other.
+/// Runs operations one after the other.
 fn carry_out(port: &mut Port, operations: Vec<Operation>) -> Vec<Completion> {
     let mut done = Vec::new();
     for (number, operation) in operations.into_iter().enumerate() {

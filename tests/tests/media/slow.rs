@@ -1,5 +1,6 @@
-//! A device that takes long over each write, and a process that is killed with writes in flight: io_uring carries them out
-//! after it is gone. Whoever opens the log next waits for them, and what it has read then stays as it was.
+//! A device with slow writes, and a process that is killed with writes in flight. io_uring completes these writes
+//! after the process is gone. The next process that opens the log waits for them, so the log does not change after it
+//! was read.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -14,11 +15,11 @@ use walvisor_storage::{
 use crate::options;
 use crate::volume::{Server, Volume};
 
-/// How long the device takes over a write, once it is slow.
+/// Duration of each write, once the device is slow.
 const WRITE: Duration = Duration::from_millis(200);
 const CHILD: &str = "WALVISOR_TEST_DISK";
 
-/// A volume whose writes take long, once `fill` has put something there.
+/// A volume with slow writes, after `fill` has put data on it.
 fn slow_volume(fill: impl FnOnce(&Path)) -> Result<Volume, String> {
     let mut volume = Volume::new(512)?;
     fill(&volume.top());
@@ -32,7 +33,7 @@ fn slow_volume(fill: impl FnOnce(&Path)) -> Result<Volume, String> {
     Ok(volume)
 }
 
-/// Writes and flushes until it is killed: what it has in flight takes [`WRITE`]. Says so before each.
+/// Writes and flushes until it is killed, and prints a line before each. Each write takes [`WRITE`].
 fn write_until_killed(disk: &Path) {
     let log = default_log_dir(disk);
     let store = Store::open(&log, &[DiskOptions::new(disk)], &options()).unwrap();
@@ -51,7 +52,8 @@ fn write_until_killed(disk: &Path) {
     }
 }
 
-/// What the log holds. A process that waits for the device is gone only when that has answered: it is tried again.
+/// The content of the log. Retries while the log is locked: a process that waits for the device ends only when the
+/// device has answered.
 fn look(disk: &Path, log: &Path) -> LogReport {
     for _ in 0..40 {
         match inspect(disk, log) {
@@ -92,13 +94,13 @@ fn writes_in_flight_of_a_killed_process_are_waited_for() {
         let mut flushing = lines
             .map_while(Result::ok)
             .filter(|line| line.starts_with("flushing"));
-        // The first of a log may have to wait for a segment.
+        // The first flush of a log may have to wait for a segment.
         for _ in 0..=round {
             flushing.next().expect("the child writes");
         }
         std::thread::sleep(WRITE / 4);
         child.kill().unwrap();
-        // At once: the child need not even be gone.
+        // The log is opened at once: the child may still be ending.
         let began = Instant::now();
         let found = look(&disk, &log);
         println!("found {found:?} after {:?}", began.elapsed());

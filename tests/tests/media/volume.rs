@@ -1,4 +1,4 @@
-//! File systems of a test's own: on a loop device with sectors as wanted, on a file that another program may serve.
+//! A test's own file systems: on a loop device with a given sector size, or on a file that another program may serve.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use walvisor_tests::have;
 
-/// Runs a program; what it printed, or why it failed.
+/// Runs a program. Returns its stdout, or the reason of its failure.
 pub fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let output = Command::new(program)
         .args(arguments)
@@ -21,10 +21,10 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     }
 }
 
-/// Waits until something is so.
+/// Waits until `is_so` returns `true`.
 ///
 /// # Errors
-/// If it is not within a minute.
+/// If it does not within a minute.
 pub fn wait(what: &str, is_so: impl Fn() -> bool) -> Result<(), String> {
     let began = Instant::now();
     while !is_so() {
@@ -36,7 +36,7 @@ pub fn wait(what: &str, is_so: impl Fn() -> bool) -> Result<(), String> {
     Ok(())
 }
 
-/// ext4 on a loop device. All of it goes when this is dropped.
+/// An ext4 file system on a loop device. Dropping this removes both.
 pub struct Volume {
     dir: tempfile::TempDir,
     sector: u32,
@@ -46,7 +46,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// Makes one of 64 MiB with logical sectors of `sector` bytes, and mounts it.
+    /// Makes a file system of 64 MiB with logical sectors of `sector` bytes, and mounts it.
     pub fn new(sector: u32) -> Result<Self, String> {
         let tools = [("mke2fs", "e2fsprogs"), ("losetup", "mount")];
         if !tools
@@ -72,7 +72,7 @@ impl Volume {
         Ok(volume)
     }
 
-    /// The directory where it is mounted.
+    /// The mount point.
     pub fn top(&self) -> PathBuf {
         self.dir.path().join("mounted")
     }
@@ -93,7 +93,7 @@ impl Volume {
         Ok(())
     }
 
-    /// Mounts it from where another program serves it.
+    /// Mounts the file system from another program that serves it.
     pub fn mount_from(&mut self, server: Server) -> Result<(), String> {
         let file = server.file.clone();
         self.server = Some(server);
@@ -118,14 +118,14 @@ impl Drop for Volume {
     }
 }
 
-/// nbdkit, which serves a volume's file as a file, over nbdfuse.
+/// nbdkit and nbdfuse, which together serve a volume's file as another file.
 pub struct Server {
     process: Child,
     file: String,
 }
 
 impl Server {
-    /// Serves it through a filter, with an option of that.
+    /// Serves the volume through a filter of nbdkit, with an option for the filter.
     pub fn start(volume: &Volume, filter: &[&str], option: &str) -> Result<Self, String> {
         let tools = [("nbdkit", "nbdkit"), ("nbdfuse", "libnbd-bin")];
         if !tools
@@ -170,7 +170,7 @@ impl Drop for Server {
     }
 }
 
-/// Whether something is mounted at a path.
+/// Whether a file system is mounted at a path.
 pub fn is_mount(path: &Path) -> bool {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let path = path.display().to_string();

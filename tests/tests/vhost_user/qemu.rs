@@ -1,4 +1,4 @@
-//! QEMU's vhost-user-blk: a guest that goes on when the daemon comes back.
+//! QEMU's vhost-user-blk: a guest that continues when the daemon is restarted.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use walvisor_guest_images::Guest;
 use walvisor_guest_images::guest::vhost_user_disk;
 use walvisor_tests::{have, images};
 
-/// What the guest does: file systems and fio.
+/// The guest's script: it makes a file system and runs fio in it.
 fn storm(loops: u32) -> String {
     format!(
         "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
@@ -32,7 +32,7 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
     });
 }
 
-/// The domain of `docs/vhost-user`, with nothing added but what is booted and where its console goes.
+/// The domain of `docs/vhost-user`, with only a kernel to boot and a console added.
 #[test]
 fn a_guest_of_libvirt_goes_on_when_its_daemon_was_killed_and_is_back() {
     for (program, package) in [
@@ -48,13 +48,14 @@ fn a_guest_of_libvirt_goes_on_when_its_daemon_was_killed_and_is_back() {
         "/../docs/vhost-user/libvirt-domain.xml"
     );
     let domain = std::fs::read_to_string(domain).unwrap();
-    // libvirt has another user.
+    // libvirt runs QEMU as another user.
     goes_on(1, "--mode 666", |dir| {
         Guest::libvirt(dir, &images(), &domain, &dir.join("s"), &storm(1)).unwrap()
     });
 }
 
-/// Starts a guest on the disk at `s`, and kills the daemon, which has `option`, some times under its fio.
+/// Starts a guest on the disk at `s`. While fio runs there, kills the daemon up to `kills` times. The daemon has
+/// `option`.
 fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
@@ -65,7 +66,7 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     let mut guest = start(dir);
     let (mut results, mut killed) = (Vec::new(), 0);
     loop {
-        // The last answer comes from the daemon that is killed next.
+        // Two answers, so that the last one comes from the daemon that is killed next.
         let mut answers = 0;
         while killed < kills && answers < 2 && results.is_empty() {
             let line = guest.wait_for("guest: ").unwrap();
@@ -77,10 +78,10 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
         }
         daemon.kill();
         killed += 1;
-        // Requests pile up meanwhile.
+        // The guest's requests pile up meanwhile.
         std::thread::sleep(Duration::from_millis(300));
         daemon = serve();
-        // What was said before is no answer of this daemon's.
+        // Lines from before the restart are not answers of the new daemon.
         results.extend(guest.said().into_iter().filter_map(result));
     }
     assert!(killed > 0, "fio ended before the first kill");
@@ -94,7 +95,7 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     succeed(dir, "disk check disk.img");
 }
 
-/// A line that tells how something ended.
+/// The line, if it reports how a step ended.
 fn result(line: String) -> Option<String> {
     let starts = ["guest: fio ", "guest: fsck ", "guest: end"];
     starts

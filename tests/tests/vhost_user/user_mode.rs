@@ -1,4 +1,4 @@
-//! User-mode Linux: a guest that cannot connect again, so that a kill of the daemon is its power cut.
+//! User-mode Linux: a guest that cannot reconnect, so a kill of the daemon is a power cut for it.
 
 use std::collections::HashMap;
 
@@ -45,7 +45,7 @@ fn a_file_system_works_and_is_in_the_image_afterwards() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "it was written\n");
 }
 
-/// Four writers, each with files of 4 KiB one after the other, tell each that fsync has acknowledged.
+/// Four writers, each with files of 4 KiB one after the other, print each file that fsync has acknowledged.
 const STORM: &str = "
 mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
 store() {
@@ -105,7 +105,7 @@ fn a_kill_of_the_daemon_loses_nothing_that_fsync_acknowledged() {
             .boot(dir, &images, &script)
             .unwrap();
         guest.wait_for("guest: mounted").unwrap();
-        // What is lost is told before this.
+        // The guest reports lost files before this line.
         assert_eq!(guest.wait_for("guest: ").unwrap(), "guest: fsck 0");
         guest.wait_for("guest: end").unwrap();
         guest.end().unwrap();

@@ -1,4 +1,5 @@
-//! A client of a disk: operations that a seed decides, in its own region, each state of which it notes.
+//! A client of a disk. It runs operations that a seed determines, in its own region, and records each state of the
+//! region.
 
 use std::io;
 use std::path::Path;
@@ -13,38 +14,38 @@ use crate::random::Random;
 const LONGEST: usize = 64 << 10;
 const SECTOR: usize = 512;
 
-/// The clock of all clients.
+/// The logical clock of all clients.
 static CLOCK: AtomicU64 = AtomicU64::new(1);
 
 fn tick() -> u64 {
     CLOCK.fetch_add(1, Ordering::AcqRel)
 }
 
-/// How a client works.
+/// The kind of load that a client generates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Habit {
-    /// A FLUSH after every write.
+    /// Writes, each followed by a FLUSH.
     Commits,
-    /// All kinds of requests, now and then a FLUSH.
+    /// All kinds of requests, with occasional FLUSHes.
     Mixes,
-    /// Much, and seldom a FLUSH.
+    /// Large requests with rare FLUSHes.
     Loads,
-    /// Much, and often a FLUSH.
+    /// Large requests with frequent FLUSHes.
     Streams,
-    /// Writes with FUA between others.
+    /// Writes, some of them with FUA.
     Forces,
-    /// No FLUSH: its disk makes every write durable.
+    /// No FLUSH: the client's disk makes every write durable.
     Trusts,
 }
 
-/// See the module's documentation.
+/// A client of one disk.
 pub struct Client {
-    /// The number that its marks have.
+    /// The client's number in its marks.
     number: usize,
     habit: Habit,
     random: Random,
     region: Vec<u8>,
-    /// What it has done.
+    /// The states of the client's region so far.
     pub chain: Chain,
 }
 
@@ -76,13 +77,14 @@ impl Client {
         }
     }
 
-    /// Connects, sees what is there, and makes that durable. After a kill it goes on from whichever of its states was left.
+    /// Connects, reads the region, and makes its state durable. After a kill the client continues from the state that
+    /// it reads.
     pub fn connect(&mut self, socket: &Path, marks: &LogWrites) -> io::Result<Nbd> {
         let mut nbd = Nbd::connect(socket, &self.chain.disk)?;
         let (at, len) = (self.chain.offset as u64, self.chain.len);
         nbd.end(Request::Read, at, len, &mut self.region, false)?;
         let now = hash(&self.region);
-        // A kill takes nothing that was answered.
+        // A kill of the daemon loses no answered write.
         let answered = |state: &State| state.ended != u64::MAX;
         let last = self.chain.states.iter().rposition(answered).unwrap_or(0);
         let Some((found, _)) = self.chain.find(last, now) else {
@@ -101,7 +103,7 @@ impl Client {
         Ok(nbd)
     }
 
-    /// Notes that all so far is durable.
+    /// Puts a mark into the log: all states so far are durable.
     pub fn acknowledge(&self, marks: &LogWrites) -> io::Result<()> {
         let mark = Mark::Acknowledged {
             client: self.number,
@@ -110,7 +112,7 @@ impl Client {
         marks.mark(&mark.to_text())
     }
 
-    /// Does one operation, and after some a FLUSH.
+    /// Runs one operation, and sometimes a FLUSH after it.
     pub fn step(&mut self, nbd: &mut Nbd, marks: &LogWrites) -> io::Result<()> {
         let random = &mut self.random;
         let (longest, zeroes, forced, flushed) = match self.habit {
@@ -139,7 +141,7 @@ impl Client {
             random.fill(&mut data);
         }
         self.region[at..at + len].copy_from_slice(&data);
-        // Noted before it is asked for: it may be there without an answer.
+        // The state is recorded before the request is sent: the write may take effect without an answer.
         let (hash, last) = (hash(&self.region), self.chain.states.last());
         let unchanged = last.filter(|state| state.hash == hash);
         self.chain.states.push(State {

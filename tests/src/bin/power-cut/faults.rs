@@ -1,5 +1,5 @@
-//! Programs that run as if a line of theirs were missing: one kind of sync does nothing and says that it worked. Nothing of
-//! it is in the programs: a system call filter tells a tracer of their syncs, and the tracer leaves some out.
+//! Programs that run as if a line of their code were missing: one kind of sync does nothing and reports success. The
+//! programs themselves are unchanged: a seccomp filter stops them at their syncs, and a tracer skips some of these.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,18 +14,18 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
 
-/// What is left out.
+/// The kind of sync that is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The flag `RWF_DSYNC` of writes.
     Dsync,
     /// fdatasync and fsync of segments.
     Segments,
-    /// Those of the control file.
+    /// fdatasync and fsync of the control file.
     Control,
-    /// Those of base images.
+    /// fdatasync and fsync of base images.
     Base,
-    /// Those of directories.
+    /// fdatasync and fsync of directories.
     Directories,
 }
 
@@ -42,7 +42,7 @@ impl Fault {
         })
     }
 
-    /// Whether it leaves out the syncs of the file at `path`.
+    /// Whether the fault leaves out the syncs of the file at `path`.
     fn skips(self, path: &Path) -> bool {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match self {
@@ -55,12 +55,12 @@ impl Fault {
     }
 }
 
-/// How programs are run.
+/// The conditions under which programs run.
 #[derive(Clone, Copy, Debug)]
 pub struct Conditions {
-    /// What is left out, if anything is.
+    /// The kind of sync that is left out, if any.
     pub fault: Option<Fault>,
-    /// Whether the kernel has io_uring.
+    /// Whether io_uring is available.
     pub io_uring: bool,
 }
 
@@ -75,8 +75,7 @@ impl Program {
     pub fn start(mut command: Command, conditions: Conditions) -> io::Result<Self> {
         let filter = filter(conditions).map_err(io::Error::other)?;
         let traced = conditions.fault.is_some();
-        // SAFETY: the closure makes system calls and touches nothing that another thread could have locked: the filter was
-        // compiled before.
+        // SAFETY: the closure makes only system calls and takes no lock: the filter was compiled before the fork.
         unsafe {
             command.pre_exec(move || {
                 if traced {
@@ -89,7 +88,8 @@ impl Program {
             });
         }
         let (sender, started) = std::sync::mpsc::channel();
-        // Whoever starts a traced program traces it: a thread of its own, for as long as it runs.
+        // Only the thread that starts a traced program can trace it. So each program has a thread of its own while it
+        // runs.
         let tracer = thread::spawn(move || {
             let mut child = match command.spawn() {
                 Ok(child) => child,
@@ -109,17 +109,17 @@ impl Program {
         Ok(Self { pid, tracer })
     }
 
-    /// Whether it still runs.
+    /// Whether the program still runs.
     pub fn runs(&self) -> bool {
         !self.tracer.is_finished()
     }
 
-    /// Sends it a signal.
+    /// Sends the program a signal.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         Ok(kill(self.pid, signal)?)
     }
 
-    /// Waits for its end: its status, -1 if a signal ended it.
+    /// Waits for the program's end. Returns its status, or -1 if a signal ended it.
     pub fn wait(self) -> io::Result<i32> {
         self.tracer.join().expect("the tracer does not panic")
     }
@@ -146,9 +146,9 @@ fn compile(calls: &[i64], action: SeccompAction) -> Result<BpfProgram, seccompil
     Ok(filter.try_into()?)
 }
 
-/// Lets the traced program run to its end, without what `fault` leaves out.
+/// Lets the traced program run to its end, without the syncs that `fault` leaves out.
 fn trace(program: Pid, fault: Fault) -> io::Result<i32> {
-    // It stops when it has become the program that it is to be.
+    // The program stops right after exec.
     waitpid(program, None)?;
     ptrace::setoptions(
         program,
@@ -160,25 +160,25 @@ fn trace(program: Pid, fault: Fault) -> io::Result<i32> {
     )?;
     let mut resume = (program, None);
     loop {
-        // It may have been killed meanwhile: then that is what is waited for.
+        // The call fails if the program was killed meanwhile. The wait below then returns its end.
         let _ = ptrace::cont(resume.0, resume.1);
-        // Its threads too, and no child of another thread of this process.
+        // Waits for the program's threads too, but not for children of other threads of this process.
         let flags = WaitPidFlag::__WALL | WaitPidFlag::__WNOTHREAD;
         resume = match waitpid(None, Some(flags))? {
             WaitStatus::Exited(pid, status) if pid == program => return Ok(status),
             WaitStatus::Signaled(pid, ..) if pid == program => return Ok(-1),
             WaitStatus::PtraceEvent(pid, _, event) => {
                 if event == libc::PTRACE_EVENT_SECCOMP {
-                    // A program that was killed has no registers any more.
+                    // The call fails if the program was killed meanwhile: it has no registers any more.
                     let _ = leave_out(pid, fault);
                 }
                 (pid, None)
             }
-            // How a new thread begins.
+            // A new thread begins with this stop.
             WaitStatus::Stopped(pid, Signal::SIGSTOP) => (pid, None),
             WaitStatus::Stopped(pid, signal) => (pid, Some(signal)),
             WaitStatus::Exited(..) | WaitStatus::Signaled(..) => {
-                // A thread: nobody to be resumed, the next is waited for.
+                // A thread ended, so there is no thread to resume.
                 (Pid::from_raw(0), None)
             }
             other => return Err(io::Error::other(format!("unexpected: {other:?}"))),
@@ -186,7 +186,7 @@ fn trace(program: Pid, fault: Fault) -> io::Result<i32> {
     }
 }
 
-/// Changes the system call that `thread` is about to make.
+/// Changes the system call that `thread` is about to make, if `fault` leaves it out.
 fn leave_out(thread: Pid, fault: Fault) -> io::Result<()> {
     let mut registers = ptrace::getregs(thread)?;
     if registers.orig_rax == libc::SYS_pwritev2 as u64 {
@@ -198,7 +198,7 @@ fn leave_out(thread: Pid, fault: Fault) -> io::Result<()> {
     }
     let file = std::fs::read_link(format!("/proc/{thread}/fd/{}", registers.rdi))?;
     if fault.skips(&file) {
-        // No system call, and that it worked.
+        // The kernel skips the system call, and the program sees success.
         registers.orig_rax = u64::MAX;
         registers.rax = 0;
         ptrace::setregs(thread, registers)?;

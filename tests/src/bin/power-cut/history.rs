@@ -1,23 +1,23 @@
-//! What the clients did, so that any state of a disk can be judged.
+//! The history of the clients' operations, against which any state of a disk can be judged.
 //!
-//! A client has a region of a disk to itself, and one operation at a time. So its region has a chain of states, one after
-//! each operation; what a power cut leaves of it must be one of them as a whole, and none before the last that was
-//! acknowledged. Of all clients of a log it must be a prefix of what they did.
+//! Each client has a region of a disk to itself and one operation in flight. So its region has a chain of states, one
+//! after each operation. After a power cut the region must be in exactly one of these states, at or after the last
+//! acknowledged one. All clients of a log together must be at a prefix of their operations.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hasher};
 use std::io;
 
-/// A state of a region, and the operation that made it. When that was asked for and when it ended is told by a clock that all
-/// clients share. What changed nothing, such as zeroing zeroes, need not be anywhere: then it is asked when the state was made
-/// that it left as it is.
+/// A state of a region, and the operation that made it. All clients share one logical clock for the times of the
+/// request and the answer. An operation that changes nothing, such as zeroing zeroes, need not reach the disk. It
+/// then has the request time of the operation that made the unchanged state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct State {
     /// The hash of the region's bytes.
     pub hash: u64,
     pub asked: u64,
-    /// `u64::MAX`: it never did.
+    /// `u64::MAX` if the operation never ended.
     pub ended: u64,
 }
 
@@ -26,16 +26,16 @@ pub struct State {
 pub struct Chain {
     /// File name of the disk's image.
     pub disk: String,
-    /// Where the region begins, in bytes.
+    /// Offset of the region in the disk, in bytes.
     pub offset: usize,
-    /// Bytes of the region.
+    /// Length of the region in bytes.
     pub len: usize,
-    /// Before the first operation and after each.
+    /// The state before the first operation, and the state after each operation.
     pub states: Vec<State>,
 }
 
 impl Chain {
-    /// The first and the last state that a region with this hash may be in, of those from number `from` on.
+    /// The first and the last state with this hash, among the states from number `from` on.
     pub fn find(&self, from: usize, hash: u64) -> Option<(usize, usize)> {
         let states = self.states.get(from..)?;
         let is = |state: &State| state.hash == hash;
@@ -46,8 +46,8 @@ impl Chain {
     }
 }
 
-/// Whether what two clients of a log were found to have done can be of one prefix: all that `one` had an answer to before `other`
-/// asked for its last operation is there.
+/// Whether the states found of two clients of a log can belong to one prefix: every operation of `one` that was
+/// answered before `other` asked for its last operation must be there.
 pub fn in_order(one: &Chain, last: usize, other: &Chain, first: usize) -> bool {
     let asked = other.states[first].asked;
     one.states[last + 1..]
@@ -55,12 +55,12 @@ pub fn in_order(one: &Chain, last: usize, other: &Chain, first: usize) -> bool {
         .all(|state| state.ended > asked)
 }
 
-/// All that judging a recording takes, beside the log.
+/// All data, besides the log, that is needed to judge a recording.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct History {
     /// `ext4` or `xfs`.
     pub file_system: String,
-    /// What decided the operations.
+    /// The seed of the operations.
     pub seed: u64,
     /// The chains of all clients, by their numbers.
     pub chains: Vec<Chain>,
@@ -74,7 +74,7 @@ pub fn hash(bytes: &[u8]) -> u64 {
 }
 
 impl History {
-    /// As text, a line a chain behind the first.
+    /// The history as text: one line for the file system and the seed, then one line per chain.
     pub fn to_text(&self) -> String {
         let mut text = format!("{} {}\n", self.file_system, self.seed);
         for chain in &self.chains {
@@ -88,7 +88,7 @@ impl History {
         text
     }
 
-    /// Reads what [`to_text`](Self::to_text) wrote.
+    /// Parses the text of [`to_text`](Self::to_text).
     pub fn parse(text: &str) -> io::Result<Self> {
         let state = |word: &str| {
             let mut numbers = word
@@ -122,21 +122,21 @@ impl History {
     }
 }
 
-/// A mark in the log of what was written.
+/// A mark in the log of dm-log-writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mark {
-    /// From here on power cuts are judged.
+    /// Power cuts from here on are judged.
     Begin,
-    /// A client was told that its state of this number is durable.
+    /// A client got an answer that makes its state of this number durable.
     Acknowledged { client: usize, state: usize },
-    /// A disk is being made, or given this size.
+    /// A program is about to make a disk, or to give it this size.
     Wanted { disk: String, size: u64 },
-    /// A disk was made, or has this size, and whoever asked for that was told so.
+    /// The program has reported that the disk is made, or has this size.
     Made { disk: String, size: u64 },
 }
 
 impl Mark {
-    /// As text without spaces.
+    /// The mark as text without spaces.
     pub fn to_text(&self) -> String {
         match self {
             Self::Begin => "begin".to_owned(),
@@ -146,7 +146,7 @@ impl Mark {
         }
     }
 
-    /// Reads that; `None` for the marks of others.
+    /// Parses the text of a mark; `None` for a mark that this program did not make.
     pub fn parse(text: &str) -> Option<Self> {
         let words: Vec<&str> = text.split(':').collect();
         Some(match words[..] {
@@ -168,28 +168,28 @@ impl Mark {
     }
 }
 
-/// What was promised about one disk when the power went.
+/// The promises about one disk at the time of the power cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promise {
-    /// Its size, once it was said that it is made.
+    /// Its size, once a program has reported that the disk is made.
     pub size: Option<u64>,
-    /// The size that it was being given.
+    /// The size that a program was giving it.
     pub wanted: Option<u64>,
-    /// The smallest size that it was said to have: what it had behind that is gone for good.
+    /// The smallest size that a program has reported: bytes beyond it are lost for good.
     pub smallest: Option<u64>,
 }
 
-/// What was promised when the power went.
+/// All promises at the time of the power cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promises {
-    /// The last acknowledged state of each client that had an answer.
+    /// The last acknowledged state of each client that has one.
     pub acknowledged: HashMap<usize, usize>,
-    /// By the names of the images.
+    /// The promise about each disk, by the name of its image.
     pub disks: BTreeMap<String, Promise>,
 }
 
 impl Promises {
-    /// All that these marks promise.
+    /// The promises that these marks make.
     pub fn of(marks: impl Iterator<Item = Mark>) -> Self {
         let mut promises = Self::default();
         for mark in marks {
@@ -217,7 +217,7 @@ impl Promises {
 mod tests {
     use super::*;
 
-    /// States by their hashes, when they were asked for, and when they ended.
+    /// A chain of states, each given as its hash, its request time and its end time.
     fn chain(states: &[(u64, u64, u64)]) -> Chain {
         let states = states
             .iter()
@@ -237,7 +237,8 @@ mod tests {
         assert_eq!(one.find(1, 5), Some((2, 2)));
         assert_eq!(one.find(2, 6), None);
         let other = chain(&[(1, 0, 0), (2, 3, 5), (3, 8, 9)]);
-        // The second began when the first operation of the other had ended, and not the second.
+        // The other's second operation was requested after this chain's first operation had ended, and before its
+        // second had.
         assert!(!in_order(&one, 0, &other, 1) && in_order(&one, 1, &other, 1));
         assert!(!in_order(&one, 1, &other, 2) && in_order(&one, 2, &other, 2));
         assert!(in_order(&one, 0, &other, 0));

@@ -1,5 +1,5 @@
-//! After a power cut: the file system's own recovery, then `disk check`, `disk export` and `disk checkpoint`, and whether
-//! what they find keeps every promise.
+//! Judges a power cut: the file system recovers, `disk check`, `disk export` and `disk checkpoint` run, and the
+//! results are compared with every promise.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,24 +14,25 @@ use crate::log_writes::Log;
 use crate::points::{Medium, Point};
 use crate::record::{MOUNT, image, imported, log_of};
 
-/// Every so many points the commands are run in place of the calls behind them.
+/// One in this many points runs the commands instead of the library calls that they make.
 const COMMANDS_EACH: usize = 16;
 
-/// By clients' numbers, the first and the last state that their regions may be in.
+/// The first and the last state that a client's region may be in, by the client's number.
 type Found = BTreeMap<usize, (usize, usize)>;
 
-/// What judging takes.
+/// The inputs of judging.
 pub struct Judge<'a> {
     pub log: &'a Log,
     pub history: &'a History,
     pub walvisor: &'a Path,
-    /// The block device that is what power cuts leave.
+    /// The block device that gets the content of the medium after a power cut.
     pub data: &'a Path,
     pub bytes: usize,
 }
 
 impl Judge<'_> {
-    /// Judges points, in the order of [`Point::place`], and tells `each` what is broken; until it answers `false`.
+    /// Judges points, in the order of [`Point::place`], and passes the violations of each to `each`, until `each`
+    /// returns `false`.
     pub fn judge(
         &self,
         points: &[Point],
@@ -52,7 +53,7 @@ impl Judge<'_> {
         Ok(())
     }
 
-    /// What is broken on the device.
+    /// The violations on the device.
     fn recover(&self, promises: &Promises, commands: bool) -> Vec<String> {
         let no_options = None::<&str>;
         let flags = MsFlags::empty();
@@ -85,7 +86,7 @@ impl Judge<'_> {
                     self.compare(name, promise, promises, &bytes, &mut found, &mut broken);
                     exports.push((name, bytes));
                 }
-                // One that nobody was told of may be there by half.
+                // A disk that no program has reported as made may be incomplete.
                 Err(_) if promise.size.is_none() => {}
                 Err(error) => broken.push(format!("{name}: {error}")),
             }
@@ -145,7 +146,7 @@ impl Judge<'_> {
                 ))
             ));
         }
-        // Behind the clients all is as it was made, and what was cut off once stays zero.
+        // Beyond the clients' regions the disk is as it was made, and a range that was cut off once stays zero.
         let made = match name {
             "b.img" | "d.img" | "e.img" => imported(self.history.seed),
             _ => Vec::new(),
@@ -162,7 +163,7 @@ impl Judge<'_> {
         }
     }
 
-    /// Judges whether all that the clients of a log did is a prefix.
+    /// Checks that the states of all clients of a log form a prefix of their operations.
     fn order(&self, found: &Found, broken: &mut Vec<String>) {
         let chains = &self.history.chains;
         for (&one, &(_, last)) in found {
@@ -180,7 +181,7 @@ impl Judge<'_> {
         }
     }
 
-    /// `walvisor disk ACTION`; `to` is where it exports.
+    /// Runs `walvisor disk ACTION`; `to` is the file that it exports to.
     fn command(&self, action: &str, name: &str, to: Option<&Path>) -> Result<(), String> {
         let mut command = Command::new(self.walvisor);
         command.args(["disk", action, name]).args(to);
@@ -200,7 +201,7 @@ impl Judge<'_> {
         exported.map(drop).map_err(|error| error.to_string())
     }
 
-    /// Of these disks, all that their logs hold goes to their images.
+    /// Copies the content of these disks' logs to their images.
     fn checkpoint(&self, names: &[&str], commands: bool) -> Result<(), String> {
         if commands {
             let checkpoint = |name: &&str| self.command("checkpoint", name, None);

@@ -1,15 +1,15 @@
-//! The log of dm-log-writes, as the kernel's documentation has it (`device-mapper/log-writes`): a super block, then
-//! entries, each a sector that describes it and the data.
+//! The log of dm-log-writes, in the format of the kernel's documentation (`device-mapper/log-writes`): a super block,
+//! then the entries. An entry is a sector that describes it, followed by its data.
 //!
-//! The order is that in which writes became durable: one with FUA stands where it ended; a plain one stands before the first
-//! FLUSH that was submitted after it had ended.
+//! The entries are in the order in which the writes became durable. A write with FUA has its place where it ended, a
+//! plain write before the first FLUSH that was submitted after the write had ended.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 const MAGIC: u64 = 0x6a_7366_7773_6872;
-/// Bytes of the units in which the log counts.
+/// Size in bytes of the log's units.
 pub const SECTOR: usize = 512;
 
 const FLUSH: u64 = 1;
@@ -21,24 +21,24 @@ const METADATA: u64 = 16;
 /// One write, or a mark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Where it was written, in bytes.
+    /// Offset of the write on the device, in bytes.
     pub offset: u64,
-    /// How many bytes.
+    /// Length of the write in bytes.
     pub len: usize,
-    /// Where its data is in the log, in bytes.
+    /// Offset of its data in the log, in bytes.
     data_at: u64,
     flags: u64,
-    /// What a mark says; empty for writes.
+    /// The text of a mark; empty for writes.
     pub mark: String,
 }
 
 impl Entry {
-    /// Whether all that had ended before it is durable with it.
+    /// Whether it is a FLUSH, which makes all writes durable that had ended before it.
     pub fn is_flush(&self) -> bool {
         self.flags & FLUSH != 0
     }
 
-    /// Whether it was durable when it ended.
+    /// Whether it was durable when it ended: a FLUSH or a write with FUA.
     pub fn is_durable(&self) -> bool {
         self.flags & (FLUSH | FUA) != 0
     }
@@ -48,21 +48,21 @@ impl Entry {
         self.flags & MARK != 0
     }
 
-    /// Whether a file system may count on it that the write does not tear.
+    /// Whether it is metadata of a file system, which may rely on the write not to tear.
     pub fn is_metadata(&self) -> bool {
         self.flags & METADATA != 0
     }
 }
 
-/// A log that is complete.
+/// A complete log.
 pub struct Log {
     file: File,
-    /// All of it, in order.
+    /// All entries, in order.
     pub entries: Vec<Entry>,
 }
 
 impl Log {
-    /// Reads what the log has; the data stays where it is.
+    /// Reads the entries without their data.
     pub fn read(file: File) -> io::Result<Self> {
         let mut sector = [0; SECTOR];
         file.read_exact_at(&mut sector, 0)?;
@@ -100,7 +100,7 @@ impl Log {
         Ok(Self { file, entries })
     }
 
-    /// The data of an entry; of a discard, zeroes.
+    /// The data of an entry; zeroes for a discard.
     pub fn data(&self, entry: &Entry) -> io::Result<Vec<u8>> {
         let mut data = vec![0; entry.len];
         if entry.flags & DISCARD == 0 {

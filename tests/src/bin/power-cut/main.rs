@@ -1,4 +1,4 @@
-//! What runs in the machine that loses power, in user-mode Linux. `tests/power_cut.rs` starts it.
+//! The program that runs in the machine that loses power, in user-mode Linux. `tests/power_cut.rs` starts it.
 //!
 //! ```text
 //!   record.rs: mkfs, disks made, served, killed, closed, resized      points.rs: the moments at which power is cut
@@ -37,14 +37,14 @@ use points::{Places, Point};
 use random::Random;
 use record::Plan;
 
-/// The disk that loses power, in this machine's memory: it has a cache and knows FUA.
+/// The disk that loses power, in the guest's memory. It has a write cache and supports FUA.
 const DATA: &str = "/dev/sda";
-/// The log of dm-log-writes, a file outside.
+/// The log of dm-log-writes, a file outside of the guest.
 const LOG: &str = "/dev/ubda";
 
-/// How many points are chosen beside each that has a place of its own.
+/// Number of random points, besides the points of `each`.
 const SOME: usize = 240;
-/// How often points are chosen anew until one shows what is missing.
+/// How often new points are chosen until one shows the fault.
 const TRIES: usize = 4;
 
 fn main() -> ExitCode {
@@ -125,7 +125,7 @@ fn judge(arguments: &[&str]) -> io::Result<()> {
             (None, "each") => [places.each(&mut random), places.some(SOME, &mut random)].concat(),
             (None, count) => places.some(number(count)? as usize, &mut random),
         };
-        // Few, and each a promise of its own kind.
+        // These marks are few, and each is a promise of its own kind.
         let made = |number: &usize| matches!(marks[*number], Some(Mark::Made { .. }));
         points.extend((0..marks.len()).filter(made).map(Point::after));
         points.sort_by_key(|point| point.place(&log.entries));
@@ -148,7 +148,7 @@ fn judge(arguments: &[&str]) -> io::Result<()> {
             for what in broken {
                 println!("guest: broken {point} {what}");
             }
-            // Whoever waits for the end hears that it goes on.
+            // Regular lines show the test that the program is still working.
             if judged % 16 == 0 {
                 println!("guest: judged {judged} violated {violated}");
             }

@@ -9,7 +9,7 @@ pub struct Nbd {
     stream: UnixStream,
 }
 
-/// What is asked of a disk.
+/// The types of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Request {
@@ -29,19 +29,20 @@ impl Nbd {
         if !greeting.starts_with(b"NBDMAGICIHAVEOPT") {
             return Err(io::Error::other("this is no NBD server"));
         }
-        // Fixed newstyle, no zeroes behind the answer.
+        // The client's flags: fixed newstyle, no zero padding after the answer.
         let mut hello = 3u32.to_be_bytes().to_vec();
         hello.extend(b"IHAVEOPT\0\0\0\x01");
         hello.extend((name.len() as u32).to_be_bytes());
         hello.extend(name.bytes());
         stream.write_all(&hello)?;
-        // Size and flags.
+        // The export's size and flags.
         stream.read_exact(&mut [0; 10])?;
         Ok(Self { stream })
     }
 
-    /// Sends a request and waits for its end. `data` is what a WRITE writes and what a READ fills; its length is the
-    /// request's unless that has no data: then it is `len`. `fua`: durable when it ends.
+    /// Sends a request and waits for its end. `data` holds the data of a WRITE and receives the data of a READ, and
+    /// its length is the request's length. For other requests the length is `len`. With `fua` the request is durable
+    /// when it ends.
     pub fn end(
         &mut self,
         request: Request,

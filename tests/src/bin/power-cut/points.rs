@@ -1,4 +1,4 @@
-//! The moments at which power is cut, and what the medium holds then.
+//! The moments of power cuts, and the content of the medium after each.
 
 use std::fmt;
 use std::fs::File;
@@ -11,14 +11,15 @@ use walvisor_storage::Buffer;
 use crate::log_writes::{Entry, Log, SECTOR};
 use crate::random::Random;
 
-/// How much of what was not durable yet is there.
+/// Which writes that were not yet durable are on the medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Nothing: right after the entry, the medium holds what had to be durable.
+    /// None: the power goes right after the entry, and the medium holds exactly the durable writes.
     After,
-    /// Some sectors of the entry, which was just being written.
+    /// Some sectors of the entry: the power goes during this write.
     Within,
-    /// Right before the entry, a FLUSH: what had FUA, and of all else that had ended since the FLUSH before it some.
+    /// The power goes right before the entry, a FLUSH. The medium holds the writes with FUA, and some of the other
+    /// writes that ended since the previous FLUSH.
     Window,
 }
 
@@ -28,7 +29,7 @@ pub struct Point {
     pub kind: Kind,
     /// The number of the entry.
     pub entry: usize,
-    /// Which sectors are there.
+    /// The seed that selects the sectors on the medium.
     pub seed: u64,
 }
 
@@ -44,7 +45,7 @@ impl fmt::Display for Point {
 }
 
 impl Point {
-    /// Reads what `Display` wrote.
+    /// Parses the output of `Display`.
     pub fn parse(text: &str) -> Option<Self> {
         let words: Vec<&str> = text.split('-').collect();
         let [kind, entry, seed] = words[..] else {
@@ -62,18 +63,18 @@ impl Point {
         })
     }
 
-    /// The one right after an entry.
+    /// The point right after an entry.
     pub fn after(entry: usize) -> Self {
         let (kind, seed) = (Kind::After, 0);
         Self { kind, entry, seed }
     }
 
-    /// The order in which [`Medium::present`] needs points.
+    /// The sort key of the order in which [`Medium::present`] needs points.
     pub fn place(&self, entries: &[Entry]) -> (usize, usize) {
         (self.whole(entries), self.entry)
     }
 
-    /// So many of the log's first entries had happened, and promises that were made by then hold.
+    /// Number of the log's first entries that had happened. The promises that these entries made must hold.
     pub fn happened(&self) -> usize {
         match self.kind {
             Kind::After => self.entry + 1,
@@ -81,7 +82,7 @@ impl Point {
         }
     }
 
-    /// So many of the log's first entries are there as a whole.
+    /// Number of the log's first entries that are on the medium as a whole.
     fn whole(&self, entries: &[Entry]) -> usize {
         match self.kind {
             Kind::After | Kind::Within => self.happened(),
@@ -94,7 +95,7 @@ impl Point {
     }
 }
 
-/// The power cuts of a recording that can be told from each other by where they are.
+/// The entries of a recording at which power cuts differ, by kind.
 pub struct Places {
     flushes: Vec<usize>,
     /// FLUSHes and FUAs.
@@ -104,7 +105,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// Those behind entry `begin`.
+    /// The places after entry `begin`.
     pub fn find(entries: &[Entry], begin: usize) -> Self {
         let of = |wanted: fn(&Entry) -> bool| {
             let numbered = entries.iter().enumerate().skip(begin);
@@ -119,7 +120,7 @@ impl Places {
         }
     }
 
-    /// `count` power cuts: three of eight are windows, three right after what made something durable or a mark that said so.
+    /// `count` power cuts. Of eight, three are windows, and three come right after a durable entry or a mark.
     pub fn some(&self, count: usize, random: &mut Random) -> Vec<Point> {
         let point = |number: usize| {
             let (kind, from) = match number % 8 {
@@ -138,7 +139,7 @@ impl Places {
         (0..count).map(point).collect()
     }
 
-    /// One right after each FLUSH, FUA and mark, and one window before each FLUSH.
+    /// One power cut right after each FLUSH, FUA and mark, and one window before each FLUSH.
     pub fn each(&self, random: &mut Random) -> Vec<Point> {
         let after = self.durable.iter().chain(&self.marks);
         let after = after.map(|&entry| Point::after(entry));
@@ -151,16 +152,16 @@ impl Places {
     }
 }
 
-/// What the medium holds, from point to point.
+/// The content of the medium, from point to point.
 pub struct Medium<'a> {
     log: &'a Log,
     image: Buffer,
-    /// So many entries are in the image.
+    /// Number of entries applied to the image.
     at: usize,
 }
 
 impl<'a> Medium<'a> {
-    /// A medium of so many bytes, as it was before the log began.
+    /// A medium of `bytes` bytes, as it was before the log began.
     pub fn new(log: &'a Log, bytes: usize) -> Self {
         Self {
             log,
@@ -169,7 +170,7 @@ impl<'a> Medium<'a> {
         }
     }
 
-    /// Writes to `device` what a power cut at `point` leaves. Points come in the order of [`Point::place`].
+    /// Writes the content after a power cut at `point` to `device`. Points must come in the order of [`Point::place`].
     pub fn present(&mut self, point: &Point, device: &Path) -> io::Result<()> {
         let entries = &self.log.entries;
         let whole = point.whole(entries);
@@ -195,7 +196,7 @@ impl<'a> Medium<'a> {
                 self.put(offset, data);
             }
         }
-        // Past the cache: the file system that is mounted from it next has a cache of its own.
+        // Bypasses the page cache: the file system that is mounted from the device next has a cache of its own.
         let mut options = File::options();
         options.write(true).custom_flags(libc::O_DIRECT);
         let mut file = options.open(device)?;
@@ -214,7 +215,7 @@ impl<'a> Medium<'a> {
     }
 }
 
-/// The parts of a write that are on the medium: of one that was `durable` all, of another all, none, or some sectors.
+/// The parts of a write that are on the medium: all of a `durable` write; all, none or some sectors of another.
 fn survivors<'a>(
     entry: &Entry,
     data: &'a [u8],

@@ -1,4 +1,4 @@
-//! Numbers that a seed decides.
+//! Pseudo-random numbers from a seed.
 
 /// SplitMix64.
 pub struct Random(pub u64);
@@ -18,12 +18,12 @@ impl Random {
         self.next() % limit
     }
 
-    /// Whether what happens once in `times` happens.
+    /// True with a probability of one in `times`.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 
-    /// Bytes of which no other call gives the same.
+    /// Fills `bytes` with random data, different in each call.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         for chunk in bytes.chunks_mut(8) {
             chunk.copy_from_slice(&self.next().to_le_bytes()[..chunk.len()]);

@@ -1,5 +1,5 @@
-//! A machine's life up to its last moment, written through dm-log-writes: disks on logs of small segments are made, imported,
-//! served, killed, served again, closed, resized, and served once more.
+//! Records a machine's life through dm-log-writes. Disks on logs of small segments are made, imported, served,
+//! killed, served again, closed, resized, and served once more.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,52 +22,52 @@ use crate::random::Random;
 pub const MOUNT: &str = "/mnt/cut";
 const SOCKET: &str = "/run/nbd";
 const CONTROL: &str = "/run/control";
-/// How many operations the only client does.
+/// Number of operations of the client that is alone on its disk.
 const ALONE: usize = 40;
-/// What disks are imported from.
+/// The file that disks are imported from.
 const RAW: &str = "/run/raw";
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
-/// Bytes of each client's region; clients of a disk stand side by side from its start.
+/// Bytes of each client's region. The regions of a disk's clients follow each other from the disk's start.
 const REGION: usize = 128 * KIB;
-/// Bytes of the image that `b.img` is made of, and of it after it was shrunk.
+/// Bytes of the file that `b.img` is imported from, and of the disk after it was shrunk.
 const IMPORTED: usize = 3 * MIB;
 const SHRUNK: usize = 2 * MIB;
 
-/// What is recorded.
+/// The parameters of a recording.
 pub struct Plan {
     /// `ext4` or `xfs`.
     pub file_system: String,
     pub conditions: Conditions,
     pub seed: u64,
-    /// How many operations each client does in each of the three times that disks are served.
+    /// Number of operations of each client in each of the three periods in which disks are served.
     pub operations: usize,
-    /// The program.
+    /// The `walvisor` program.
     pub walvisor: PathBuf,
-    /// Block devices: of the file system, and of dm-log-writes.
+    /// The block devices of the file system and of dm-log-writes' log.
     pub data: PathBuf,
     pub log: PathBuf,
 }
 
-/// What `b.img` is made of.
+/// The content that `b.img` is imported from.
 pub fn imported(seed: u64) -> Vec<u8> {
     let mut bytes = vec![0; IMPORTED];
     Random(seed).fill(&mut bytes);
     bytes
 }
 
-/// A disk's file.
+/// The path of a disk's image.
 pub fn image(name: &str) -> PathBuf {
     Path::new(MOUNT).join(name)
 }
 
-/// The log of a disk: `d.img` has one of its own, all others share one.
+/// The log of a disk: `d.img` has one of its own, all other disks share one.
 pub fn log_of(name: &str) -> PathBuf {
     image(if name == "d.img" { "d.log" } else { "log" })
 }
 
-/// Makes `a.img` or `d.img`, and a log of small segments; `power-cut make` does it in a process of its own.
+/// Makes `a.img` or `d.img`, and a log of small segments. `power-cut make` calls this in a process of its own.
 pub fn make(name: &str) -> io::Result<()> {
     let (path, log) = (image(name), log_of(name));
     let options = |max_segments| StoreOptions {
@@ -77,8 +77,8 @@ pub fn make(name: &str) -> io::Result<()> {
     };
     let made = match name {
         "a.img" => create_disk(&path, 4 * MIB as u64, &log, &options(8)),
-        // All of its image has space: no checkpoint makes the file system commit what it knows of other files. The fewest
-        // segments: soon the last is in use, after which no other is made.
+        // The whole image is allocated, so no checkpoint makes the file system commit its metadata of other files.
+        // The log has the fewest segments: soon the last is in use, and then no further segment is made.
         _ => import_disk(&path, Path::new(RAW), &log, &options(4), &mut |_, _| {}).map(drop),
     };
     made.map_err(io::Error::other)
@@ -90,7 +90,7 @@ struct Recorder<'a> {
     clients: Vec<Client>,
 }
 
-/// Lives that life; what was done. The log of dm-log-writes is complete then.
+/// Records the machine's life and returns its history. The log of dm-log-writes is complete then.
 pub fn record(plan: &Plan) -> io::Result<History> {
     let sectors = std::fs::read_to_string(
         Path::new("/sys/block")
@@ -119,7 +119,7 @@ pub fn record(plan: &Plan) -> io::Result<History> {
         make[0],
     )?;
     std::fs::create_dir_all(MOUNT)?;
-    // What nobody asks for is not done before it is too late.
+    // With a long commit interval the file system commits only when a program asks for it.
     let options = (plan.file_system == "ext4").then_some("commit=300");
     mount(
         Some(&device),
@@ -128,7 +128,7 @@ pub fn record(plan: &Plan) -> io::Result<History> {
         MsFlags::empty(),
         options,
     )?;
-    // SAFETY: sync takes and gives nothing.
+    // SAFETY: sync takes no arguments and returns nothing.
     unsafe { libc::sync() };
     let mut recorder = Recorder {
         plan,
@@ -158,7 +158,7 @@ impl Recorder<'_> {
         self.marks.mark(&mark.to_text())
     }
 
-    /// Runs a program that gives the disk `name` this size.
+    /// Runs a command that gives the disk `name` this size.
     fn size(&self, name: &str, size: usize, mut command: Command) -> io::Result<()> {
         let (disk, size) = (name.to_owned(), size as u64);
         self.mark(&Mark::Wanted {
@@ -168,7 +168,7 @@ impl Recorder<'_> {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let what = format!("{command:?}");
         let mut conditions = self.plan.conditions;
-        // A log or an image that was never durable would be noticed whatever checkpoints do.
+        // Without these syncs the log or the image itself would be lost, which the judge finds whatever checkpoints do.
         if matches!(conditions.fault, Some(Fault::Control | Fault::Base)) {
             conditions.fault = None;
         }
@@ -195,7 +195,7 @@ impl Recorder<'_> {
         }
     }
 
-    /// Makes a disk by a call of the store, for the sake of small segments.
+    /// Makes a disk with the library, which allows small segments.
     fn make(&self, name: &str, size: usize) -> io::Result<()> {
         let mut myself = Command::new(std::env::current_exe()?);
         myself.args(["make", name]);
@@ -208,11 +208,11 @@ impl Recorder<'_> {
         let contents = imported(self.plan.seed);
         std::fs::write(RAW, &contents)?;
         self.make("d.img", IMPORTED)?;
-        // One client alone: no sync of others makes its writes durable. All of it fits into the first segment. What is
-        // answered from memory is written when a FLUSH asks for it, by one write that is durable.
+        // A single client: no sync for other clients makes its writes durable. All its data fits into the first
+        // segment. Writes that the disk answers from memory go to the log at a FLUSH, in one durable write.
         self.add_clients("d.img", &contents, &[Commits]);
         self.serve(&["d.img,answer=memory"], ALONE, false)?;
-        // The last segment is made, and used, without anything else that makes the file system commit.
+        // The last segment is made and used, with no other operation that makes the file system commit.
         self.add_clients("d.img", &contents, &[Streams, Streams]);
         self.serve(&["d.img"], self.plan.operations, false)?;
 
@@ -256,8 +256,8 @@ impl Recorder<'_> {
         )
     }
 
-    /// Serves these disks, each with what else its line says, to their clients, who do so many `operations` each, with
-    /// checkpoints between. It ends when all are done, or is killed when two thirds are.
+    /// Serves these disks, each with the options on its line. Each client runs so many `operations`, with checkpoints
+    /// meanwhile. The daemon stops when all are done, or is killed when two thirds are.
     fn serve(&mut self, disks: &[&str], operations: usize, killed: bool) -> io::Result<()> {
         let mut command = self.walvisor("serve nbd --control");
         command
@@ -305,9 +305,9 @@ impl Recorder<'_> {
                 .collect();
             let under_way = || working.iter().any(|client| !client.is_finished());
             while under_way() {
-                // Alone, a disk fills its log before that is emptied.
+                // A disk that is served alone must fill its log before a checkpoint empties it.
                 if done.load(Ordering::Acquire) > 0 && disks.len() > 1 {
-                    // It fails when all is over meanwhile.
+                    // The checkpoint fails if the daemon has ended meanwhile.
                     let _ = checkpoint();
                 }
                 thread::sleep(Duration::from_millis(50));
@@ -326,14 +326,14 @@ impl Recorder<'_> {
             return Ok(());
         }
         ended(Some(status), "walvisor serve nbd")?;
-        // What is closed is durable.
+        // A clean close makes all writes durable.
         clients
             .iter_mut()
             .try_for_each(|client| client.acknowledge(marks))
     }
 }
 
-/// Connects as soon as the daemon serves.
+/// Connects the client as soon as the daemon serves.
 fn connect(
     client: &mut Client,
     daemon: &Program,
@@ -355,7 +355,7 @@ fn connect(
     }
 }
 
-/// Has the log copied to the images.
+/// Asks the daemon for a checkpoint, which copies the log to the images.
 fn checkpoint() -> io::Result<()> {
     use std::io::{Read, Write};
     let mut control = std::os::unix::net::UnixStream::connect(CONTROL)?;
