@@ -1,5 +1,6 @@
-//! What starting a guest costs: time from spawning `walvisor run` to the first guest instruction, and the VMM's own memory
-//! (resident less guest memory, and what of that is no program text), with one write-ahead-logged disk over either transport.
+//! The cost of starting a guest with one write-ahead-logged disk on either transport: the time from spawning
+//! `walvisor run` to the first guest instruction, and the VMM's own memory (resident memory less guest memory, and
+//! the part of it that is not program text).
 //!
 //! `cargo bench -p walvisor-benches --bench start`; with `-- --json`, the same as JSON.
 
@@ -70,7 +71,7 @@ struct Sample {
     vmm_own_bytes: f64,
 }
 
-/// Runs the guest once. Errors if it does not start, or does not end with status 0.
+/// Runs the guest once. Fails if the guest does not start, or does not end with status 0.
 fn start_once(
     walvisor: &Path,
     kernel: &Path,

@@ -1,13 +1,15 @@
-# MariaDB and SQLite in user-mode Linux over the files of its host: on /dev/vda (raw), /dev/vdb (wal), and /dev/vdc (single: wal, with the
-# doublewrite buffer off). It takes jobs from the console, a line each: ENGINE DISK CLIENTS COMMITS, or `quit`. It says `ready`, waits for a line,
-# does the job and says `sample: SECONDS`. What goes wrong begins with `failed: `. It runs in an empty directory in memory.
+# MariaDB and SQLite in user-mode Linux over the files of its host: on /dev/vda (raw), /dev/vdb (wal), and /dev/vdc
+# (single: wal, with the doublewrite buffer off). The script takes jobs from the console, one per line: ENGINE DISK
+# CLIENTS COMMITS, or `quit`. It prints `ready`, waits for a line, does the job and prints `sample: SECONDS`. An error
+# begins with `failed: `. It runs in an empty directory in memory.
 disks='raw wal single'
 export TMPDIR=$PWD/tmp
 mkdir tmp
 failed() { echo "failed: $*"; exit; }
 sql() { defaults=$1.cnf; shift; mariadb --defaults-file="$defaults" --batch --skip-column-names "$@"; }
 
-# A small buffer pool that is to hold nothing changed: pages are written all the time, as with a database that is larger than its memory.
+# A small buffer pool that should hold no changed pages: MariaDB writes pages all the time, as if the database were
+# larger than the memory.
 config() {
     [ "$1" = single ] && doublewrite=OFF || doublewrite=ON
     cat >"$1.cnf" <<END
@@ -41,10 +43,10 @@ begin() {
     for pair in vda:raw vdb:wal vdc:single; do
         device=/dev/${pair%:*} disk=${pair#*:}
         mkdir "$disk" && config "$disk"
-        # Clusters of a page's size: each page is one request.
+        # Clusters have the size of a page, so each page is one request.
         mkfs.ext4 -q -O bigalloc -C 16384 "$device" && mount "$device" "$disk" || failed "$device cannot be mounted"
     done
-    # A line for each step: a guest that is silent for too long has hung.
+    # Each step prints a line, because a guest that is silent for too long counts as hung.
     echo 'the file systems are there'
     mkdir raw/db
     mariadb-install-db --defaults-file=raw.cnf --skip-test-db --auth-root-authentication-method=normal >install.log 2>&1 ||
@@ -82,7 +84,7 @@ END
     sync
 }
 
-# Until the servers on the disks that are named have no page to write.
+# Waits until the servers on the named disks have no page left to write.
 settle() {
     for disk in $1; do
         until [ "$(sql $disk -e "RESET MASTER; SELECT variable_value FROM information_schema.global_status
@@ -93,7 +95,7 @@ settle() {
     sync
 }
 
-# One statement: to mariadb-slap the end of a line is the end of a statement.
+# One line, because mariadb-slap ends a statement at the end of a line.
 update="INSERT INTO accounts VALUES (FLOOR(RAND() * 8192), 1, REPEAT('x', 900)) ON DUPLICATE KEY UPDATE \
 balance = balance + 1, note = REPEAT(CHAR(97 + FLOOR(RAND() * 26)), 900)"
 

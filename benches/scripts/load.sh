@@ -1,17 +1,17 @@
-# Makes load with fio, and tells what fio and the counters say in lines that begin with `measure: `, which linux/mod.rs reads.
-# It is put before each script, behind lines that set
+# Runs fio, and prints the results of fio and the counters in lines that begin with `measure: `, which linux/mod.rs reads.
+# It comes before each script, after lines that set
 #   $LOOPS  DEPTH:QUEUES ...   $JOBS  BACKEND:JOB ...   $SCHEDULERS   $ROUNDS   $BLOCK   $REQUESTS of a job in all, or its $SECONDS_EACH
-# and the script defines ask: it has someone outside tell their counters, for a disk whose monitor is there.
+# and the script defines ask: it makes the process outside report its counters, if a disk is served from there.
 
-# cpu_ns PID: processor time of all its threads but vCPUs.
+# cpu_ns PID: processor time of all its threads except vCPUs.
 cpu_ns() {
     grep -L '^vcpu' /proc/"$1"/task/*/comm | sed 's/comm$/schedstat/' | xargs cat | awk '{ sum += $1 } END { printf "%.0f", sum }'
 }
 
-# Of the whole machine, without what its processors idled and waited.
+# Processor time of the whole machine, without idle and I/O wait time.
 machine_cpu_ns() { awk '$1 == "cpu" { printf "%.0f", ($2 + $3 + $4 + $7 + $8) * 1e7 }' /proc/stat; }
 
-# tell PLACE PID [SOCKET]: its counters now.
+# tell PLACE PID [SOCKET]: prints the current counters.
 tell() {
     stats='{}'
     [ -z "$3" ] || stats=$(walvisor ctl "$3" stats --json | tr -d '\n')
@@ -23,8 +23,9 @@ counters() {
     [ -z "$monitor$ALWAYS_ASK" ] || ask
 }
 
-# measure PATH DEVICE DISK MONITOR DAEMON: one job of $backend, $job, $depth, $queues, $scheduler. DISK is what those who serve it call
-# the disk; MONITOR is not empty if they are outside; DAEMON is the name of the server here, if there is one.
+# measure PATH DEVICE DISK MONITOR DAEMON: one job of $backend, $job, $depth, $queues, $scheduler. DISK is the disk's
+# name in the process that serves it. MONITOR is not empty if that process is outside. DAEMON is the name of the
+# server here, if there is one.
 measure() {
     path=$1 device=$2 disk=$3 monitor=$4 daemon=$5 sync='' kind=${job%+fsync}
     [ "$kind" = "$job" ] || sync=--fdatasync=1
@@ -34,7 +35,7 @@ measure() {
     esac
     echo "$scheduler" >/sys/block/"$device"/queue/scheduler 2>/dev/null
     in_force=$(sed 's/.*\[\(.*\)\].*/\1/' /sys/block/"$device"/queue/scheduler)
-    # Sequential threads do not read what the one before them has just read.
+    # Sequential threads must not read the data that the thread before them has just read.
     case $kind in read | write) amount="$amount --offset_increment=1M" ;; esac
     echo "measure: job $path|$backend|$job|$depth|$queues|$BLOCK|$disk|$(cat /sys/block/"$device"/queue/write_cache)|$in_force"
     counters
@@ -64,7 +65,7 @@ measure() {
     echo 'measure: end'
 }
 
-# each_job COMMAND: runs COMMAND for each of what is to be measured, with $backend, $job, $depth, $queues and $scheduler.
+# each_job COMMAND: runs COMMAND for each measurement, with $backend, $job, $depth, $queues and $scheduler.
 each_job() {
     for combination in $JOBS; do
         backend=${combination%%:*} job=${combination#*:}
@@ -77,7 +78,8 @@ each_job() {
 
 missing() { echo "measure: missing $1|$2"; }
 
-# serve NAME DOOR ARGUMENT...: a daemon here, with $NAME.pid and $NAME.ctl; what it prints is in $NAME.served, a line a disk.
+# serve NAME DOOR ARGUMENT...: starts a daemon here, with $NAME.pid and $NAME.ctl. Its output is in $NAME.served, one
+# line per disk.
 serve() {
     name=$1
     shift
@@ -91,7 +93,7 @@ serve() {
     done
 }
 
-# The kernel's SCSI target and its NBD client on disks `$SIZE` large; each disk is called by its backend.
+# The kernel's SCSI target and its NBD client on disks of `$SIZE`. Each disk has the name of its backend.
 serve_tcmu() {
     walvisor disk create tcmu.img --size "$SIZE" >tcmu.log 2>&1 || { missing tcmu "$(tail -n 1 tcmu.log)"; return 1; }
     serve tcmu tcmu --control tcmu.ctl --disk "backend=ram,size=$SIZE,name=ram,serial=ram" \
@@ -102,11 +104,12 @@ serve_nbd() {
     walvisor disk create nbd.img --size "$SIZE" >nbd.log 2>&1 || { missing nbd "$(tail -n 1 nbd.log)"; return 1; }
     serve nbd nbd --control nbd.ctl --disk "backend=ram,size=$SIZE,socket=$PWD/nbd.s,serial=ram" \
         --disk "path=nbd.img,socket=$PWD/nbd.s,serial=wal" || return
-    # A connection for each processor, as a disk of virtio has queues.
+    # One connection per processor, as a virtio disk has one queue per processor.
     { nbd-client -unix "$PWD/nbd.s" /dev/nbd0 -N ram -C "$(nproc)" && nbd-client -unix "$PWD/nbd.s" /dev/nbd1 -N wal -C "$(nproc)"; } >nbd.log 2>&1 ||
         { missing nbd "$(tail -n 1 nbd.log)"; return 1; }
 }
-# What the kernel of a machine with KVM needs for them; `nested` is ours alone, of any other nothing is changed for good.
+# Prepares the kernel of a machine with KVM for both. Only a `nested` machine may be changed for good, because it
+# belongs to this run alone.
 prepare_machine() {
     if [ "$MACHINE" = nested ]; then
         for part in fio disks scsi; do (cd / && cpio -idu <"$IMAGES/initramfs-$part.cpio" 2>/dev/null); done
@@ -120,7 +123,8 @@ prepare_machine() {
     fi
     echo "measure: machine $MACHINE"
 }
-# The same in user-mode Linux, which has its modules: $WALVISOR is the program, and $PLACE a directory of the machine for logs.
+# Prepares user-mode Linux, which has its modules. $WALVISOR is the program, and $PLACE a directory of the machine for
+# logs.
 prepare_user_mode() {
     printf '#!/bin/sh\nexec "%s" "$@"\n' "$WALVISOR" >walvisor && chmod +x walvisor && PATH=$PWD:$PATH
     mkdir files && mount -t hostfs none files -o "$PLACE" && cd files || exit
@@ -133,12 +137,12 @@ start_local() {
     serve_tcmu && tcmu=1
     serve_nbd && nbd=1
 }
-# stop DAEMON...: those that run.
+# stop DAEMON...: stops those daemons that run.
 stop() {
     [ -z "$nbd" ] || { nbd-client -d /dev/nbd0; nbd-client -d /dev/nbd1; } >/dev/null
     for door; do [ ! -e "$door.pid" ] || { kill -TERM "$(cat "$door.pid")"; wait "$(cat "$door.pid")"; }; done
 }
-# scsi_disk NAME DISK: what the kernel calls a disk of a daemon.
+# scsi_disk NAME DISK: prints the kernel's name for a disk of a daemon.
 scsi_disk() { sed -n "s|^serving $2: .* at /dev/\([a-z]*\) .*|\1|p" "$1.served"; }
 nbd_disk() { case $1 in ram) echo nbd0 ;; wal) echo nbd1 ;; esac; }
 local_paths() {

@@ -1,4 +1,4 @@
-# What the guest of notify-machine.sh does. Its first part is load.sh.
+# The script of the guest of notify-machine.sh. Its first part is load.sh.
 SIZE=16M
 ask() {
     echo 'measure: ask'
@@ -8,7 +8,7 @@ stty -echo </dev/ttyS0
 device_of() { grep -l -x "$1" /sys/block/vd*/serial | cut -d/ -f4; }
 tcmu=''
 if [ -d /program ]; then
-    # With the libraries it was built with, which may be newer than the guest's.
+    # The program uses the libraries that it was built with, which may be newer than the guest's.
     printf '#!/bin/sh\nexec /program/loader --library-path /program /program/walvisor "$@"\n' >/bin/walvisor
     chmod +x /bin/walvisor
     mount -t configfs configfs /sys/kernel/config

@@ -1,6 +1,6 @@
-# The paths of a machine with KVM: virtio-mmio and virtio-pci of a guest of `walvisor run`, with eventfds and without, and TCMU
-# inside that guest over its virtio-pci disk; TCMU and the NBD client of the machine's own kernel. The guest and the machine take
-# turns: either waits on the guest's console for the other. Its first part is load.sh.
+# The paths of a machine with KVM: virtio-mmio and virtio-pci of a guest of `walvisor run`, with eventfds and without;
+# TCMU inside that guest over its virtio-pci disk; TCMU and the NBD client of the machine's own kernel. The guest and
+# the machine take turns: each waits on the guest's console for the other. The script's first part is load.sh.
 SIZE=16M
 CR=$(printf '\r')
 prepare_machine
@@ -27,7 +27,7 @@ walvisor run --kernel "$IMAGES/vmlinux" --initrd initrd --cpus "$CPUS" --memory 
     --cmdline 'console=ttyS0 quiet panic=-1 reboot=t' $disks <in >out 2>&1 &
 guest=$!
 exec 3>in 4<out
-# A guest that is silent for too long has hung: this ends the loop below.
+# A guest that is silent for too long has hung. This ends the loop below.
 : >alive
 while sleep "$BOOT_SECONDS"; do
     [ -e alive ] || { kill -KILL $guest; break; }

@@ -1,5 +1,5 @@
-# The paths that user-mode Linux has, near native: vhost-user disks, TCMU and the NBD client of its kernel, and TCMU inside it
-# over the vhost-user disks. Its first part is load.sh.
+# The paths of user-mode Linux, which are near native: vhost-user disks, TCMU and the NBD client of its kernel, and
+# TCMU inside it over the vhost-user disks. The script's first part is load.sh.
 SIZE=64M ALWAYS_ASK=1
 ask() {
     echo 'measure: ask'

@@ -1,6 +1,6 @@
-# Both on one kernel, in user-mode Linux over the files of this machine: the disks "walvisor" (RAM) and "tcmu-runner" (its
-# qcow handler over an image in memory, the nearest to that of the handlers that Debian has).
-# tcmu-runner looks for its kernel modules where a kernel of the machine's own would have them.
+# Both handlers on one kernel, in user-mode Linux over the files of this machine: the disks "walvisor" (RAM) and
+# "tcmu-runner" (its qcow handler over an image in memory, the most similar one among the handlers that Debian has).
+# tcmu-runner looks for its kernel modules in the directory of an ordinary kernel of the machine.
 mkdir /run/lib /run/own
 mount --bind /usr/lib /run/lib
 ln -s /run/lib/* /run/own/

@@ -1,5 +1,5 @@
-# TCMU and the NBD client of one kernel in turns, over the same backend: in user-mode Linux, or on a machine with KVM, which is
-# nested as a rule. Its first part is load.sh.
+# TCMU and the NBD client of one kernel in turns, over the same backend: in user-mode Linux, or on a machine with KVM,
+# which is usually nested. The script's first part is load.sh.
 SIZE=64M
 case $MACHINE in
 '')

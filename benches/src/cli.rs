@@ -38,7 +38,7 @@ enum Command {
     Store(store::StoreArguments),
 }
 
-/// Parses the command line, carries it out and gives the exit status: 0 done, 1 failed, 2 wrong usage.
+/// Parses the command line, runs the command and gives the exit status: 0 success, 1 failure, 2 wrong usage.
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,

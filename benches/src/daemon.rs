@@ -14,18 +14,18 @@ use walvisor::processor_time;
 use crate::load::point::{Backend, DISK_BYTES};
 use crate::programs;
 
-/// A daemon with some disks. Dropping it asks it to end, and waits for that.
+/// A daemon with some disks. Dropping it sends SIGTERM to the daemon, and waits for its end.
 pub struct Daemon {
     child: Child,
     control: PathBuf,
 }
 
 impl Daemon {
-    /// Serves `disks`, each a SPEC whose image is in `images`, through `door` (`vhost-user` or `nbd`), with a control socket in
-    /// `sockets`, and returns when all can be had.
+    /// Serves `disks` through `door` (`vhost-user` or `nbd`), and returns when all disks are ready. Each disk is a
+    /// SPEC whose image is in `images`. The control socket is in `sockets`.
     ///
     /// # Errors
-    /// If it does not start; why, it says itself on stderr.
+    /// If the daemon does not start; it prints the reason on stderr.
     pub fn start(
         door: &str,
         disks: &[String],
@@ -56,30 +56,30 @@ impl Daemon {
         }
     }
 
-    /// Halts it until what is returned is dropped.
+    /// Stops the daemon until the returned value is dropped.
     pub fn halt(&self) -> Halted {
         Halted::new(&self.child)
     }
 
-    /// Copies what its logs hold to the images, so that a job does not pay for the one before it.
+    /// Copies the content of its logs to the images, so that a job does not pay for the job before it.
     ///
     /// # Errors
-    /// If that fails.
+    /// If the checkpoint fails.
     pub fn checkpoint(&self) -> Result<(), CommandError> {
         let asked = control_socket::Command::Checkpoint { disk: None };
         let answer = control_socket::ask(&self.control, &asked);
         answer.map(drop).map_err(CommandError::Failed)
     }
 
-    /// Processor time that it has used.
+    /// Processor time that the daemon has used.
     pub fn cpu(&self) -> Option<Duration> {
         processor_time::of_process(self.child.id())
     }
 
-    /// How things stand with the disk of this backend.
+    /// The state of this backend's disk.
     ///
     /// # Errors
-    /// If the daemon does not tell.
+    /// If the daemon does not answer.
     pub fn disk(&self, backend: Backend) -> Result<DiskState, CommandError> {
         let stats = control_socket::ask(
             &self.control,
@@ -99,7 +99,7 @@ impl Daemon {
     }
 }
 
-/// What a daemon tells of a disk.
+/// The state of a disk, from the daemon's statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskState {
     /// Syncs of its log so far.
@@ -110,13 +110,13 @@ pub struct DiskState {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Gone already is as good.
+        // The daemon may have ended already, which is fine.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
     }
 }
 
-/// The SPEC of a disk that a daemon is to serve at `socket`: in memory, or the image `image` beside its log.
+/// The SPEC of a disk that a daemon serves at `socket`: in memory, or the image `image` with its log beside it.
 pub fn spec(backend: Backend, image: &str, socket: &Path) -> String {
     let place = match backend {
         Backend::Ram => format!("backend=ram,size={DISK_BYTES}"),
@@ -126,15 +126,15 @@ pub fn spec(backend: Backend, image: &str, socket: &Path) -> String {
     format!("{place},serial={name},socket={socket}")
 }
 
-/// A process that does not run until this is dropped. A disk may have work left when its turn is over, such as a checkpoint:
-/// that is to cost the disk itself, and not the one that is measured next.
+/// A stopped process, which continues when this is dropped. A disk may have work left after its turn, such as a
+/// checkpoint. Stopping it keeps this work out of the next disk's measurement.
 pub struct Halted(Pid);
 
 impl Halted {
-    /// Halts a child of this process.
+    /// Stops a child of this process.
     pub fn new(child: &Child) -> Self {
         let halted = Self(Pid::from_child(child));
-        // Gone is as good as halted.
+        // The child may have ended already, which is as good.
         let _ = kill_process(halted.0, Signal::STOP);
         halted
     }
@@ -152,10 +152,10 @@ mod tests {
 
     use super::*;
 
-    /// Nothing takes this long.
+    /// No step takes this long.
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Whether the system says that it is stopped by a signal (proc(5), `stat`).
+    /// Whether a signal has stopped the child, according to the system (proc(5), `stat`).
     fn stopped(child: &Child) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         stat.rsplit(')')

@@ -1,5 +1,5 @@
-//! Linux guests: `walvisor-guest-images` makes them, in a process of its own that is ended when a comparison is; what they say is
-//! read here.
+//! Linux guests. `walvisor-guest-images` runs them in a process of its own, which is ended together with the
+//! comparison. This module reads their consoles.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
@@ -12,16 +12,17 @@ use walvisor::commands::CommandError;
 use crate::programs::{GUEST_IMAGES, guest_images};
 use crate::session::Session;
 
-/// How often an interrupt is looked for.
+/// Interval of the checks for an interrupt by the user.
 const GLANCE: Duration = Duration::from_millis(200);
-/// What is kept of a console that ends too early.
+/// Console lines kept for the error if a guest ends too early.
 const LAST_LINES: usize = 20;
 
-/// Runs `script` with `action` (`user-mode`, `emulated`), which stands before the script, and `arguments`, which stand behind,
-/// and gives each line that the guest says to `said`, until it ends or `session` does. `false`: it was interrupted.
+/// Runs `script` with `action` (`user-mode`, `emulated`), which comes before the script, and `arguments`, which come
+/// after it. Gives each line of the guest to `said`, until the guest or `session` ends. Returns `false` if the user
+/// interrupted it.
 ///
 /// # Errors
-/// If the program is missing, or the guest did not come to its end.
+/// If the program is missing, or the guest ended before its script did.
 pub fn run(
     action: &str,
     script: &str,
@@ -96,14 +97,14 @@ pub fn run(
     }
 }
 
-/// A child that does not outlive this. It is asked to end, and ends its guest.
+/// A child that does not outlive this value: on SIGTERM it ends its guest and itself.
 struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
         use rustix::process::{Pid, Signal, kill_process};
         if matches!(self.0.try_wait(), Ok(None)) {
-            // Gone already is as good.
+            // The child may have ended already, which is fine.
             let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
         }
         let _ = self.0.wait();

@@ -1,4 +1,4 @@
-//! What measures: `walvisor-bench`, and what its benchmarks share.
+//! `walvisor-bench`, and the parts that its benchmarks share.
 //!
 //! ```text
 //!   main ─▶ cli ─▶ commit    group commit on a disk's log: the experiments of its sources
@@ -8,10 +8,10 @@
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  store     the store alone, with no guest, beside a raw file
 //! ```
-//! The first five give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. What is
-//! compared takes turns, so that all see the machine in the same moods.
+//! The first five give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. The
+//! compared sides take turns, so that all see the machine in the same states.
 //!
-//! What runs in processes of its own is `walvisor` and `walvisor-guest-images`: `programs.rs` finds them.
+//! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 
 pub mod cli;
 mod commit;

@@ -1,4 +1,4 @@
-//! `walvisor-bench`: measures the disks of `walvisor`, alone and beside others.
+//! `walvisor-bench`: measures the disks of `walvisor`, alone and beside other programs.
 
 use std::process::ExitCode;
 

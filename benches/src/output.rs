@@ -35,8 +35,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Begins a comparison that is expected to take `expected` in all. What it is to write is tried first: nobody waits for
-    /// minutes to be told of a directory that is not there.
+    /// Begins a comparison that is expected to take `expected` in all. First tries to write the output files, so that
+    /// a missing directory is reported at once, and not after minutes.
     ///
     /// # Errors
     /// If a file can't be written, or the system refuses a signal handler.
@@ -50,13 +50,13 @@ impl Output {
         Session::start(expected)
     }
 
-    /// The rounds that were asked for, else so many in full, and so many quickly.
+    /// The number of rounds that the user asked for; otherwise `full` or `quick`.
     pub fn rounds(&self, full: u8, quick: u8) -> usize {
         let otherwise = if self.quick { quick } else { full };
         self.rounds.unwrap_or(otherwise).into()
     }
 
-    /// Gives the report in all the ways that were asked for.
+    /// Writes the report in all the formats that the user asked for.
     ///
     /// # Errors
     /// If a file can't be written.
@@ -80,7 +80,7 @@ impl Output {
             true => serde_json::to_string(&report).map_err(CommandError::failed)? + "\n",
             false => report.to_string(),
         };
-        // A reader that closed the pipe early has what it wanted.
+        // The write fails if a reader has closed the pipe early, which is fine.
         let _ = std::io::stdout().write_all(text.as_bytes());
         if let Some(path) = &self.html {
             fs::write(path, page::page(&report)?).map_err(failed("write the page", path))?;
@@ -95,7 +95,7 @@ impl Output {
     }
 }
 
-/// An error with what could not be done to which file.
+/// An error that names the file and the failed operation.
 pub fn failed(what: &str, path: &Path) -> impl Fn(io::Error) -> CommandError {
     let text = format!("{}: cannot {what}", path.display());
     move |error| CommandError::Failed(format!("{text}: {error}"))

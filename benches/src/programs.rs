@@ -1,11 +1,11 @@
-//! The programs that run in processes of their own: where they are, and how they end.
+//! The programs that run in processes of their own: finds them, and ends them.
 
 use std::path::{Path, PathBuf};
 use std::process::Child;
 
 use walvisor::commands::CommandError;
 
-/// The program that makes guests.
+/// The program that builds and runs guests.
 pub const GUEST_IMAGES: &str = "walvisor-guest-images";
 
 /// `walvisor`: `$WALVISOR` if that is set, else beside this program or on the path.
@@ -15,7 +15,7 @@ pub const GUEST_IMAGES: &str = "walvisor-guest-images";
 pub fn walvisor() -> Result<PathBuf, CommandError> {
     let named = std::env::var_os("WALVISOR").filter(|path| !path.is_empty());
     match named {
-        // Children have directories of their own.
+        // The path is made absolute, because children run in other directories.
         Some(named) => std::path::absolute(named).map_err(CommandError::failed),
         None => own("walvisor"),
     }
@@ -38,7 +38,8 @@ fn own(program: &str) -> Result<PathBuf, CommandError> {
     })
 }
 
-/// Where a program is: beside this one, or on the path, to which a plain user's lacks those for root.
+/// The path of a program: beside this one, on the search path, or in root's directories, which a plain user's path
+/// may lack.
 pub fn find(program: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
     let beside = own.and_then(|own| own.parent().map(Path::to_owned));
@@ -55,7 +56,7 @@ pub struct Killed(pub Child);
 
 impl Drop for Killed {
     fn drop(&mut self) {
-        // Gone already is as good.
+        // The process may have ended already, which is fine.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

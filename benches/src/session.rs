@@ -1,4 +1,4 @@
-//! A comparison under way: how far it is, how long it will still take, and Ctrl-C, which ends it with what was measured.
+//! A comparison under way: its progress, its remaining time, and Ctrl-C, which ends it with the results so far.
 
 use std::io::{self, IsTerminal};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn interrupt(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     if INTERRUPTED.swap(true, Ordering::Relaxed) {
-        // Whoever asks twice has waited long enough. What is in temporary directories stays.
+        // A second signal ends the process at once, and leaves its temporary directories behind.
         // SAFETY: _exit may be called in a signal handler (signal-safety(7)).
         unsafe { libc::_exit(130) };
     }
@@ -27,7 +27,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// One that is expected to take `expected` in all. From now on the first Ctrl-C only asks for its end.
+    /// Starts a session that is expected to take `expected` in all. From now on the first Ctrl-C only requests its end.
     ///
     /// # Errors
     /// If the system refuses the signal handler.
@@ -49,16 +49,16 @@ impl Session {
         })
     }
 
-    /// Whether it is to end with what it has.
+    /// Whether the session should end with the results so far.
     pub fn interrupted(&self) -> bool {
         INTERRUPTED.load(Ordering::Relaxed)
     }
 
-    /// Does a part of the work, which is expected to take `expected`. `None` if it is to end, or a signal came while it
-    /// worked: then what it did counts for nothing, and neither does its error.
+    /// Runs a part of the work, which is expected to take `expected`. Returns `None` if the session should end, or if
+    /// a signal came during the work: then its result and its error are ignored.
     ///
     /// # Errors
-    /// Those of the work.
+    /// The errors of the work.
     pub fn step<T>(
         &self,
         what: &str,
@@ -77,7 +77,7 @@ impl Session {
         }
     }
 
-    /// How long it has taken so far.
+    /// Time since the start of the session.
     pub fn elapsed(&self) -> Duration {
         self.started.elapsed()
     }

@@ -1,4 +1,5 @@
-//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space against its NBD client, over the same backend.
+//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, against its NBD client on the same
+//! backend.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use crate::report::{Cell, Section, Spread};
 
 const SCRIPT: &str = include_str!("../scripts/tcmu.sh");
 
-/// What the source reports, in MB/s: threads, TCMU, NBD.
+/// Results of the source, in MB/s: threads, TCMU, NBD.
 const SOURCE: [(u32, f64, f64); 3] = [(2, 270.0, 282.0), (4, 276.0, 237.0), (8, 242.0, 194.0)];
 
 /// Arguments of `walvisor-bench tcmu`.
@@ -59,10 +60,10 @@ fn plan(linux: Linux, output: &Output) -> Plan {
     }
 }
 
-/// Carries out `walvisor-bench tcmu`.
+/// Runs `walvisor-bench tcmu`.
 ///
 /// # Errors
-/// If what is to be compared is missing or fails, or a file can't be written.
+/// If a measurement fails, or a file can't be written.
 pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let chosen = arguments.kernels.chosen(output.quick);
@@ -79,7 +80,7 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
             Linux::UserMode => "TCMU and NBD in user-mode Linux",
             Linux::Machine => "TCMU and NBD on a machine with KVM",
         };
-        // What was measured before a signal counts: it is kept outside of the step.
+        // Measurements from before a signal count, so their results are kept outside of the step.
         let mut outcome = Outcome::default();
         session.step(what, expected, || {
             outcome = measure(
@@ -135,7 +136,7 @@ fn section() -> Section {
     )
 }
 
-/// What makes a row.
+/// The values that identify a row.
 type Key = (String, String, String, String, u32);
 
 fn key(measured: &Measured) -> Key {
@@ -150,7 +151,7 @@ fn key(measured: &Measured) -> Key {
     )
 }
 
-/// Adds a row for what both paths were measured at, and bars of those whose seconds mean something.
+/// Adds a row for each key that both paths were measured at, and bars for those rows whose times are meaningful.
 fn add_rows(section: &mut Section, measured: &[Measured]) {
     let mut keys: Vec<Key> = measured.iter().map(key).collect();
     keys.sort();

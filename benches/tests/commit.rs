@@ -1,4 +1,4 @@
-//! `walvisor-bench commit`: what it measures, what it writes, and how it is cut short.
+//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt.
 
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs it; what it printed as JSON.
+/// Runs the program, and returns its JSON report.
 fn json(dir: &std::path::Path, arguments: &[&str]) -> Value {
     let output = compare(dir, arguments).arg("--json").output().unwrap();
     report(&output)
@@ -40,7 +40,8 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
         "--quick",
         "--only",
         "clients,waiters,wait,disks,mode,medium",
-        // How many find their way into a group depends on the time of a sync, next to which even a slow processor is fast.
+        // The number of commits in a group depends on the time of a sync. A slow sync makes that of the processor
+        // negligible.
         "--sync-latency-us",
         "2000",
     ];
@@ -59,7 +60,7 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
         }
     }
     for row in section("waiters") {
-        // A waiter may find its write made by a group that it came too late for.
+        // An earlier group may already have written a waiter's record, which then needs no write of its own.
         assert!(number(&row["write_each_writes_per_commit"]) > 0.9, "{row}");
         assert!(number(&row["one_write_writes_per_commit"]) < 0.2, "{row}");
     }
@@ -90,7 +91,7 @@ fn a_page_and_plots_are_written_and_need_nothing_else() {
     assert!(text.contains("writethrough: syncs/commit"), "{text}");
     let page = std::fs::read_to_string(dir.path().join("page.html")).unwrap();
     assert!(page.contains("<svg") && page.contains("Writeback beside writethrough"));
-    // The name of SVG's elements is no address that is fetched.
+    // The XML namespace of SVG is not an address that a browser fetches.
     let rest = page.replace("http://www.w3.org/2000/svg", "");
     for word in ["http", "<script", "url(", "@import", "src="] {
         assert!(!rest.contains(word), "{word}");
@@ -104,13 +105,13 @@ fn a_page_and_plots_are_written_and_need_nothing_else() {
 #[test]
 fn what_was_measured_before_an_interrupt_is_kept() {
     let dir = tempfile::tempdir().unwrap();
-    // Minutes, if nobody interrupts it.
+    // Without the interrupt this takes minutes.
     let arguments = ["--only", "medium,latency", "--json"];
     let mut command = compare(dir.path(), &arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = leash(child).spawn().unwrap();
     let pid = Pid::from_child(&child);
-    // Each cell has a directory of its own, which comes when what the cell before it gave is kept.
+    // Each cell has a directory of its own, made after the results of the previous cell were kept.
     let directory = || {
         let mut entries = std::fs::read_dir(dir.path()).unwrap();
         entries.next().map(|entry| entry.unwrap().file_name())

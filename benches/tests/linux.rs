@@ -1,5 +1,5 @@
-//! `walvisor-bench notify --load linux` and `walvisor-bench database`: what is counted on every path that Linux kernels have, and
-//! for each commit of a database. Nothing of their times.
+//! `walvisor-bench notify --load linux` and `walvisor-bench database`: the counts on every path of the Linux kernels,
+//! and those for each commit of a database. The tests check no times.
 
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
@@ -20,7 +20,7 @@ const MACHINE: [&str; 7] = [
     "nbd",
 ];
 
-/// Builds the program that makes guests; the search path with it.
+/// Builds the program that runs guests, and returns the search path with its directory.
 fn path_with_guest_images() -> std::ffi::OsString {
     let built = program("walvisor-guest-images", "dev").expect("the program that makes guests");
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -29,8 +29,8 @@ fn path_with_guest_images() -> std::ffi::OsString {
     std::env::join_paths([own].into_iter().chain(directories)).unwrap()
 }
 
-/// Runs `walvisor-bench` quickly, for its report as JSON, where there is all that `needs` names; else `None`, and why was
-/// printed.
+/// Runs `walvisor-bench` quickly, for its JSON report. Returns `None` if a program of `needs` cannot be installed,
+/// after printing why.
 fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Output> {
     if !needs
         .iter()
@@ -38,7 +38,7 @@ fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Output> {
     {
         return None;
     }
-    // One at a time: each keeps every processor of a small machine at work.
+    // One comparison at a time: each uses every processor of a small machine.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().unwrap();
@@ -72,9 +72,9 @@ fn every_path_of_linux_counts_what_it_must() {
         return;
     };
     let errors = String::from_utf8_lossy(&output.stderr);
-    // How often the emulated machine fell over, if it did.
+    // The errors show how often the emulated machine crashed, if it did.
     println!("{errors}");
-    // Write caches that differ would have been an error.
+    // Different write caches would be an error.
     assert!(output.status.success(), "{errors}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let rows = |key: &str| -> Vec<Value> {
@@ -91,7 +91,7 @@ fn every_path_of_linux_counts_what_it_must() {
                 .iter()
                 .map(|row| row["path"].as_str().unwrap())
                 .collect();
-            // The notes say why a path is missing.
+            // The notes contain the reason for each missing path.
             let notes = report["sections"].as_array().unwrap().iter();
             let notes: Vec<&Value> = notes.map(|section| &section["notes"]).collect();
             assert_eq!(told, paths, "{kernel}: {notes:#?}");
@@ -104,7 +104,7 @@ fn every_path_of_linux_counts_what_it_must() {
             assert!(syncs > 0.0 && syncs < 2.5, "{row}");
         }
         for row in reads.iter().filter(|row| row["path"] != "nbd") {
-            // Four requests are in flight: one doorbell serves one of them at most.
+            // Four requests are in flight, and a doorbell may announce only one of them.
             let doorbells = count(row, "doorbells_per_request");
             assert!(doorbells > 0.0 && doorbells < 1.6, "{row}");
         }
@@ -112,7 +112,7 @@ fn every_path_of_linux_counts_what_it_must() {
     for row in rows("linux-wal-randwrite-fsync") {
         let path = row["path"].as_str().unwrap();
         let of = |key: &str| count(&row, key);
-        // Every interrupt of virtio-mmio costs a write of a register, and every doorbell without an ioeventfd is one.
+        // Each interrupt of virtio-mmio costs a register write, and so does each doorbell without an ioeventfd.
         let writes = match path {
             "virtio-mmio ioeventfd" => of("interrupts_per_request"),
             "virtio-mmio exits" => of("interrupts_per_request") + of("doorbells_per_request"),
@@ -157,7 +157,7 @@ fn a_commit_of_a_database_is_counted() {
     );
     for row in rows(0).iter().chain(rows(1)) {
         let of = |key: &str| count(&row[key], "median");
-        // Of two clients' commits one sync may serve both; nothing is synced that nobody has asked for, but by checkpoints.
+        // One sync may serve the commits of both clients. Only FLUSHes and checkpoints sync.
         assert!(of("flushes_per_commit") > 0.5, "{row}");
         let spare = of("flushes_per_commit") - of("syncs_per_commit");
         assert!(spare > -0.5 && of("syncs_per_commit") > 0.4, "{row}");

@@ -1,4 +1,4 @@
-//! `walvisor-bench notify`: what it counts, on every path that there is here. Nothing of its times.
+//! `walvisor-bench notify`: the counts on every path that this machine has. The tests check no times.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -23,7 +23,7 @@ fn compare(arguments: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// A figure of a row: the middle one where there are several rounds.
+/// A figure of a row: the median if there are several rounds.
 fn figure(row: &Value, key: &str) -> f64 {
     let cell = &row[key];
     let value = cell.as_f64().or_else(|| cell["median"].as_f64());
@@ -101,7 +101,7 @@ fn row_is_sane(section: &str, row: &Value) {
         figure(row, "doorbells_per_request"),
         figure(row, "interrupts_per_request"),
     );
-    // A request is two where a FLUSH follows it. What came before the first request was taken may add a little.
+    // A request with a FLUSH counts as two. Notifications before the first request may add a little.
     let most = if section.ends_with("fsync") { 2.1 } else { 1.1 };
     assert!(doorbells > 0.0 && doorbells <= most, "{section}: {row}");
     assert!(interrupts <= most, "{section}: {row}");
@@ -113,15 +113,15 @@ fn row_is_sane(section: &str, row: &Value) {
         figure(row, "mmio_read_exits_per_request"),
         figure(row, "mmio_write_exits_per_request"),
     );
-    // An interrupt that is late, its request having been found without it, makes the driver look at the device's status: two in
-    // a hundred, and two of a turn of 120 ms, which may have had few requests.
+    // A late interrupt, whose request the driver has already found, makes the driver read the device's status.
+    // Allowed are two in a hundred, and two in a turn of 120 ms, which may have had few requests.
     let few = interrupts * 0.02 + 2.0 / (figure(row, "iops") * 0.12);
     match path {
         "virtio-pci ioeventfd" => {
             assert_eq!(writes, 0.0, "{section}: {row}");
             assert!(reads <= few, "{section}: {row}");
         }
-        // An interrupt is looked at and acknowledged, once at most.
+        // The driver reads and acknowledges each interrupt, once at most.
         "virtio-mmio ioeventfd" => assert!(
             writes <= interrupts * 1.01 + 0.001 && writes <= reads,
             "{section}: {row}"

@@ -1,4 +1,4 @@
-//! `walvisor-bench peers`: rows for the peers that are here and for answers from memory, and a word for those that are not.
+//! `walvisor-bench peers`: rows for the installed peers and for answers from memory, and a note for each missing peer.
 
 use std::process::Command;
 

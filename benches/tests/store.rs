@@ -1,4 +1,4 @@
-//! `walvisor-bench store`, as its users run it, with small numbers.
+//! `walvisor-bench store`, run like users do, with small numbers.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_walvisor-bench");
 
-/// Runs a benchmark in `directory`, which must be as empty afterwards as before.
+/// Runs a benchmark in `directory`, which must be empty again afterwards.
 fn bench(arguments: &[&str], directory: &Path) -> Output {
     let output = Command::new(PROGRAM)
         .arg("store")
@@ -21,7 +21,7 @@ fn bench(arguments: &[&str], directory: &Path) -> Output {
     output
 }
 
-/// A directory on the file system of the build, which is seldom in memory.
+/// A directory on the file system of the build, which is rarely in memory.
 fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
 }
@@ -41,7 +41,7 @@ fn number(report: &Value, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("{key}: {report}"))
 }
 
-/// The class of a group size, and how many groups of it there were.
+/// The number of groups in each size class.
 fn groups(report: &Value) -> Vec<u64> {
     let sizes = report["group_sizes"].as_array().expect("a list");
     sizes.iter().map(|count| count.as_u64().unwrap()).collect()
@@ -57,7 +57,7 @@ const EIGHT: [&str; 7] = [
     "800",
 ];
 
-/// The same where a sync takes so long that even a busy machine's clients are in time for the next.
+/// The same with a sync so slow that the clients are in time for the next group even on a busy machine.
 const SLOW_EIGHT: [&str; 7] = [
     "commit",
     "--clients",
@@ -68,8 +68,8 @@ const SLOW_EIGHT: [&str; 7] = [
     "320",
 ];
 
-/// Syncs per commit of eight clients that share them. Two groups that alternate make 2/8; a busy machine wakes clients late,
-/// and they miss a group: twice that is still far from the 1.0 without groups.
+/// Most syncs per commit of eight clients that share them. Two alternating groups need 2/8. On a busy machine clients
+/// wake late and miss a group, so twice that is allowed, still far from the 1.0 without groups.
 const SHARED: f64 = 2.0 * 2.0 / 8.0;
 
 #[test]
@@ -82,7 +82,7 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
     assert!(number(&report, "syncs_per_commit") <= SHARED, "{report}");
     let groups = groups(&report);
     assert_eq!(groups.len(), 10, "{report}");
-    // Every sync made a group durable that somebody waited for, and no group is larger than the clients are many.
+    // Every sync made a group with waiters durable, and no group has more waiters than there are clients.
     assert_eq!(groups.iter().sum::<u64>() as f64, number(&report, "syncs"));
     assert_eq!(groups[4..].iter().sum::<u64>(), 0, "{report}");
     // A commit waits for at least its own sync, and so do the threads of the baseline.
@@ -94,7 +94,7 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
 fn a_group_that_waits_holds_all_clients() {
     let wait = ["--commit-wait-usec", "1000000", "--commit-wait-count", "8"];
     let report = report(&[&EIGHT[..], &wait].concat());
-    // All eight are in each group: 1/8, and a little for those who are left when a round ends.
+    // All eight clients are in each group: 1/8, and a little more for the clients left when a round ends.
     assert!(number(&report, "syncs_per_commit") <= 1.2 / 8.0, "{report}");
     let groups = groups(&report);
     assert!(groups[3] >= 90, "{report}");
@@ -106,11 +106,12 @@ fn without_groups_each_commit_costs_a_sync() {
     assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");
     let groups = groups(&report);
     assert_eq!((groups[0], groups.iter().sum()), (80, 80));
-    // One sync at a time: never faster than the injected latency allows.
+    // One sync at a time: the injected latency limits the rate.
     assert!(number(&report, "commits_per_s") <= 500.0, "{report}");
 }
 
-/// Each of many clients writes for itself, and all share the syncs; without the switch they share the writes too.
+/// Each of many clients makes a write of its own, and all share the syncs. Without the switch they share the writes
+/// too.
 #[test]
 fn with_a_write_per_waiter_each_commit_costs_a_write() {
     for clients in ["128", "256"] {
@@ -121,13 +122,13 @@ fn with_a_write_per_waiter_each_commit_costs_a_write() {
         assert_eq!(number(&each, "writes_per_commit"), 1.0, "{each}");
         assert!(number(&each, "syncs_per_commit") <= 0.1, "{each}");
         let together = report(&[&many[..], &wait].concat());
-        // What nobody waits for yet, 1 MiB of it, is written too.
+        // The log also writes records that no client waits for yet, once there is 1 MiB of them.
         assert!(number(&together, "writes_per_commit") <= 0.1, "{together}");
         assert!(number(&together, "syncs_per_commit") <= 0.1, "{together}");
     }
 }
 
-/// A medium that takes so many operations a second gives no client more, of the store or of the baseline.
+/// The limit of operations per second applies to the writes and syncs of the store and of the baseline.
 #[test]
 fn a_slow_medium_counts_writes_and_syncs() {
     let slow = [
@@ -144,7 +145,7 @@ fn a_slow_medium_counts_writes_and_syncs() {
         assert_eq!(number(&report, "operation_latency_us"), 500.0);
         let operations = number(&report, "writes") + number(&report, "syncs");
         let rate = operations / number(&report, "commits") * number(&report, "commits_per_s");
-        // Each of the four rounds may find what had been kept: 10 ms of operations.
+        // Each of the four rounds may begin with saved-up operations, those of 10 ms.
         assert!(rate <= 1000.0 * 1.5, "{report}");
         assert!(
             number(&report, "raw_commits_per_s") <= 500.0 * 1.5,
@@ -174,7 +175,7 @@ fn a_lone_client_gains_nothing_from_groups_and_pays_one_sync() {
 fn append_read_and_recover_stand_beside_their_baselines() {
     let append = report(&["append", "--bytes", "8M", "--depth", "4"]);
     assert_eq!(number(&append, "bytes"), (8 << 20) as f64);
-    // Headers cost a little; a payload is written once.
+    // Headers need a little space; a payload is written once.
     assert!(
         (1.0..1.2).contains(&number(&append, "log_bytes_per_byte")),
         "{append}"
@@ -206,7 +207,7 @@ fn a_load_is_done_by_one_thread_and_by_all() {
     }
 }
 
-/// A read that waited for a sync would let others through meanwhile, at most as many as are in flight.
+/// If reads waited for a sync, at most as many as are in flight could end during each sync.
 #[test]
 fn reads_do_not_wait_for_the_syncs_of_another_disk() {
     let small = ["read", "--bytes", "4M", "--reads", "4000", "--depth", "4"];

@@ -1,4 +1,4 @@
-//! What experiments are made of: cells, their rounds, and figures of these.
+//! The parts of an experiment: cells, their rounds, and figures computed from these.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,27 +11,27 @@ use crate::report::{Cell as Figure, Spread};
 use crate::session::Session;
 use crate::store::commit::{CommitReport, Medium, Mode, Plan, Switch, measure};
 
-/// A plan and what its rounds gave.
+/// A plan and the results of its rounds.
 pub struct Cell {
     /// The plan.
     pub plan: Plan,
-    /// What each round gave.
+    /// The result of each round.
     pub rounds: Vec<CommitReport>,
 }
 
 impl Cell {
-    /// Not measured yet.
+    /// A cell without any rounds yet.
     pub fn new(plan: Plan) -> Self {
         let rounds = Vec::new();
         Self { plan, rounds }
     }
 
-    /// One figure of all rounds.
+    /// One figure of each round.
     pub fn of(&self, figure: impl Fn(&CommitReport) -> f64) -> Vec<f64> {
         self.rounds.iter().map(figure).collect()
     }
 
-    /// How long a round takes, about.
+    /// Estimated time of a round.
     pub fn expected(&self) -> Duration {
         let Plan {
             clients,
@@ -46,7 +46,7 @@ impl Cell {
             Switch::Off => 1.0,
             Switch::On => (f64::from(clients) / 2.0).max(1.0),
         };
-        // Of one group: its own time, and the operations that it waits for.
+        // The time of one group: its own, and that of the operations that it waits for.
         let own = medium.sync_latency + 2 * medium.operation_latency + Duration::from_micros(300);
         let writes = if write_per_waiter { served } else { 1.0 };
         let paced = medium
@@ -63,7 +63,7 @@ impl Cell {
     }
 }
 
-/// Measures all cells, one round after the other, so that each round sees the same machine.
+/// Measures all cells in each round, so that each round sees the machine in the same state.
 ///
 /// # Errors
 /// If the medium fails.
@@ -90,7 +90,7 @@ pub fn measure_rounds(
     Ok(())
 }
 
-/// `clients` on one disk, on the medium as it is, in groups that do not wait.
+/// `clients` on one disk, on an unchanged medium, in groups that do not wait.
 pub fn plan(clients: u16, commits: u64) -> Plan {
     Plan {
         clients,
@@ -106,7 +106,7 @@ pub fn plan(clients: u16, commits: u64) -> Plan {
     }
 }
 
-/// A group takes who is there, and begins.
+/// No wait: a group starts at once with the waiters that are there.
 pub fn no_wait() -> CommitWait {
     CommitWait {
         longest: Some(Duration::ZERO),
@@ -134,7 +134,7 @@ pub fn raw_rate(report: &CommitReport) -> f64 {
     report.raw_commits_per_s
 }
 
-/// A medium whose syncs take so much longer.
+/// A medium whose syncs take `milliseconds` longer.
 pub fn slow_sync(milliseconds: u64) -> Medium {
     Medium {
         sync_latency: Duration::from_millis(milliseconds),
@@ -142,12 +142,12 @@ pub fn slow_sync(milliseconds: u64) -> Medium {
     }
 }
 
-/// The middle of the rounds of a figure, where there were any.
+/// The median of a figure over the rounds, if there are any.
 pub fn median(cell: &Cell, figure: fn(&CommitReport) -> f64) -> Option<f64> {
     Spread::of(&cell.of(figure)).map(|spread| spread.median)
 }
 
-/// One cell's figure beside another's.
+/// The ratio of one cell's figure to another's.
 pub fn ratio(of: &Cell, to: &Cell, figure: fn(&CommitReport) -> f64) -> Figure {
     match (median(of, figure), median(to, figure)) {
         (Some(of), Some(to)) if to > 0.0 => Figure::Number(of / to, 2),
@@ -155,7 +155,7 @@ pub fn ratio(of: &Cell, to: &Cell, figure: fn(&CommitReport) -> f64) -> Figure {
     }
 }
 
-/// Points of a line: `at` of each cell, and its figure.
+/// The points of a line: for each cell `at` of its plan, and its figure.
 pub fn points<'a>(
     cells: impl Iterator<Item = &'a Cell>,
     at: impl Fn(&Plan) -> f64,
@@ -180,14 +180,14 @@ pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> 
     }
 }
 
-/// `of` each number of clients, 1 at least.
+/// A computed line: `of` each number of clients, which is at least 1.
 pub fn curve(name: &str, cells: &[&Cell], of: impl Fn(f64) -> f64) -> Series {
     let clients = cells.iter().map(|cell| by_clients(&cell.plan));
     let points = clients.map(|clients| (clients, of(clients))).collect();
     Series::ideal(name, points)
 }
 
-/// Every `step`th cell, from the one at `at` on.
+/// Every `step`th cell, beginning with the one at index `at`.
 pub fn every(cells: &[Cell], step: usize, at: usize) -> Vec<&Cell> {
     cells.iter().skip(at).step_by(step).collect()
 }

@@ -30,7 +30,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     clients.iter().flat_map(three).collect()
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "clients",

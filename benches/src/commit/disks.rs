@@ -1,4 +1,4 @@
-//! Disks on one log, and on a log each.
+//! Disks that share one log, and disks with a log each.
 
 use super::cell::{Cell, plan, rate, ratio, syncs};
 use crate::report::plot::{Kind, Plot};
@@ -21,7 +21,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     disks.iter().flat_map(pair).collect()
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "disks",

@@ -1,4 +1,4 @@
-//! The experiments: what each measures, and what it makes of that.
+//! The experiments: the cells of each, and the section that shows its results.
 
 use std::path::Path;
 use std::time::Duration;
@@ -33,7 +33,7 @@ pub enum Experiment {
 }
 
 impl Experiment {
-    /// Whether it is one of `only`, or there are none.
+    /// Whether the experiment is in `only`, or `only` is empty.
     pub fn is_wanted(self, only: &[Self]) -> bool {
         only.is_empty() || only.contains(&self)
     }
@@ -48,13 +48,13 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// How long it takes, about.
+    /// Estimated time of the experiment.
     pub fn expected(&self) -> Duration {
         let once: Duration = self.cells.iter().map(Cell::expected).sum();
         once * self.rounds as u32
     }
 
-    /// Measures, until done or interrupted.
+    /// Measures all rounds, unless the user interrupts them.
     ///
     /// # Errors
     /// If the medium fails.
@@ -62,10 +62,10 @@ impl Planned {
         measure_rounds(self.what, &mut self.cells, self.rounds, session, dir)
     }
 
-    /// What came out.
+    /// The results as a section.
     pub fn section(&self) -> Section {
         let mut section = (self.section)(&self.cells);
-        // What was not measured has no row.
+        // A row without any measured figure is left out.
         let is_measured = |figure: &Figure| matches!(figure, Figure::Spread(..));
         section.table.rows.retain(|row| row.iter().any(is_measured));
         let rounds = self.cells.iter().map(|cell| cell.rounds.len()).max();
@@ -79,7 +79,7 @@ impl Planned {
     }
 }
 
-/// What an experiment does, in full or quickly, each sync taking `slower` longer than it says.
+/// The plan of an experiment, in full or quickly. Each sync takes `slower` longer than the experiment specifies.
 pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Planned {
     let quick = output.quick;
     let (what, cells, section): (_, _, fn(&[Cell]) -> Section) = match experiment {
@@ -92,7 +92,7 @@ pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Pla
         Experiment::Medium => ("medium", medium::plans(quick), medium::section),
     };
     let rounds = match experiment {
-        // It is long, and its added latency drowns most of the medium's moods.
+        // This experiment is long, and its added latency hides most variations of the medium.
         Experiment::Latency => output.rounds(2, 1),
         _ => output.rounds(5, 1),
     };

@@ -15,7 +15,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     };
     let mut plans = Vec::new();
     for &latency in latencies {
-        // Seconds a cell, not minutes: a slow sync needs fewer commits.
+        // A cell should take seconds, not minutes: a slow sync needs fewer commits.
         let (few, share) = match (quick, latency) {
             (true, _) => (15, 3),
             (false, ..4) => (400, 40),
@@ -37,7 +37,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     plans
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "latency",

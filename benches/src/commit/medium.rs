@@ -1,4 +1,4 @@
-//! A volume that is paid by the operation.
+//! A cloud volume with a limit of operations per second.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -37,7 +37,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     clients.iter().flat_map(pair).collect()
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "medium",

@@ -1,5 +1,5 @@
-//! `walvisor-bench commit`: what the write-ups behind this project report of group commit, measured on a disk's log. A commit
-//! is a 4 KiB write and its FLUSH; clients are closed loops, a thread each.
+//! `walvisor-bench commit`: the results that this project's sources report of group commit, measured on a disk's log. A
+//! commit is a 4 KiB write and its FLUSH. Clients are closed loops, each in a thread of its own.
 
 mod cell;
 mod clients;
@@ -32,10 +32,10 @@ pub struct CommitArguments {
     output: Output,
 }
 
-/// Carries out `walvisor-bench commit`.
+/// Runs `walvisor-bench commit`.
 ///
 /// # Errors
-/// If what is to be compared is missing or fails, or a file can't be written.
+/// If a measurement fails, or a file can't be written.
 pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
     let slower = Duration::from_micros(arguments.sync_latency_us.into());
     let experiments: Vec<_> = Experiment::value_variants()

@@ -24,7 +24,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     clients.iter().flat_map(pair).collect()
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "mode",

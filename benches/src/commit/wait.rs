@@ -1,4 +1,4 @@
-//! MariaDB: how long a group waits at most, and for how many, at 50 clients.
+//! MariaDB: the longest wait of a group, and the number of waiters that ends it, at 50 clients.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
         },
     ];
     for &wait in waits {
-        // As many as there are, then as many as there will never be: MariaDB's wait without a count.
+        // Counts that the clients can reach, then one that they never reach: it is like MariaDB's wait without a count.
         for count in counts.iter().copied().chain([1000]) {
             let wait = CommitWait {
                 longest: Some(Duration::from_micros(wait)),
@@ -41,7 +41,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     plans
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "wait",

@@ -5,7 +5,7 @@ use crate::report::plot::{Axis, Series};
 use crate::report::{Cell as Figure, Section};
 use crate::store::commit::Plan;
 
-/// Clients, and commits a second before and after, in the source.
+/// Results in the source: clients, and commits per second before and after the change.
 const REPORTED: [(u16, f64, f64); 4] = [
     (32, 25_600.0, 27_000.0),
     (64, 30_000.0, 35_000.0),
@@ -32,7 +32,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     reported.iter().flat_map(pair).collect()
 }
 
-/// What came out.
+/// The results as a section.
 pub fn section(cells: &[Cell]) -> Section {
     let mut section = Section::new(
         "waiters",

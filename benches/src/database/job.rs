@@ -1,8 +1,8 @@
-//! What is asked of a database, and what came out.
+//! A job for a database, and its result.
 
 use std::time::Duration;
 
-/// Who commits.
+/// The database that commits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
     Mariadb,
@@ -11,7 +11,7 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// As the guest's script knows it.
+    /// Its name in the guest's script.
     pub fn name(self) -> &'static str {
         match self {
             Self::Mariadb => "mariadb",
@@ -21,21 +21,21 @@ impl Engine {
     }
 }
 
-/// Where to, and how.
+/// The disk, and how the database uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disk {
     /// A raw image; each FLUSH is an fdatasync.
     Raw,
     /// The write-ahead log.
     Wal,
-    /// The same, and the server has no doublewrite buffer.
+    /// The write-ahead log, with the server's doublewrite buffer off.
     Single,
 }
 
 impl Disk {
     pub const ALL: [Self; 3] = [Self::Raw, Self::Wal, Self::Single];
 
-    /// As the guest's script knows it.
+    /// Its name in the guest's script.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -57,7 +57,7 @@ impl Disk {
     }
 }
 
-/// What the guest is to do.
+/// A job for the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
     pub engine: Engine,
@@ -72,13 +72,13 @@ impl Job {
     }
 }
 
-/// What a job came to.
+/// The result of a job.
 #[derive(Clone, Copy, Debug)]
 pub struct Measured {
     pub commits_per_s: f64,
-    /// FLUSHes of the guest, a commit.
+    /// The guest's FLUSHes per commit.
     pub flushes: f64,
-    /// Syncs of the host, a commit.
+    /// The host's syncs per commit.
     pub syncs: f64,
     pub writes: f64,
     pub kib: f64,

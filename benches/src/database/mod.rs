@@ -1,5 +1,5 @@
-//! `walvisor-bench database`: MariaDB and SQLite, each commit of which waits for the disk, on a raw image and on the write-ahead
-//! log, with the doublewrite buffer and without.
+//! `walvisor-bench database`: MariaDB and SQLite, which wait for the disk at each commit, on a raw image and on the
+//! write-ahead log, with and without the doublewrite buffer.
 //!
 //! ```text
 //!   mod.rs: cells in turns ──▶ site.rs ──▶ walvisor serve vhost-user: raw.img, wal.img, single.img
@@ -32,10 +32,10 @@ pub struct DatabaseArguments {
     output: Output,
 }
 
-/// Carries out `walvisor-bench database`.
+/// Runs `walvisor-bench database`.
 ///
 /// # Errors
-/// If what is to be compared is missing or fails, or a file can't be written; and if a database is not installed.
+/// If a measurement fails, a file can't be written, or a database is not installed.
 pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     let quick = arguments.output.quick;
     let mut cells = cells(quick, &arguments.clients);
@@ -65,10 +65,10 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     arguments.output.give(title, session, sections)
 }
 
-/// What the start takes, about.
+/// Estimated time of the start.
 const START: Duration = Duration::from_secs(20);
 
-/// A job and what its rounds gave.
+/// A job and the results of its rounds.
 struct Cell {
     job: Job,
     rounds: Vec<Measured>,
@@ -83,7 +83,7 @@ impl Cell {
         Spread::of(&self.of(figure)).map(|spread| spread.median)
     }
 
-    /// The figures that all tables have.
+    /// The figures that all tables contain.
     fn figures(&self) -> [Figure; 5] {
         [
             Figure::of(&self.of(|it| it.commits_per_s), 0),
@@ -104,7 +104,7 @@ const FIGURES: [(&str, &str); 5] = [
     ("written_kib_per_commit", "KiB/commit"),
 ];
 
-/// All that is measured, in the order of a round.
+/// All cells, in the order of a round.
 fn cells(quick: bool, clients: &[u32]) -> Vec<Cell> {
     let clients = match (clients, quick) {
         ([], true) => &[1, 16],

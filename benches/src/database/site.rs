@@ -1,4 +1,4 @@
-//! Where databases are measured: a daemon with the disks, user-mode Linux with the servers, and the jobs that it is told.
+//! The environment for databases: a daemon with the disks, user-mode Linux with the servers, and the jobs sent to it.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -17,9 +17,9 @@ use super::job::{Disk, Job, Measured};
 use crate::output::failed;
 use crate::programs::{GUEST_IMAGES, Killed, find, guest_images, walvisor};
 
-/// What the guest does.
+/// The guest's script.
 const SCRIPT: &str = include_str!("../../scripts/database.sh");
-/// What the guest runs, of this machine's files, and the packages that have it.
+/// Programs of this machine that the guest runs, each with its package.
 const NEEDS: [(&str, &str); 5] = [
     ("mariadbd", "mariadb-server-core"),
     ("mariadb", "mariadb-client-core"),
@@ -28,25 +28,25 @@ const NEEDS: [(&str, &str); 5] = [
     ("mkfs.ext4", "e2fsprogs"),
 ];
 const DISK_BYTES: u64 = 256 << 20;
-/// Nothing takes this long on the slowest machine.
+/// No step takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The guest with its servers at work. Dropping it ends all of it.
+/// The guest with its running servers. Dropping it ends the guest and the daemon.
 pub struct Site {
     input: ChildStdin,
     lines: Receiver<String>,
     control: PathBuf,
-    // The guest ends before its disks, and these before their directory.
+    // The order of the fields matters: the guest ends before its disks, and these before their directory.
     _guest: Killed,
     _daemon: Killed,
     _places: [TempDir; 2],
 }
 
 impl Site {
-    /// Makes disks in `dir`, and starts everything.
+    /// Makes disks in `dir`, and starts the daemon and the guest.
     ///
     /// # Errors
-    /// If a program is missing, a disk cannot be made, or something does not start.
+    /// If a program is missing, a disk cannot be made, or the daemon or the guest does not start.
     pub fn start(dir: &Path) -> Result<Self, CommandError> {
         if let Some((program, package)) = NEEDS.iter().find(|need| find(need.0).is_none()) {
             return Err(CommandError::Failed(format!(
@@ -59,7 +59,7 @@ impl Site {
             .tempdir_in(dir)
             .map_err(failed("make a directory", dir))?;
         let at = place.path().canonicalize().map_err(CommandError::failed)?;
-        // The paths of sockets have to be short.
+        // The paths of sockets must be short.
         let sockets = tempfile::tempdir().map_err(CommandError::failed)?;
         let control = sockets.path().join("control");
         let mut daemon = Command::new(walvisor()?);
@@ -117,7 +117,7 @@ impl Site {
         Ok(site)
     }
 
-    /// Has a job done.
+    /// Runs a job in the guest.
     ///
     /// # Errors
     /// If it fails, or the guest has ended.
@@ -159,7 +159,7 @@ impl Site {
             .map_err(|_| ended())
     }
 
-    /// What follows `start` on the guest's next line that begins with that.
+    /// Waits for the guest's next line that begins with `start`, and returns the rest of that line.
     fn wait_for(&self, start: &str) -> Result<String, CommandError> {
         loop {
             let line = self.lines.recv_timeout(PATIENCE).map_err(|error| {
@@ -204,14 +204,14 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        // It powers off at once. Killed, user-mode Linux would leave processes behind.
+        // The guest powers off at once. If it were killed, user-mode Linux would leave processes behind.
         if self.tell("quit").is_ok() {
             while self.lines.recv_timeout(Duration::from_secs(20)).is_ok() {}
         }
     }
 }
 
-/// What a disk has done so far.
+/// The counters of a disk.
 struct Counters {
     flushes: u64,
     syncs: u64,
@@ -228,7 +228,7 @@ fn ended() -> CommandError {
 fn spawn(mut command: Command, directory: &Path) -> Result<Killed, CommandError> {
     let child = command
         .current_dir(directory)
-        // Ctrl-C is not for it: it ends when this process has what it asked for.
+        // A group of its own keeps Ctrl-C away from the child, which ends when this process has finished with it.
         .process_group(0)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -239,7 +239,7 @@ fn spawn(mut command: Command, directory: &Path) -> Result<Killed, CommandError>
     })
 }
 
-/// A file whose blocks are all there already: a sync of it is one of data alone, the best that a raw image can have.
+/// Makes a file whose blocks are all allocated. A sync of it writes data alone, which is the best case for a raw image.
 fn write_zeroes(path: &Path) -> Result<(), CommandError> {
     let write = || {
         let mut file = File::create(path)?;

@@ -1,12 +1,12 @@
-//! fio in Linux kernels, for what is compared: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode
-//! Linux, which is near native on any machine.
+//! fio in Linux kernels: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode Linux,
+//! which is near native on any machine.
 //!
 //! ```text
 //!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
 //!                                                                                  │
 //!        Measured ◀── reader.rs: measure: job, counters, fio .., counters, end ◀───┘
 //! ```
-//! `walvisor-guest-images` makes the guests, in a process of its own that is ended when a comparison is.
+//! `walvisor-guest-images` runs the guests in a process of its own, which is ended together with the comparison.
 
 mod outside;
 mod reader;
@@ -30,9 +30,9 @@ pub use reader::Measured;
 use reader::{Event, Reader};
 
 const LOAD: &str = include_str!("../../scripts/load.sh");
-/// Marks the end of what a guest's script needs of the machine's.
+/// Marks the end of those settings in a machine's script that the guest's script needs too.
 const END_OF_SETTINGS: &str = "# end of settings\n";
-/// What the SCSI target and the NBD client of user-mode Linux need.
+/// Modules that the SCSI target and the NBD client of user-mode Linux need.
 const MODULES: [&str; 6] = [
     "configfs",
     "sd_mod",
@@ -62,7 +62,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Those that were chosen.
+    /// The chosen kernels.
     pub fn chosen(&self, quick: bool) -> &[Linux] {
         match (self.linux.is_empty(), quick) {
             (false, _) => &self.linux,
@@ -72,67 +72,67 @@ impl Kernels {
     }
 }
 
-/// What is to be measured, in turns.
+/// The measurements, which take turns.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Requests in flight of each queue, and queues.
+    /// Pairs: requests in flight in each queue, and queues.
     pub loops: &'static [(u32, u32)],
     /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
     pub jobs: Vec<&'static str>,
-    /// How often each takes its turn.
+    /// How often each measurement takes its turn.
     pub rounds: u32,
-    /// Bytes of a request, as fio has it: `4k`.
+    /// Size of a request in fio's notation: `4k`.
     pub block: &'static str,
-    /// How much each job does.
+    /// The amount of work of each job.
     pub amount: Amount,
-    /// I/O schedulers of every disk, in turns, as far as the kernel has them.
+    /// I/O schedulers of every disk, which take turns if the kernel has them.
     pub schedulers: &'static [&'static str],
 }
 
-/// How much a job does.
+/// The amount of work of a job.
 #[derive(Clone, Copy, Debug)]
 pub enum Amount {
-    /// So many requests in all.
+    /// This many requests in all.
     Requests(u32),
-    /// So many seconds.
+    /// This many seconds.
     Seconds(u32),
 }
 
-/// Where Linux runs.
+/// The place where Linux runs.
 #[derive(Clone, Copy, Debug)]
 pub enum Place {
-    /// On a machine whose KVM can run it: the machine's script, and that of a guest on it, which may be empty.
+    /// On a machine whose KVM can run Linux. It has a script of its own, and one for a guest on it, which may be empty.
     Kvm {
-        /// What the machine does.
+        /// The machine's script.
         machine: &'static str,
-        /// What a guest of `walvisor run` does.
+        /// The script of a guest of `walvisor run`.
         guest: &'static str,
-        /// Its vCPUs.
+        /// The guest's vCPUs.
         cpus: u32,
         /// The job's time limit in seconds.
         limit_s: u32,
     },
     /// In user-mode Linux, with two disks over vhost-user: `ram` and `wal`.
     UserMode {
-        /// What it does.
+        /// The guest's script.
         script: &'static str,
     },
 }
 
-/// What came out.
+/// The results of a comparison.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// What was measured, in the order of time.
+    /// The measurements, in the order of time.
     pub measured: Vec<Measured>,
-    /// Why a path could not be measured.
+    /// The reason for each path that could not be measured.
     pub missing: Vec<String>,
 }
 
 impl Outcome {
-    /// Refuses what cannot be compared: paths of one backend whose write caches differ.
+    /// Refuses results that cannot be compared: those of paths to one backend whose write caches differ.
     ///
     /// # Errors
-    /// Which ones.
+    /// If two paths differ; the error names them.
     pub fn check_caches(&self) -> Result<(), CommandError> {
         for one in &self.measured {
             let other = self.measured.iter().find(|other| {
@@ -154,8 +154,8 @@ impl Outcome {
     }
 }
 
-/// Measures `plan` at `place`, with disks in `dir`. `each` hears of what is measured as it comes. Cut short by a signal, it gives
-/// what there is.
+/// Measures `plan` at `place`, with disks in `dir`. `each` gets each measurement as soon as it is complete. If a signal
+/// interrupts it, returns the measurements so far.
 ///
 /// # Errors
 /// If the program that makes guests is missing or fails, or a disk cannot be made.
@@ -243,7 +243,7 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandErr
 /// A line of the program's standard output, or of its standard error.
 type Line = Result<String, String>;
 
-/// Reads what the guests say, and answers when they ask, until they end.
+/// Reads the guests' lines, and answers their questions, until they end.
 fn follow(
     mut command: Command,
     outside: Option<&Outside>,
@@ -270,7 +270,7 @@ fn follow(
         let line = match lines.recv_timeout(Duration::from_millis(200)) {
             Ok(Ok(line)) => line,
             Ok(Err(line)) => {
-                // A machine that fell over is tried again, and the user hears of it.
+                // The program tries again after a machine has crashed, and the user sees its note.
                 if line.starts_with("a guest hung") {
                     eprintln!("{GUEST_IMAGES}: {line}");
                 }
@@ -282,7 +282,7 @@ fn follow(
             Err(RecvTimeoutError::Disconnected) => break,
         };
         let Some((_, said)) = line.split_once("measure: ") else {
-            // A kernel that fell over says why some lines before its last.
+            // A kernel that crashes prints the reason some lines before its last.
             if last.len() == LAST_LINES {
                 last.pop_front();
             }
@@ -303,7 +303,7 @@ fn follow(
                     continue;
                 };
                 reader.outside(outside.counters()?);
-                // A guest that has ended meanwhile says so by the end of its lines.
+                // The write fails if the guest has ended meanwhile. The end of its lines then shows this.
                 let _ = input.write_all(b"go\n");
             }
         }
@@ -320,7 +320,7 @@ fn follow(
     }
 }
 
-/// Sends the lines of `from`, each made by `kind` one of its stream, on a thread of its own.
+/// Sends the lines of `from` to `to`, from a thread of its own. `kind` marks each line as one of its stream.
 fn forward(
     from: impl Read + Send + 'static,
     to: mpsc::Sender<Line>,
@@ -336,10 +336,10 @@ fn forward(
     });
 }
 
-/// Lines of a guest's console that are told when it fails.
+/// Lines of a guest's console that are printed when it fails.
 const LAST_LINES: usize = 30;
 
-/// As much of a line as an error has.
+/// The part of a line that an error shows.
 fn beginning(line: &str) -> &str {
     &line[..line.floor_char_boundary(400)]
 }

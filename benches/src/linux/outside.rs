@@ -1,4 +1,4 @@
-//! What user-mode Linux has its disks from: a daemon beside it.
+//! The daemon that serves the disks of user-mode Linux, outside of it.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,8 @@ use walvisor::control_socket::{Command as Request, Format, ask};
 use super::reader::Counters;
 use crate::programs::Killed;
 
-/// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills it: the disks are for one comparison.
+/// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills the daemon: the disks serve one
+/// comparison.
 pub struct Outside {
     daemon: Killed,
     control: PathBuf,
@@ -18,7 +19,7 @@ pub struct Outside {
 }
 
 impl Outside {
-    /// Starts it with disks of `size` in `directory`.
+    /// Starts the daemon with disks of `size` in `directory`.
     ///
     /// # Errors
     /// If a disk cannot be made or served.
@@ -59,7 +60,7 @@ impl Outside {
             .map_err(failed)?;
         let stdout = daemon.stdout.take();
         let daemon = Killed(daemon);
-        // It says so when it serves a disk.
+        // The daemon prints a line for each disk that it serves.
         let lines = stdout.map(|stdout| BufReader::new(stdout).lines().take(disks.len()));
         match lines.into_iter().flatten().map_while(Result::ok).count() == disks.len() {
             true => Ok(Self {
@@ -79,10 +80,10 @@ impl Outside {
         &self.disks
     }
 
-    /// Its counters now.
+    /// The daemon's current counters.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If the daemon does not answer.
     pub fn counters(&self) -> Result<Counters, CommandError> {
         let stats =
             ask(&self.control, &Request::Stats(Format::Json)).map_err(CommandError::failed)?;
@@ -94,7 +95,7 @@ impl Outside {
     }
 }
 
-/// Processor time of a process's threads in nanoseconds; 0 where the kernel does not tell.
+/// Processor time of a process's threads in nanoseconds; 0 if the kernel does not provide it.
 fn threads_ns(process: u32) -> f64 {
     let threads = std::fs::read_dir(format!("/proc/{process}/task"));
     let of = |thread: std::io::Result<std::fs::DirEntry>| {
@@ -104,7 +105,7 @@ fn threads_ns(process: u32) -> f64 {
     threads.into_iter().flatten().filter_map(of).sum()
 }
 
-/// Processor time of the whole machine in nanoseconds, without what its processors idled and waited.
+/// Processor time of the whole machine in nanoseconds, without idle and I/O wait time.
 fn machine_ns() -> f64 {
     let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     let ticks = text.lines().next().unwrap_or_default().split_whitespace();

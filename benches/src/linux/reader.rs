@@ -17,37 +17,37 @@ use walvisor::commands::CommandError;
 
 use crate::load::sample::Sample;
 
-/// What a line meant.
+/// The meaning of a line.
 pub enum Event {
     /// A job was measured.
     Measured(Box<Measured>),
-    /// A path cannot be measured: which, and why.
+    /// A path cannot be measured: its name and the reason.
     Missing(String),
-    /// Someone waits for the counters of outside.
+    /// The guest waits for the counters of the daemon outside.
     Ask,
 }
 
 /// A measured job.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// What was measured.
+    /// The measurement.
     pub sample: Sample,
     /// The I/O scheduler of the disk.
     pub scheduler: String,
 }
 
-/// Counters of those who serve a disk, at one moment.
+/// Counters of the process that serves a disk, at one moment.
 #[derive(Clone, Debug)]
 pub struct Counters {
     /// Processor time of the server's threads, in nanoseconds.
     pub cpu_ns: f64,
-    /// Of the whole machine.
+    /// Processor time of the whole machine, in nanoseconds.
     pub machine_cpu_ns: f64,
-    /// What `walvisor ctl ... stats --json` says; an empty object if nobody was asked.
+    /// The output of `walvisor ctl ... stats --json`; an empty object if the process has no control socket.
     pub stats: Value,
 }
 
-/// Puts lines together.
+/// Combines lines into events.
 #[derive(Default)]
 pub struct Reader {
     /// `direct`, `nested` or `user-mode`.
@@ -65,7 +65,7 @@ struct Job {
     disk: String,
     write_cache: bool,
     scheduler: String,
-    /// Of the monitor or daemon that the disk is of, before and after.
+    /// Counters of the monitor or daemon that serves the disk, before and after the job.
     monitor: Vec<Counters>,
     daemon: Vec<Counters>,
     fio: BTreeMap<String, [f64; 6]>,
@@ -75,7 +75,7 @@ impl Reader {
     /// Takes a line, without its `measure: `.
     ///
     /// # Errors
-    /// If it is none of those above, or fio failed.
+    /// If the line has none of these forms, or fio failed.
     pub fn take(&mut self, line: &str) -> Result<Option<Event>, CommandError> {
         let strange = || {
             CommandError::Failed(format!(
@@ -114,7 +114,7 @@ impl Reader {
         Ok(None)
     }
 
-    /// Takes the counters of outside, which the job under way has asked for.
+    /// Takes the counters of the daemon outside, which the current job has asked for.
     pub fn outside(&mut self, counters: Counters) {
         if let Some(job) = &mut self.job {
             job.monitor.push(counters);
@@ -155,9 +155,9 @@ impl Job {
         }
     }
 
-    /// `None`: something is missing of it.
+    /// The measurement, or `None` if a part of it is missing.
     fn measured(self, machine: &str) -> Option<Measured> {
-        // A guest's machine is the monitor's; elsewhere the one who serves the disk is here.
+        // The monitor's counters if the monitor serves the disk, else those of the daemon that runs beside fio.
         let user_mode = machine == "user-mode";
         let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
@@ -177,9 +177,9 @@ impl Job {
         if requests == 0.0 || iops == 0.0 {
             return None;
         }
-        // What fio calls a sync stands behind the write that it makes durable.
+        // fio reports a sync separately from the write before it, which the sync makes durable.
         let sync = self.fio.get("sync").copied().unwrap_or_default();
-        // fio clocks the first syncs from the start of their machine: none can be longer than the job.
+        // fio measures the first syncs from the start of their machine, so each is limited to the job's duration.
         let longest = requests / iops * 1e9;
         let us = |index: usize| (data[index] + sync[index].min(longest)) / 1000.0;
         let grown = |path: &[&str]| {
@@ -204,7 +204,7 @@ impl Job {
                     .filter_map(Value::as_f64)
                     .sum()
             };
-            // Ports are those of the guest's console, over which it asks for this.
+            // Port exits come from the guest's console, over which the guest asks for counters.
             for (kind, counts) in last.iter().filter(|(kind, _)| !kind.starts_with("port_")) {
                 let grown = sum(counts) - first.get(kind).map_or(0.0, sum);
                 exits.insert(kind.clone(), grown / requests);
@@ -214,7 +214,7 @@ impl Job {
             [before, after] => (after.cpu_ns - before.cpu_ns) / 1000.0 / requests,
             _ => 0.0,
         };
-        // TCMU in a guest: its daemon there, and what serves the disk under it.
+        // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under it.
         let vmm_cpu = match self.path == "tcmu-in-guest" {
             true => cpu(&self.monitor) + cpu(&self.daemon),
             false => cpu(served),
@@ -254,7 +254,7 @@ impl Job {
     }
 }
 
-/// What a path is called in reports.
+/// The name of a path in reports.
 fn label(path: &str) -> &str {
     match path {
         "mmio-on" => "virtio-mmio ioeventfd",

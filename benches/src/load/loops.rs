@@ -1,4 +1,4 @@
-//! The closed loops of a client in this process: which request comes next, and how long each took.
+//! The closed loops of a client in this process: they choose the next request, and time each one.
 
 use std::time::{Duration, Instant};
 
@@ -6,18 +6,18 @@ use super::measured::Measured;
 use super::point::{BLOCK, Job};
 use walvisor_guest::histogram::Histogram;
 
-/// What a loop does next.
+/// The next request of a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Read the block at this byte.
     Read(u64),
-    /// Write it.
+    /// Write the block at this byte.
     Write(u64),
-    /// Make it durable.
+    /// Make the loop's last write durable.
     Flush,
 }
 
-/// Loops that run side by side until the time is over, each a slot.
+/// Concurrent loops, one per slot, that run until the time is over.
 #[derive(Debug)]
 pub struct Loops {
     job: Job,
@@ -26,19 +26,19 @@ pub struct Loops {
     random: u64,
     /// Bytes of the disk.
     bytes: u64,
-    /// By slot: when its request began, and whether its FLUSH is on its way.
+    /// For each slot: when its request began, and whether its FLUSH is in flight.
     slots: Vec<(Instant, bool)>,
-    /// Nanoseconds.
+    /// Times of the requests in nanoseconds.
     histogram: Histogram,
     last: Instant,
 }
 
-/// What loops came to.
+/// The result of the loops.
 #[derive(Debug, Default)]
 pub struct Tally {
-    /// Nanoseconds of each.
+    /// Times of the requests in nanoseconds.
     pub histogram: Histogram,
-    /// From the first that began to the last that ended.
+    /// Time from the start of the loops to the end of the last request.
     pub time: Duration,
 }
 
@@ -48,7 +48,7 @@ impl Tally {
         self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
     }
 
-    /// As far as a client knows.
+    /// The result, with the fields that a client can know.
     pub fn measured(&self) -> Measured {
         let within = |per_mille| Duration::from_nanos(self.histogram.quantile(per_mille));
         Measured {
@@ -63,15 +63,15 @@ impl Tally {
 }
 
 impl Loops {
-    /// `slots` loops over a disk of `bytes` bytes for the time `turn` from now on. `seed` sets the blocks of one client apart
-    /// from another's.
+    /// `slots` loops over a disk of `bytes` bytes, for the time `turn` from now on. Clients with different seeds use
+    /// different sequences of blocks.
     pub fn new(job: Job, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
         let now = Instant::now();
         Self {
             job,
             began: now,
             end: now + turn,
-            // Any odd number will do.
+            // The generator needs a state other than 0.
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
             bytes,
             slots: vec![(now, false); slots],
@@ -85,7 +85,7 @@ impl Loops {
         self.start(slot, Instant::now())
     }
 
-    /// The request of `slot` has ended: what comes next, if anything does.
+    /// Records that the request of `slot` has ended, and returns the next request, if any.
     pub fn ended(&mut self, slot: usize) -> Option<Next> {
         let now = Instant::now();
         let (began, flushing) = self.slots[slot];
@@ -113,7 +113,7 @@ impl Loops {
         }
     }
 
-    /// What they came to.
+    /// The result of the loops.
     pub fn tally(self) -> Tally {
         Tally {
             histogram: self.histogram,

@@ -1,4 +1,4 @@
-//! From counts and times to a [`Sample`].
+//! Converts counts and times to a [`Sample`].
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,37 +6,37 @@ use std::time::Duration;
 use super::point::{BLOCK, Point};
 use super::sample::Sample;
 
-/// What one turn gave.
+/// The result of one turn.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
     /// Reads and writes that ended.
     pub requests: u64,
-    /// How long it took.
+    /// Duration of the turn.
     pub time: Duration,
-    /// Half of them took no longer.
+    /// Median time of a request.
     pub p50: Duration,
-    /// 990 of 1000.
+    /// 99th percentile of a request's time.
     pub p99: Duration,
-    /// 999 of 1000.
+    /// 99.9th percentile of a request's time.
     pub p999: Duration,
     /// Processor time of the disk's own threads.
     pub cpu: Option<Duration>,
     /// Processor time of the whole machine.
     pub host_cpu: Option<Duration>,
-    /// Exits by kind, of a virtual machine.
+    /// Exits of a virtual machine, by kind.
     pub exits: BTreeMap<&'static str, u64>,
     /// Doorbells rung.
     pub doorbells: Option<u64>,
     /// Interrupts received.
     pub interrupts: Option<u64>,
-    /// Syncs of the log; without a log none.
+    /// Syncs of the log; 0 without a log.
     pub syncs: u64,
-    /// Whether the write cache was on, as the path said.
+    /// Whether the write cache was on, according to the path.
     pub write_cache: bool,
 }
 
 impl Measured {
-    /// As a sample of `path` under `load`.
+    /// The result as a sample of `path` under `load`.
     pub fn sample(&self, path: &str, load: &str, point: &Point, real_seconds: bool) -> Sample {
         let requests = self.requests.max(1) as f64;
         let each = |count: u64| count as f64 / requests;

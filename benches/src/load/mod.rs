@@ -1,5 +1,5 @@
-//! Closed loops of requests on a disk: what they do (`point.rs`), which request comes next (`loops.rs`), a client over vhost-user
-//! that drives them (`vhost_user.rs`), and what came out (`measured.rs`, `sample.rs`).
+//! Closed loops of requests on a disk: their jobs (`point.rs`), the choice of the next request (`loops.rs`), a client
+//! over vhost-user that drives them (`vhost_user.rs`), and their results (`measured.rs`, `sample.rs`).
 
 pub mod loops;
 pub mod measured;

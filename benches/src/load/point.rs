@@ -1,4 +1,4 @@
-//! What is measured on every path: jobs, depths, queues, backends.
+//! The parameters of a measurement: path, backend, job, depth, queues.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use walvisor_guest::contract::LoadKind;
 pub const BLOCK: usize = 4096;
 /// Bytes of each disk.
 pub const DISK_BYTES: u64 = 64 << 20;
-/// Queues of each disk; a job uses as many of them as it asks for.
+/// Queues of each disk. A job may use fewer.
 pub const QUEUES: u16 = 4;
 
 /// A way to the disk.
@@ -32,7 +32,7 @@ pub enum Path {
 }
 
 impl Path {
-    /// All, in the order of tables.
+    /// All paths, in the order of tables.
     pub const ALL: [Self; 6] = [
         Self::Mmio,
         Self::MmioExits,
@@ -74,7 +74,7 @@ impl Backend {
     }
 }
 
-/// What each closed loop does, in random 4 KiB blocks.
+/// The job of each closed loop, on random 4 KiB blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Job {
     /// Reads.
@@ -95,7 +95,7 @@ impl Job {
         }
     }
 
-    /// The same for the embedded guest.
+    /// The job as a load of the embedded guest.
     pub fn kind(self) -> LoadKind {
         match self {
             Self::Read => LoadKind::RandRead,
@@ -105,22 +105,22 @@ impl Job {
     }
 }
 
-/// One thing to measure on each path.
+/// One measurement, made on each path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
-    /// What keeps the data.
+    /// The backend that keeps the data.
     pub backend: Backend,
-    /// What each loop does.
+    /// The job of each loop.
     pub job: Job,
-    /// Loops of each queue.
+    /// Number of loops on each queue.
     pub iodepth: u8,
-    /// Queues.
+    /// Number of queues.
     pub queues: u8,
 }
 
 impl Point {
-    /// Whether its syncs count: then a checkpoint comes before it, for its first FLUSH would sync what jobs before it have left,
-    /// in however many segments of the log.
+    /// Whether the syncs are counted. If so, a checkpoint comes before the job. Otherwise its first FLUSH would also
+    /// sync the writes that earlier jobs left, in any number of the log's segments.
     pub fn counts_syncs(&self) -> bool {
         self.backend == Backend::Wal && self.job == Job::WriteFsync
     }
@@ -139,19 +139,19 @@ impl fmt::Display for Point {
     }
 }
 
-/// What is to be measured, how long each time, and how often.
+/// The measurements, the time of each turn, and the number of rounds.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// What.
+    /// The measurements.
     pub points: Vec<Point>,
-    /// How long.
+    /// Duration of a turn.
     pub turn: Duration,
-    /// How often.
+    /// Number of rounds.
     pub rounds: usize,
 }
 
 impl Plan {
-    /// All of it, or what fits in a minute, in so many rounds.
+    /// All measurements, or those that fit in a minute, in `rounds` rounds.
     pub fn new(quick: bool, rounds: usize, backends: &[Backend]) -> Self {
         let (depths, queues): (&[u8], &[u8]) = match quick {
             true => (&[1, 32], &[1]),

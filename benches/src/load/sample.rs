@@ -4,58 +4,58 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// One job on one path in one round, whoever measured it: also a program that prints it as a line of JSON.
+/// One job on one path in one round. It may come from another program, which prints it as a line of JSON.
 ///
-/// Where a field is absent (`null`), it cannot be read on that path.
+/// A field is absent (`null`) if its value cannot be read on that path.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// The way to the disk, such as `virtio-pci ioeventfd` or `nbd`.
     pub path: String,
-    /// What made the requests: `embedded guest`, `vhost-user driver` or `fio`.
+    /// The source of the requests: `embedded guest`, `vhost-user driver` or `fio`.
     pub load: String,
-    /// What keeps the data: `ram`, `raw` or `wal`.
+    /// The backend that keeps the data: `ram`, `raw` or `wal`.
     pub backend: String,
     /// `randread`, `randwrite` or `randwrite+fsync` (a FLUSH after each write), of 4 KiB each.
     pub job: String,
-    /// Requests in flight of each queue.
+    /// Requests in flight in each queue.
     pub iodepth: u32,
     /// Queues, or connections, or threads: as many closed loops of `iodepth` requests.
     pub queues: u32,
-    /// Reads and writes that ended in the time measured; a FLUSH is none.
+    /// Reads and writes that ended in the measured time, without FLUSHes.
     pub requests: u64,
-    /// Reads and writes in a second.
+    /// Reads and writes per second.
     pub iops: f64,
-    /// Megabytes (10^6 bytes) read and written in a second.
+    /// Megabytes (10^6 bytes) read and written per second.
     pub mb_per_s: f64,
-    /// Half of the requests took no longer than this, in microseconds; of `randwrite+fsync` a write and its FLUSH.
+    /// Median time of a request in microseconds; for `randwrite+fsync` that of a write and its FLUSH.
     pub p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of a request's time, in microseconds.
     pub p99_us: f64,
-    /// 999 of 1000 took no longer.
+    /// 99.9th percentile of a request's time, in microseconds.
     pub p999_us: f64,
-    /// Processor time of the disk's own threads for each request, in microseconds: no vCPU and no client among them.
+    /// Processor time of the disk's own threads per request, in microseconds, without vCPUs and clients.
     #[serde(default)]
     pub vmm_cpu_us_per_request: Option<f64>,
-    /// Processor time of the whole machine for each request, the client among it, in microseconds.
+    /// Processor time of the whole machine per request, including the client, in microseconds.
     #[serde(default)]
     pub host_cpu_us_per_request: Option<f64>,
-    /// Exits to user space for each request, by kind: `mmio_write`, `port_write`, ... Empty without a virtual machine. `all`
-    /// is no kind: it counts those that KVM dealt with itself too, where it tells.
+    /// Exits to user space per request, by kind: `mmio_write`, `port_write`, ... Empty without a virtual machine.
+    /// `all` is not a kind: it also counts the exits that KVM handled itself, if KVM provides this number.
     #[serde(default)]
     pub exits_per_request: BTreeMap<String, f64>,
-    /// Doorbells rung for each request.
+    /// Doorbells rung per request.
     #[serde(default)]
     pub doorbells_per_request: Option<f64>,
-    /// Interrupts for each request.
+    /// Interrupts per request.
     #[serde(default)]
     pub interrupts_per_request: Option<f64>,
-    /// Syncs of the medium for each request.
+    /// Syncs of the medium per request.
     #[serde(default)]
     pub syncs_per_request: Option<f64>,
     /// Whether the disk's write cache was on, as read through the path itself.
     #[serde(default)]
     pub write_cache: Option<bool>,
-    /// Whether a second here is one of hardware: `false` under emulation, where only counts mean something.
+    /// Whether times are those of hardware. `false` under emulation, where only counts are meaningful.
     pub seconds_mean_something: bool,
 }
 

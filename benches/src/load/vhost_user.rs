@@ -10,11 +10,11 @@ use super::point::{BLOCK, Job};
 /// No request takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Closed loops over `queues` queues of each of `clients`, `depth` requests in flight each, over disks of `bytes` bytes, in this
-/// thread.
+/// Runs closed loops in this thread, over `queues` queues of each of `clients`, with `depth` requests in flight in
+/// each queue, on disks of `bytes` bytes.
 ///
 /// # Errors
-/// If a request fails, or none ends for half a minute.
+/// If a request fails, or no request ends for half a minute.
 pub fn drive(
     clients: &mut [VhostUserClient],
     (job, queues, depth): (Job, usize, usize),

@@ -1,4 +1,5 @@
-//! The paths of `walvisor run`: the embedded guest in a VM of this process, on one transport with one kind of notifications.
+//! The paths of `walvisor run`: the embedded guest in a VM of this process, with one transport and one kind of
+//! notification.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,19 +20,19 @@ use super::place::Place;
 use crate::load::measured::Measured;
 use crate::load::point::{BLOCK, Backend, DISK_BYTES, Path, Point, QUEUES};
 
-/// What makes the requests of these paths, as tables have it.
+/// The source of the requests on these paths, as tables name it.
 pub const EMBEDDED_GUEST: &str = "embedded guest";
 
-/// The disks that the guests take turns on: all four paths have the same two.
+/// The disks that the guests use in turn: all four paths use the same two.
 pub struct GuestDoor {
     ram: Arc<RamDisk>,
-    /// Where there is a path to it.
+    /// The disk with a log, if that backend is measured.
     store: Option<Store>,
     ticks: u64,
 }
 
 impl GuestDoor {
-    /// Makes the disks of `backends`, for turns of this length.
+    /// Makes the disks of `backends`, for turns of the length `turn`.
     ///
     /// # Errors
     /// If they cannot be made, or there is no usable KVM.
@@ -87,7 +88,8 @@ impl GuestDoor {
             ticks: self.ticks,
             requests: u64::MAX,
         };
-        // In a thread of its own: a VM blocks the signals that end it, for good, and here the session hears them.
+        // The VM runs in a thread of its own: it blocks termination signals for good in its thread, and the session
+        // needs them here.
         let report = std::thread::scope(|scope| {
             let vm = scope.spawn(move || demo::run_load(disk, load));
             vm.join()

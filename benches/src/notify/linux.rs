@@ -1,5 +1,5 @@
-//! fio in Linux kernels: in user-mode Linux, which is near native, and on a machine with KVM, emulated where this one runs no
-//! Linux.
+//! fio in Linux kernels: in user-mode Linux, which is near native, and on a machine with KVM. That machine is
+//! emulated if this one cannot run Linux.
 
 use std::path::Path;
 use std::time::Duration;
@@ -18,22 +18,22 @@ const MACHINE: &str = include_str!("../../scripts/notify-machine.sh");
 const GUEST: &str = include_str!("../../scripts/notify-guest.sh");
 const USER_MODE: &str = include_str!("../../scripts/notify-user-mode.sh");
 
-/// A backend's jobs, as scripts/load.sh has them; those of a quick run first.
+/// The jobs of each backend in the notation of scripts/load.sh. A quick run uses the first.
 const RAM_JOBS: [&str; 3] = ["ram:randread", "ram:randwrite", "ram:randwrite+fsync"];
 const WAL_JOBS: [&str; 3] = ["wal:randwrite+fsync", "wal:randread", "wal:randwrite"];
 
-/// What is measured, and where.
+/// The kernels, and the measurements in each.
 pub struct Linux {
     kernels: Vec<Kernel>,
 }
 
 struct Kernel {
-    /// The first word of its sections' keys.
+    /// The first word of the keys of its sections.
     key: &'static str,
     title: &'static str,
     place: Place,
     plan: Plan,
-    /// Ways to a disk of one backend.
+    /// Number of paths to a disk of one backend.
     paths: u32,
 }
 
@@ -46,7 +46,7 @@ impl Kernel {
 }
 
 impl Linux {
-    /// What a run measures.
+    /// The measurements of a run.
     pub fn new(output: &Output, kinds: &[Kind], backends: &[Backend]) -> Self {
         let quick = output.quick;
         let jobs = |backend, jobs: [&'static str; 3]| {
@@ -105,19 +105,19 @@ impl Linux {
         }
     }
 
-    /// How long it takes, about.
+    /// Estimated time of all measurements.
     pub fn expected(&self) -> Duration {
         self.kernels.iter().map(Kernel::expected).sum()
     }
 
-    /// Measures all, with disks in `dir`. Cut short by a signal, it gives what there is.
+    /// Runs all measurements, with disks in `dir`. If a signal interrupts them, returns the results so far.
     ///
     /// # Errors
     /// If the program that makes guests is missing or fails, or the write caches of two paths differ.
     pub fn sections(&self, dir: &Path, session: &Session) -> Result<Vec<Section>, CommandError> {
         let mut sections = Vec::new();
         for kernel in &self.kernels {
-            // What was measured before a signal counts: it is kept outside of the step.
+            // Measurements from before a signal count, so their results are kept outside of the step.
             let mut outcome = Outcome::default();
             session.step(kernel.title, kernel.expected(), || {
                 outcome = measure(kernel.place, &kernel.plan, dir, session, &mut |_| ())?;

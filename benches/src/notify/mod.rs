@@ -1,12 +1,12 @@
-//! `walvisor-bench notify`: what a notification costs, and what a flush costs, on each way to a disk.
+//! `walvisor-bench notify`: the cost of a notification and of a flush, on each path to a disk.
 //!
 //! ```text
 //!   embedded guest ─▶ virtio-mmio, virtio-pci ─ eventfds or exits ─┐
 //!   virtio driver  ─▶ vhost-user daemon ───────────────────────────┼─▶ RAM disk, write-ahead-logged disk
 //!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
 //! ```
-//! and, with --load linux, fio in Linux kernels (linux.rs): the same paths, TCMU, and TCMU inside a guest.
-//! The same closed loops on each, in turns; a turn gives a [`Sample`], and all turns of a job the rows of a table.
+//! and, with --load linux, fio in Linux kernels (linux.rs): the same paths, TCMU, and TCMU inside a guest. Each path
+//! runs the same closed loops, in turns. A turn gives a [`Sample`], and all turns of a job the rows of a table.
 
 mod guest;
 mod linux;
@@ -70,13 +70,13 @@ enum Load {
     Linux,
 }
 
-/// What starting and stopping takes around each turn, about.
+/// Estimated time of starting and stopping around each turn.
 const AROUND: Duration = Duration::from_millis(60);
 
-/// Carries out `walvisor-bench notify`.
+/// Runs `walvisor-bench notify`.
 ///
 /// # Errors
-/// If what is to be compared is missing or fails, or a file can't be written; and if a path has another cache mode than the others.
+/// If a measurement fails, a file can't be written, or a path has another cache mode than the others.
 pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let chosen = |path: &&Path| arguments.only.is_empty() || arguments.only.contains(path);
     let mut paths: Vec<Path> = Path::ALL.iter().filter(chosen).copied().collect();
@@ -126,7 +126,7 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let mut samples = Vec::new();
     'rounds: for round in 0..plan.rounds {
         for point in &plan.points {
-            // No path is always the one after the same other.
+            // The order rotates, so that each path comes first in some round.
             let mut order = paths.clone();
             let first = round % order.len().max(1);
             order.rotate_left(first);
@@ -162,8 +162,8 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     arguments.output.give(title, session, sections)
 }
 
-/// What paths that were measured with different cache modes have to say is nothing about the paths. A path that does not tell
-/// its mode is believed to have the one that it was asked for.
+/// Refuses a sample whose write cache is off: paths with different cache modes cannot be compared. A path that cannot
+/// report its mode is assumed to have the requested one.
 fn check_cache(sample: &Sample) -> Result<(), CommandError> {
     match sample.write_cache {
         Some(false) => Err(CommandError::Failed(format!(
@@ -174,7 +174,7 @@ fn check_cache(sample: &Sample) -> Result<(), CommandError> {
     }
 }
 
-/// Whether this machine is QEMU's emulation: then not even its own seconds mean anything.
+/// Whether this machine is emulated by QEMU: then its times are not meaningful either.
 fn emulated() -> bool {
     let hypervisor = std::arch::x86_64::__cpuid(0x4000_0000);
     [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
@@ -182,7 +182,7 @@ fn emulated() -> bool {
             .map(|part| u32::from_le_bytes(part.as_bytes().try_into().expect("four letters")))
 }
 
-/// What makes the requests on a path.
+/// The source of the requests on a path.
 fn load(path: Path) -> &'static str {
     match path {
         Path::VhostUser => "vhost-user driver",
@@ -191,7 +191,7 @@ fn load(path: Path) -> &'static str {
     }
 }
 
-/// The ways to the disks, as far as they are wanted.
+/// The measured paths, by the kind of their server.
 struct Doors {
     guest: Option<GuestDoor>,
     vhost_user: Option<VhostUserDoor>,

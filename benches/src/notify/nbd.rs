@@ -1,5 +1,6 @@
-//! The NBD path: a daemon, and a small client in this process, a thread and a connection for each queue. The client speaks
-//! what every server speaks: fixed newstyle, OPT_GO, simple replies (the protocol's `doc/proto.md`).
+//! The NBD path: a daemon, and a small client in this process with a thread and a connection for each queue. The
+//! client uses only the parts of the protocol that every server supports: fixed newstyle, OPT_GO, simple replies (its
+//! `doc/proto.md`).
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -27,14 +28,14 @@ const GO: u32 = 7;
 const ACK: u32 = 1;
 const INFO: u32 = 3;
 const INFO_EXPORT: u16 = 0;
-/// The server takes FLUSH: it has a write cache.
+/// The server supports FLUSH: it has a write cache.
 const SEND_FLUSH: u16 = 1 << 2;
 const REQUEST: u32 = 0x2560_9513;
 const REPLY: u32 = 0x6744_6698;
-/// Longest option reply that makes sense here.
+/// Longest option reply that this client accepts.
 const LONGEST_OPTION_REPLY: u32 = 64 << 10;
 
-/// A daemon, and where it serves.
+/// A daemon, and the path of its socket.
 pub struct NbdDoor {
     daemon: Daemon,
     socket: PathBuf,
@@ -59,7 +60,7 @@ impl NbdDoor {
     /// Measures `point` once.
     ///
     /// # Errors
-    /// If a request fails or the daemon is gone.
+    /// If a request fails or the daemon has ended.
     pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
         if point.counts_syncs() {
             self.daemon.checkpoint()?;
@@ -101,7 +102,7 @@ impl NbdDoor {
             cpu: cpu_after.zip(cpu).map(|(after, before)| after - before),
             host_cpu: host_after.zip(host).map(|(after, before)| after - before),
             syncs: after.syncs - before.syncs,
-            // The protocol tells whether there is a cache to flush, and not whether it is on: that tells the daemon.
+            // The protocol shows whether there is a cache to flush. Only the daemon shows whether that cache is on.
             write_cache: sends_flush && after.writeback,
             ..all.measured()
         })
@@ -115,12 +116,12 @@ struct Client {
 }
 
 impl Client {
-    /// Connects, and chooses `export`. Returns its transmission flags too.
+    /// Connects, and chooses `export`. Also returns the export's transmission flags.
     fn connect(socket: &Path, export: &str) -> io::Result<(Self, u16)> {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        // What a full depth of requests takes, so that it leaves in one call.
+        // The buffer holds a full depth of requests, so that they are sent in one call.
         let writer = BufWriter::with_capacity(256 << 10, stream.try_clone()?);
         let reader = BufReader::with_capacity(256 << 10, stream);
         let mut client = Self { reader, writer };
@@ -136,7 +137,7 @@ impl Client {
         let mut option = Vec::from(CLIENT_FLAGS.to_be_bytes());
         option.extend(OPTION.to_be_bytes());
         option.extend(GO.to_be_bytes());
-        // Length and name of the export, and no wish for information.
+        // Length and name of the export, and no requests for information.
         option.extend((export.len() as u32 + 6).to_be_bytes());
         option.extend((export.len() as u32).to_be_bytes());
         option.extend(export.as_bytes());
@@ -157,7 +158,7 @@ impl Client {
                 (ACK, _) => {
                     return flags.ok_or_else(|| io::Error::other("the server tells no flags"));
                 }
-                // Information number, size, flags.
+                // The reply holds the information's number, the size and the flags.
                 (INFO, &[a, b, .., c, d]) if u16::from_be_bytes([a, b]) == INFO_EXPORT => {
                     flags = Some(u16::from_be_bytes([c, d]));
                 }
@@ -175,7 +176,7 @@ impl Client {
         Ok(bytes)
     }
 
-    /// Closed loops, as many as the point's depth.
+    /// Runs closed loops, as many as the point's depth.
     fn drive(mut self, point: &Point, turn: Duration, seed: u64) -> io::Result<Tally> {
         let mut running = usize::from(point.iodepth);
         let mut loops = Loops::new(point.job, running, DISK_BYTES, turn, seed);
@@ -187,7 +188,7 @@ impl Client {
             self.request(slot, next)?;
         }
         while running > 0 {
-            // What was answered together is asked for together.
+            // After a batch of replies has been read, the next requests are sent in one call.
             if self.reader.buffer().is_empty() {
                 self.writer.flush()?;
             }
@@ -198,7 +199,7 @@ impl Client {
                 return Err(io::Error::other("the server's reply makes no sense"));
             }
             if error != 0 {
-                // The protocol's errors have the numbers of Linux.
+                // The protocol's error numbers are those of Linux.
                 return Err(io::Error::from_raw_os_error(error as i32));
             }
             if reads[slot] {

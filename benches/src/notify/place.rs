@@ -1,4 +1,4 @@
-//! Where the disks and the sockets are, for as long as it takes.
+//! The temporary directories of the disks and the sockets.
 
 use std::path::Path;
 
@@ -8,17 +8,17 @@ use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir, import
 
 use crate::load::point::{Backend, DISK_BYTES};
 
-/// Two directories: disks on the medium to be measured, and sockets where paths are short.
+/// Two directories: one for disks, on the measured medium, and one for sockets, whose paths must be short.
 pub struct Place {
     images: TempDir,
     sockets: TempDir,
 }
 
 impl Place {
-    /// Makes them; the disks' in `parent`.
+    /// Makes both directories, that of the disks in `parent`.
     ///
     /// # Errors
-    /// If one cannot be made.
+    /// If a directory cannot be made.
     pub fn new(parent: &Path) -> Result<Self, CommandError> {
         let directory = |of: &Path| {
             let made = tempfile::Builder::new()
@@ -37,18 +37,18 @@ impl Place {
         })
     }
 
-    /// Where the disks are.
+    /// The directory of the disks.
     pub fn images(&self) -> &Path {
         self.images.path()
     }
 
-    /// Where the sockets are.
+    /// The directory of the sockets.
     pub fn sockets(&self) -> &Path {
         self.sockets.path()
     }
 
-    /// Makes a disk called `name` with a log of its own if `backends` has one, and returns its image's name. All of its
-    /// blocks hold data: a hole would be read faster.
+    /// Makes a disk called `name` with a log of its own if `backends` contains that backend, and returns the name of
+    /// its image. All its blocks hold data, because holes would be read faster.
     ///
     /// # Errors
     /// If the disk cannot be made.
@@ -72,7 +72,7 @@ impl Place {
         Ok(image)
     }
 
-    /// The same, opened.
+    /// Makes a disk with a log of its own, and opens it.
     ///
     /// # Errors
     /// If the disk cannot be made or opened.

@@ -1,4 +1,4 @@
-//! From samples to tables and plots: a section for each backend and job, a row for each path, queues and depth.
+//! Converts samples to tables and plots: a section for each backend and job, a row for each path, queues and depth.
 
 use walvisor::demo::ALL_EXITS;
 
@@ -7,7 +7,7 @@ use crate::load::sample::Sample;
 use crate::report::plot::{Axis, Kind, Plot, Series};
 use crate::report::{Cell, Section, Spread};
 
-/// The columns behind those that name the row.
+/// The columns of a table.
 const COLUMNS: [(&str, &str); 19] = [
     ("path", "path"),
     ("load", "load"),
@@ -40,7 +40,7 @@ impl Row<'_> {
         self.rounds[0]
     }
 
-    /// A figure of each round that has it.
+    /// A figure of those rounds that have it.
     fn of(&self, figure: impl Fn(&Sample) -> Option<f64>) -> Vec<f64> {
         self.rounds
             .iter()
@@ -52,17 +52,17 @@ impl Row<'_> {
         Spread::of(&self.of(|sample| Some(figure(sample))))
     }
 
-    /// The middle of a count; nothing where it cannot be read.
+    /// The median of a count; an empty cell if the count cannot be read.
     fn count(&self, figure: impl Fn(&Sample) -> Option<f64>) -> Cell {
         Spread::of(&self.of(figure)).map_or(Cell::None, |spread| Cell::Number(spread.median, 3))
     }
 
-    /// A time, or what follows from one, with its spread: grey where seconds mean nothing.
+    /// A time, or a figure derived from times, with its spread. Grey if times are not meaningful.
     fn time(&self, figure: impl Fn(&Sample) -> Option<f64>, decimals: usize) -> Cell {
         self.maybe_grey(Cell::of(&self.of(figure), decimals))
     }
 
-    /// The same without its spread: tables have an end.
+    /// The median of such a figure without its spread, to keep tables narrow.
     fn middle(&self, figure: impl Fn(&Sample) -> Option<f64>, decimals: usize) -> Cell {
         let spread = Spread::of(&self.of(figure));
         self.maybe_grey(spread.map_or(Cell::None, |spread| Cell::Number(spread.median, decimals)))
@@ -105,7 +105,7 @@ impl Row<'_> {
     }
 }
 
-/// Exits to user space of these kinds for each request; `None` if nothing of exits is known.
+/// Exits to user space of these kinds per request; `None` if exits are unknown.
 fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
     let known = !sample.exits_per_request.is_empty() || sample.load == EMBEDDED_GUEST;
     let of = sample.exits_per_request.iter();
@@ -116,7 +116,7 @@ fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
     })
 }
 
-/// Distinct values of `of`, in the order in which they first come.
+/// Distinct values of `of`, in the order of their first occurrence.
 fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) -> T) -> Vec<T> {
     let mut values = Vec::new();
     for sample in samples {
@@ -128,7 +128,7 @@ fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) ->
     values
 }
 
-/// The rows of samples of one backend and job.
+/// The rows for samples of one backend and job.
 fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
     let mut keys = distinct(samples, |sample| (sample.queues, sample.iodepth));
     keys.sort_unstable();
@@ -149,7 +149,7 @@ fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
     rows
 }
 
-/// What samples, of whatever paths, have to tell. `notes` stand above the first table.
+/// The sections for samples of any paths. `notes` come before the first table.
 pub fn sections(samples: &[Sample], notes: &[String]) -> Vec<Section> {
     let all: Vec<&Sample> = samples.iter().collect();
     let mut sections = Vec::new();
@@ -196,7 +196,7 @@ pub fn sections(samples: &[Sample], notes: &[String]) -> Vec<Section> {
     sections
 }
 
-/// Rounds of the row that has most.
+/// The largest number of rounds in any row.
 fn sections_rounds(samples: &[Sample]) -> usize {
     let all: Vec<&Sample> = samples.iter().collect();
     let key = |sample: &Sample| {
@@ -237,7 +237,7 @@ fn section(backend: &str, job: &str, rows: &[Row<'_>]) -> Section {
     section
 }
 
-/// What a path is called in a picture: in brackets where its seconds mean nothing.
+/// The name of a path in a plot, in brackets if its times are not meaningful.
 fn label(sample: &Sample) -> String {
     match sample.seconds_mean_something {
         true => sample.path.clone(),
@@ -245,7 +245,7 @@ fn label(sample: &Sample) -> String {
     }
 }
 
-/// Pictures of the rows with the fewest queues.
+/// Plots of the rows with the fewest queues.
 fn plots(name: &str, title: &str, rows: &[Row<'_>]) -> Vec<Plot> {
     let queues = rows.iter().map(|row| row.first().queues).min().unwrap_or(1);
     let rows: Vec<&Row<'_>> = rows
@@ -285,7 +285,7 @@ fn plots(name: &str, title: &str, rows: &[Row<'_>]) -> Vec<Plot> {
     ]
 }
 
-/// A bar for each path and depth.
+/// A plot with a bar for each path and depth.
 fn bars_by_depth(
     name: String,
     title: String,
@@ -319,7 +319,7 @@ fn bars_by_depth(
     }
 }
 
-/// A line for each path.
+/// A plot with a line for each path.
 fn latency(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     let mut lines: Vec<Series> = Vec::new();
     for row in rows {
@@ -346,7 +346,7 @@ fn latency(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     }
 }
 
-/// What crosses between the sides for each request, one at a time: counts, which mean the same on every machine.
+/// Notifications per request, with one request at a time: counts, which mean the same on every machine.
 fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     let least = rows.iter().map(|row| row.first().iodepth).min();
     let of_path = |row: &&Row<'_>| {

@@ -13,7 +13,7 @@ use crate::load::measured::Measured;
 use crate::load::point::{Backend, DISK_BYTES, Point, QUEUES};
 use crate::load::vhost_user::drive;
 
-/// A daemon, and where it serves.
+/// A daemon, and the directory of its sockets.
 pub struct VhostUserDoor {
     daemon: Daemon,
     sockets: PathBuf,
@@ -40,7 +40,7 @@ impl VhostUserDoor {
     /// Measures `point` once.
     ///
     /// # Errors
-    /// If a request fails or the daemon is gone.
+    /// If a request fails or the daemon has ended.
     pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
         if point.counts_syncs() {
             self.daemon.checkpoint()?;

@@ -1,5 +1,5 @@
-//! As the disk of a guest that QEMU emulates: over vhost-user beside QEMU's own virtio-blk, with and without the host's page
-//! cache. One guest has all three disks, and one fio.
+//! The disk of a guest that QEMU emulates: over vhost-user, beside QEMU's own virtio-blk with and without the host's
+//! page cache. One guest has all three disks, and runs one fio.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::session::Session;
 
 const FIO: &str = include_str!("../../scripts/peers-fio.sh");
 
-/// Name, fio's kind, requests in flight, whether each is flushed. The first two make a quick run.
+/// Name, fio's kind, requests in flight, whether each write is flushed. A quick run uses the first two.
 const JOBS: [(&str, &str, usize, u8); 4] = [
     ("write + flush, 1 in flight", "randwrite", 1, 1),
     ("read, 32 in flight", "randread", 32, 0),
@@ -25,15 +25,15 @@ const JOBS: [(&str, &str, usize, u8); 4] = [
 const OURS: &str = "walvisor";
 const PEERS: [&str; 2] = ["QEMU, cache=none", "QEMU, cache=writeback"];
 
-/// How long a guest takes to boot and to end.
+/// Time that a guest takes to boot and to end.
 const AROUND: Duration = Duration::from_secs(8);
 
-/// How long it takes, about.
+/// Estimated time of the measurement.
 pub fn expected(pace: Pace) -> Duration {
     AROUND + expected_jobs(pace, of(pace, &JOBS).len() * 3)
 }
 
-/// Those that are measured.
+/// The jobs that are measured: all, or the first two if quick.
 pub fn of<T>(pace: Pace, jobs: &[T]) -> &[T] {
     match pace.quick {
         true => &jobs[..2],
@@ -41,7 +41,7 @@ pub fn of<T>(pace: Pace, jobs: &[T]) -> &[T] {
     }
 }
 
-/// How long so many jobs of fio take in every round.
+/// Time of this many jobs of fio in all rounds.
 pub fn expected_jobs(pace: Pace, jobs: usize) -> Duration {
     (pace.turn + Duration::from_millis(700)) * (pace.rounds * jobs) as u32
 }
@@ -56,7 +56,7 @@ pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>,
     let socket = path("guest.sock");
     let image = path("peer-0.img");
     let direct = format!("file={image},format=raw,if=none,aio=io_uring,cache=none,discard=unmap");
-    // The same image: nobody compares what is on it.
+    // Both of QEMU's disks use the same image, because no job checks its content.
     let cached =
         format!("file={image},format=raw,if=none,cache=writeback,discard=unmap,file.locking=off");
     let arguments = [
@@ -117,8 +117,8 @@ pub fn rows(door: Door, jobs: &[(&str, &str, usize, u8)], goal: Option<f64>) -> 
     jobs.map(|job| Row::new(door, job.0, goal)).collect()
 }
 
-/// Takes a rate from a line of the guest's, and refuses disks whose write caches differ. `peer` names a disk of the script;
-/// `None` is our own.
+/// Takes a rate from a line of the guest's, and refuses disks whose write caches differ. `peer` returns the peer of a
+/// disk in the script, or `None` for the disk of `walvisor`.
 pub fn read<'a>(
     line: &str,
     rows: &mut [Row],

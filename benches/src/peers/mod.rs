@@ -1,4 +1,5 @@
-//! `walvisor-bench peers`: the disk beside those of others, each with the same client on the same file system, taking turns.
+//! `walvisor-bench peers`: the disk beside those of other programs. All use the same client and file system, and take
+//! turns.
 //!
 //! ```text
 //!   virtio driver in this process ─▶ serve vhost-user  │ qemu-storage-daemon         vhost_user.rs
@@ -6,8 +7,8 @@
 //!   fio in one emulated guest     ─▶ serve vhost-user  │ QEMU's own virtio-blk       emulated.rs
 //!   fio in user-mode Linux        ─▶ serve tcmu        │ tcmu-runner                 target.rs
 //! ```
-//! The peers open their images as a careful host does (`cache.direct`, io_uring, FLUSH = fdatasync), and once as a careless one
-//! (`cache=writeback`). A peer that is not here is told with the package that has it; the others go on.
+//! The peers open their images like a careful host (`cache.direct`, io_uring, FLUSH = fdatasync), and once like a
+//! careless one (`cache=writeback`). If a peer is missing, a note names its package, and the others are measured.
 
 mod emulated;
 mod nbd;
@@ -41,10 +42,10 @@ pub struct PeersArguments {
     output: Output,
 }
 
-/// Carries out `walvisor-bench peers`.
+/// Runs `walvisor-bench peers`.
 ///
 /// # Errors
-/// If one that is here fails.
+/// If the measurement of an installed peer fails.
 pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let Output { quick, dir, .. } = &arguments.output;
     let rounds = arguments.output.rounds(5, 1);
@@ -91,7 +92,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         match measured {
             Ok(measured) => rows.extend(measured),
             Err(Failure::Missing(what)) => missing.push(what),
-            // Ctrl-C ends the programs of a terminal all at once.
+            // Ctrl-C also ends the other programs of the terminal.
             Err(Failure::Failed(_)) if session.interrupted() => break,
             Err(Failure::Failed(error)) => {
                 missing.push(format!("Not measured: {error}"));
@@ -163,7 +164,7 @@ fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
                 Cell::text(peer),
                 grey(Cell::of(rates, 0)),
                 ratio.map_or(Cell::None, |ratio| grey(Cell::Number(ratio, 2))),
-                // Beside itself it has none.
+                // A goal is relative to a peer, so another mode of `walvisor` itself has none.
                 row.goal
                     .filter(|_| peer != nbd::FROM_MEMORY)
                     .map_or(Cell::None, |goal| Cell::Number(goal, 1)),

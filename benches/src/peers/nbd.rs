@@ -1,4 +1,4 @@
-//! Over NBD, with fio as client: each queue is a connection.
+//! Over NBD, with fio as client. Each queue is a connection.
 
 use std::process::Command;
 use std::time::Duration;
@@ -41,13 +41,14 @@ pub const JOBS: [Job; 4] = [
 
 const SOCKETS: [&str; SIDES] = ["ours.nbd", "peer.nbd", "memory.nbd"];
 
-/// Sides that take turns.
+/// Number of sides that take turns.
 pub const SIDES: usize = 3;
 
-/// `walvisor` with `answer=memory`: what it costs that a write's answer outlives the daemon.
+/// `walvisor` with `answer=memory`. The difference to the default is the cost of
+/// keeping answered writes when the daemon dies.
 pub const FROM_MEMORY: &str = "walvisor, answer=memory";
 
-/// What a turn takes beside its own time.
+/// Time of a turn beyond the measured time.
 pub const BEFORE: Duration = Duration::from_millis(400);
 
 /// Measures all jobs.
@@ -63,7 +64,7 @@ pub fn measure(
     place.import(0, "memory.img", "memory-log")?;
     let start = |spec: &str, socket: &str| {
         let spec = format!("{spec},socket={socket},serial=disk");
-        // Each with a directory for its control socket.
+        // Each daemon needs a directory for its control socket.
         let control = place.path().join(format!("{socket}.d"));
         std::fs::create_dir(&control).map_err(failed("make", &control))?;
         Daemon::start("nbd", &[spec], place.path(), &control)
@@ -121,7 +122,7 @@ fn fio(place: &Place, socket: &str, job: &Job, turn: Duration) -> Result<f64, Co
     let output = command.current_dir(place.path()).output();
     let output = output.map_err(|error| failed(&error.to_string()))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    // fio may have something to say before its report.
+    // fio may print messages before its report.
     let report = text.find('{').map(|at| serde_json::from_str(&text[at..]));
     let report: Value = match report {
         Some(Ok(report)) if output.status.success() => report,

@@ -1,4 +1,4 @@
-//! A daemon of others, asked to end when dropped.
+//! A peer's daemon. Dropping it sends SIGTERM to the daemon.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -10,22 +10,22 @@ use walvisor::commands::CommandError;
 
 use crate::daemon::Halted;
 
-/// Nothing takes this long to start.
+/// No daemon takes this long to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// See the module's documentation.
+/// A running daemon of a peer.
 pub struct Peer(Child);
 
 impl Peer {
-    /// Halts it until what is returned is dropped.
+    /// Stops the daemon until the returned value is dropped.
     pub fn halt(&self) -> Halted {
         Halted::new(&self.0)
     }
 
-    /// Starts it in `directory`, and waits until there is a socket at each of `sockets`.
+    /// Starts the daemon in `directory`, and waits until there is a socket at each of `sockets`.
     ///
     /// # Errors
-    /// If it does not start, or ends before it serves.
+    /// If the daemon does not start, or ends before it serves.
     pub fn start(
         command: &mut Command,
         sockets: &[String],
@@ -55,9 +55,9 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Asked again and again: qemu-nbd does not hear it while it starts.
+        // The signal is repeated, because qemu-nbd ignores it while it starts.
         for _ in 0..100 {
-            // Gone already is as good.
+            // The daemon may have ended already, which is fine.
             let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
             std::thread::sleep(Duration::from_millis(50));
             if !matches!(self.0.try_wait(), Ok(None)) {

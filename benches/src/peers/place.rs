@@ -1,4 +1,4 @@
-//! The images that doors are measured with.
+//! The images for the measurements.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,11 +9,11 @@ use walvisor::commands::CommandError;
 use crate::output::failed;
 use crate::programs;
 
-/// Disks of each side over vhost-user, and bytes of each.
+/// Number of disks of each side over vhost-user, and bytes of each disk.
 pub const DISKS: usize = 4;
 pub const DISK_BYTES: u64 = 256 << 20;
 
-/// Where images are: of DISKS disks twice, raw for the peers and on one log for `walvisor`.
+/// The directory of the images: DISKS raw ones for the peers, and as many disks on one log for `walvisor`.
 pub struct Place {
     directory: TempDir,
     walvisor: PathBuf,
@@ -42,8 +42,8 @@ impl Place {
         self.directory.path()
     }
 
-    /// Makes the images of the first `disks` disks, unless they are there. All their blocks hold data: a hole would be read
-    /// faster.
+    /// Makes the images of the first `disks` disks, unless they exist. All their blocks hold data, because holes
+    /// would be read faster.
     pub fn make_images(&self, disks: usize) -> Result<(), CommandError> {
         let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
@@ -60,7 +60,7 @@ impl Place {
         Ok(())
     }
 
-    /// Makes a disk with the bytes of the peers' image of that number.
+    /// Makes a disk with the content of the peers' image number `raw`.
     pub fn import(&self, raw: usize, disk: &str, log: &str) -> Result<(), CommandError> {
         let mut import = Command::new(&self.walvisor);
         import

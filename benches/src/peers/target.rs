@@ -1,5 +1,5 @@
-//! As a disk of the kernel's SCSI target, beside tcmu-runner: both in one user-mode Linux over the files of this machine.
-//! `walvisor` has its RAM backend, tcmu-runner its qcow handler over an image in memory.
+//! A disk of the kernel's SCSI target, beside tcmu-runner. Both run in one user-mode Linux over the files of this
+//! machine. `walvisor` uses its RAM backend, tcmu-runner its qcow handler over an image in memory.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::session::Session;
 const TARGET: &str = include_str!("../../scripts/peers-target.sh");
 const FIO: &str = include_str!("../../scripts/peers-fio.sh");
 
-/// The first two make a quick run.
+/// The jobs. A quick run uses the first two.
 const JOBS: [(&str, &str, usize, u8); 4] = [
     ("read, 1 in flight", "randread", 1, 0),
     ("write, 32 in flight", "randwrite", 32, 0),
@@ -23,7 +23,7 @@ const JOBS: [(&str, &str, usize, u8); 4] = [
 
 const MODULES: [&str; 5] = ["configfs", "sd_mod", "uio", "target_core_user", "tcm_loop"];
 
-/// How long it takes, about.
+/// Estimated time of the measurement.
 pub fn expected(pace: Pace) -> Duration {
     Duration::from_secs(6) + expected_jobs(pace, of(pace, &JOBS).len() * 2)
 }

@@ -1,4 +1,4 @@
-//! Who takes turns at which job, for how long, and what came out.
+//! The sides that take turns, the jobs, the length of the turns, and the results.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -25,21 +25,21 @@ pub enum Door {
     Tcmu,
 }
 
-/// A job, of 4 KiB requests at random places.
+/// A job, of 4 KiB requests at random offsets.
 #[derive(Debug)]
 pub struct Job {
     pub name: &'static str,
     pub work: Work,
     pub disks: usize,
-    /// Queues, or connections.
+    /// Number of queues or connections.
     pub queues: usize,
-    /// Requests in flight of each queue.
+    /// Requests in flight in each queue.
     pub depth: usize,
-    /// What `walvisor` should at least reach of its peer.
+    /// The ratio to its peer that `walvisor` should at least reach.
     pub goal: f64,
 }
 
-/// How long one measures.
+/// The number of rounds and the length of a turn.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     pub rounds: usize,
@@ -47,16 +47,16 @@ pub struct Pace {
     pub quick: bool,
 }
 
-/// What a job came to: requests, or commits, a second of each round.
+/// The result of a job: requests or commits per second in each round.
 #[derive(Debug)]
 pub struct Row {
     pub door: Door,
     pub job: String,
     pub goal: Option<f64>,
     pub ours: Vec<f64>,
-    /// Each peer by its name.
+    /// The results of each peer, by its name.
     pub peers: BTreeMap<String, Vec<f64>>,
-    /// Measured under emulation of a whole machine.
+    /// Whether the measurement ran on an emulated machine.
     pub emulated: bool,
 }
 
@@ -72,7 +72,7 @@ impl Row {
         }
     }
 
-    /// A round of `walvisor`, or of the peer of that name.
+    /// Adds a round of `walvisor`, or of the peer of that name.
     pub fn add(&mut self, peer: Option<&str>, rate: f64) {
         match peer {
             None => self.ours.push(rate),
@@ -81,9 +81,9 @@ impl Row {
     }
 }
 
-/// Why a door was not measured.
+/// The reason why a door was not measured.
 pub enum Failure {
-    /// A program is not here; which, and the package that has it.
+    /// A program is missing; the text names it and its package.
     Missing(String),
     Failed(CommandError),
 }
@@ -94,22 +94,22 @@ impl From<CommandError> for Failure {
     }
 }
 
-/// What both sides do, and nobody measures, before their first turn: a log is as it stays once all of its segment files have
-/// been made, as the blocks of the peers' images have been.
+/// The unmeasured work of each side before its first turn. After it, all segment files of the log exist, and all blocks
+/// of the peers' images are allocated: the steady state.
 pub const WARM_UP: (Work, Duration) = (Work::Write, Duration::from_secs(5));
 
-/// How long the turns of `jobs` of so many sides take, each `before` longer than the pace says.
+/// Estimated time of the turns of `jobs` with so many sides. Each turn takes `before` longer than the pace specifies.
 pub fn expected(jobs: &[&Job], sides: usize, pace: Pace, before: Duration) -> Duration {
     let warm_up = if pace.quick { 0 } else { sides as u32 };
     WARM_UP.1 * warm_up + (pace.turn + before) * (sides * pace.rounds * jobs.len()) as u32
 }
 
-/// What takes turns with `walvisor`: a peer, or `walvisor` with another setting.
+/// A side that takes turns with `walvisor`: a peer, or `walvisor` with another setting.
 pub trait Side {
-    /// Halts it until what is returned is dropped.
+    /// Stops the side's process until the returned value is dropped.
     fn halt(&self) -> Halted;
 
-    /// Nothing is left to be copied when a job begins.
+    /// Finishes pending work, such as a checkpoint, before a job begins.
     fn settle(&self) -> Result<(), CommandError> {
         Ok(())
     }
@@ -131,8 +131,9 @@ impl Side for Daemon {
     }
 }
 
-/// `walvisor`, which is first, and others take turns at each of `jobs`, all others halted while one is measured. `rate` measures
-/// the one of that number for a time. A turn takes `before` longer than the pace says.
+/// Lets the sides take turns at each of `jobs`; `walvisor` is the first side. While one side is measured, all others
+/// are stopped. `rate` measures the side with the given number for a time. A turn takes `before` longer than the pace
+/// specifies.
 pub fn take_turns(
     (door, jobs): (Door, &[&'static Job]),
     pace: Pace,
@@ -169,7 +170,7 @@ pub fn take_turns(
         sides.iter().try_for_each(|(_, side)| side.settle())?;
         for round in 0..pace.rounds {
             for turn in 0..sides.len() {
-                // None is always the first.
+                // The order rotates, so that no side is always the first.
                 let side = (round + turn) % sides.len();
                 let (round, rounds) = (round + 1, pace.rounds);
                 let what = format!("{title}: {}, round {round} of {rounds}", job.name);
@@ -183,7 +184,7 @@ pub fn take_turns(
     Ok(rows)
 }
 
-/// Asks for a program.
+/// Checks that a program is installed.
 pub fn need(program: &str, package: &str) -> Result<(), Failure> {
     match Command::new(program).arg("--version").output() {
         Ok(_) => Ok(()),

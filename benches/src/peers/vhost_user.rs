@@ -1,4 +1,4 @@
-//! Over vhost-user, with a virtio driver in this process as client, one thread for all disks.
+//! Over vhost-user, with a virtio driver in this process as client, which serves all disks in one thread.
 
 use std::process::Command;
 use std::time::Duration;
@@ -57,7 +57,7 @@ pub const JOBS: [Job; 5] = [
 /// Queues of each disk.
 const QUEUES: usize = 4;
 
-/// What a turn takes beside its own time.
+/// Time of a turn beyond the measured time.
 pub const BEFORE: Duration = Duration::from_millis(100);
 
 /// Measures all jobs.

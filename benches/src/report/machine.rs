@@ -1,4 +1,4 @@
-//! The machine that a comparison ran on: its figures mean nothing without.
+//! The machine that a comparison ran on. The figures are meaningful only together with it.
 
 use std::fmt;
 use std::fs;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use walvisor::probe::{self, Ring0};
 
-/// What can be told of the machine.
+/// The properties of the machine.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
     /// The version of this program.
@@ -28,7 +28,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This one; the disks are in `dir`.
+    /// This machine; the disks are in `dir`.
     pub fn this(dir: &Path) -> Self {
         let kvm = match probe::ring0() {
             Ok(Ring0::Native) => "on the processor (VMX or SVM)".to_owned(),
@@ -54,7 +54,7 @@ impl Machine {
     }
 }
 
-/// The value behind `name:` in a file of /proc.
+/// The value after `name:` in a file of /proc.
 fn field(path: &str, name: &str) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(name));
@@ -64,7 +64,7 @@ fn field(path: &str, name: &str) -> String {
         .to_owned()
 }
 
-/// The file system that `dir` is on: the mount whose path is the longest beginning of its own.
+/// The file system that contains `dir`: the mount whose path is the longest prefix of the path of `dir`.
 fn medium(dir: &Path) -> Option<String> {
     let dir = dir.canonicalize().ok()?;
     let mounts = fs::read_to_string("/proc/self/mounts").ok()?;
@@ -72,7 +72,7 @@ fn medium(dir: &Path) -> Option<String> {
     for line in mounts.lines() {
         let mut words = line.split(' ');
         let (device, place, kind) = (words.next()?, Path::new(words.next()?), words.next()?);
-        // The last mount at a place hides those before.
+        // The last mount at a path hides earlier ones.
         let deeper = |(than, ..): &(&Path, _, _)| place.as_os_str().len() >= than.as_os_str().len();
         if dir.starts_with(place) && best.as_ref().is_none_or(deeper) {
             best = Some((place, device, kind));

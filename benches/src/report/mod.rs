@@ -1,5 +1,5 @@
-//! What a comparison tells, for a terminal, for programs and for people: `section.rs` has its tables, `spread.rs` how far rounds scatter, `plot.rs` its plots,
-//! `page.rs` the page of both, `machine.rs` where it was measured.
+//! The report of a comparison, as text, JSON and a page: `section.rs` has its tables, `spread.rs` the spread of rounds,
+//! `plot.rs` its plots, `page.rs` the page of tables and plots, `machine.rs` the machine that it was measured on.
 
 pub mod machine;
 pub mod page;

@@ -1,4 +1,4 @@
-//! A report as one page that needs nothing else: no network, no script. Light or dark, as the reader's system is.
+//! A report as one self-contained page: no network, no script. It is light or dark, as the reader's system is.
 
 use std::fmt::Write as _;
 
@@ -90,7 +90,7 @@ fn table(body: &mut String, table: &Table) {
     body.push_str("</tbody></table></div>\n");
 }
 
-/// Text in which nothing is markup.
+/// The text with the characters of markup escaped.
 fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {

@@ -1,5 +1,5 @@
-//! Plots as SVG: lines on linear or logarithmic axes, and bars. Their colours are those of paper; [`on_page`] makes them the
-//! page's, which has a light and a dark set.
+//! Plots as SVG: lines on linear or logarithmic axes, and bars. Their colours are for white paper. [`on_page`]
+//! replaces them by those of the page, which has a light and a dark set.
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use walvisor::commands::CommandError;
 
 use super::spread::{Spread, figure};
 
-/// A picture of some measurements.
+/// A plot of some measurements.
 #[derive(Clone, Debug)]
 pub struct Plot {
     /// The name of its file, without `.svg`.
     pub name: String,
-    /// What it shows.
+    /// Its title.
     pub title: String,
-    /// How.
+    /// Its kind and data.
     pub kind: Kind,
 }
 
-/// How measurements are drawn.
+/// The kind of a plot, with its data.
 #[derive(Clone, Debug)]
 pub enum Kind {
     /// Lines over an axis.
@@ -35,11 +35,11 @@ pub enum Kind {
         /// The lines.
         series: Vec<Series>,
     },
-    /// A bar for each label, or several side by side.
+    /// One bar for each label, or several side by side.
     Bars {
-        /// What their length means.
+        /// The meaning of a bar's length.
         unit: String,
-        /// What the bars of a label are, in order. One name: no legend.
+        /// The names of a label's bars, in order. With only one name there is no legend.
         groups: Vec<String>,
         /// Each label with its bars; `None` leaves a bar out.
         rows: Vec<(String, Vec<Option<Spread>>)>,
@@ -49,14 +49,14 @@ pub enum Kind {
 /// An axis.
 #[derive(Clone, Debug)]
 pub struct Axis {
-    /// What it shows, with its unit.
+    /// Its meaning, with the unit.
     pub label: String,
-    /// Logarithmic: only values above zero have a place.
+    /// Whether the axis is logarithmic: then it shows only values above zero.
     pub log: bool,
 }
 
 impl Axis {
-    /// From zero, or from the least value if that is below.
+    /// A linear axis from zero, or from the least value if that is below zero.
     pub fn linear(label: &str) -> Self {
         Self {
             label: label.to_owned(),
@@ -64,7 +64,7 @@ impl Axis {
         }
     }
 
-    /// Logarithmic.
+    /// A logarithmic axis.
     pub fn log(label: &str) -> Self {
         Self {
             label: label.to_owned(),
@@ -80,11 +80,11 @@ impl Axis {
 /// A line.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// What it is.
+    /// Its name in the legend.
     pub name: String,
     /// Its points, from left to right.
     pub points: Vec<(f64, f64)>,
-    /// Whether it is computed, not measured: dashed, without dots.
+    /// Whether it is computed, not measured: then it is dashed, without dots.
     pub ideal: bool,
 }
 
@@ -98,7 +98,7 @@ impl Series {
         }
     }
 
-    /// A computed one.
+    /// A computed line.
     pub fn ideal(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
         Self {
             name: name.into(),
@@ -110,7 +110,7 @@ impl Series {
 
 const WIDTH: u32 = 860;
 const HEIGHT: u32 = 440;
-/// Pixels at the right for the names of lines.
+/// Pixels on the right for the names of lines.
 const LEGEND: u32 = 210;
 const FONT: &str = "sans-serif";
 
@@ -118,7 +118,7 @@ const PAPER: RGBColor = RGBColor(0xff, 0xff, 0xff);
 const INK: RGBColor = RGBColor(0x1f, 0x23, 0x28);
 const MUTED: RGBColor = RGBColor(0x59, 0x63, 0x6e);
 const GRID: RGBColor = RGBColor(0xd1, 0xd9, 0xe0);
-/// Told apart by people who see colours in other ways, too, and in order of lightness as far as that goes.
+/// Colours that colour-blind readers can distinguish too, as far as possible in order of lightness.
 const COLOURS: [RGBColor; 8] = [
     RGBColor(0x09, 0x69, 0xda),
     RGBColor(0xcf, 0x5c, 0x00),
@@ -130,7 +130,7 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(0x6b, 0x72, 0x7a),
 ];
 
-/// Each colour, and the name of the page's own.
+/// Each colour, and the name of the page's variable that replaces it.
 const NAMED: [(RGBColor, &str); 12] = [
     (PAPER, "var(--paper)"),
     (INK, "var(--ink)"),
@@ -146,7 +146,7 @@ const NAMED: [(RGBColor, &str); 12] = [
     (COLOURS[7], "var(--c7)"),
 ];
 
-/// A picture with the colours of the page that it is on.
+/// The plot with the colours of the page that contains it.
 pub fn on_page(svg: &str) -> String {
     let mut svg = svg.to_owned();
     for (RGBColor(red, green, blue), name) in NAMED {
@@ -161,7 +161,7 @@ pub fn on_page(svg: &str) -> String {
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 impl Plot {
-    /// The picture, as a file of its own.
+    /// The plot as a file of its own.
     ///
     /// # Errors
     /// If the library refuses to draw it.
@@ -268,7 +268,7 @@ impl Plot {
         let most = most
             .map(|spread| spread.high)
             .fold(f64::MIN_POSITIVE, f64::max);
-        // The longest bar leaves room for its figure.
+        // The longest bar leaves room for its number.
         let length = |value: f64| (value / most * f64::from(WIDTH as i32 - begin - 90)) as i32;
         let mut top = HEAD;
         if groups.len() > 1 {
@@ -311,13 +311,13 @@ impl Plot {
     }
 }
 
-/// Pixels: of a letter of a label at most, on average; the height of a bar, between labels, and above them all.
+/// Pixels: average width of a label's letter, at most; height of a bar; gap between labels; space above all bars.
 const LETTER: f64 = 6.6;
 const BAR: i32 = 18;
 const GAP: i32 = 10;
 const HEAD: i32 = 62;
 
-/// Pixels: where bars begin, behind the longest label.
+/// Pixels: the left end of the bars, right of the longest label.
 fn bars_begin(rows: &[(String, Vec<Option<Spread>>)]) -> i32 {
     let longest = rows.iter().map(|(label, _)| label.chars().count()).max();
     ((longest.unwrap_or(0) as f64 * LETTER) as i32 + 20).clamp(160, WIDTH as i32 * 2 / 3)
@@ -331,12 +331,12 @@ fn text(size: u32, colour: RGBColor) -> TextStyle<'static> {
     (FONT, size).into_font().color(&colour)
 }
 
-/// An axis with its ends, and the values at which lines stand across the whole plot. Places are values, or their logarithms.
+/// An axis: its range, and the values of its grid lines. Positions are values, or their logarithms.
 struct Scale {
     log: bool,
-    /// Where it begins and ends, in places.
+    /// The range of positions.
     places: Range<f64>,
-    /// What is to be seen, in order.
+    /// The values shown, in order.
     values: Vec<f64>,
     ticks: Vec<f64>,
 }
@@ -353,7 +353,7 @@ impl Scale {
                 low - room..high + room
             }
             (Some(low), Some(high)) if high > 0.0 => low.min(0.0)..high * 1.05,
-            // Nothing to be seen: any axis will do.
+            // There are no values, so any range works.
             _ => 0.0..1.0,
         };
         let ticks = match log {
@@ -368,7 +368,7 @@ impl Scale {
         }
     }
 
-    /// With its ticks at the values themselves where they are few and each stands apart, such as numbers of clients.
+    /// Puts the ticks at the values themselves if they are few, such as numbers of clients.
     fn ticked_at_values(self) -> Self {
         match self.log && self.values.len() <= 10 {
             true => Self {
@@ -409,7 +409,7 @@ impl ValueFormatter<f64> for Scale {
     }
 }
 
-/// Six or so round numbers.
+/// About six round numbers.
 fn linear_ticks(range: &Range<f64>) -> Vec<f64> {
     let rough = (range.end - range.start) / 6.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -421,7 +421,7 @@ fn linear_ticks(range: &Range<f64>) -> Vec<f64> {
     numbers.map(|number| number as f64 * step).collect()
 }
 
-/// Powers of ten, and where there are few of them 2 and 5 times those.
+/// Powers of ten. If there are few, also 2 and 5 times these.
 fn log_ticks(places: &Range<f64>) -> Vec<f64> {
     let times: &[f64] = match places.end - places.start {
         ..2.5 => &[1.0, 2.0, 5.0],
@@ -433,7 +433,7 @@ fn log_ticks(places: &Range<f64>) -> Vec<f64> {
         .collect()
 }
 
-/// A number at an axis or a bar.
+/// A number as text, for an axis or a bar.
 fn short(value: f64) -> String {
     let size = value.abs();
     match size {
@@ -488,7 +488,7 @@ mod tests {
             },
         };
         let svg = plot.svg().unwrap();
-        // The end of the label, which is drawn to its right.
+        // The x coordinate of the right end of the label.
         let before = svg.split(label).next().unwrap();
         let text = &before[before.rfind("<text").unwrap()..];
         let end = text.split("x=\"").nth(1).unwrap().split('"').next();

@@ -1,4 +1,4 @@
-//! What a comparison has to tell: sections, each a table with the plots of it. One report is printed, written as JSON, and
+//! The content of a report: sections, each a table with its plots. The same report is printed, written as JSON, and
 //! drawn on a page.
 
 use std::fmt::{self, Display, Write as _};
@@ -14,15 +14,15 @@ use super::spread::{Spread, figure, rounded};
 pub struct Report {
     /// What was compared, as a title.
     pub title: String,
-    /// Where.
+    /// The machine that it was measured on.
     pub machine: Machine,
-    /// Whether it was cut short: what is missing was not measured.
+    /// Whether the user interrupted it, so that some measurements are missing.
     pub interrupted: bool,
-    /// Whether fewer and shorter jobs were asked for.
+    /// Whether the user asked for fewer and shorter jobs.
     pub quick: bool,
-    /// Seconds that it took.
+    /// Duration in seconds.
     pub elapsed_s: f64,
-    /// What came out.
+    /// The results.
     pub sections: Vec<Section>,
 }
 
@@ -33,18 +33,18 @@ pub struct Section {
     pub key: String,
     /// Its title.
     pub title: String,
-    /// What was done, what its source reports, what the figures mean; a paragraph each.
+    /// Paragraphs: the setting, the results that its source reports, and the meaning of the figures.
     pub notes: Vec<String>,
-    /// What came out.
+    /// The results.
     #[serde(rename = "rows")]
     pub table: Table,
-    /// The same, drawn.
+    /// The plots of the results.
     #[serde(skip)]
     pub plots: Vec<Plot>,
 }
 
 impl Section {
-    /// A section without rows yet.
+    /// A section without any rows yet.
     pub fn new(
         key: &str,
         title: &str,
@@ -85,23 +85,23 @@ pub struct Column {
     pub title: &'static str,
 }
 
-/// What stands in a table.
+/// The content of a table's cell.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cell {
-    /// Nothing: it does not apply, or was not measured.
+    /// Empty: the figure does not apply, or was not measured.
     None,
-    /// Words.
+    /// Text.
     Text(String),
-    /// A number, shown with so many decimals.
+    /// A number, shown with this many decimals.
     Number(f64, usize),
-    /// Several rounds: the middle one, the lowest and the highest, shown with so many decimals.
+    /// The median, the lowest and the highest of several rounds, shown with this many decimals.
     Spread(Spread, usize),
-    /// A figure that was measured where its like means nothing, such as seconds in an emulated machine.
+    /// A figure that is not meaningful where it was measured, such as a time in an emulated machine.
     Grey(Box<Cell>),
 }
 
 impl Cell {
-    /// Words.
+    /// A text cell.
     pub fn text(text: impl Display) -> Self {
         Self::Text(text.to_string())
     }
@@ -111,18 +111,18 @@ impl Cell {
         Self::Number(count as f64, 0)
     }
 
-    /// The same, grey.
+    /// The cell in grey.
     #[must_use]
     pub fn grey(self) -> Self {
         Self::Grey(Box::new(self))
     }
 
-    /// Of rounds; nothing if there were none.
+    /// The spread of rounds; an empty cell if there are none.
     pub fn of(rounds: &[f64], decimals: usize) -> Self {
         Spread::of(rounds).map_or(Self::None, |spread| Self::Spread(spread, decimals))
     }
 
-    /// Whether it is a figure, which stands at the right of its column.
+    /// Whether the cell is a figure, which is aligned to the right of its column.
     pub fn is_figure(&self) -> bool {
         match self {
             Self::None | Self::Number(..) | Self::Spread(..) => true,
@@ -164,7 +164,7 @@ impl Serialize for Cell {
     }
 }
 
-/// An object a row, its keys those of the columns.
+/// Each row is an object whose keys are those of the columns.
 impl Serialize for Table {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         struct Row<'a>(&'a [Column], &'a [Cell]);
@@ -181,7 +181,7 @@ impl Serialize for Table {
     }
 }
 
-/// For a terminal.
+/// The report as text for a terminal.
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}\n{}", self.title, self.machine)?;

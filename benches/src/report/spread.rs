@@ -1,11 +1,11 @@
-//! How far rounds scatter, and numbers for people.
+//! The spread of rounds, and numbers for human readers.
 
 use serde::ser::Serializer;
 
-/// The middle of several rounds, and how far they scatter.
+/// The median of several rounds, and their range.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Spread {
-    /// The middle one; of an even number, the mean of the two in the middle.
+    /// The median; of an even number of rounds, the mean of the two in the middle.
     #[serde(serialize_with = "serialize_rounded")]
     pub median: f64,
     /// The lowest.
@@ -17,7 +17,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of rounds in any order; `None` if there are none.
+    /// The spread of rounds in any order; `None` if there are none.
     pub fn of(rounds: &[f64]) -> Option<Self> {
         let mut sorted = rounds.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -35,12 +35,12 @@ fn serialize_rounded<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok,
     serializer.serialize_f64(rounded(*value))
 }
 
-/// With four decimals, more than any measurement here has.
+/// Rounds to four decimals, which is more than the precision of any measurement here.
 pub fn rounded(value: f64) -> f64 {
     (value * 10_000.0).round() / 10_000.0
 }
 
-/// A number for people, its thousands apart.
+/// A number for human readers, with separated thousands.
 pub fn figure(value: f64, decimals: usize) -> String {
     let text = format!("{value:.decimals$}");
     let (sign, digits) = match text.strip_prefix('-') {

@@ -1,4 +1,4 @@
-//! `walvisor-bench store append`: how fast the log takes sequential writes.
+//! `walvisor-bench store append`: the rate of sequential writes to the log.
 
 use std::fmt;
 use std::time::Instant;
@@ -18,9 +18,9 @@ use super::raw::{self, Direction, RawQueue};
 use super::site::{Site, ring};
 use super::timing::median;
 
-/// How often store and baseline take turns.
+/// Number of turns of store and baseline.
 const ROUNDS: u64 = 5;
-/// The longest write: what a segment of the benchmark's ring takes.
+/// The longest write: the largest that fits in a segment of the benchmark's ring.
 const MOST_BLOCK: u64 = 4 << 20;
 const _: () = assert!(MOST_BLOCK <= MAX_REQUEST_BYTES as u64);
 
@@ -40,7 +40,7 @@ pub struct AppendArguments {
     output: Output,
 }
 
-/// What was measured; each rate is the median of the rounds, a FLUSH or fdatasync at the end of each included.
+/// The results. Each rate is the median of the rounds, and includes a FLUSH or fdatasync at the end of the round.
 #[derive(Debug, Serialize)]
 struct AppendReport {
     bytes: u64,
@@ -54,7 +54,7 @@ struct AppendReport {
     syncs: u64,
 }
 
-/// Carries out `walvisor-bench store append`.
+/// Runs `walvisor-bench store append`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -80,7 +80,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     let blocks = arguments.bytes / block;
     let bytes = blocks * block;
     let site = Site::new(&arguments.output.dir)?;
-    // A descriptor block for each write at worst. No checkpoint begins before a round has ended.
+    // In the worst case each write needs a descriptor block. The ring has room for a round without a checkpoint.
     let options = ring(blocks * (block + BLOCK as u64));
     site.create(1, bytes, &options)?;
     let raw_path = site.path().join("raw");
@@ -88,7 +88,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
     let (mut log_bytes, mut syncs) = (0, 0);
-    // Round 0 is not counted: it makes the segment files.
+    // Round 0 does not count, because it makes the segment files.
     for round in 0..=ROUNDS {
         let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
         (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, round));
@@ -107,7 +107,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
 
         let store = site.open(1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
-        // Stamped before the clock runs; the copy stands for the one out of the guest's memory.
+        // The data is stamped before the clock starts. Its copy stands for the copy from the guest's memory.
         let template = stamped(block as usize, 1, round);
         let (mut next, began) = (0, Instant::now());
         let mut write = |_| {
@@ -144,7 +144,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     })
 }
 
-/// Reads back through the log, 4 KiB in each MiB.
+/// Reads back through the log 4 KiB in each MiB, and checks it.
 fn verify(client: &mut Client, bytes: u64, round: u64) -> Result<(), CommandError> {
     for at in (0..bytes).step_by(1 << 20) {
         if !is_stamped(&client.read(at / SECTOR_SIZE)?, 1, round) {

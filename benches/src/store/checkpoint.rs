@@ -1,4 +1,4 @@
-//! `walvisor-bench store checkpoint`: how fast the log is copied to the base image.
+//! `walvisor-bench store checkpoint`: the rate at which a checkpoint copies the log to the base image.
 
 use std::fmt;
 use std::time::Instant;
@@ -16,16 +16,16 @@ use super::raw::{self, Direction, RawQueue};
 use super::site::{Site, ring};
 use super::timing::median;
 
-/// How often store and baseline take turns.
+/// Number of turns of store and baseline.
 const ROUNDS: u64 = 3;
 /// Writes in flight while the log is filled.
 const DEPTH: usize = 64;
-/// Bytes and number of the baseline's reads, then writes, in flight.
+/// Size and number of the baseline's requests in flight: first reads, then writes.
 const RAW_BLOCK: usize = 256 << 10;
 const RAW_DEPTH: usize = 8;
-/// Most records that wait for a checkpoint unasked.
+/// Most records that can wait in the log without starting a checkpoint.
 const MOST_RECORDS: u64 = 400_000;
-/// Every so many-th block is verified.
+/// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
 
 /// Arguments of `walvisor-bench store checkpoint`.
@@ -44,7 +44,7 @@ pub struct CheckpointArguments {
     output: Output,
 }
 
-/// What was measured; each rate is the median of the rounds, the sync of the base image or file included.
+/// The results. Each rate is the median of the rounds, and includes the sync of the base image or the file.
 #[derive(Debug, Serialize)]
 struct CheckpointReport {
     bytes: u64,
@@ -56,7 +56,7 @@ struct CheckpointReport {
     ratio: f64,
 }
 
-/// Carries out `walvisor-bench store checkpoint`.
+/// Runs `walvisor-bench store checkpoint`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -80,15 +80,15 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         )));
     }
     let site = Site::new(&arguments.output.dir)?;
-    // A descriptor block for each write at worst, and space that batches leave at the end of segments. No checkpoint
-    // begins before the log is closed.
+    // In the worst case each write needs a descriptor block, and batches leave space unused at the end of segments. No
+    // checkpoint begins before the log is closed.
     let options = ring(2 * (bytes + blocks * BLOCK as u64));
     site.create(1, bytes, &options)?;
     let raw_path = site.path().join("raw");
     let raw_file = raw::create(&raw_path, bytes, RAW_BLOCK)?;
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
-    // Round 0 is not counted: it makes the segment files and gives the base image its blocks.
+    // Round 0 does not count, because it makes the segment files and allocates the blocks of the base image.
     for round in 0..=ROUNDS {
         let began = Instant::now();
         for direction in [Direction::Read, Direction::Write] {
@@ -123,7 +123,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
                 "a checkpoint came before it was asked for: give less --bytes".to_owned(),
             ));
         }
-        // Nothing is left to do but to copy.
+        // Only the copy is left, so the close is the checkpoint.
         let began = Instant::now();
         store.close().map_err(CommandError::failed)?;
         rates.push(mib(began));
@@ -141,7 +141,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     })
 }
 
-/// Reads some blocks of the base image, which is a plain one now.
+/// Reads some blocks of the base image, which is a plain image after the close, and checks them.
 fn verify(site: &Site, bytes: u64, block: u64, writer: u64) -> Result<(), CommandError> {
     use std::os::unix::fs::FileExt;
     let path = site.image(0);

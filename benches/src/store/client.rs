@@ -1,4 +1,4 @@
-//! A client of a disk, and blocks that say who wrote them and when.
+//! A client of a disk, and blocks that carry their writer and the number of the write.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use walvisor_storage::{Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
 
 use super::figures::BLOCK;
 
-/// A block of `len` bytes, all of it stamped with who writes it and the number of the write.
+/// A block of `len` bytes, filled with stamps of its writer and the number of the write.
 pub fn stamped(len: usize, writer: u64, number: u64) -> Buffer {
     let mut block = Buffer::zeroed(len);
     stamp(&mut block, writer, number);
@@ -26,7 +26,7 @@ pub fn stamp(block: &mut [u8], writer: u64, number: u64) {
         .for_each(|chunk| chunk.copy_from_slice(&mark));
 }
 
-/// Whether a block is as [`stamp`] leaves it.
+/// Whether a block has the content that [`stamp`] writes.
 pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
     let mut mark = [0; 16];
     mark[..8].copy_from_slice(&writer.to_le_bytes());
@@ -34,16 +34,16 @@ pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
     block.chunks_exact(16).all(|chunk| chunk == mark)
 }
 
-/// What is said of a block that is not as it was written.
+/// The error for a block whose content is not what was written.
 pub fn damaged(what: &str, block: u64) -> CommandError {
     CommandError::Failed(format!(
         "{what}: block {block} does not read as it was written: the medium or the store is at fault"
     ))
 }
 
-/// Sleeps until a port has something to give.
+/// Sleeps until a port has completions.
 fn wait(event: BorrowedFd<'_>) {
-    // An interrupted wait is a wake-up like any other: the caller looks again.
+    // An interrupted wait is like any other wake-up: the caller checks the port again.
     let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(event, PollFlags::IN)], None);
 }
 
@@ -52,7 +52,7 @@ fn data(completion: Completion) -> Result<Option<Buffer>, CommandError> {
     completion.result.map_err(failed)
 }
 
-/// One request at a time.
+/// A client with one request at a time.
 pub struct Client {
     port: Port,
     done: Vec<Completion>,
@@ -69,7 +69,7 @@ impl Client {
         Ok(Self { port, done })
     }
 
-    /// Hands in a request and waits until it has ended.
+    /// Submits a request and waits until it has ended.
     ///
     /// # Errors
     /// If the request failed.
@@ -96,12 +96,12 @@ impl Client {
     }
 }
 
-/// Many requests at a time, submitted in batches as a queue's worker does.
+/// A client with many requests in flight, submitted in batches as a queue's worker does.
 pub struct QueueClient {
     port: Port,
     done: Vec<Completion>,
     started: Vec<Instant>,
-    /// Slots that have no request.
+    /// Slots without a request.
     idle: Vec<usize>,
 }
 
@@ -119,8 +119,8 @@ impl QueueClient {
         })
     }
 
-    /// Keeps the queue full with what `next` gives for a slot, until it gives `None`, and waits for one request to
-    /// end: its slot, its data and its time; `None` once nothing is in flight.
+    /// Keeps the queue full with the requests that `next` returns for a slot, until it returns `None`. Waits for one
+    /// request to end, and returns its slot, its data and its time; `None` once no request is in flight.
     ///
     /// # Errors
     /// If the request failed.
@@ -156,7 +156,7 @@ impl QueueClient {
         }
     }
 
-    /// Waits for what is in flight, then flushes.
+    /// Waits for the requests in flight, then flushes.
     ///
     /// # Errors
     /// If a request failed.

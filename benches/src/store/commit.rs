@@ -1,4 +1,4 @@
-//! `walvisor-bench store commit`: what a FLUSH costs when several clients flush at once.
+//! `walvisor-bench store commit`: the cost of a FLUSH when several clients flush at the same time.
 
 use std::fmt;
 use std::fs::File;
@@ -22,9 +22,9 @@ use super::raw;
 use super::site::{Site, ring};
 use super::timing::{Timing, closed_loops, shares};
 
-/// Blocks that one client writes over and over, in turn.
+/// Blocks that each client overwrites in turn.
 const CLIENT_BLOCKS: u64 = 256;
-/// How often store and baseline take turns.
+/// Number of turns of store and baseline.
 const ROUNDS: u64 = 4;
 
 /// Arguments of `walvisor-bench store commit`.
@@ -112,95 +112,94 @@ pub enum Mode {
     Writethrough,
 }
 
-/// What the medium is made to look like, for the store and the baseline.
+/// The simulated properties of the medium, for the store and the baseline.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Medium {
-    /// Added to each sync.
+    /// Time added to each sync.
     pub sync_latency: Duration,
-    /// Most writes and syncs a second; none for no limit.
+    /// Most writes and syncs per second; `None` for no limit.
     pub operations_per_second: Option<NonZeroU32>,
-    /// Added to each write and each sync.
+    /// Time added to each write and each sync.
     pub operation_latency: Duration,
 }
 
-/// What to measure.
+/// The parameters of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Clients.
+    /// Number of clients.
     pub clients: u16,
     /// The medium.
     pub medium: Medium,
-    /// Commits of all clients.
+    /// Commits of all clients together.
     pub commits: u64,
-    /// Group commit.
+    /// Whether group commit is on.
     pub group: Switch,
-    /// A write for each waiter of a group.
+    /// Whether a group makes one write for each of its waiters.
     pub write_per_waiter: bool,
-    /// How long a group waits.
+    /// The longest wait of a group.
     pub wait: CommitWait,
-    /// What a commit is.
+    /// The operations of a commit.
     pub mode: Mode,
-    /// Disks, on as many logs: a multiple of `logs`.
+    /// Number of disks on all logs together: a multiple of `logs`.
     pub disks: u16,
-    /// Logs.
+    /// Number of logs.
     pub logs: u16,
-    /// Whether the raw file takes its turns.
+    /// Whether the baseline, a raw file, is measured too.
     pub baseline: bool,
 }
 
-/// What was measured. Times in microseconds; `raw_` is the baseline.
+/// The results. Times are in microseconds; fields with `raw_` are for the baseline.
 #[derive(Debug, Serialize)]
 pub struct CommitReport {
-    /// Clients.
+    /// Number of clients.
     pub clients: u16,
-    /// Disks of the log.
+    /// Number of disks.
     pub disks: u16,
-    /// What a commit is.
+    /// The operations of a commit.
     pub mode: Mode,
-    /// Group commit.
+    /// Whether group commit is on.
     pub group: Switch,
-    /// A write for each waiter of a group, instead of one.
+    /// Whether a group makes one write for each of its waiters, instead of one for all.
     pub write_per_waiter: bool,
-    /// Longest wait of a group; none if adaptive.
+    /// Longest wait of a group; `None` if adaptive.
     pub commit_wait_us: Option<u64>,
-    /// How many end it; none if as many as were served last, or came meanwhile.
+    /// Number of waiters that ends the wait; `None` if it is the number served last, or that came meanwhile.
     pub commit_wait_count: Option<u32>,
-    /// Added to each sync.
+    /// Time added to each sync.
     pub sync_latency_us: u64,
-    /// Most writes and syncs a second; none for no limit.
+    /// Most writes and syncs per second; `None` for no limit.
     pub operations_per_second: Option<u32>,
-    /// Added to each write and each sync.
+    /// Time added to each write and each sync.
     pub operation_latency_us: u64,
-    /// Commits measured.
+    /// Number of measured commits.
     pub commits: u64,
-    /// Writes to the log.
+    /// Number of writes to the log.
     pub writes: u64,
-    /// Their ratio to the commits.
+    /// Writes to the log per commit.
     pub writes_per_commit: f64,
-    /// Syncs of the log.
+    /// Number of syncs of the log.
     pub syncs: u64,
-    /// Their ratio to the commits.
+    /// Syncs of the log per commit.
     pub syncs_per_commit: f64,
-    /// Commits a second.
+    /// Commits per second.
     pub commits_per_s: f64,
-    /// Half the commits took no longer.
+    /// Median time of a commit.
     pub p50_us: f64,
-    /// 99 % of the commits took no longer.
+    /// 99th percentile of a commit's time.
     pub p99_us: f64,
-    /// Groups that served 1, 2, 3-4, 5-8 ... waiters.
+    /// Number of groups that served 1, 2, 3-4, 5-8 ... waiters.
     pub group_sizes: [u64; GROUP_SIZE_CLASSES],
-    /// Of the baseline, which syncs once a commit.
+    /// Commits per second of the baseline, which syncs once per commit.
     pub raw_commits_per_s: f64,
-    /// Of the baseline.
+    /// Median time of the baseline's commits.
     pub raw_p50_us: f64,
-    /// Of the baseline.
+    /// 99th percentile of the baseline's commit times.
     pub raw_p99_us: f64,
-    /// `commits_per_s` over `raw_commits_per_s`.
-    /// 0 without a baseline.
+    /// `commits_per_s` divided by `raw_commits_per_s`; 0 without a baseline.
     pub ratio: f64,
 }
 
-/// Carries out `walvisor-bench store commit`.
+/// Runs `walvisor-bench store commit`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -243,12 +242,12 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
 
 /// A client of the store, with blocks of its own on one of the disks.
 struct Committer {
-    /// There while a round lasts: a port can be the one that leads the groups of all others, so whoever stops
-    /// looking at its port has to drop it, which passes the lead on.
+    /// Set while a round lasts. A port can be the leader of all groups. So a client that stops polling its port must
+    /// drop it, which passes the leadership on.
     client: Option<Client>,
     writer: u64,
     log: usize,
-    /// Of those of the log.
+    /// Number of the disk among those of the log.
     disk: usize,
     first_block: u64,
     flushes: bool,
@@ -301,10 +300,10 @@ impl RawCommitter<'_> {
     }
 }
 
-/// Measures store and baseline in turns, in a directory of their own under `dir`.
+/// Measures store and baseline in turns, in a temporary directory in `dir`.
 ///
 /// # Errors
-/// If the medium fails, or what was acknowledged does not read back.
+/// If the medium fails, or an acknowledged write does not read back.
 pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
     let medium = plan.medium;
     let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
@@ -415,7 +414,7 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
     })
 }
 
-/// What the logs have counted together.
+/// The sums of the logs' counters.
 struct Counted {
     writes: u64,
     syncs: u64,
@@ -440,7 +439,7 @@ impl Counted {
     }
 }
 
-/// Reads from the images, which are plain files now, what a client wrote last to each of its blocks.
+/// Checks in the images, which are plain files after the close, the last write of a client to each of its blocks.
 fn verify(site: &Site, committer: &Committer) -> Result<(), CommandError> {
     let mut block = Buffer::zeroed(BLOCK);
     let path = site.image(committer.disk);

@@ -1,4 +1,4 @@
-//! `walvisor-bench store load`: import, export, check and recovery by one thread, and by as many as there are processors.
+//! `walvisor-bench store load`: import, export, check and recovery with one thread, and with one per processor.
 
 use std::fmt;
 use std::fs::File;
@@ -22,9 +22,9 @@ use super::recover::child;
 use super::site::{Site, log, ring};
 use super::timing::median;
 
-/// How often one thread and all take turns.
+/// Number of turns of one thread and all threads.
 const ROUNDS: usize = 3;
-/// Every so many-th block is verified.
+/// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
 
 /// Arguments of `walvisor-bench store load`.
@@ -39,7 +39,7 @@ pub struct LoadArguments {
     output: Output,
 }
 
-/// What was measured; each rate is the median of the rounds.
+/// The results. Each rate is the median of the rounds.
 #[derive(Debug, Serialize)]
 struct LoadReport {
     bytes: u64,
@@ -52,16 +52,16 @@ struct LoadReport {
     recover: Pair,
 }
 
-/// One thread beside all.
+/// The rates with one thread and with all threads.
 #[derive(Debug, Default, Serialize)]
 struct Pair {
     one_thread_mib_per_s: f64,
     all_threads_mib_per_s: f64,
-    /// All over one.
+    /// The rate with all threads divided by that with one.
     ratio: f64,
 }
 
-/// Carries out `walvisor-bench store load`.
+/// Runs `walvisor-bench store load`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -103,7 +103,7 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
     })
 }
 
-/// Runs `work`, which gives its seconds for `bytes` bytes, with one thread and with all, in turns.
+/// Runs `work` in turns with one thread and with all. `work` returns its time in seconds for `bytes` bytes.
 fn measured(
     all: NonZeroUsize,
     bytes: u64,
@@ -123,16 +123,16 @@ fn measured(
     })
 }
 
-/// Forgets what the page cache has of a file, so that the medium is read.
+/// Removes a file from the page cache, so that it is read from the medium.
 fn forget(path: &Path) -> Result<(), CommandError> {
     let file = File::open(path).map_err(raw::failed("open", path))?;
     file.sync_all().map_err(raw::failed("sync", path))?;
-    // A hint: where it is not taken, both sides gain.
+    // The kernel may ignore this hint. Then both sides gain equally.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     Ok(())
 }
 
-/// Imports an image, checks the disk and removes it; seconds.
+/// Imports an image, checks the disk and removes it. Returns the time in seconds.
 fn import(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
     forget(image)?;
     let began = Instant::now();
@@ -154,7 +154,7 @@ fn import_into(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<(), C
     done.map(drop).map_err(CommandError::failed)
 }
 
-/// Exports a disk whose bytes are all in its base image, checks the image and removes it; seconds.
+/// Exports a disk whose content is all in its base image, checks the image and removes it. Returns the time in seconds.
 fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
     forget(disk)?;
     let image = disk.with_extension("raw");
@@ -174,7 +174,7 @@ fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
     Ok(time.as_secs_f64())
 }
 
-/// Verifies the whole log; seconds.
+/// Verifies the whole log. Returns the time in seconds.
 fn check(site: &Site, threads: NonZeroUsize) -> Result<f64, CommandError> {
     let began = Instant::now();
     let (disk, log) = (site.image(0), log(site.path()));
@@ -186,7 +186,7 @@ fn log_of(disk: &Path) -> PathBuf {
     walvisor_storage::default_log_dir(disk)
 }
 
-/// Looks at some blocks of a copy of the image.
+/// Checks some blocks of a copy of the image.
 fn verify(path: &Path) -> Result<(), CommandError> {
     let file = File::open(path).map_err(raw::failed("open", path))?;
     let blocks = file.metadata().map_err(raw::failed("read", path))?.len() / BLOCK as u64;

@@ -1,4 +1,4 @@
-//! `walvisor-bench store`: the store alone, each figure beside a raw baseline that was measured in the same run.
+//! `walvisor-bench store`: the store alone, each figure beside that of a raw baseline from the same run.
 //!
 //! ```text
 //!   commit   closed-loop clients: write 4 KiB, FLUSH     beside  write + fdatasync by as many threads
@@ -8,7 +8,7 @@
 //!   checkpoint  copying the log to the base image     beside  reading a file in order, then writing it
 //!   load     import, export, check, recovery by all threads   beside  the same by one
 //! ```
-//! Store and baseline take turns, so that both see the machine in the same moods.
+//! Store and baseline take turns, so that both see the machine in the same states.
 
 mod append;
 mod checkpoint;
@@ -56,10 +56,10 @@ enum Action {
     Open(recover::OpenArguments),
 }
 
-/// Carries out `walvisor-bench store`.
+/// Runs `walvisor-bench store`.
 ///
 /// # Errors
-/// If the arguments make no sense, the medium fails, or what was acknowledged does not read back.
+/// If the arguments are invalid, the medium fails, or an acknowledged write does not read back.
 pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
     match &arguments.action {
         Action::Commit(arguments) => commit::run(arguments),

@@ -17,10 +17,10 @@ pub struct Output {
 }
 
 impl Output {
-    /// Prints a report as it was asked for.
+    /// Prints a report in the format that the user asked for.
     ///
     /// # Errors
-    /// If it is no JSON.
+    /// If the report cannot be converted to JSON.
     pub fn print(
         &self,
         report: &(impl serde::Serialize + std::fmt::Display),
@@ -30,7 +30,7 @@ impl Output {
             true => serde_json::to_string(report).map_err(CommandError::failed)? + "\n",
             false => report.to_string(),
         };
-        // A reader that closed the pipe early has what it wanted.
+        // The write fails if a reader has closed the pipe early, which is fine.
         let _ = std::io::stdout().write_all(text.as_bytes());
         Ok(())
     }

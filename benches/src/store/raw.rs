@@ -1,4 +1,4 @@
-//! The baselines: a plain file, opened with O_DIRECT where the file system has it, and no log.
+//! The baselines: a plain file without a log, opened with O_DIRECT if the file system supports it.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -12,16 +12,16 @@ use walvisor_storage::Buffer;
 
 use super::client::stamp;
 
-/// Bytes of a write while a file is filled.
+/// Bytes of each write that fills a file.
 const FILL_BYTES: usize = 1 << 20;
 
-/// An error with what was done to which file.
+/// An error that names the file and the failed operation.
 pub fn failed(doing: &str, path: &Path) -> impl Fn(std::io::Error) -> CommandError {
     let place = format!("{}: can't {doing}", path.display());
     move |error| CommandError::Failed(format!("{place}: {error}"))
 }
 
-/// Opens a file without the page cache between, or with it where the file system knows no other way.
+/// Opens a file with O_DIRECT, or through the page cache if the file system does not support O_DIRECT.
 ///
 /// # Errors
 /// If the file can't be opened.
@@ -40,10 +40,10 @@ pub fn open_direct(path: &Path) -> Result<File, CommandError> {
     }
 }
 
-/// Makes a file of `bytes` bytes, every block allocated, written and stamped with `writer` 0 and its number.
+/// Makes a file of `bytes` bytes. Every block is allocated, written and stamped with `writer` 0 and its number.
 ///
 /// # Errors
-/// If it can't be written.
+/// If the file can't be written.
 pub fn create(path: &Path, bytes: u64, block: usize) -> Result<File, CommandError> {
     let fill = || {
         let file = File::create_new(path)?;
@@ -63,7 +63,7 @@ pub fn create(path: &Path, bytes: u64, block: usize) -> Result<File, CommandErro
     open_direct(path)
 }
 
-/// Which way a queue moves bytes.
+/// The direction in which a queue moves bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the file.
@@ -72,7 +72,7 @@ pub enum Direction {
     Write,
 }
 
-/// A queue of reads or writes of one file: io_uring, submitted in batches, nothing else.
+/// A queue of reads or writes of one file: plain io_uring, with requests submitted in batches.
 pub struct RawQueue<'a> {
     ring: IoUring,
     file: &'a File,
@@ -87,7 +87,7 @@ impl<'a> RawQueue<'a> {
     /// A queue with `depth` requests of `block` bytes in flight.
     ///
     /// # Errors
-    /// If the kernel gives no ring.
+    /// If the kernel refuses a ring.
     pub fn new(
         file: &'a File,
         direction: Direction,
@@ -115,11 +115,11 @@ impl<'a> RawQueue<'a> {
         &mut self.buffers[slot]
     }
 
-    /// Keeps the queue full with the file offsets that `next` gives for a slot, until it gives `None`, and waits for
-    /// one request to end: its slot and its time; `None` once nothing is in flight.
+    /// Keeps the queue full with the file offsets that `next` returns for a slot, until it returns `None`. Waits for
+    /// one request to end, and returns its slot and its time; `None` once no request is in flight.
     ///
     /// # Errors
-    /// If the request failed or came short.
+    /// If the request failed or was short.
     pub fn step(
         &mut self,
         mut next: impl FnMut(usize) -> Option<u64>,
@@ -173,8 +173,8 @@ impl<'a> RawQueue<'a> {
                 .offset(offset)
                 .build(),
         };
-        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for what is in flight, and
-        // nobody touches the buffer of a slot that is not idle.
+        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for the requests in flight,
+        // and no code touches the buffer of a slot that is not idle.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("an entry for each slot");
     }
@@ -183,7 +183,8 @@ impl<'a> RawQueue<'a> {
 impl Drop for RawQueue<'_> {
     fn drop(&mut self) {
         while self.idle.len() < self.buffers.len() {
-            // An error of one request doesn't matter any more; one of the ring would leave the kernel with our memory.
+            // An error of a request is ignored. After an error of the ring the kernel may still use the buffers, so
+            // they are leaked.
             let before = self.idle.len();
             if self.step(|_| None).is_err() && self.idle.len() == before {
                 std::mem::forget(std::mem::take(&mut self.buffers));

@@ -1,4 +1,4 @@
-//! `walvisor-bench store read`: what the log and its index cost a random read.
+//! `walvisor-bench store read`: the cost of a random read through the log and its index.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ use super::raw::{self, Direction, RawQueue};
 use super::site::{Site, ring};
 use super::timing::{Timing, closed_loops, shares};
 
-/// How often store and baseline take turns.
+/// Number of turns of store and baseline.
 const ROUNDS: u64 = 4;
 /// Writes between two FLUSHes while the log is filled.
 const FILL_DEPTH: usize = 64;
@@ -45,7 +45,7 @@ pub struct ReadArguments {
     output: Output,
 }
 
-/// One kind of read.
+/// The figures of one kind of read.
 #[derive(Debug, Serialize)]
 struct Figures {
     reads_per_s: f64,
@@ -63,7 +63,7 @@ impl Figures {
     }
 }
 
-/// What was measured.
+/// The results.
 #[derive(Debug, Serialize)]
 struct ReadReport {
     bytes: u64,
@@ -79,7 +79,7 @@ struct ReadReport {
     beside_syncs: Option<Beside>,
 }
 
-/// Reads of one disk while another is synced, and the same reads without that, taking turns.
+/// Reads of one disk while another disk is synced, in turns with the same reads without syncs.
 #[derive(Debug, Serialize)]
 struct Beside {
     sync_latency_us: u32,
@@ -88,7 +88,7 @@ struct Beside {
     beside: Figures,
 }
 
-/// Carries out `walvisor-bench store read`.
+/// Runs `walvisor-bench store read`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -111,7 +111,7 @@ pub fn run(arguments: &ReadArguments) -> Result<(), CommandError> {
     arguments.output.print(&report)
 }
 
-/// Which block comes next: all of them in a scattered order that looks random to the medium.
+/// Chooses the next block, in a pseudo-random order.
 struct Scatter {
     blocks: u64,
     state: u64,
@@ -119,7 +119,7 @@ struct Scatter {
 
 impl Scatter {
     fn next(&mut self) -> u64 {
-        // Xorshift (Marsaglia 2003): never zero once it is not zero.
+        // Xorshift (Marsaglia 2003): a state other than zero never becomes zero.
         self.state ^= self.state << 13;
         self.state ^= self.state >> 7;
         self.state ^= self.state << 17;
@@ -205,7 +205,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             .map(reader)
             .collect::<Result<Vec<_>, CommandError>>()
     };
-    // Written as writer 1 and closed: checkpointed.
+    // Writer 1's data is checkpointed, because the store is closed.
     let store = site.open(1, CacheMode::Writeback, &options)?;
     fill(&store, blocks, 1)?;
     store.close().map_err(CommandError::failed)?;
@@ -234,7 +234,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
         checkpointed.add(closed_loops(&mut from_image, share, Reader::read, |_| ())?);
     }
     drop(from_image);
-    // Written as writer 2 and left in the log.
+    // Writer 2's data stays in the log.
     fill(&store, blocks, 2)?;
     let mut from_log = readers(&store, 2)?;
     let mut raw_beside = Timing::default();
@@ -281,7 +281,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     })
 }
 
-/// Reads the first disk, alone and beside a client of the second that flushes whatever it has written.
+/// Reads the first disk, alone and beside a client of the second disk that writes and flushes repeatedly.
 fn beside(
     store: &Store,
     readers: &mut [Reader],
@@ -297,7 +297,7 @@ fn beside(
         thread::scope(|scope| {
             let over = &over;
             let flusher = scope.spawn(move || {
-                // Once in any case: a machine may have read all before it lets this thread run.
+                // The loop runs at least once: all reads may have ended before this thread first runs.
                 loop {
                     let data = stamped(BLOCK, 0, 0);
                     client.run(Operation::Write { sector: 0, data })?;
@@ -322,7 +322,7 @@ fn beside(
     })
 }
 
-/// Writes every block, a record each, and makes them durable.
+/// Writes every block as a record of its own, and makes them durable.
 fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
     let mut queue = QueueClient::open(&store.disks()[0], FILL_DEPTH)?;
     let mut next = 0;

@@ -1,4 +1,4 @@
-//! `walvisor-bench store recover`: how long opening takes after a crash. The crash is a process that ends without closing.
+//! `walvisor-bench store recover`: the time of opening after a crash. The crash is a process that ends without closing.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -21,13 +21,13 @@ use super::raw;
 use super::site::{self, Site, ring};
 use super::timing::median;
 
-/// How often store and baseline take turns.
+/// Number of turns of store and baseline.
 const ROUNDS: usize = 3;
 /// Records between two FLUSHes.
 const BURST: u64 = 256;
-/// Bytes of a read of the baseline.
+/// Bytes of each read of the baseline.
 const RAW_BYTES: usize = 1 << 20;
-/// Every so many-th block is verified.
+/// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
 
 /// Arguments of `walvisor-bench store recover`.
@@ -59,7 +59,7 @@ pub struct OpenArguments {
     threads: Threads,
 }
 
-/// What was measured; each time is the median of the rounds.
+/// The results. Each time is the median of the rounds.
 #[derive(Debug, Serialize)]
 struct RecoverReport {
     records: u64,
@@ -70,7 +70,7 @@ struct RecoverReport {
     ratio: f64,
 }
 
-/// Carries out `walvisor-bench store recover`.
+/// Runs `walvisor-bench store recover`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -102,10 +102,10 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
     })
 }
 
-/// Runs a process that leaves the log unclosed, and gives the number that it prints.
+/// Runs a process that leaves the log unclosed, and returns the number that it prints.
 ///
 /// # Errors
-/// If it fails, with what it said.
+/// If the process fails; the error contains its output.
 pub fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
     let myself = std::env::current_exe().map_err(CommandError::failed)?;
     let output = Command::new(myself)
@@ -126,7 +126,7 @@ pub fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64
     }
 }
 
-/// Fills the log, prints its bytes, and ends as a crash would: nothing closed.
+/// Fills the log, prints its size in bytes, and ends without closing it, like a crash.
 ///
 /// # Errors
 /// If the store fails.
@@ -151,10 +151,10 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     exit(0)
 }
 
-/// Opens the log, prints how many microseconds that took, and ends as a crash would.
+/// Opens the log, prints the time in microseconds, and ends without closing it, like a crash.
 ///
 /// # Errors
-/// If the store fails, or what was acknowledged does not read back.
+/// If the store fails, or an acknowledged write does not read back.
 pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
     let began = Instant::now();
     let store = open_store(&arguments.site, arguments.bytes, arguments.threads.get())?;
@@ -183,7 +183,7 @@ fn open_store(
     site::open(site, 1, CacheMode::Writeback, &options)
 }
 
-/// Reads `bytes` of the log's segment files from beginning to end; microseconds.
+/// Reads `bytes` of the log's segment files in order. Returns the time in microseconds.
 fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
     let entries = std::fs::read_dir(log).map_err(raw::failed("list", log))?;
     let mut segments = Vec::new();

@@ -1,4 +1,4 @@
-//! The directory that a benchmark works in, with a log and its disks. It is removed at the end.
+//! The working directory of a benchmark, with a log and its disks. It is removed at the end.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use walvisor_storage::{
 use super::client::{Client, stamped};
 use super::figures::BLOCK;
 
-/// A temporary directory on the medium to be measured.
+/// A temporary directory on the measured medium.
 pub struct Site {
     dir: TempDir,
 }
@@ -44,10 +44,10 @@ impl Site {
         image(self.path(), disk)
     }
 
-    /// Creates `disks` disks of `bytes` bytes on one log, whose first segments are made before anything is measured.
+    /// Creates `disks` disks of `bytes` bytes on one log, and makes the log's first segments before the measurement.
     ///
     /// # Errors
-    /// If the store can't make them.
+    /// If the store can't create them.
     pub fn create(
         &self,
         disks: usize,
@@ -70,7 +70,7 @@ impl Site {
     /// Opens the log with its disks.
     ///
     /// # Errors
-    /// If the store can't.
+    /// If the store can't open them.
     pub fn open(
         &self,
         disks: usize,
@@ -106,7 +106,7 @@ pub fn image(site: &Path, disk: usize) -> PathBuf {
 /// Opens the log in the directory `site` with its first `disks` disks.
 ///
 /// # Errors
-/// If the store can't.
+/// If the store can't open them.
 pub fn open(
     site: &Path,
     disks: usize,

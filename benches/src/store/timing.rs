@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use walvisor::commands::CommandError;
 
-/// What some rounds of closed loops took.
+/// The times of some rounds of closed loops.
 #[derive(Debug, Default)]
 pub struct Timing {
     elapsed: Duration,
@@ -20,7 +20,7 @@ impl Timing {
         self.latencies.append(&mut round.latencies);
     }
 
-    /// Steps a second; 0 of none.
+    /// Steps per second; 0 if there are none.
     pub fn rate(&self) -> f64 {
         if self.latencies.is_empty() {
             return 0.0;
@@ -28,7 +28,7 @@ impl Timing {
         self.latencies.len() as f64 / self.elapsed.as_secs_f64()
     }
 
-    /// The time that `part` (0 to 1) of the steps stayed within, in microseconds.
+    /// The time in microseconds that a share `part` (0 to 1) of the steps did not exceed.
     pub fn percentile_us(&mut self, part: f64) -> f64 {
         let last = self.latencies.len().saturating_sub(1);
         if self.latencies.is_empty() {
@@ -40,11 +40,11 @@ impl Timing {
     }
 }
 
-/// Runs a thread for each client, which takes steps until all together have taken `total`. A step gives its time. A
-/// thread that has no more steps to take calls `leave`.
+/// Runs a thread for each client, which takes steps until all clients together have taken `total`. A step returns its
+/// time. A thread that has no more steps to take calls `leave`.
 ///
 /// # Errors
-/// The first that a step gives; the others stop then.
+/// The first error of a step; the other clients stop then.
 pub fn closed_loops<C: Send>(
     clients: &mut [C],
     total: u64,
@@ -62,7 +62,8 @@ pub fn closed_loops<C: Send>(
                     let mut latencies = Vec::with_capacity(room);
                     let mut ended = Ok(());
                     start.wait();
-                    // Whoever looked at the clock for all of them might be late, and the loops seem shorter than they were.
+                    // Each thread reads the clock itself. A single reader could start late, and make the loops seem
+                    // shorter than they were.
                     let began = Instant::now();
                     while !failed.load(Ordering::Relaxed)
                         && taken.fetch_add(1, Ordering::Relaxed) < total
@@ -99,12 +100,12 @@ pub fn closed_loops<C: Send>(
     })
 }
 
-/// Splits `total` over `rounds` as evenly as whole numbers go.
+/// Splits `total` over `rounds` as evenly as whole numbers allow.
 pub fn shares(total: u64, rounds: u64) -> impl Iterator<Item = u64> {
     (0..rounds).map(move |round| total * (round + 1) / rounds - total * round / rounds)
 }
 
-/// The middle one of some rounds.
+/// The median of some rounds.
 pub fn median(mut rounds: Vec<f64>) -> f64 {
     rounds.sort_by(f64::total_cmp);
     rounds.get(rounds.len() / 2).copied().unwrap_or(0.0)
