@@ -126,21 +126,27 @@ impl Worker {
         self.handle.iter().for_each(Handle::request_stop);
     }
 
-    /// Whether the queue has met an error, after which only a reset lets it go on.
-    pub(crate) fn broken(&self) -> bool {
-        let handle = self.handle.as_ref();
-        handle.is_some_and(|handle| handle.control().broken())
-    }
-
     /// Whether the queue is drained: then dropping the worker does not wait.
     pub(crate) fn finished(&self) -> bool {
         self.handle.as_ref().is_none_or(Handle::finished)
     }
 
-    /// Drains the queue. Returns the index of the first chain that was not taken; `None` if the worker never ran.
-    pub(crate) fn stop(mut self) -> Option<u16> {
-        self.handle.take().map(|handle| handle.stop())
+    /// Drains the queue. Chains that the worker has taken are completed, unless the queue breaks.
+    pub(crate) fn stop(mut self) -> Drained {
+        let handle = self.handle.take();
+        let next = handle.as_ref().map(Handle::stop);
+        // Only now: the worker may have met an error while it drained.
+        let broken = handle.is_none_or(|handle| handle.control().broken());
+        Drained { next, broken }
     }
+}
+
+/// A queue that was served and is drained.
+pub(crate) struct Drained {
+    /// The index of the first chain that was not taken; `None` if the worker never ran.
+    pub(crate) next: Option<u16>,
+    /// The queue has met an error: only a reset lets it go on.
+    pub(crate) broken: bool,
 }
 
 impl Drop for Worker {

@@ -257,9 +257,10 @@ impl<M: DeviceMemory> DeviceState<M> {
         workers.for_each(Worker::request_stop);
         for queue in &mut self.queues {
             queue.draining = None;
-            queue.broken |= queue.worker.as_ref().is_some_and(Worker::broken);
-            let taken = queue.worker.take().and_then(Worker::stop);
-            queue.setup.resume_at = taken.or(queue.setup.resume_at);
+            if let Some(drained) = queue.worker.take().map(Worker::stop) {
+                queue.broken |= drained.broken;
+                queue.setup.resume_at = drained.next.or(queue.setup.resume_at);
+            }
         }
     }
 

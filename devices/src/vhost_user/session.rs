@@ -137,7 +137,8 @@ impl<'a> Session<'a> {
         let (features, resting) = (self.features, self.resting);
         let enabled_at_once = features.is_none_or(|features| features.0 & PROTOCOL_FEATURES == 0);
         let ring = self.ring(index)?;
-        if ring.worker.is_some() || !(ring.enabled || enabled_at_once) || resting {
+        let rests = ring.worker.is_some() || ring.broken || resting;
+        if rests || !(ring.enabled || enabled_at_once) {
             return Ok(());
         }
         let (Some(kick), Some(addresses)) = (&ring.kick, ring.addresses) else {
@@ -364,7 +365,10 @@ impl Session<'_> {
     /// This deprecated message only disables all rings.
     fn reset_owner(&mut self) {
         self.pause();
-        self.rings.iter_mut().for_each(|ring| ring.enabled = false);
+        for ring in &mut self.rings {
+            ring.stop();
+            ring.enabled = false;
+        }
     }
 
     /// Returns everything but the memory and the protocol features to its initial state.
@@ -429,7 +433,7 @@ impl Session<'_> {
     /// Drains and stops a ring. It starts again with its next kick descriptor.
     fn stop_ring(&mut self, index: u32) -> Outcome<Answer> {
         let ring = self.ring(index)?;
-        ring.pause();
+        ring.stop();
         ring.kick = None;
         let mut payload = index.to_ne_bytes().to_vec();
         payload.extend_from_slice(&u32::from(ring.next_available).to_ne_bytes());
@@ -440,7 +444,7 @@ impl Session<'_> {
         let file = file.ok_or_else(|| refused(format!("ring {index} is to be polled")))?;
         let kick = doorbell(file)?;
         let ring = self.ring(index)?;
-        ring.pause();
+        ring.stop();
         ring.kick = Some(kick);
         self.start(index)
     }
@@ -451,7 +455,7 @@ impl Session<'_> {
         if ring.enabled {
             return self.start(index);
         }
-        ring.pause();
+        ring.stop();
         Ok(())
     }
 

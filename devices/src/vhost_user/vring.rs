@@ -28,6 +28,8 @@ pub(super) struct Vring {
     pub(super) signals: Arc<Signals>,
     /// The worker that serves the ring while it runs.
     pub(super) worker: Option<Worker>,
+    /// The ring has met an error. Pausing and resuming the disk does not clear it.
+    pub(super) broken: bool,
 }
 
 impl Vring {
@@ -45,14 +47,22 @@ impl Vring {
                 metrics,
             }),
             worker: None,
+            broken: false,
         }
     }
 
-    /// Drains the ring: chains that the worker has taken are completed, the rest stay available.
+    /// Drains the ring for the owner: chains that the worker has taken are completed, the rest stay available.
     pub(super) fn pause(&mut self) {
-        if let Some(worker) = self.worker.take() {
-            self.next_available = worker.stop().unwrap_or(self.next_available);
+        if let Some(drained) = self.worker.take().map(Worker::stop) {
+            self.next_available = drained.next.unwrap_or(self.next_available);
+            self.broken |= drained.broken;
         }
+    }
+
+    /// Drains the ring for the front-end, which may start it again whatever has happened to it.
+    pub(super) fn stop(&mut self) {
+        self.pause();
+        self.broken = false;
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -29,6 +30,8 @@ struct Shared {
     submitted: AtomicU64,
     kicks: AtomicU64,
     queues: AtomicU64,
+    opened: AtomicU64,
+    hold_up: Mutex<Option<Receiver<()>>>,
     leaked: AtomicU64,
 }
 
@@ -44,6 +47,8 @@ impl Gate {
             submitted: AtomicU64::new(0),
             kicks: AtomicU64::new(0),
             queues: AtomicU64::new(0),
+            opened: AtomicU64::new(0),
+            hold_up: Mutex::default(),
             leaked: AtomicU64::new(0),
         };
         Self {
@@ -82,6 +87,18 @@ impl Gate {
     /// Queues that are open now.
     pub fn queues(&self) -> u64 {
         self.shared.queues.load(Ordering::SeqCst)
+    }
+
+    /// Queues opened so far.
+    pub fn opened(&self) -> u64 {
+        self.shared.opened.load(Ordering::SeqCst)
+    }
+
+    /// Makes the next submission wait, and its worker with it, until the sender sends.
+    pub fn hold_up(&self) -> Sender<()> {
+        let (release, released) = channel();
+        *self.shared.hold_up.lock().expect("a channel") = Some(released);
+        release
     }
 
     /// Requests that had not ended when their queue was closed.
@@ -123,6 +140,7 @@ impl Backend for Gate {
             .expect("events")
             .push(event.try_clone()?);
         self.shared.queues.fetch_add(1, Ordering::SeqCst);
+        self.shared.opened.fetch_add(1, Ordering::SeqCst);
         Ok(Box::new(GateQueue {
             inner: self.disk.open_queue()?,
             shared: Arc::clone(&self.shared),
@@ -155,6 +173,10 @@ impl BackendQueue for GateQueue {
         }
         self.shared.submitted.fetch_add(1, Ordering::SeqCst);
         self.batch.push((token, operation));
+        let hold_up = self.shared.hold_up.lock().expect("a channel").take();
+        if let Some(released) = hold_up {
+            released.recv().expect("the test releases its worker");
+        }
     }
 
     fn kick(&mut self) {

@@ -1,5 +1,7 @@
 //! A driver that breaks the rules forces itself to reset the device, and harms no other user.
 
+use std::path::Path;
+
 use virtio_bindings::virtio_blk::*;
 use vm_memory::{Bytes, GuestAddress};
 use walvisor_devices::backend::ram::RamDisk;
@@ -11,6 +13,7 @@ on_every_transport!(
     broken_chains_need_a_reset,
     broken_indices_need_a_reset,
     requests_in_flight_end_when_their_queue_breaks,
+    a_queue_that_breaks_while_a_pause_drains_it_stays_broken,
     // With vhost-user, a front-end with such addresses is disconnected, and each ring has an error signal of its own.
     ; broken_ring_addresses_need_a_reset,
     the_other_queues_go_on,
@@ -220,6 +223,44 @@ fn a_queue_that_broke_stays_so_over_a_pause(kind: Kind) {
     wait_until("an answer", || driver.rings[1].used_index() == 1);
     driver.initialise(EVERYTHING);
     driver.flush(0);
+}
+
+fn a_queue_that_breaks_while_a_pause_drains_it_stays_broken(kind: Kind) {
+    let gate = Gate::new(RamDisk::new(64));
+    gate.open();
+    let mut driver = Driver::start(kind, gate.clone(), config(1), EVERYTHING);
+    // The worker stands in the submission of a valid chain, and has not seen the invalid one behind it.
+    let release = gate.hold_up();
+    driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
+    driver.rings[0].offer(u16::MAX);
+    driver.rings[0].publish();
+    driver.registers.notify(0);
+    wait_until("a submission", || gate.submitted() == 1);
+    let pausing = std::fs::read_link("/proc/thread-self").expect("this thread");
+    let releases = std::thread::spawn(move || {
+        wait_until("the pause to wait for the worker", || asleep(&pausing));
+        release.send(()).expect("the worker waits");
+    });
+    driver.registers.pause();
+    releases.join().expect("the worker was released");
+    assert_ne!(driver.registers.status() & NEEDS_RESET, 0);
+    let opened = gate.opened();
+    driver.registers.resume();
+    // The end of another pause shows that the resumption is over.
+    driver.registers.pause();
+    assert_eq!(gate.opened(), opened, "the queue was not started again");
+    driver.registers.resume();
+    driver.initialise(EVERYTHING);
+    driver.flush(0);
+}
+
+/// Whether a thread, named by its directory below `/proc`, is asleep.
+fn asleep(thread: &Path) -> bool {
+    let stat = std::fs::read_to_string(Path::new("/proc").join(thread).join("stat"));
+    let stat = stat.expect("the state of a thread");
+    // The state follows the name, which is in parentheses.
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, state)| state.starts_with('S'))
 }
 
 fn the_other_queues_go_on(kind: Kind) {
