@@ -11,7 +11,7 @@ use walvisor::commands::CommandError;
 use walvisor::control_socket::{self, Format};
 use walvisor::processor_time;
 
-use crate::load::point::{Backend, DISK_BYTES};
+use crate::load::point::{BackendKind, DISK_BYTES};
 use crate::programs;
 
 /// A daemon with some disks. Dropping it sends SIGTERM to the daemon, and waits for its end.
@@ -66,7 +66,7 @@ impl Daemon {
     /// # Errors
     /// If the checkpoint fails.
     pub fn checkpoint(&self) -> Result<(), CommandError> {
-        let asked = control_socket::Command::Checkpoint { disk: None };
+        let asked = control_socket::ControlCommand::Checkpoint { disk: None };
         let answer = control_socket::ask(&self.control, &asked);
         answer.map(drop).map_err(CommandError::Failed)
     }
@@ -80,10 +80,10 @@ impl Daemon {
     ///
     /// # Errors
     /// If the daemon does not answer.
-    pub fn disk(&self, backend: Backend) -> Result<DiskState, CommandError> {
+    pub fn disk(&self, backend: BackendKind) -> Result<DaemonDisk, CommandError> {
         let stats = control_socket::ask(
             &self.control,
-            &control_socket::Command::Stats(Format::default()),
+            &control_socket::ControlCommand::Stats(Format::default()),
         )
         .map_err(CommandError::Failed)?;
         let disk = stats["disks"]
@@ -92,7 +92,7 @@ impl Daemon {
         let disk = disk.ok_or_else(|| {
             CommandError::Failed(format!("the daemon has no disk '{}'", backend.name()))
         })?;
-        Ok(DiskState {
+        Ok(DaemonDisk {
             syncs: disk["log"]["syncs"].as_u64().unwrap_or(0),
             writeback: disk["cache"] == "writeback",
         })
@@ -101,7 +101,7 @@ impl Daemon {
 
 /// The state of a disk, from the daemon's statistics.
 #[derive(Clone, Copy, Debug)]
-pub struct DiskState {
+pub struct DaemonDisk {
     /// Syncs of its log so far.
     pub syncs: u64,
     /// Whether its write cache is on.
@@ -117,10 +117,10 @@ impl Drop for Daemon {
 }
 
 /// The SPEC of a disk that a daemon serves at `socket`: in memory, or the image `image` with its log beside it.
-pub fn spec(backend: Backend, image: &str, socket: &Path) -> String {
+pub fn spec(backend: BackendKind, image: &str, socket: &Path) -> String {
     let place = match backend {
-        Backend::Ram => format!("backend=ram,size={DISK_BYTES}"),
-        Backend::Wal => format!("path={image}"),
+        BackendKind::Ram => format!("backend=ram,size={DISK_BYTES}"),
+        BackendKind::Wal => format!("path={image}"),
     };
     let (name, socket) = (backend.name(), socket.display());
     format!("{place},serial={name},socket={socket}")

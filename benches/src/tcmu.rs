@@ -7,7 +7,9 @@ use clap::Args;
 
 use walvisor::commands::CommandError;
 
-use crate::linux::{Amount, Kernels, Linux, Measured, Outcome, Place, Plan, measure};
+use crate::linux::{
+    Amount, Kernels, Linux, LinuxMeasured, LinuxOutcome, LinuxPlace, LinuxPlan, measure,
+};
 use crate::output::Output;
 use crate::report::plot::{Kind, Plot};
 use crate::report::{Cell, Section, Spread};
@@ -26,10 +28,10 @@ pub struct TcmuArguments {
     output: Output,
 }
 
-fn place(linux: Linux) -> Place {
+fn place(linux: Linux) -> LinuxPlace {
     match linux {
-        Linux::UserMode => Place::UserMode { script: SCRIPT },
-        Linux::Machine => Place::Kvm {
+        Linux::UserMode => LinuxPlace::UserMode { script: SCRIPT },
+        Linux::Machine => LinuxPlace::Kvm {
             machine: SCRIPT,
             guest: "",
             cpus: 1,
@@ -38,10 +40,10 @@ fn place(linux: Linux) -> Place {
     }
 }
 
-fn plan(linux: Linux, output: &Output) -> Plan {
+fn plan(linux: Linux, output: &Output) -> LinuxPlan {
     let quick = output.quick;
     let user_mode = linux == Linux::UserMode;
-    Plan {
+    LinuxPlan {
         loops: &[(1, 2), (1, 4), (1, 8)],
         jobs: match quick {
             true => vec!["ram:read", "ram:write"],
@@ -81,7 +83,7 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
             Linux::Machine => "TCMU and NBD on a machine with KVM",
         };
         // Measurements from before a signal count, so their results are kept outside of the step.
-        let mut outcome = Outcome::default();
+        let mut outcome = LinuxOutcome::default();
         session.step(what, expected, || {
             outcome = measure(
                 place(*linux),
@@ -139,7 +141,7 @@ fn section() -> Section {
 /// The values that identify a row.
 type Key = (String, String, String, String, u32);
 
-fn key(measured: &Measured) -> Key {
+fn key(measured: &LinuxMeasured) -> Key {
     let sample = &measured.sample;
     let load = sample.load.trim_start_matches("fio, ").to_owned();
     (
@@ -152,7 +154,7 @@ fn key(measured: &Measured) -> Key {
 }
 
 /// Adds a row for each key that both paths were measured at, and bars for those rows whose times are meaningful.
-fn add_rows(section: &mut Section, measured: &[Measured]) {
+fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
     let mut keys: Vec<Key> = measured.iter().map(key).collect();
     keys.sort();
     keys.dedup();
@@ -160,10 +162,11 @@ fn add_rows(section: &mut Section, measured: &[Measured]) {
     for key_of_row in keys {
         let of = |path: &'static str| {
             let key_of_row = &key_of_row;
-            let these = move |one: &&Measured| one.sample.path == path && key(one) == *key_of_row;
+            let these =
+                move |one: &&LinuxMeasured| one.sample.path == path && key(one) == *key_of_row;
             measured.iter().filter(these)
         };
-        let figures = |path, figure: fn(&Measured) -> Option<f64>| -> Vec<f64> {
+        let figures = |path, figure: fn(&LinuxMeasured) -> Option<f64>| -> Vec<f64> {
             of(path).filter_map(figure).collect()
         };
         let speed = |path| figures(path, |one| Some(one.sample.mb_per_s));

@@ -11,7 +11,7 @@ use crate::arch::x86_64::crash::Crash;
 
 /// Why the guest no longer runs.
 #[derive(Clone, Debug)]
-pub enum Ended {
+pub enum RunEnd {
     /// The guest powered off (ACPI S5).
     PowerOff,
     /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault once it ran.
@@ -27,9 +27,9 @@ pub enum Ended {
 }
 
 /// The end of a run and its pauses, shared by everything that can cause them.
-pub struct Control {
+pub struct RunControl {
     event: EventFd,
-    ended: OnceLock<Ended>,
+    ended: OnceLock<RunEnd>,
     stopping: AtomicBool,
     /// Signalled when the guest is asked to power off.
     power_down: EventFd,
@@ -48,7 +48,7 @@ struct Vcpus {
     parked: usize,
 }
 
-impl Control {
+impl RunControl {
     /// A run that has not ended.
     ///
     /// # Errors
@@ -66,7 +66,7 @@ impl Control {
     }
 
     /// Ends the run. Only the first call has an effect.
-    pub fn end(&self, ended: Ended) {
+    pub fn end(&self, ended: RunEnd) {
         if self.ended.set(ended).is_ok() {
             self.stopping.store(true, Ordering::SeqCst);
             // The write fails only if the counter is full, and then the event is readable already.
@@ -88,7 +88,7 @@ impl Control {
     }
 
     /// The reason why the run ended, once it has.
-    pub fn ended(&self) -> Option<&Ended> {
+    pub fn ended(&self) -> Option<&RunEnd> {
         self.ended.get()
     }
 
@@ -160,7 +160,7 @@ fn wait<'a>(changed: &Condvar, guard: MutexGuard<'a, Vcpus>) -> MutexGuard<'a, V
 }
 
 /// A thread that runs a vCPU. The value must stay on that thread.
-pub(super) struct Running<'a>(&'a Control, libc::pthread_t);
+pub(super) struct Running<'a>(&'a RunControl, libc::pthread_t);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {

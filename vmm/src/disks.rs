@@ -12,7 +12,7 @@ use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{CommitWait, DiskOptions, Image, Store, StoreOptions};
 
 use crate::disk::OpenDisk;
-use crate::disk_spec::{BackendKind, CacheMode, DiskSpec, MAX_SERIAL_BYTES};
+use crate::disk_spec::{BackendKind, DiskCache, DiskSpec, MAX_SERIAL_BYTES};
 use crate::progress::with_bar;
 
 /// The logs of a command line's disks. Dropping them closes them too, but ignores errors.
@@ -198,9 +198,9 @@ fn disk_options(spec: &DiskSpec) -> DiskOptions {
     let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
     options.read_only = spec.read_only;
     options.cache = match spec.cache {
-        CacheMode::Writeback => walvisor_storage::CacheMode::Writeback,
-        CacheMode::Writethrough => walvisor_storage::CacheMode::Writethrough,
-        CacheMode::Unsafe => walvisor_storage::CacheMode::Unsafe,
+        DiskCache::Writeback => walvisor_storage::CacheMode::Writeback,
+        DiskCache::Writethrough => walvisor_storage::CacheMode::Writethrough,
+        DiskCache::Unsafe => walvisor_storage::CacheMode::Unsafe,
     };
     options
 }
@@ -211,9 +211,9 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
     if spec.backend == BackendKind::Raw {
         let path = spec.path.clone().unwrap_or_default();
         let cache = match spec.cache {
-            CacheMode::Writeback => RawCache::Writeback,
-            CacheMode::Writethrough => RawCache::Writethrough,
-            CacheMode::Unsafe => RawCache::Unsafe,
+            DiskCache::Writeback => RawCache::Writeback,
+            DiskCache::Writethrough => RawCache::Writethrough,
+            DiskCache::Unsafe => RawCache::Unsafe,
         };
         let image = Image::open(&path, spec.read_only)?;
         return Ok(Arc::new(RawDisk::new(image, cache)));

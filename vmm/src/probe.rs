@@ -18,7 +18,7 @@ use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryMmap, GuestMemoryRegion,
 };
 
-use crate::arch::x86_64::long_mode::{self, Ring};
+use crate::arch::x86_64::long_mode::{self, PrivilegeLevel};
 
 /// The way in which this KVM executes ring 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,8 +142,14 @@ fn reaches_out(kvm: &Kvm, program: &[u8]) -> Result<bool, ProbeError> {
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(step("read the CPUID"))?;
     vcpu.set_cpuid2(&cpuid).map_err(step("set the CPUID"))?;
-    long_mode::set_registers(&vcpu, Ring::Kernel, CODE, long_mode::RING0_STACK_TOP, DATA)
-        .map_err(step("set a vCPU's registers"))?;
+    long_mode::set_registers(
+        &vcpu,
+        PrivilegeLevel::Kernel,
+        CODE,
+        long_mode::RING0_STACK_TOP,
+        DATA,
+    )
+    .map_err(step("set a vCPU's registers"))?;
     loop {
         return match vcpu.run() {
             Ok(VcpuExit::IoOut(PORT, _)) => Ok(true),

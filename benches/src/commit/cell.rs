@@ -7,21 +7,21 @@ use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
 use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Cell as Figure, Spread};
+use crate::report::{Cell, Spread};
 use crate::session::Session;
-use crate::store::commit::{CommitReport, Medium, Mode, Plan, Switch, measure};
+use crate::store::commit::{CommitPlan, CommitReport, MediumModel, Mode, Switch, measure};
 
 /// A plan and the results of its rounds.
-pub struct Cell {
+pub struct CommitCell {
     /// The plan.
-    pub plan: Plan,
+    pub plan: CommitPlan,
     /// The result of each round.
     pub rounds: Vec<CommitReport>,
 }
 
-impl Cell {
+impl CommitCell {
     /// A cell without any rounds yet.
-    pub fn new(plan: Plan) -> Self {
+    pub fn new(plan: CommitPlan) -> Self {
         let rounds = Vec::new();
         Self { plan, rounds }
     }
@@ -33,7 +33,7 @@ impl Cell {
 
     /// Estimated time of a round.
     pub fn expected(&self) -> Duration {
-        let Plan {
+        let CommitPlan {
             clients,
             commits,
             medium,
@@ -69,7 +69,7 @@ impl Cell {
 /// If the medium fails.
 pub fn measure_rounds(
     what: &str,
-    cells: &mut [Cell],
+    cells: &mut [CommitCell],
     rounds: usize,
     session: &Session,
     dir: &Path,
@@ -91,10 +91,10 @@ pub fn measure_rounds(
 }
 
 /// `clients` on one disk, on an unchanged medium, in groups that do not wait.
-pub fn plan(clients: u16, commits: u64) -> Plan {
-    Plan {
+pub fn plan(clients: u16, commits: u64) -> CommitPlan {
+    CommitPlan {
         clients,
-        medium: Medium::default(),
+        medium: MediumModel::default(),
         commits: commits.max(u64::from(clients)),
         group: Switch::On,
         write_per_waiter: false,
@@ -135,30 +135,30 @@ pub fn raw_rate(report: &CommitReport) -> f64 {
 }
 
 /// A medium whose syncs take `milliseconds` longer.
-pub fn slow_sync(milliseconds: u64) -> Medium {
-    Medium {
+pub fn slow_sync(milliseconds: u64) -> MediumModel {
+    MediumModel {
         sync_latency: Duration::from_millis(milliseconds),
-        ..Medium::default()
+        ..MediumModel::default()
     }
 }
 
 /// The median of a figure over the rounds, if there are any.
-pub fn median(cell: &Cell, figure: fn(&CommitReport) -> f64) -> Option<f64> {
+pub fn median(cell: &CommitCell, figure: fn(&CommitReport) -> f64) -> Option<f64> {
     Spread::of(&cell.of(figure)).map(|spread| spread.median)
 }
 
 /// The ratio of one cell's figure to another's.
-pub fn ratio(of: &Cell, to: &Cell, figure: fn(&CommitReport) -> f64) -> Figure {
+pub fn ratio(of: &CommitCell, to: &CommitCell, figure: fn(&CommitReport) -> f64) -> Cell {
     match (median(of, figure), median(to, figure)) {
-        (Some(of), Some(to)) if to > 0.0 => Figure::Number(of / to, 2),
-        _ => Figure::None,
+        (Some(of), Some(to)) if to > 0.0 => Cell::Number(of / to, 2),
+        _ => Cell::None,
     }
 }
 
 /// The points of a line: for each cell `at` of its plan, and its figure.
 pub fn points<'a>(
-    cells: impl Iterator<Item = &'a Cell>,
-    at: impl Fn(&Plan) -> f64,
+    cells: impl Iterator<Item = &'a CommitCell>,
+    at: impl Fn(&CommitPlan) -> f64,
     figure: fn(&CommitReport) -> f64,
 ) -> Vec<(f64, f64)> {
     cells
@@ -167,7 +167,7 @@ pub fn points<'a>(
 }
 
 /// The place of a cell on an axis of clients.
-pub fn by_clients(plan: &Plan) -> f64 {
+pub fn by_clients(plan: &CommitPlan) -> f64 {
     plan.clients.into()
 }
 
@@ -181,13 +181,13 @@ pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> 
 }
 
 /// A computed line: `of` each number of clients, which is at least 1.
-pub fn curve(name: &str, cells: &[&Cell], of: impl Fn(f64) -> f64) -> Series {
+pub fn curve(name: &str, cells: &[&CommitCell], of: impl Fn(f64) -> f64) -> Series {
     let clients = cells.iter().map(|cell| by_clients(&cell.plan));
     let points = clients.map(|clients| (clients, of(clients))).collect();
     Series::ideal(name, points)
 }
 
 /// Every `step`th cell, beginning with the one at index `at`.
-pub fn every(cells: &[Cell], step: usize, at: usize) -> Vec<&Cell> {
+pub fn every(cells: &[CommitCell], step: usize, at: usize) -> Vec<&CommitCell> {
     cells.iter().skip(at).step_by(step).collect()
 }

@@ -2,13 +2,13 @@
 
 use walvisor_storage::CommitWait;
 
-use super::cell::{Cell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::{Plan, Switch};
+use crate::report::{Cell, Section};
+use crate::store::commit::{CommitPlan, Switch};
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (clients, commits): (&[u16], _) = match quick {
         true => (&[1, 8, 30], 600),
         false => (&[1, 2, 4, 8, 16, 30], 3000),
@@ -16,12 +16,12 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     let three = |&clients: &u16| {
         let plan = plan(clients, commits);
         [
-            Plan {
+            CommitPlan {
                 group: Switch::Off,
                 ..plan
             },
             plan,
-            Plan {
+            CommitPlan {
                 wait: CommitWait::default(),
                 ..plan
             },
@@ -31,7 +31,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "clients",
         "1 to 30 clients, group commit off and on: InnoDB Plugin 1.0.4 (2009)",
@@ -58,24 +58,24 @@ pub fn section(cells: &[Cell]) -> Section {
         let [off, on, adaptive] = row else { continue };
         let clients = on.plan.clients;
         section.table.rows.push(vec![
-            Figure::count(clients.into()),
-            Figure::of(&off.of(syncs), 2),
-            Figure::of(&on.of(syncs), 3),
-            Figure::of(&adaptive.of(syncs), 3),
-            Figure::Number((2.0 / f64::from(clients)).min(1.0), 3),
-            Figure::of(&off.of(rate), 0),
-            Figure::of(&on.of(rate), 0),
-            Figure::of(&adaptive.of(rate), 0),
+            Cell::count(clients.into()),
+            Cell::of(&off.of(syncs), 2),
+            Cell::of(&on.of(syncs), 3),
+            Cell::of(&adaptive.of(syncs), 3),
+            Cell::Number((2.0 / f64::from(clients)).min(1.0), 3),
+            Cell::of(&off.of(rate), 0),
+            Cell::of(&on.of(rate), 0),
+            Cell::of(&adaptive.of(rate), 0),
             ratio(on, off, rate),
             match clients {
-                1 => Figure::Number(1.0, 1),
-                30 => Figure::Number(6.1, 1),
-                _ => Figure::None,
+                1 => Cell::Number(1.0, 1),
+                30 => Cell::Number(6.1, 1),
+                _ => Cell::None,
             },
         ]);
     }
     let [off, on, adaptive] = [0, 1, 2].map(|at| every(cells, 3, at));
-    let of = |cells: &[&Cell], figure| points(cells.iter().copied(), by_clients, figure);
+    let of = |cells: &[&CommitCell], figure| points(cells.iter().copied(), by_clients, figure);
     section.plots = vec![
         lines(
             "commit-clients-syncs",

@@ -1,28 +1,28 @@
 //! Disks that share one log, and disks with a log each.
 
-use super::cell::{Cell, plan, rate, ratio, syncs};
+use super::cell::{CommitCell, plan, rate, ratio, syncs};
 use crate::report::plot::{Kind, Plot};
-use crate::report::{Cell as Figure, Section, Spread};
-use crate::store::commit::{CommitReport, Plan};
+use crate::report::{Cell, Section, Spread};
+use crate::store::commit::{CommitPlan, CommitReport};
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (disks, commits): (&[u16], _) = match quick {
         true => (&[4], 1000),
         false => (&[1, 4, 16], 4000),
     };
     let pair = |&disks: &u16| {
-        let one = Plan {
+        let one = CommitPlan {
             disks,
             ..plan(32, commits)
         };
-        [one, Plan { logs: disks, ..one }]
+        [one, CommitPlan { logs: disks, ..one }]
     };
     disks.iter().flat_map(pair).collect()
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "disks",
         "1, 4 and 16 disks: one log for all, and a log each",
@@ -46,14 +46,14 @@ pub fn section(cells: &[Cell]) -> Section {
     for pair in cells.chunks_exact(2) {
         let [one, each] = pair else { continue };
         section.table.rows.push(vec![
-            Figure::count(one.plan.disks.into()),
-            Figure::count(one.plan.clients.into()),
-            Figure::of(&one.of(syncs), 3),
-            Figure::of(&one.of(rate), 0),
-            Figure::of(&one.of(p99), 0),
-            Figure::of(&each.of(syncs), 3),
-            Figure::of(&each.of(rate), 0),
-            Figure::of(&each.of(p99), 0),
+            Cell::count(one.plan.disks.into()),
+            Cell::count(one.plan.clients.into()),
+            Cell::of(&one.of(syncs), 3),
+            Cell::of(&one.of(rate), 0),
+            Cell::of(&one.of(p99), 0),
+            Cell::of(&each.of(syncs), 3),
+            Cell::of(&each.of(rate), 0),
+            Cell::of(&each.of(p99), 0),
             ratio(one, each, rate),
         ]);
     }

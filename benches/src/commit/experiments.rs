@@ -6,12 +6,12 @@ use std::time::Duration;
 use clap::ValueEnum;
 use walvisor::commands::CommandError;
 
-use super::cell::{Cell, measure_rounds};
+use super::cell::{CommitCell, measure_rounds};
 use super::{clients, disks, latency, medium, mode, wait, waiters};
 use crate::output::Output;
-use crate::report::{Cell as Figure, Section};
+use crate::report::{Cell, Section};
 use crate::session::Session;
-use crate::store::commit::Plan;
+use crate::store::commit::CommitPlan;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,14 +43,14 @@ impl Experiment {
 pub struct Planned {
     what: &'static str,
     rounds: usize,
-    cells: Vec<Cell>,
-    section: fn(&[Cell]) -> Section,
+    cells: Vec<CommitCell>,
+    section: fn(&[CommitCell]) -> Section,
 }
 
 impl Planned {
     /// Estimated time of the experiment.
     pub fn expected(&self) -> Duration {
-        let once: Duration = self.cells.iter().map(Cell::expected).sum();
+        let once: Duration = self.cells.iter().map(CommitCell::expected).sum();
         once * self.rounds as u32
     }
 
@@ -66,7 +66,7 @@ impl Planned {
     pub fn section(&self) -> Section {
         let mut section = (self.section)(&self.cells);
         // A row without any measured figure is left out.
-        let is_measured = |figure: &Figure| matches!(figure, Figure::Spread(..));
+        let is_measured = |figure: &Cell| matches!(figure, Cell::Spread(..));
         section.table.rows.retain(|row| row.iter().any(is_measured));
         let rounds = self.cells.iter().map(|cell| cell.rounds.len()).max();
         let rounds = rounds.unwrap_or(0);
@@ -82,7 +82,7 @@ impl Planned {
 /// The plan of an experiment, in full or quickly. Each sync takes `slower` longer than the experiment specifies.
 pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Planned {
     let quick = output.quick;
-    let (what, cells, section): (_, _, fn(&[Cell]) -> Section) = match experiment {
+    let (what, cells, section): (_, _, fn(&[CommitCell]) -> Section) = match experiment {
         Experiment::Clients => ("clients", clients::plans(quick), clients::section),
         Experiment::Latency => ("latency", latency::plans(quick), latency::section),
         Experiment::Waiters => ("waiters", waiters::plans(quick), waiters::section),
@@ -96,9 +96,9 @@ pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Pla
         Experiment::Latency => output.rounds(2, 1),
         _ => output.rounds(5, 1),
     };
-    let cell = |mut plan: Plan| {
+    let cell = |mut plan: CommitPlan| {
         plan.medium.sync_latency += slower;
-        Cell::new(plan)
+        CommitCell::new(plan)
     };
     Planned {
         what,

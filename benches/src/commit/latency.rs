@@ -1,14 +1,14 @@
 //! MySQL 5.6 under DRBD: a pair (off, on) for each latency and number of clients.
 
 use super::cell::{
-    Cell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
+    CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
 };
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::{Plan, Switch};
+use crate::report::{Cell, Section};
+use crate::store::commit::{CommitPlan, Switch};
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (latencies, clients): (&[u64], &[u16]) = match quick {
         true => (&[1, 4, 20], &[1, 8, 64]),
         false => (&[0, 1, 2, 4, 10, 20], &[1, 2, 4, 8, 16, 32, 64]),
@@ -22,11 +22,11 @@ pub fn plans(quick: bool) -> Vec<Plan> {
             (false, _) => (100, 20),
         };
         for &clients in clients {
-            let on = Plan {
+            let on = CommitPlan {
                 medium: slow_sync(latency),
                 ..plan(clients, few.max(share * u64::from(clients)))
             };
-            let off = Plan {
+            let off = CommitPlan {
                 group: Switch::Off,
                 commits: few.max(clients.into()),
                 ..on
@@ -38,7 +38,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "latency",
         "Latency of a sync by clients: MySQL 5.6's group commit under DRBD (2012)",
@@ -63,23 +63,23 @@ pub fn section(cells: &[Cell]) -> Section {
         let [off, on] = pair else { continue };
         let (clients, latency) = (f64::from(on.plan.clients), on.plan.medium.sync_latency);
         let ceiling = |clients: f64| match latency.is_zero() {
-            true => Figure::None,
-            false => Figure::Number(clients / latency.as_secs_f64(), 0),
+            true => Cell::None,
+            false => Cell::Number(clients / latency.as_secs_f64(), 0),
         };
         section.table.rows.push(vec![
-            Figure::count(latency.as_millis() as u64),
-            Figure::count(on.plan.clients.into()),
-            Figure::of(&off.of(syncs), 2),
-            Figure::of(&off.of(rate), 0),
+            Cell::count(latency.as_millis() as u64),
+            Cell::count(on.plan.clients.into()),
+            Cell::of(&off.of(syncs), 2),
+            Cell::of(&off.of(rate), 0),
             ceiling(1.0),
-            Figure::of(&on.of(syncs), 3),
-            Figure::of(&on.of(rate), 0),
+            Cell::of(&on.of(syncs), 3),
+            Cell::of(&on.of(rate), 0),
             ceiling((clients / 2.0).max(1.0)),
             ratio(on, off, rate),
         ]);
     }
     let [off, on] = [0, 1].map(|at| every(cells, 2, at));
-    let by_latency = |cells: &[&Cell]| {
+    let by_latency = |cells: &[&CommitCell]| {
         let lines = cells
             .chunk_by(|one, other| one.plan.medium.sync_latency == other.plan.medium.sync_latency);
         lines
@@ -100,7 +100,7 @@ pub fn section(cells: &[Cell]) -> Section {
         )
     };
     let mut grouped = by_latency(&on);
-    let of_4_ms: Vec<&Cell> = on
+    let of_4_ms: Vec<&CommitCell> = on
         .iter()
         .copied()
         .filter(|cell| cell.plan.medium.sync_latency.as_millis() == 4)

@@ -3,31 +3,31 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::cell::{Cell, by_clients, every, lines, median, plan, points, rate, raw_rate};
+use super::cell::{CommitCell, by_clients, every, lines, median, plan, points, rate, raw_rate};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::{CommitReport, Medium, Plan};
+use crate::report::{Cell, Section};
+use crate::store::commit::{CommitPlan, CommitReport, MediumModel};
 
 const OPERATIONS_PER_SECOND: u32 = 3000;
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (clients, few, share): (&[u16], _, _) = match quick {
         true => (&[16], 300, 20),
         false => (&[1, 4, 16, 64, 256], 600, 20),
     };
     let pair = |&clients: &u16| {
         let commits = (share * u64::from(clients)).max(few);
-        let one = Plan {
-            medium: Medium {
+        let one = CommitPlan {
+            medium: MediumModel {
                 operations_per_second: NonZeroU32::new(OPERATIONS_PER_SECOND),
                 operation_latency: Duration::from_millis(1),
-                ..Medium::default()
+                ..MediumModel::default()
             },
             baseline: true,
             ..plan(clients, commits)
         };
-        let each = Plan {
+        let each = CommitPlan {
             write_per_waiter: true,
             baseline: false,
             ..one
@@ -38,7 +38,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "medium",
         "A cloud volume: 3,000 operations a second, 1 ms each",
@@ -63,16 +63,16 @@ pub fn section(cells: &[Cell]) -> Section {
     for pair in cells.chunks_exact(2) {
         let [each, one] = pair else { continue };
         section.table.rows.push(vec![
-            Figure::count(one.plan.clients.into()),
-            Figure::of(&one.of(raw_rate), 0),
-            Figure::of(&each.of(rate), 0),
-            Figure::of(&each.of(operations), 2),
-            Figure::of(&one.of(rate), 0),
-            Figure::of(&one.of(operations), 3),
-            Figure::of(&one.of(|report| report.p99_us), 0),
+            Cell::count(one.plan.clients.into()),
+            Cell::of(&one.of(raw_rate), 0),
+            Cell::of(&each.of(rate), 0),
+            Cell::of(&each.of(operations), 2),
+            Cell::of(&one.of(rate), 0),
+            Cell::of(&one.of(operations), 3),
+            Cell::of(&one.of(|report| report.p99_us), 0),
             match (median(one, rate), median(one, raw_rate)) {
-                (Some(one), Some(raw)) if raw > 0.0 => Figure::Number(one / raw, 1),
-                _ => Figure::None,
+                (Some(one), Some(raw)) if raw > 0.0 => Cell::Number(one / raw, 1),
+                _ => Cell::None,
             },
         ]);
     }

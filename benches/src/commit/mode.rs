@@ -1,12 +1,12 @@
 //! Writeback and writethrough.
 
-use super::cell::{Cell, by_clients, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::{CommitReport, Mode, Plan};
+use crate::report::{Cell, Section};
+use crate::store::commit::{CommitPlan, CommitReport, Mode};
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (clients, commits): (&[u16], _) = match quick {
         true => (&[1, 16], 600),
         false => (&[1, 4, 16, 64], 3000),
@@ -15,7 +15,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
         let back = plan(clients, commits);
         [
             back,
-            Plan {
+            CommitPlan {
                 mode: Mode::Writethrough,
                 ..back
             },
@@ -25,7 +25,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "mode",
         "Writeback beside writethrough",
@@ -51,13 +51,13 @@ pub fn section(cells: &[Cell]) -> Section {
     for pair in cells.chunks_exact(2) {
         let [back, through] = pair else { continue };
         section.table.rows.push(vec![
-            Figure::count(back.plan.clients.into()),
-            Figure::of(&back.of(syncs), 3),
-            Figure::of(&back.of(rate), 0),
-            Figure::of(&back.of(p50), 0),
-            Figure::of(&through.of(syncs), 3),
-            Figure::of(&through.of(rate), 0),
-            Figure::of(&through.of(p50), 0),
+            Cell::count(back.plan.clients.into()),
+            Cell::of(&back.of(syncs), 3),
+            Cell::of(&back.of(rate), 0),
+            Cell::of(&back.of(p50), 0),
+            Cell::of(&through.of(syncs), 3),
+            Cell::of(&through.of(rate), 0),
+            Cell::of(&through.of(p50), 0),
             ratio(through, back, rate),
         ]);
     }

@@ -4,26 +4,26 @@ use std::time::Duration;
 
 use walvisor_storage::CommitWait;
 
-use super::cell::{Cell, lines, median, plan, points, rate, ratio, slow_sync, syncs};
+use super::cell::{CommitCell, lines, median, plan, points, rate, ratio, slow_sync, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::{CommitReport, Plan};
+use crate::report::{Cell, Section};
+use crate::store::commit::{CommitPlan, CommitReport};
 
 const COUNTS: [u32; 3] = [10, 25, 50];
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (waits, counts, commits): (&[u64], &[u32], _) = match quick {
         true => (&[1000], &COUNTS[1..], 1000),
         false => (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000),
     };
-    let none = Plan {
+    let none = CommitPlan {
         medium: slow_sync(1),
         ..plan(50, commits)
     };
     let mut plans = vec![
         none,
-        Plan {
+        CommitPlan {
             wait: CommitWait::default(),
             ..none
         },
@@ -35,14 +35,14 @@ pub fn plans(quick: bool) -> Vec<Plan> {
                 longest: Some(Duration::from_micros(wait)),
                 count: Some(count),
             };
-            plans.push(Plan { wait, ..none });
+            plans.push(CommitPlan { wait, ..none });
         }
     }
     plans
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "wait",
         "How long a group waits, and for how many: MariaDB 10.0 (2014)",
@@ -71,20 +71,20 @@ pub fn section(cells: &[Cell]) -> Section {
     for cell in cells {
         let CommitWait { longest, count } = cell.plan.wait;
         section.table.rows.push(vec![
-            longest.map_or(Figure::text("adaptive"), |longest| {
-                Figure::count(longest.as_micros() as u64)
+            longest.map_or(Cell::text("adaptive"), |longest| {
+                Cell::count(longest.as_micros() as u64)
             }),
-            count.map_or(Figure::None, |count| Figure::count(count.into())),
-            Figure::of(&cell.of(syncs), 3),
-            Figure::of(&cell.of(rate), 0),
-            Figure::of(&cell.of(p50), 0),
-            Figure::of(&cell.of(|report| report.p99_us), 0),
+            count.map_or(Cell::None, |count| Cell::count(count.into())),
+            Cell::of(&cell.of(syncs), 3),
+            Cell::of(&cell.of(rate), 0),
+            Cell::of(&cell.of(p50), 0),
+            Cell::of(&cell.of(|report| report.p99_us), 0),
             ratio(cell, none, rate),
             ratio(cell, none, syncs),
             ratio(cell, none, p50),
         ]);
     }
-    let longest = |plan: &Plan| {
+    let longest = |plan: &CommitPlan| {
         plan.wait
             .longest
             .map_or(0.0, |wait| wait.as_secs_f64() * 1e6)

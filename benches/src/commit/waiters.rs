@@ -1,9 +1,9 @@
 //! Aliyun: one write for a group, and a write for each of its waiters.
 
-use super::cell::{Cell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
+use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell as Figure, Section};
-use crate::store::commit::Plan;
+use crate::report::{Cell, Section};
+use crate::store::commit::CommitPlan;
 
 /// Results in the source: clients, and commits per second before and after the change.
 const REPORTED: [(u16, f64, f64); 4] = [
@@ -14,7 +14,7 @@ const REPORTED: [(u16, f64, f64); 4] = [
 ];
 
 /// The cells of the experiment, in full or quickly.
-pub fn plans(quick: bool) -> Vec<Plan> {
+pub fn plans(quick: bool) -> Vec<CommitPlan> {
     let (reported, commits) = match quick {
         true => (&REPORTED[1..2], 2000),
         false => (&REPORTED[..], 10_000),
@@ -22,7 +22,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
     let pair = |&(clients, ..): &(u16, f64, f64)| {
         let one = plan(clients, commits);
         [
-            Plan {
+            CommitPlan {
                 write_per_waiter: true,
                 ..one
             },
@@ -33,7 +33,7 @@ pub fn plans(quick: bool) -> Vec<Plan> {
 }
 
 /// The results as a section.
-pub fn section(cells: &[Cell]) -> Section {
+pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "waiters",
         "One write for a group, and a write for each waiter: Aliyun's kernel report (2015)",
@@ -61,16 +61,16 @@ pub fn section(cells: &[Cell]) -> Section {
         let [each, one] = pair else { continue };
         let reported = REPORTED.iter().find(|row| row.0 == one.plan.clients);
         section.table.rows.push(vec![
-            Figure::count(one.plan.clients.into()),
-            Figure::of(&each.of(writes), 3),
-            Figure::of(&each.of(syncs), 3),
-            Figure::of(&each.of(rate), 0),
-            Figure::of(&one.of(writes), 3),
-            Figure::of(&one.of(syncs), 3),
-            Figure::of(&one.of(rate), 0),
+            Cell::count(one.plan.clients.into()),
+            Cell::of(&each.of(writes), 3),
+            Cell::of(&each.of(syncs), 3),
+            Cell::of(&each.of(rate), 0),
+            Cell::of(&one.of(writes), 3),
+            Cell::of(&one.of(syncs), 3),
+            Cell::of(&one.of(rate), 0),
             ratio(one, each, rate),
-            reported.map_or(Figure::None, |(_, before, after)| {
-                Figure::Number(after / before, 2)
+            reported.map_or(Cell::None, |(_, before, after)| {
+                Cell::Number(after / before, 2)
             }),
         ]);
     }

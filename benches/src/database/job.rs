@@ -4,13 +4,13 @@ use std::time::Duration;
 
 /// The database that commits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
+pub enum DatabaseEngine {
     Mariadb,
     SqliteWal,
     SqliteRollback,
 }
 
-impl Engine {
+impl DatabaseEngine {
     /// Its name in the guest's script.
     pub fn name(self) -> &'static str {
         match self {
@@ -23,7 +23,7 @@ impl Engine {
 
 /// The disk, and how the database uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Disk {
+pub enum DatabaseDisk {
     /// A raw image; each FLUSH is an fdatasync.
     Raw,
     /// The write-ahead log.
@@ -32,7 +32,7 @@ pub enum Disk {
     Single,
 }
 
-impl Disk {
+impl DatabaseDisk {
     pub const ALL: [Self; 3] = [Self::Raw, Self::Wal, Self::Single];
 
     /// Its name in the guest's script.
@@ -59,14 +59,14 @@ impl Disk {
 
 /// A job for the guest.
 #[derive(Clone, Copy, Debug)]
-pub struct Job {
-    pub engine: Engine,
-    pub disk: Disk,
+pub struct DatabaseJob {
+    pub engine: DatabaseEngine,
+    pub disk: DatabaseDisk,
     pub clients: u32,
     pub commits: u32,
 }
 
-impl Job {
+impl DatabaseJob {
     pub fn expected(&self) -> Duration {
         Duration::from_secs_f64(1.0 + f64::from(self.commits) / 400.0)
     }
@@ -74,7 +74,7 @@ impl Job {
 
 /// The result of a job.
 #[derive(Clone, Copy, Debug)]
-pub struct Measured {
+pub struct DatabaseMeasured {
     pub commits_per_s: f64,
     /// The guest's FLUSHes per commit.
     pub flushes: f64,

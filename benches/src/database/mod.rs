@@ -19,8 +19,8 @@ use walvisor::commands::CommandError;
 use crate::output::Output;
 use crate::report::plot::{Axis, Kind, Plot, Series};
 use crate::report::{Cell as Figure, Section, Spread};
-use job::{Disk, Engine, Job, Measured};
-use site::Site;
+use job::{DatabaseDisk, DatabaseEngine, DatabaseJob, DatabaseMeasured};
+use site::DatabaseSite;
 
 /// Arguments of `walvisor-bench database`.
 #[derive(Debug, Args)]
@@ -43,7 +43,9 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     let once: Duration = cells.iter().map(|cell| cell.job.expected()).sum();
     let session = arguments.output.start(START + once * rounds as u32)?;
     let what = "starting three servers in user-mode Linux";
-    if let Some(mut site) = session.step(what, START, || Site::start(&arguments.output.dir))? {
+    if let Some(mut site) =
+        session.step(what, START, || DatabaseSite::start(&arguments.output.dir))?
+    {
         'rounds: for round in 1..=rounds {
             for cell in &mut cells {
                 let job = &cell.job;
@@ -70,16 +72,16 @@ const START: Duration = Duration::from_secs(20);
 
 /// A job and the results of its rounds.
 struct Cell {
-    job: Job,
-    rounds: Vec<Measured>,
+    job: DatabaseJob,
+    rounds: Vec<DatabaseMeasured>,
 }
 
 impl Cell {
-    fn of(&self, figure: fn(&Measured) -> f64) -> Vec<f64> {
+    fn of(&self, figure: fn(&DatabaseMeasured) -> f64) -> Vec<f64> {
         self.rounds.iter().map(figure).collect()
     }
 
-    fn median(&self, figure: fn(&Measured) -> f64) -> Option<f64> {
+    fn median(&self, figure: fn(&DatabaseMeasured) -> f64) -> Option<f64> {
         Spread::of(&self.of(figure)).map(|spread| spread.median)
     }
 
@@ -117,20 +119,22 @@ fn cells(quick: bool, clients: &[u32]) -> Vec<Cell> {
             true => (clients * 10).max(60),
             false => (clients * 40).max(160),
         };
-        jobs.extend(Disk::ALL.map(|disk| Job {
-            engine: Engine::Mariadb,
+        jobs.extend(DatabaseDisk::ALL.map(|disk| DatabaseJob {
+            engine: DatabaseEngine::Mariadb,
             disk,
             clients,
             commits,
         }));
     }
-    for engine in [Engine::SqliteWal, Engine::SqliteRollback] {
-        jobs.extend([Disk::Raw, Disk::Wal].map(|disk| Job {
-            engine,
-            disk,
-            clients: 1,
-            commits: if quick { 60 } else { 200 },
-        }));
+    for engine in [DatabaseEngine::SqliteWal, DatabaseEngine::SqliteRollback] {
+        jobs.extend(
+            [DatabaseDisk::Raw, DatabaseDisk::Wal].map(|disk| DatabaseJob {
+                engine,
+                disk,
+                clients: 1,
+                commits: if quick { 60 } else { 200 },
+            }),
+        );
     }
     let rounds = Vec::new;
     jobs.into_iter()
@@ -158,9 +162,10 @@ fn mariadb(cells: &[Cell]) -> Section {
         &columns,
     );
     let of = |engine| cells.iter().filter(move |cell| cell.job.engine == engine);
-    for cell in of(Engine::Mariadb) {
-        let raw = of(Engine::Mariadb)
-            .find(|other| other.job.disk == Disk::Raw && other.job.clients == cell.job.clients);
+    for cell in of(DatabaseEngine::Mariadb) {
+        let raw = of(DatabaseEngine::Mariadb).find(|other| {
+            other.job.disk == DatabaseDisk::Raw && other.job.clients == cell.job.clients
+        });
         let rates = [raw, Some(cell)].map(|it| it.and_then(|it| it.median(|it| it.commits_per_s)));
         let mut row = vec![
             Figure::count(cell.job.clients.into()),
@@ -173,9 +178,9 @@ fn mariadb(cells: &[Cell]) -> Section {
         });
         section.table.rows.push(row);
     }
-    let plot = |name: &str, title: &str, label: &str, figure: fn(&Measured) -> f64| {
-        let series = Disk::ALL.map(|disk| {
-            let line = of(Engine::Mariadb).filter(|cell| cell.job.disk == disk);
+    let plot = |name: &str, title: &str, label: &str, figure: fn(&DatabaseMeasured) -> f64| {
+        let series = DatabaseDisk::ALL.map(|disk| {
+            let line = of(DatabaseEngine::Mariadb).filter(|cell| cell.job.disk == disk);
             let points = line.filter_map(|cell| {
                 let value = cell.median(figure)?;
                 Some((f64::from(cell.job.clients), value))
@@ -229,8 +234,8 @@ fn sqlite(cells: &[Cell]) -> Section {
     );
     let mut bars = Vec::new();
     for (engine, journal) in [
-        (Engine::SqliteWal, "write-ahead log"),
-        (Engine::SqliteRollback, "rollback journal"),
+        (DatabaseEngine::SqliteWal, "write-ahead log"),
+        (DatabaseEngine::SqliteRollback, "rollback journal"),
     ] {
         let mut rates = Vec::new();
         for cell in cells.iter().filter(|cell| cell.job.engine == engine) {
@@ -257,8 +262,8 @@ fn sqlite(cells: &[Cell]) -> Section {
 mod tests {
     use super::*;
 
-    fn measured(commits_per_s: f64) -> Measured {
-        Measured {
+    fn measured(commits_per_s: f64) -> DatabaseMeasured {
+        DatabaseMeasured {
             commits_per_s,
             flushes: 3.0,
             syncs: 1.5,
@@ -271,7 +276,7 @@ mod tests {
     fn a_row_tells_its_rate_beside_that_of_raw() {
         let mut cells = cells(true, &[]);
         for cell in &mut cells {
-            let rate = if cell.job.disk == Disk::Raw {
+            let rate = if cell.job.disk == DatabaseDisk::Raw {
                 100.0
             } else {
                 150.0

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use walvisor::commands::CommandError;
-use walvisor::control_socket::{Command as Request, Format, ask};
+use walvisor::control_socket::{ControlCommand, Format, ask};
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 
-use super::job::{Disk, Job, Measured};
+use super::job::{DatabaseDisk, DatabaseJob, DatabaseMeasured};
 use crate::output::failed;
 use crate::programs::{GUEST_IMAGES, Killed, find, guest_images, walvisor};
 
@@ -32,7 +32,7 @@ const DISK_BYTES: u64 = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The guest with its running servers. Dropping it ends the guest and the daemon.
-pub struct Site {
+pub struct DatabaseSite {
     input: ChildStdin,
     lines: Receiver<String>,
     control: PathBuf,
@@ -42,7 +42,7 @@ pub struct Site {
     _places: [TempDir; 2],
 }
 
-impl Site {
+impl DatabaseSite {
     /// Makes disks in `dir`, and starts the daemon and the guest.
     ///
     /// # Errors
@@ -68,17 +68,21 @@ impl Site {
             .arg(&control);
         let mut guest = Command::new(guests);
         guest.args(["user-mode", "database.sh", "--files-of-this-machine"]);
-        for disk in Disk::ALL {
+        for disk in DatabaseDisk::ALL {
             let (path, socket) = (at.join(disk.image()), sockets.path().join(disk.name()));
             match disk {
-                Disk::Raw => write_zeroes(&path)?,
-                Disk::Wal | Disk::Single => {
+                DatabaseDisk::Raw => write_zeroes(&path)?,
+                DatabaseDisk::Wal | DatabaseDisk::Single => {
                     let log = default_log_dir(&path);
                     create_disk(&path, DISK_BYTES, &log, &StoreOptions::default())
                         .map_err(CommandError::failed)?;
                 }
             }
-            let backend = if disk == Disk::Raw { "raw" } else { "wal" };
+            let backend = if disk == DatabaseDisk::Raw {
+                "raw"
+            } else {
+                "wal"
+            };
             let spec = format!(
                 "path={},backend={backend},socket={}",
                 disk.image(),
@@ -91,7 +95,12 @@ impl Site {
             .map_err(failed("write the guest's script", &at))?;
         let mut daemon = spawn(daemon, &at)?;
         let served = BufReader::new(daemon.0.stdout.take().ok_or_else(ended)?).lines();
-        if served.take(Disk::ALL.len()).filter(Result::is_ok).count() < Disk::ALL.len() {
+        if served
+            .take(DatabaseDisk::ALL.len())
+            .filter(Result::is_ok)
+            .count()
+            < DatabaseDisk::ALL.len()
+        {
             return Err(CommandError::Failed("the daemon ended at once".to_owned()));
         }
         let mut guest = spawn(guest, &at)?;
@@ -121,9 +130,9 @@ impl Site {
     ///
     /// # Errors
     /// If it fails, or the guest has ended.
-    pub fn measure(&mut self, job: &Job) -> Result<Measured, CommandError> {
+    pub fn measure(&mut self, job: &DatabaseJob) -> Result<DatabaseMeasured, CommandError> {
         let (engine, disk) = (job.engine.name(), job.disk.name());
-        let Job {
+        let DatabaseJob {
             clients, commits, ..
         } = job;
         self.tell(&format!("{engine} {disk} {clients} {commits}"))?;
@@ -144,7 +153,7 @@ impl Site {
         let each = |figure: fn(&Counters) -> u64| {
             figure(&after).saturating_sub(figure(&before)) as f64 / commits
         };
-        Ok(Measured {
+        Ok(DatabaseMeasured {
             commits_per_s: commits / seconds,
             flushes: each(|counters| counters.flushes),
             syncs: each(|counters| counters.syncs),
@@ -180,9 +189,9 @@ impl Site {
         }
     }
 
-    fn counters(&self, disk: Disk) -> Result<Counters, CommandError> {
-        let stats =
-            ask(&self.control, &Request::Stats(Format::Json)).map_err(CommandError::Failed)?;
+    fn counters(&self, disk: DatabaseDisk) -> Result<Counters, CommandError> {
+        let stats = ask(&self.control, &ControlCommand::Stats(Format::Json))
+            .map_err(CommandError::Failed)?;
         let disks = stats["disks"].as_array();
         let found = disks.and_then(|disks| disks.iter().find(|it| it["name"] == disk.image()));
         let of = found.ok_or_else(|| {
@@ -202,7 +211,7 @@ impl Site {
     }
 }
 
-impl Drop for Site {
+impl Drop for DatabaseSite {
     fn drop(&mut self) {
         // The guest powers off at once. If it were killed, user-mode Linux would leave processes behind.
         if self.tell("quit").is_ok() {

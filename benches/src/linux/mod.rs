@@ -26,8 +26,8 @@ use walvisor::commands::CommandError;
 use crate::programs::{GUEST_IMAGES, Killed, guest_images, walvisor};
 use crate::session::Session;
 use outside::Outside;
-pub use reader::Measured;
-use reader::{Event, Reader};
+pub use reader::LinuxMeasured;
+use reader::{LinuxEvent, Reader};
 
 const LOAD: &str = include_str!("../../scripts/load.sh");
 /// Marks the end of those settings in a machine's script that the guest's script needs too.
@@ -74,7 +74,7 @@ impl Kernels {
 
 /// The measurements, which take turns.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct LinuxPlan {
     /// Pairs: requests in flight in each queue, and queues.
     pub loops: &'static [(u32, u32)],
     /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
@@ -100,7 +100,7 @@ pub enum Amount {
 
 /// The place where Linux runs.
 #[derive(Clone, Copy, Debug)]
-pub enum Place {
+pub enum LinuxPlace {
     /// On a machine whose KVM can run Linux. It has a script of its own, and one for a guest on it, which may be empty.
     Kvm {
         /// The machine's script.
@@ -121,14 +121,14 @@ pub enum Place {
 
 /// The results of a comparison.
 #[derive(Debug, Default)]
-pub struct Outcome {
+pub struct LinuxOutcome {
     /// The measurements, in the order of time.
-    pub measured: Vec<Measured>,
+    pub measured: Vec<LinuxMeasured>,
     /// The reason for each path that could not be measured.
     pub missing: Vec<String>,
 }
 
-impl Outcome {
+impl LinuxOutcome {
     /// Refuses results that cannot be compared: those of paths to one backend whose write caches differ.
     ///
     /// # Errors
@@ -160,12 +160,12 @@ impl Outcome {
 /// # Errors
 /// If the program that makes guests is missing or fails, or a disk cannot be made.
 pub fn measure(
-    place: Place,
-    plan: &Plan,
+    place: LinuxPlace,
+    plan: &LinuxPlan,
     dir: &Path,
     session: &Session,
-    each: &mut dyn FnMut(&Measured),
-) -> Result<Outcome, CommandError> {
+    each: &mut dyn FnMut(&LinuxMeasured),
+) -> Result<LinuxOutcome, CommandError> {
     let walvisor = walvisor()?;
     let work = tempfile::tempdir_in(dir).map_err(|error| {
         CommandError::Failed(format!(
@@ -176,7 +176,7 @@ pub fn measure(
     let at = work.path().canonicalize().map_err(CommandError::failed)?;
     let mut command = Command::new(guest_images()?);
     let outside = match place {
-        Place::Kvm {
+        LinuxPlace::Kvm {
             machine,
             guest,
             cpus,
@@ -191,7 +191,7 @@ pub fn measure(
             command.args(["--seconds", &limit_s.to_string()]);
             None
         }
-        Place::UserMode { script } => {
+        LinuxPlace::UserMode { script } => {
             let text = format!(
                 "WALVISOR='{}' PLACE='{}'\n{}{LOAD}{script}",
                 walvisor.display(),
@@ -214,7 +214,7 @@ pub fn measure(
     follow(command, outside.as_ref(), session, each)
 }
 
-fn settings(plan: &Plan) -> String {
+fn settings(plan: &LinuxPlan) -> String {
     let mut loops = String::new();
     for (depth, queues) in plan.loops {
         let _ = write!(loops, "{depth}:{queues} ");
@@ -248,8 +248,8 @@ fn follow(
     mut command: Command,
     outside: Option<&Outside>,
     session: &Session,
-    each: &mut dyn FnMut(&Measured),
-) -> Result<Outcome, CommandError> {
+    each: &mut dyn FnMut(&LinuxMeasured),
+) -> Result<LinuxOutcome, CommandError> {
     let failed = |error| CommandError::Failed(format!("{GUEST_IMAGES} does not start: {error}"));
     let child = command
         .stdin(Stdio::piped())
@@ -264,7 +264,7 @@ fn follow(
         forward(output, sender.clone(), Ok);
         forward(errors, sender, Err);
     }
-    let (mut reader, mut outcome) = (Reader::default(), Outcome::default());
+    let (mut reader, mut outcome) = (Reader::default(), LinuxOutcome::default());
     let (mut last, mut complaint) = (VecDeque::new(), String::new());
     loop {
         let line = match lines.recv_timeout(Duration::from_millis(200)) {
@@ -293,12 +293,12 @@ fn follow(
         };
         match reader.take(said)? {
             None => {}
-            Some(Event::Measured(measured)) => {
+            Some(LinuxEvent::Measured(measured)) => {
                 each(&measured);
                 outcome.measured.push(*measured);
             }
-            Some(Event::Missing(why)) => outcome.missing.push(why),
-            Some(Event::Ask) => {
+            Some(LinuxEvent::Missing(why)) => outcome.missing.push(why),
+            Some(LinuxEvent::Ask) => {
                 let (Some(outside), Some(input)) = (outside, &mut input) else {
                     continue;
                 };

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use walvisor::commands::CommandError;
-use walvisor::control_socket::{Command as Request, Format, ask};
+use walvisor::control_socket::{ControlCommand, Format, ask};
 
-use super::reader::Counters;
+use super::reader::DiskCounters;
 use crate::programs::Killed;
 
 /// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills the daemon: the disks serve one
@@ -84,10 +84,10 @@ impl Outside {
     ///
     /// # Errors
     /// If the daemon does not answer.
-    pub fn counters(&self) -> Result<Counters, CommandError> {
-        let stats =
-            ask(&self.control, &Request::Stats(Format::Json)).map_err(CommandError::failed)?;
-        Ok(Counters {
+    pub fn counters(&self) -> Result<DiskCounters, CommandError> {
+        let stats = ask(&self.control, &ControlCommand::Stats(Format::Json))
+            .map_err(CommandError::failed)?;
+        Ok(DiskCounters {
             cpu_ns: threads_ns(self.daemon.0.id()),
             machine_cpu_ns: machine_ns(),
             stats,

@@ -18,9 +18,9 @@ use walvisor::commands::CommandError;
 use crate::load::sample::Sample;
 
 /// The meaning of a line.
-pub enum Event {
+pub enum LinuxEvent {
     /// A job was measured.
-    Measured(Box<Measured>),
+    Measured(Box<LinuxMeasured>),
     /// A path cannot be measured: its name and the reason.
     Missing(String),
     /// The guest waits for the counters of the daemon outside.
@@ -29,7 +29,7 @@ pub enum Event {
 
 /// A measured job.
 #[derive(Clone, Debug)]
-pub struct Measured {
+pub struct LinuxMeasured {
     /// The measurement.
     pub sample: Sample,
     /// The I/O scheduler of the disk.
@@ -38,7 +38,7 @@ pub struct Measured {
 
 /// Counters of the process that serves a disk, at one moment.
 #[derive(Clone, Debug)]
-pub struct Counters {
+pub struct DiskCounters {
     /// Processor time of the server's threads, in nanoseconds.
     pub cpu_ns: f64,
     /// Processor time of the whole machine, in nanoseconds.
@@ -66,8 +66,8 @@ struct Job {
     write_cache: bool,
     scheduler: String,
     /// Counters of the monitor or daemon that serves the disk, before and after the job.
-    monitor: Vec<Counters>,
-    daemon: Vec<Counters>,
+    monitor: Vec<DiskCounters>,
+    daemon: Vec<DiskCounters>,
     fio: BTreeMap<String, [f64; 6]>,
 }
 
@@ -76,7 +76,7 @@ impl Reader {
     ///
     /// # Errors
     /// If the line has none of these forms, or fio failed.
-    pub fn take(&mut self, line: &str) -> Result<Option<Event>, CommandError> {
+    pub fn take(&mut self, line: &str) -> Result<Option<LinuxEvent>, CommandError> {
         let strange = || {
             CommandError::Failed(format!(
                 "a guest said {line:?}: scripts of another version?"
@@ -101,21 +101,21 @@ impl Reader {
             "end" => {
                 let job = self.job.take().ok_or_else(strange)?;
                 let measured = job.measured(&self.machine).ok_or_else(strange)?;
-                return Ok(Some(Event::Measured(Box::new(measured))));
+                return Ok(Some(LinuxEvent::Measured(Box::new(measured))));
             }
             "failed" => return Err(CommandError::Failed(rest.to_owned())),
             "missing" => {
                 let (what, why) = rest.split_once('|').ok_or_else(strange)?;
-                return Ok(Some(Event::Missing(format!("{what}: {why}"))));
+                return Ok(Some(LinuxEvent::Missing(format!("{what}: {why}"))));
             }
-            "ask" => return Ok(Some(Event::Ask)),
+            "ask" => return Ok(Some(LinuxEvent::Ask)),
             _ => return Err(strange()),
         }
         Ok(None)
     }
 
     /// Takes the counters of the daemon outside, which the current job has asked for.
-    pub fn outside(&mut self, counters: Counters) {
+    pub fn outside(&mut self, counters: DiskCounters) {
         if let Some(job) = &mut self.job {
             job.monitor.push(counters);
         }
@@ -148,7 +148,7 @@ impl Job {
         })
     }
 
-    fn counters_of(&mut self, place: &str) -> &mut Vec<Counters> {
+    fn counters_of(&mut self, place: &str) -> &mut Vec<DiskCounters> {
         match place {
             "daemon" => &mut self.daemon,
             _ => &mut self.monitor,
@@ -156,7 +156,7 @@ impl Job {
     }
 
     /// The measurement, or `None` if a part of it is missing.
-    fn measured(self, machine: &str) -> Option<Measured> {
+    fn measured(self, machine: &str) -> Option<LinuxMeasured> {
         // The monitor's counters if the monitor serves the disk, else those of the daemon that runs beside fio.
         let user_mode = machine == "user-mode";
         let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";
@@ -183,7 +183,7 @@ impl Job {
         let longest = requests / iops * 1e9;
         let us = |index: usize| (data[index] + sync[index].min(longest)) / 1000.0;
         let grown = |path: &[&str]| {
-            let value = |counters: &Counters| {
+            let value = |counters: &DiskCounters| {
                 let disk = counters.stats["disks"].as_array()?;
                 let disk = disk
                     .iter()
@@ -210,7 +210,7 @@ impl Job {
                 exits.insert(kind.clone(), grown / requests);
             }
         }
-        let cpu = |of: &[Counters]| match of {
+        let cpu = |of: &[DiskCounters]| match of {
             [before, after] => (after.cpu_ns - before.cpu_ns) / 1000.0 / requests,
             _ => 0.0,
         };
@@ -226,7 +226,7 @@ impl Job {
         };
         let host_cpu = (whole.last()?.machine_cpu_ns - whole.first()?.machine_cpu_ns) / 1000.0;
         let is_nbd = self.path.starts_with("nbd");
-        Some(Measured {
+        Some(LinuxMeasured {
             sample: Sample {
                 path: label(&self.path).to_owned(),
                 load: load(machine).to_owned(),
@@ -274,10 +274,10 @@ fn load(machine: &str) -> &'static str {
     }
 }
 
-fn parse_counters(text: &str) -> Option<(&str, Counters)> {
+fn parse_counters(text: &str) -> Option<(&str, DiskCounters)> {
     let mut words = text.splitn(4, ' ');
     let place = words.next()?;
-    let counters = Counters {
+    let counters = DiskCounters {
         cpu_ns: words.next()?.parse().ok()?,
         machine_cpu_ns: words.next()?.parse().ok()?,
         stats: serde_json::from_str(words.next()?).ok()?,
@@ -318,7 +318,7 @@ mod tests {
         ] {
             assert!(reader.take(&line).unwrap().is_none(), "{line}");
         }
-        let Some(Event::Measured(measured)) = reader.take("end").unwrap() else {
+        let Some(LinuxEvent::Measured(measured)) = reader.take("end").unwrap() else {
             panic!("no measurement");
         };
         let sample = measured.sample;
@@ -348,6 +348,6 @@ mod tests {
         ] {
             assert!(reader.take(line).is_err(), "{line}");
         }
-        assert!(matches!(reader.take("ask"), Ok(Some(Event::Ask))));
+        assert!(matches!(reader.take("ask"), Ok(Some(LinuxEvent::Ask))));
     }
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::measured::Measured;
-use super::point::{BLOCK, Job};
+use super::point::{BLOCK, LoadJob};
 use walvisor_guest::histogram::Histogram;
 
 /// The next request of a loop.
@@ -20,7 +20,7 @@ pub enum Next {
 /// Concurrent loops, one per slot, that run until the time is over.
 #[derive(Debug)]
 pub struct Loops {
-    job: Job,
+    job: LoadJob,
     began: Instant,
     end: Instant,
     random: u64,
@@ -65,7 +65,7 @@ impl Tally {
 impl Loops {
     /// `slots` loops over a disk of `bytes` bytes, for the time `turn` from now on. Clients with different seeds use
     /// different sequences of blocks.
-    pub fn new(job: Job, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
+    pub fn new(job: LoadJob, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
         let now = Instant::now();
         Self {
             job,
@@ -89,7 +89,7 @@ impl Loops {
     pub fn ended(&mut self, slot: usize) -> Option<Next> {
         let now = Instant::now();
         let (began, flushing) = self.slots[slot];
-        if self.job == Job::WriteFsync && !flushing {
+        if self.job == LoadJob::WriteFsync && !flushing {
             self.slots[slot].1 = true;
             return Some(Next::Flush);
         }
@@ -108,8 +108,8 @@ impl Loops {
         self.random ^= self.random << 17;
         let offset = self.random % (self.bytes / BLOCK as u64) * BLOCK as u64;
         match self.job {
-            Job::Read => Next::Read(offset),
-            Job::Write | Job::WriteFsync => Next::Write(offset),
+            LoadJob::Read => Next::Read(offset),
+            LoadJob::Write | LoadJob::WriteFsync => Next::Write(offset),
         }
     }
 
@@ -129,7 +129,13 @@ mod tests {
 
     #[test]
     fn a_write_is_flushed_before_it_counts() {
-        let mut loops = Loops::new(Job::WriteFsync, 2, DISK_BYTES, Duration::from_secs(60), 1);
+        let mut loops = Loops::new(
+            LoadJob::WriteFsync,
+            2,
+            DISK_BYTES,
+            Duration::from_secs(60),
+            1,
+        );
         let Next::Write(first) = loops.begin(0) else {
             panic!("no write")
         };
@@ -142,12 +148,12 @@ mod tests {
     #[test]
     fn loops_end_with_their_time() {
         for (job, ended) in [
-            (Job::Read, [None, None]),
-            (Job::WriteFsync, [Some(Next::Flush), None]),
+            (LoadJob::Read, [None, None]),
+            (LoadJob::WriteFsync, [Some(Next::Flush), None]),
         ] {
             let mut loops = Loops::new(job, 1, DISK_BYTES, Duration::ZERO, 2);
             let reads = matches!(loops.begin(0), Next::Read(_));
-            assert_eq!(reads, job == Job::Read);
+            assert_eq!(reads, job == LoadJob::Read);
             let found: Vec<_> = (0..2).map_while(|_| Some(loops.ended(0))).take(2).collect();
             assert_eq!(found[0], ended[0]);
             assert!(found.contains(&None));

@@ -74,7 +74,7 @@ impl Measured {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::point::{Backend, Job};
+    use crate::load::point::{BackendKind, LoadJob};
 
     #[test]
     fn figures_are_of_a_request() {
@@ -90,8 +90,8 @@ mod tests {
             ..Measured::default()
         };
         let point = Point {
-            backend: Backend::Wal,
-            job: Job::WriteFsync,
+            backend: BackendKind::Wal,
+            job: LoadJob::WriteFsync,
             iodepth: 4,
             queues: 1,
         };

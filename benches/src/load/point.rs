@@ -57,14 +57,14 @@ impl Path {
 
 /// What keeps the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Backend {
+pub enum BackendKind {
     /// Memory: the notification alone
     Ram,
     /// An image and a write-ahead log
     Wal,
 }
 
-impl Backend {
+impl BackendKind {
     /// Its name in tables and SPECs.
     pub fn name(self) -> &'static str {
         match self {
@@ -76,7 +76,7 @@ impl Backend {
 
 /// The job of each closed loop, on random 4 KiB blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Job {
+pub enum LoadJob {
     /// Reads.
     Read,
     /// Writes.
@@ -85,7 +85,7 @@ pub enum Job {
     WriteFsync,
 }
 
-impl Job {
+impl LoadJob {
     /// Its name in tables.
     pub fn name(self) -> &'static str {
         match self {
@@ -109,9 +109,9 @@ impl Job {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
     /// The backend that keeps the data.
-    pub backend: Backend,
+    pub backend: BackendKind,
     /// The job of each loop.
-    pub job: Job,
+    pub job: LoadJob,
     /// Number of loops on each queue.
     pub iodepth: u8,
     /// Number of queues.
@@ -122,7 +122,7 @@ impl Point {
     /// Whether the syncs are counted. If so, a checkpoint comes before the job. Otherwise its first FLUSH would also
     /// sync the writes that earlier jobs left, in any number of the log's segments.
     pub fn counts_syncs(&self) -> bool {
-        self.backend == Backend::Wal && self.job == Job::WriteFsync
+        self.backend == BackendKind::Wal && self.job == LoadJob::WriteFsync
     }
 }
 
@@ -141,7 +141,7 @@ impl fmt::Display for Point {
 
 /// The measurements, the time of each turn, and the number of rounds.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct LoadPlan {
     /// The measurements.
     pub points: Vec<Point>,
     /// Duration of a turn.
@@ -150,16 +150,16 @@ pub struct Plan {
     pub rounds: usize,
 }
 
-impl Plan {
+impl LoadPlan {
     /// All measurements, or those that fit in a minute, in `rounds` rounds.
-    pub fn new(quick: bool, rounds: usize, backends: &[Backend]) -> Self {
+    pub fn new(quick: bool, rounds: usize, backends: &[BackendKind]) -> Self {
         let (depths, queues): (&[u8], &[u8]) = match quick {
             true => (&[1, 32], &[1]),
             false => (&[1, 4, 32], &[1, 4]),
         };
         let mut points = Vec::new();
         for &backend in backends {
-            for job in [Job::Read, Job::Write, Job::WriteFsync] {
+            for job in [LoadJob::Read, LoadJob::Write, LoadJob::WriteFsync] {
                 for &queues in queues {
                     points.extend(depths.iter().map(|&iodepth| Point {
                         backend,

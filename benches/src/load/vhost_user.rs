@@ -5,7 +5,7 @@ use std::time::Duration;
 use walvisor_tests::vhost_user_client::VhostUserClient;
 
 use super::loops::{Loops, Next, Tally};
-use super::point::{BLOCK, Job};
+use super::point::{BLOCK, LoadJob};
 
 /// No request takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// If a request fails, or no request ends for half a minute.
 pub fn drive(
     clients: &mut [VhostUserClient],
-    (job, queues, depth): (Job, usize, usize),
+    (job, queues, depth): (LoadJob, usize, usize),
     bytes: u64,
     turn: Duration,
 ) -> std::io::Result<Tally> {

@@ -10,15 +10,15 @@ use walvisor::disk::OpenDisk;
 use walvisor::disk_spec::{Notifications, TransportKind};
 use walvisor::vm::DiskConfig;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend as DiskBackend, SECTOR_SIZE};
+use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
 use walvisor_guest::contract::Load;
 use walvisor_storage::Store;
 
-use super::place::Place;
+use super::place::Directories;
 use crate::load::measured::Measured;
-use crate::load::point::{BLOCK, Backend, DISK_BYTES, Path, Point, QUEUES};
+use crate::load::point::{BLOCK, BackendKind, DISK_BYTES, Path, Point, QUEUES};
 
 /// The source of the requests on these paths, as tables name it.
 pub const EMBEDDED_GUEST: &str = "embedded guest";
@@ -36,9 +36,13 @@ impl GuestDoor {
     ///
     /// # Errors
     /// If they cannot be made, or there is no usable KVM.
-    pub fn open(place: &Place, backends: &[Backend], turn: Duration) -> Result<Self, CommandError> {
+    pub fn open(
+        place: &Directories,
+        backends: &[BackendKind],
+        turn: Duration,
+    ) -> Result<Self, CommandError> {
         let ticks = demo::ticks(turn).map_err(CommandError::failed)?;
-        let wal = backends.contains(&Backend::Wal);
+        let wal = backends.contains(&BackendKind::Wal);
         Ok(Self {
             ram: Arc::new(RamDisk::new(DISK_BYTES / SECTOR_SIZE)),
             store: wal.then(|| place.store("guest")).transpose()?,
@@ -63,8 +67,8 @@ impl GuestDoor {
             let done = store.disks()[0].checkpoint();
             done.map_err(CommandError::failed)?;
         }
-        let backend: Arc<dyn DiskBackend> = match (&self.store, point.backend) {
-            (Some(store), Backend::Wal) => Arc::new(store.disks()[0].clone()),
+        let backend: Arc<dyn Backend> = match (&self.store, point.backend) {
+            (Some(store), BackendKind::Wal) => Arc::new(store.disks()[0].clone()),
             _ => Arc::clone(&self.ram) as _,
         };
         let disk = DiskConfig {

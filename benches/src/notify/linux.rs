@@ -7,8 +7,8 @@ use std::time::Duration;
 use walvisor::commands::CommandError;
 
 use super::section;
-use crate::linux::{Amount, Linux as Kind, Outcome, Place, Plan, measure};
-use crate::load::point::Backend;
+use crate::linux::{Amount, Linux, LinuxOutcome, LinuxPlace, LinuxPlan, measure};
+use crate::load::point::BackendKind;
 use crate::load::sample::Sample;
 use crate::output::Output;
 use crate::report::Section;
@@ -23,7 +23,7 @@ const RAM_JOBS: [&str; 3] = ["ram:randread", "ram:randwrite", "ram:randwrite+fsy
 const WAL_JOBS: [&str; 3] = ["wal:randwrite+fsync", "wal:randread", "wal:randwrite"];
 
 /// The kernels, and the measurements in each.
-pub struct Linux {
+pub struct LinuxLoad {
     kernels: Vec<Kernel>,
 }
 
@@ -31,8 +31,8 @@ struct Kernel {
     /// The first word of the keys of its sections.
     key: &'static str,
     title: &'static str,
-    place: Place,
-    plan: Plan,
+    place: LinuxPlace,
+    plan: LinuxPlan,
     /// Number of paths to a disk of one backend.
     paths: u32,
 }
@@ -45,9 +45,9 @@ impl Kernel {
     }
 }
 
-impl Linux {
+impl LinuxLoad {
     /// The measurements of a run.
-    pub fn new(output: &Output, kinds: &[Kind], backends: &[Backend]) -> Self {
+    pub fn new(output: &Output, kinds: &[Linux], backends: &[BackendKind]) -> Self {
         let quick = output.quick;
         let jobs = |backend, jobs: [&'static str; 3]| {
             let count = match (backends.contains(&backend), quick) {
@@ -57,20 +57,20 @@ impl Linux {
             };
             jobs.into_iter().take(count)
         };
-        let user_mode = Plan {
+        let user_mode = LinuxPlan {
             loops: match quick {
                 true => &[(4, 1)],
                 false => &[(1, 1), (4, 1), (32, 1)],
             },
-            jobs: jobs(Backend::Ram, RAM_JOBS)
-                .chain(jobs(Backend::Wal, WAL_JOBS))
+            jobs: jobs(BackendKind::Ram, RAM_JOBS)
+                .chain(jobs(BackendKind::Wal, WAL_JOBS))
                 .collect(),
             rounds: output.rounds(3, 1) as u32,
             block: "4k",
             amount: Amount::Seconds(1),
             schedulers: &["none"],
         };
-        let machine = Plan {
+        let machine = LinuxPlan {
             loops: match quick {
                 true => &[(4, 1)],
                 false => &[(1, 1), (4, 1), (32, 1), (4, 4)],
@@ -82,14 +82,14 @@ impl Linux {
         let user_mode = Kernel {
             key: "user-mode-linux",
             title: "fio in user-mode Linux",
-            place: Place::UserMode { script: USER_MODE },
+            place: LinuxPlace::UserMode { script: USER_MODE },
             plan: user_mode,
             paths: 4,
         };
         let machine = Kernel {
             key: "linux",
             title: "fio in Linux on a machine with KVM",
-            place: Place::Kvm {
+            place: LinuxPlace::Kvm {
                 machine: MACHINE,
                 guest: GUEST,
                 cpus: if quick { 1 } else { 4 },
@@ -98,7 +98,7 @@ impl Linux {
             plan: machine,
             paths: 7,
         };
-        let all = [(Kind::UserMode, user_mode), (Kind::Machine, machine)];
+        let all = [(Linux::UserMode, user_mode), (Linux::Machine, machine)];
         let chosen = all.into_iter().filter(|(kind, _)| kinds.contains(kind));
         Self {
             kernels: chosen.map(|(_, kernel)| kernel).collect(),
@@ -118,7 +118,7 @@ impl Linux {
         let mut sections = Vec::new();
         for kernel in &self.kernels {
             // Measurements from before a signal count, so their results are kept outside of the step.
-            let mut outcome = Outcome::default();
+            let mut outcome = LinuxOutcome::default();
             session.step(kernel.title, kernel.expected(), || {
                 outcome = measure(kernel.place, &kernel.plan, dir, session, &mut |_| ())?;
                 outcome.check_caches()
@@ -130,7 +130,7 @@ impl Linux {
 }
 
 impl Kernel {
-    fn sections(&self, outcome: Outcome) -> Vec<Section> {
+    fn sections(&self, outcome: LinuxOutcome) -> Vec<Section> {
         let real = outcome
             .measured
             .iter()

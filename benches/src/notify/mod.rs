@@ -24,12 +24,12 @@ use walvisor::probe::{self, Ring0};
 
 use crate::linux::Kernels;
 use crate::load::measured::Measured;
-use crate::load::point::{Backend, Path, Plan, Point};
+use crate::load::point::{BackendKind, LoadPlan, Path, Point};
 use crate::load::sample::Sample;
 use crate::output::Output;
 use guest::{EMBEDDED_GUEST, GuestDoor};
 use nbd::NbdDoor;
-use place::Place;
+use place::Directories;
 use vhost_user::VhostUserDoor;
 
 /// Arguments of `walvisor-bench notify`.
@@ -54,7 +54,7 @@ pub struct NotifyArguments {
         value_delimiter = ',',
         value_name = "BACKEND,BACKEND.."
     )]
-    backends: Vec<Backend>,
+    backends: Vec<BackendKind>,
     #[command(flatten)]
     kernels: Kernels,
     #[command(flatten)]
@@ -80,12 +80,13 @@ const AROUND: Duration = Duration::from_millis(60);
 pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let chosen = |path: &&Path| arguments.only.is_empty() || arguments.only.contains(path);
     let mut paths: Vec<Path> = Path::ALL.iter().filter(chosen).copied().collect();
-    let chosen =
-        |backend: &&Backend| arguments.backends.is_empty() || arguments.backends.contains(backend);
+    let chosen = |backend: &&BackendKind| {
+        arguments.backends.is_empty() || arguments.backends.contains(backend)
+    };
     if !arguments.load.contains(&Load::Embedded) {
         paths.clear();
     }
-    let backends: Vec<Backend> = Backend::value_variants()
+    let backends: Vec<BackendKind> = BackendKind::value_variants()
         .iter()
         .filter(chosen)
         .copied()
@@ -109,19 +110,19 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
         }
     };
     let rounds = arguments.output.rounds(5, 3);
-    let plan = Plan::new(arguments.output.quick, rounds, &backends);
+    let plan = LoadPlan::new(arguments.output.quick, rounds, &backends);
     let turns = plan.points.len() * paths.len() * plan.rounds;
     let linux = arguments.load.contains(&Load::Linux).then(|| {
         let kinds = arguments.kernels.chosen(arguments.output.quick);
-        linux::Linux::new(&arguments.output, kinds, &backends)
+        linux::LinuxLoad::new(&arguments.output, kinds, &backends)
     });
     let expected = linux
         .as_ref()
-        .map_or(Duration::ZERO, linux::Linux::expected);
+        .map_or(Duration::ZERO, linux::LinuxLoad::expected);
     let session = arguments
         .output
         .start((plan.turn + AROUND) * turns as u32 + expected)?;
-    let place = Place::new(&arguments.output.dir)?;
+    let place = Directories::new(&arguments.output.dir)?;
     let mut doors = Doors::open(&paths, &backends, &plan, &place)?;
     let mut samples = Vec::new();
     'rounds: for round in 0..plan.rounds {
@@ -201,9 +202,9 @@ struct Doors {
 impl Doors {
     fn open(
         paths: &[Path],
-        backends: &[Backend],
-        plan: &Plan,
-        place: &Place,
+        backends: &[BackendKind],
+        plan: &LoadPlan,
+        place: &Directories,
     ) -> Result<Self, CommandError> {
         let vm = |path: &Path| !matches!(path, Path::VhostUser | Path::Nbd);
         let guest = paths
@@ -250,13 +251,13 @@ impl Doors {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::point::Job;
+    use crate::load::point::LoadJob;
 
     #[test]
     fn paths_with_different_cache_modes_are_not_compared() {
         let point = Point {
-            backend: Backend::Wal,
-            job: Job::Write,
+            backend: BackendKind::Wal,
+            job: LoadJob::Write,
             iodepth: 1,
             queues: 1,
         };

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use walvisor::commands::CommandError;
 use walvisor::processor_time::of_host;
 
-use super::place::Place;
+use super::place::Directories;
 use crate::daemon::{Daemon, spec};
 use crate::load::loops::{Loops, Next, Tally};
 use crate::load::measured::Measured;
-use crate::load::point::{BLOCK, Backend, DISK_BYTES, Point};
+use crate::load::point::{BLOCK, BackendKind, DISK_BYTES, Point};
 
 /// No request takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -46,7 +46,7 @@ impl NbdDoor {
     ///
     /// # Errors
     /// If the disks cannot be made or served.
-    pub fn open(place: &Place, backends: &[Backend]) -> Result<Self, CommandError> {
+    pub fn open(place: &Directories, backends: &[BackendKind]) -> Result<Self, CommandError> {
         let image = place.image("nbd", backends)?;
         let socket = place.sockets().join("nbd.sock");
         let specs: Vec<String> = backends

@@ -6,15 +6,15 @@ use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir, import_disk};
 
-use crate::load::point::{Backend, DISK_BYTES};
+use crate::load::point::{BackendKind, DISK_BYTES};
 
 /// Two directories: one for disks, on the measured medium, and one for sockets, whose paths must be short.
-pub struct Place {
+pub struct Directories {
     images: TempDir,
     sockets: TempDir,
 }
 
-impl Place {
+impl Directories {
     /// Makes both directories, that of the disks in `parent`.
     ///
     /// # Errors
@@ -52,9 +52,9 @@ impl Place {
     ///
     /// # Errors
     /// If the disk cannot be made.
-    pub fn image(&self, name: &str, backends: &[Backend]) -> Result<String, CommandError> {
+    pub fn image(&self, name: &str, backends: &[BackendKind]) -> Result<String, CommandError> {
         let image = format!("{name}.img");
-        if !backends.contains(&Backend::Wal) {
+        if !backends.contains(&BackendKind::Wal) {
             return Ok(image);
         }
         let raw = self.images().join("raw");
@@ -77,7 +77,7 @@ impl Place {
     /// # Errors
     /// If the disk cannot be made or opened.
     pub fn store(&self, name: &str) -> Result<Store, CommandError> {
-        let path = self.images().join(self.image(name, &[Backend::Wal])?);
+        let path = self.images().join(self.image(name, &[BackendKind::Wal])?);
         let options = StoreOptions::default();
         Store::open(
             &default_log_dir(&path),

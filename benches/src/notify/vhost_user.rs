@@ -7,10 +7,10 @@ use walvisor::commands::CommandError;
 use walvisor::processor_time::of_host;
 use walvisor_tests::vhost_user_client::{Notices, VhostUserClient};
 
-use super::place::Place;
+use super::place::Directories;
 use crate::daemon::{Daemon, spec};
 use crate::load::measured::Measured;
-use crate::load::point::{Backend, DISK_BYTES, Point, QUEUES};
+use crate::load::point::{BackendKind, DISK_BYTES, Point, QUEUES};
 use crate::load::vhost_user::drive;
 
 /// A daemon, and the directory of its sockets.
@@ -24,7 +24,7 @@ impl VhostUserDoor {
     ///
     /// # Errors
     /// If the disks cannot be made or served.
-    pub fn open(place: &Place, backends: &[Backend]) -> Result<Self, CommandError> {
+    pub fn open(place: &Directories, backends: &[BackendKind]) -> Result<Self, CommandError> {
         let image = place.image("vhost-user", backends)?;
         let socket = |backend| place.sockets().join(socket_name(backend));
         let specs: Vec<String> = backends
@@ -76,6 +76,6 @@ impl VhostUserDoor {
     }
 }
 
-fn socket_name(backend: Backend) -> String {
+fn socket_name(backend: BackendKind) -> String {
     format!("vhost-user-{}.sock", backend.name())
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use walvisor::commands::CommandError;
 
-use super::place::Place;
-use super::turns::{Door, Failure, Pace, Row, need};
+use super::place::ImageDirectory;
+use super::turns::{PeerDoor, PeerFailure, PeerRow, Schedule, need};
 use crate::daemon::Daemon;
 use crate::guests;
 use crate::session::Session;
@@ -29,12 +29,12 @@ const PEERS: [&str; 2] = ["QEMU, cache=none", "QEMU, cache=writeback"];
 const AROUND: Duration = Duration::from_secs(8);
 
 /// Estimated time of the measurement.
-pub fn expected(pace: Pace) -> Duration {
+pub fn expected(pace: Schedule) -> Duration {
     AROUND + expected_jobs(pace, of(pace, &JOBS).len() * 3)
 }
 
 /// The jobs that are measured: all, or the first two if quick.
-pub fn of<T>(pace: Pace, jobs: &[T]) -> &[T] {
+pub fn of<T>(pace: Schedule, jobs: &[T]) -> &[T] {
     match pace.quick {
         true => &jobs[..2],
         false => jobs,
@@ -42,12 +42,16 @@ pub fn of<T>(pace: Pace, jobs: &[T]) -> &[T] {
 }
 
 /// Time of this many jobs of fio in all rounds.
-pub fn expected_jobs(pace: Pace, jobs: usize) -> Duration {
+pub fn expected_jobs(pace: Schedule, jobs: usize) -> Duration {
     (pace.turn + Duration::from_millis(700)) * (pace.rounds * jobs) as u32
 }
 
 /// Measures all jobs.
-pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>, Failure> {
+pub fn measure(
+    place: &ImageDirectory,
+    pace: Schedule,
+    session: &Session,
+) -> Result<Vec<PeerRow>, PeerFailure> {
     need("qemu-system-x86_64", "qemu-system-x86")?;
     place.make_images(1)?;
     let spec = "path=ours-0.img,log=log,socket=guest.sock,queues=2".to_owned();
@@ -86,7 +90,7 @@ pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>,
         "1" => Some(PEERS[0]),
         _ => Some(PEERS[1]),
     };
-    let mut rows = rows(Door::Qemu, jobs, None);
+    let mut rows = rows(PeerDoor::Qemu, jobs, None);
     let expected = expected(pace);
     session.step("QEMU", expected, || {
         guests::run("emulated", &script, &arguments, session, |line| {
@@ -97,7 +101,7 @@ pub fn measure(place: &Place, pace: Pace, session: &Session) -> Result<Vec<Row>,
 }
 
 /// The settings of the script.
-pub fn script(jobs: &[(&str, &str, usize, u8)], disks: &str, pace: Pace) -> String {
+pub fn script(jobs: &[(&str, &str, usize, u8)], disks: &str, pace: Schedule) -> String {
     let jobs: Vec<String> = jobs
         .iter()
         .enumerate()
@@ -112,16 +116,16 @@ pub fn script(jobs: &[(&str, &str, usize, u8)], disks: &str, pace: Pace) -> Stri
 }
 
 /// A row for each job.
-pub fn rows(door: Door, jobs: &[(&str, &str, usize, u8)], goal: Option<f64>) -> Vec<Row> {
+pub fn rows(door: PeerDoor, jobs: &[(&str, &str, usize, u8)], goal: Option<f64>) -> Vec<PeerRow> {
     let jobs = jobs.iter();
-    jobs.map(|job| Row::new(door, job.0, goal)).collect()
+    jobs.map(|job| PeerRow::new(door, job.0, goal)).collect()
 }
 
 /// Takes a rate from a line of the guest's, and refuses disks whose write caches differ. `peer` returns the peer of a
 /// disk in the script, or `None` for the disk of `walvisor`.
 pub fn read<'a>(
     line: &str,
-    rows: &mut [Row],
+    rows: &mut [PeerRow],
     peer: impl Fn(&str) -> Option<&'a str>,
 ) -> Result<(), CommandError> {
     match line.split(' ').collect::<Vec<_>>()[..] {

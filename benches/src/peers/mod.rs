@@ -26,15 +26,15 @@ use walvisor::commands::CommandError;
 use crate::output::Output;
 use crate::report::plot::{Kind, Plot};
 use crate::report::{Cell, Section, Spread};
-use place::Place;
-use turns::{Door, Failure, Job, Pace, Row, expected};
+use place::ImageDirectory;
+use turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, expected};
 
 /// Arguments of `walvisor-bench peers`.
 #[derive(Debug, Args)]
 pub struct PeersArguments {
     /// Only these doors, with commas between
     #[arg(long, value_enum, value_delimiter = ',', value_name = "DOOR,DOOR..")]
-    only: Vec<Door>,
+    only: Vec<PeerDoor>,
     /// Only the jobs with this in their name
     #[arg(long, value_name = "TEXT", default_value = "")]
     job: String,
@@ -50,51 +50,51 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let Output { quick, dir, .. } = &arguments.output;
     let rounds = arguments.output.rounds(5, 1);
     let pace = match quick {
-        true => Pace {
+        true => Schedule {
             rounds,
             turn: Duration::from_secs(1),
             quick: true,
         },
-        false => Pace {
+        false => Schedule {
             rounds,
             turn: Duration::from_secs(2),
             quick: false,
         },
     };
-    let doors: Vec<Door> = Door::value_variants()
+    let doors: Vec<PeerDoor> = PeerDoor::value_variants()
         .iter()
         .filter(|door| arguments.only.is_empty() || arguments.only.contains(door))
         .copied()
         .collect();
-    let wanted = |jobs: &'static [Job]| -> Vec<&'static Job> {
+    let wanted = |jobs: &'static [PeerJob]| -> Vec<&'static PeerJob> {
         let jobs = jobs.iter();
         jobs.filter(|job| job.name.contains(&arguments.job))
             .collect()
     };
     let time = doors.iter().map(|door| match door {
-        Door::VhostUser => expected(&wanted(&vhost_user::JOBS), 2, pace, vhost_user::BEFORE),
-        Door::Nbd => expected(&wanted(&nbd::JOBS), nbd::SIDES, pace, nbd::BEFORE),
-        Door::Qemu => emulated::expected(pace),
-        Door::Tcmu => target::expected(pace),
+        PeerDoor::VhostUser => expected(&wanted(&vhost_user::JOBS), 2, pace, vhost_user::BEFORE),
+        PeerDoor::Nbd => expected(&wanted(&nbd::JOBS), nbd::SIDES, pace, nbd::BEFORE),
+        PeerDoor::Qemu => emulated::expected(pace),
+        PeerDoor::Tcmu => target::expected(pace),
     });
     let session = arguments.output.start(time.sum())?;
-    let place = Place::new(dir)?;
+    let place = ImageDirectory::new(dir)?;
     let (mut rows, mut missing, mut failed) = (Vec::new(), Vec::new(), None);
     for door in doors {
         let measured = match door {
-            Door::VhostUser => {
+            PeerDoor::VhostUser => {
                 vhost_user::measure(&place, &wanted(&vhost_user::JOBS), pace, &session)
             }
-            Door::Nbd => nbd::measure(&place, &wanted(&nbd::JOBS), pace, &session),
-            Door::Qemu => emulated::measure(&place, pace, &session),
-            Door::Tcmu => target::measure(pace, &session),
+            PeerDoor::Nbd => nbd::measure(&place, &wanted(&nbd::JOBS), pace, &session),
+            PeerDoor::Qemu => emulated::measure(&place, pace, &session),
+            PeerDoor::Tcmu => target::measure(pace, &session),
         };
         match measured {
             Ok(measured) => rows.extend(measured),
-            Err(Failure::Missing(what)) => missing.push(what),
+            Err(PeerFailure::Missing(what)) => missing.push(what),
             // Ctrl-C also ends the other programs of the terminal.
-            Err(Failure::Failed(_)) if session.interrupted() => break,
-            Err(Failure::Failed(error)) => {
+            Err(PeerFailure::Failed(_)) if session.interrupted() => break,
+            Err(PeerFailure::Failed(error)) => {
                 missing.push(format!("Not measured: {error}"));
                 failed = failed.or(Some(error));
             }
@@ -107,7 +107,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     failed.map_or(Ok(()), Err)
 }
 
-fn section(rows: &[Row], missing: &[String], pace: Pace) -> Section {
+fn section(rows: &[PeerRow], missing: &[String], pace: Schedule) -> Section {
     let rounds = format!(
         "4 KiB, random; requests or commits a second: median of {} turns of {} s each (lowest to highest).",
         pace.rounds,

@@ -8,15 +8,15 @@ use serde_json::Value;
 use walvisor::commands::CommandError;
 
 use super::peer::Peer;
-use super::place::{DISK_BYTES, Place};
-use super::turns::{Door, Failure, Job, Pace, Row, Side, need, take_turns};
+use super::place::{DISK_BYTES, ImageDirectory};
+use super::turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, Side, need, take_turns};
 use crate::daemon::Daemon;
-use crate::load::point::Job as Work;
+use crate::load::point::LoadJob;
 use crate::output::failed;
 use crate::session::Session;
 
-const fn job(name: &'static str, work: Work, queues: usize, depth: usize, goal: f64) -> Job {
-    Job {
+const fn job(name: &'static str, work: LoadJob, queues: usize, depth: usize, goal: f64) -> PeerJob {
+    PeerJob {
         name,
         work,
         disks: 1,
@@ -26,17 +26,23 @@ const fn job(name: &'static str, work: Work, queues: usize, depth: usize, goal: 
     }
 }
 
-pub const JOBS: [Job; 4] = [
-    job("write + flush, 1 connection", Work::WriteFsync, 1, 1, 1.0),
+pub const JOBS: [PeerJob; 4] = [
+    job(
+        "write + flush, 1 connection",
+        LoadJob::WriteFsync,
+        1,
+        1,
+        1.0,
+    ),
     job(
         "write + flush, 16 connections",
-        Work::WriteFsync,
+        LoadJob::WriteFsync,
         16,
         1,
         2.0,
     ),
-    job("write, 32 in flight", Work::Write, 1, 32, 1.0),
-    job("read, 32 in flight", Work::Read, 1, 32, 1.0),
+    job("write, 32 in flight", LoadJob::Write, 1, 32, 1.0),
+    job("read, 32 in flight", LoadJob::Read, 1, 32, 1.0),
 ];
 
 const SOCKETS: [&str; SIDES] = ["ours.nbd", "peer.nbd", "memory.nbd"];
@@ -53,11 +59,11 @@ pub const BEFORE: Duration = Duration::from_millis(400);
 
 /// Measures all jobs.
 pub fn measure(
-    place: &Place,
-    jobs: &[&'static Job],
-    pace: Pace,
+    place: &ImageDirectory,
+    jobs: &[&'static PeerJob],
+    pace: Schedule,
     session: &Session,
-) -> Result<Vec<Row>, Failure> {
+) -> Result<Vec<PeerRow>, PeerFailure> {
     need("qemu-nbd", "qemu-utils")?;
     need("fio", "fio")?;
     place.make_images(1)?;
@@ -86,9 +92,9 @@ pub fn measure(
         ("qemu-nbd", &theirs),
         (FROM_MEMORY, &from_memory),
     ];
-    let measured = |side: usize, job: &Job, turn| fio(place, SOCKETS[side], job, turn);
+    let measured = |side: usize, job: &PeerJob, turn| fio(place, SOCKETS[side], job, turn);
     Ok(take_turns(
-        (Door::Nbd, jobs),
+        (PeerDoor::Nbd, jobs),
         pace,
         BEFORE,
         session,
@@ -97,7 +103,12 @@ pub fn measure(
     )?)
 }
 
-fn fio(place: &Place, socket: &str, job: &Job, turn: Duration) -> Result<f64, CommandError> {
+fn fio(
+    place: &ImageDirectory,
+    socket: &str,
+    job: &PeerJob,
+    turn: Duration,
+) -> Result<f64, CommandError> {
     let socket = place.path().join(socket);
     let mut command = Command::new("fio");
     command.args(["--name=peers", "--ioengine=nbd", "--thread"]);
@@ -112,10 +123,10 @@ fn fio(place: &Place, socket: &str, job: &Job, turn: Duration) -> Result<f64, Co
     command.arg(format!("--numjobs={}", job.queues));
     command.arg(format!("--iodepth={}", job.depth));
     command.arg(match job.work {
-        Work::Read => "--rw=randread",
-        Work::Write | Work::WriteFsync => "--rw=randwrite",
+        LoadJob::Read => "--rw=randread",
+        LoadJob::Write | LoadJob::WriteFsync => "--rw=randwrite",
     });
-    if job.work == Work::WriteFsync {
+    if job.work == LoadJob::WriteFsync {
         command.arg("--fsync=1");
     }
     let failed = |why: &str| CommandError::Failed(format!("fio over NBD: {}", why.trim()));

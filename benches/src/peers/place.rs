@@ -14,12 +14,12 @@ pub const DISKS: usize = 4;
 pub const DISK_BYTES: u64 = 256 << 20;
 
 /// The directory of the images: DISKS raw ones for the peers, and as many disks on one log for `walvisor`.
-pub struct Place {
+pub struct ImageDirectory {
     directory: TempDir,
     walvisor: PathBuf,
 }
 
-impl Place {
+impl ImageDirectory {
     pub fn new(parent: &Path) -> Result<Self, CommandError> {
         let made = tempfile::Builder::new()
             .prefix("walvisor-compare-")

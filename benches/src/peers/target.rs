@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use super::emulated::{expected_jobs, of, read, rows, script};
-use super::turns::{Door, Failure, Pace, Row, need};
+use super::turns::{PeerDoor, PeerFailure, PeerRow, Schedule, need};
 use crate::guests;
 use crate::programs;
 use crate::session::Session;
@@ -24,12 +24,12 @@ const JOBS: [(&str, &str, usize, u8); 4] = [
 const MODULES: [&str; 5] = ["configfs", "sd_mod", "uio", "target_core_user", "tcm_loop"];
 
 /// Estimated time of the measurement.
-pub fn expected(pace: Pace) -> Duration {
+pub fn expected(pace: Schedule) -> Duration {
     Duration::from_secs(6) + expected_jobs(pace, of(pace, &JOBS).len() * 2)
 }
 
 /// Measures all jobs.
-pub fn measure(pace: Pace, session: &Session) -> Result<Vec<Row>, Failure> {
+pub fn measure(pace: Schedule, session: &Session) -> Result<Vec<PeerRow>, PeerFailure> {
     for (program, package) in [
         ("linux.uml", "user-mode-linux"),
         ("tcmu-runner", "tcmu-runner"),
@@ -48,7 +48,7 @@ pub fn measure(pace: Pace, session: &Session) -> Result<Vec<Row>, Failure> {
     for module in MODULES {
         arguments.extend([OsString::from("--module"), OsString::from(module)]);
     }
-    let mut rows = rows(Door::Tcmu, jobs, Some(1.0));
+    let mut rows = rows(PeerDoor::Tcmu, jobs, Some(1.0));
     session.step("TCMU", expected(pace), || {
         guests::run("user-mode", &script, &arguments, session, |line| {
             read(line, &mut rows, |disk| match disk {

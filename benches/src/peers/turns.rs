@@ -9,12 +9,12 @@ use walvisor::commands::CommandError;
 
 use super::peer::Peer;
 use crate::daemon::{Daemon, Halted};
-use crate::load::point::Job as Work;
+use crate::load::point::LoadJob;
 use crate::session::Session;
 
 /// How a disk is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Door {
+pub enum PeerDoor {
     /// Beside qemu-storage-daemon
     VhostUser,
     /// Beside qemu-nbd
@@ -27,9 +27,9 @@ pub enum Door {
 
 /// A job, of 4 KiB requests at random offsets.
 #[derive(Debug)]
-pub struct Job {
+pub struct PeerJob {
     pub name: &'static str,
-    pub work: Work,
+    pub work: LoadJob,
     pub disks: usize,
     /// Number of queues or connections.
     pub queues: usize,
@@ -41,7 +41,7 @@ pub struct Job {
 
 /// The number of rounds and the length of a turn.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+pub struct Schedule {
     pub rounds: usize,
     pub turn: Duration,
     pub quick: bool,
@@ -49,8 +49,8 @@ pub struct Pace {
 
 /// The result of a job: requests or commits per second in each round.
 #[derive(Debug)]
-pub struct Row {
-    pub door: Door,
+pub struct PeerRow {
+    pub door: PeerDoor,
     pub job: String,
     pub goal: Option<f64>,
     pub ours: Vec<f64>,
@@ -60,15 +60,15 @@ pub struct Row {
     pub emulated: bool,
 }
 
-impl Row {
-    pub fn new(door: Door, job: &str, goal: Option<f64>) -> Self {
+impl PeerRow {
+    pub fn new(door: PeerDoor, job: &str, goal: Option<f64>) -> Self {
         Self {
             door,
             job: job.to_owned(),
             goal,
             ours: Vec::new(),
             peers: BTreeMap::new(),
-            emulated: door == Door::Qemu,
+            emulated: door == PeerDoor::Qemu,
         }
     }
 
@@ -82,13 +82,13 @@ impl Row {
 }
 
 /// The reason why a door was not measured.
-pub enum Failure {
+pub enum PeerFailure {
     /// A program is missing; the text names it and its package.
     Missing(String),
     Failed(CommandError),
 }
 
-impl From<CommandError> for Failure {
+impl From<CommandError> for PeerFailure {
     fn from(error: CommandError) -> Self {
         Self::Failed(error)
     }
@@ -96,10 +96,10 @@ impl From<CommandError> for Failure {
 
 /// The unmeasured work of each side before its first turn. After it, all segment files of the log exist, and all blocks
 /// of the peers' images are allocated: the steady state.
-pub const WARM_UP: (Work, Duration) = (Work::Write, Duration::from_secs(5));
+pub const WARM_UP: (LoadJob, Duration) = (LoadJob::Write, Duration::from_secs(5));
 
 /// Estimated time of the turns of `jobs` with so many sides. Each turn takes `before` longer than the pace specifies.
-pub fn expected(jobs: &[&Job], sides: usize, pace: Pace, before: Duration) -> Duration {
+pub fn expected(jobs: &[&PeerJob], sides: usize, pace: Schedule, before: Duration) -> Duration {
     let warm_up = if pace.quick { 0 } else { sides as u32 };
     WARM_UP.1 * warm_up + (pace.turn + before) * (sides * pace.rounds * jobs.len()) as u32
 }
@@ -135,16 +135,16 @@ impl Side for Daemon {
 /// are stopped. `rate` measures the side with the given number for a time. A turn takes `before` longer than the pace
 /// specifies.
 pub fn take_turns(
-    (door, jobs): (Door, &[&'static Job]),
-    pace: Pace,
+    (door, jobs): (PeerDoor, &[&'static PeerJob]),
+    pace: Schedule,
     before: Duration,
     session: &Session,
     sides: &[(&str, &dyn Side)],
-    rate: impl Fn(usize, &Job, Duration) -> Result<f64, CommandError>,
-) -> Result<Vec<Row>, CommandError> {
+    rate: impl Fn(usize, &PeerJob, Duration) -> Result<f64, CommandError>,
+) -> Result<Vec<PeerRow>, CommandError> {
     let value = door.to_possible_value();
     let title = value.as_ref().map_or("", |door| door.get_name());
-    let measured = |what: String, side: usize, job: &Job, turn: Duration| {
+    let measured = |what: String, side: usize, job: &PeerJob, turn: Duration| {
         let others = sides.iter().enumerate();
         let others = others.filter(|(other, _)| *other != side);
         let _halted: Vec<Halted> = others.map(|(_, (_, other))| other.halt()).collect();
@@ -153,7 +153,7 @@ pub fn take_turns(
     if let (Some(job), false) = (jobs.first(), pace.quick) {
         let (work, turn) = WARM_UP;
         let (disks, queues, depth) = (job.disks, 1, 32);
-        let job = Job {
+        let job = PeerJob {
             work,
             disks,
             queues,
@@ -166,7 +166,7 @@ pub fn take_turns(
     }
     let mut rows = Vec::new();
     for job in jobs {
-        let mut row = Row::new(door, job.name, Some(job.goal));
+        let mut row = PeerRow::new(door, job.name, Some(job.goal));
         sides.iter().try_for_each(|(_, side)| side.settle())?;
         for round in 0..pace.rounds {
             for turn in 0..sides.len() {
@@ -185,10 +185,10 @@ pub fn take_turns(
 }
 
 /// Checks that a program is installed.
-pub fn need(program: &str, package: &str) -> Result<(), Failure> {
+pub fn need(program: &str, package: &str) -> Result<(), PeerFailure> {
     match Command::new(program).arg("--version").output() {
         Ok(_) => Ok(()),
-        Err(_) => Err(Failure::Missing(format!(
+        Err(_) => Err(PeerFailure::Missing(format!(
             "Not measured: {program} is missing: install the package {package}"
         ))),
     }

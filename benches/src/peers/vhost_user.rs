@@ -7,22 +7,22 @@ use walvisor::commands::CommandError;
 use walvisor_tests::vhost_user_client::VhostUserClient;
 
 use super::peer::Peer;
-use super::place::{DISK_BYTES, DISKS, Place};
-use super::turns::{Door, Failure, Job, Pace, Row, Side, need, take_turns};
+use super::place::{DISK_BYTES, DISKS, ImageDirectory};
+use super::turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, Side, need, take_turns};
 use crate::daemon::Daemon;
-use crate::load::point::Job as Work;
+use crate::load::point::LoadJob;
 use crate::load::vhost_user::drive;
 use crate::session::Session;
 
 const fn job(
     name: &'static str,
-    work: Work,
+    work: LoadJob,
     disks: usize,
     queues: usize,
     depth: usize,
     goal: f64,
-) -> Job {
-    Job {
+) -> PeerJob {
+    PeerJob {
         name,
         work,
         disks,
@@ -32,11 +32,11 @@ const fn job(
     }
 }
 
-pub const JOBS: [Job; 5] = [
-    job("write + flush, 1 client", Work::WriteFsync, 1, 1, 1, 1.0),
+pub const JOBS: [PeerJob; 5] = [
+    job("write + flush, 1 client", LoadJob::WriteFsync, 1, 1, 1, 1.0),
     job(
         "write + flush, 16 clients, 4 queues",
-        Work::WriteFsync,
+        LoadJob::WriteFsync,
         1,
         4,
         4,
@@ -44,14 +44,14 @@ pub const JOBS: [Job; 5] = [
     ),
     job(
         "write + flush, 4 disks x 4 clients",
-        Work::WriteFsync,
+        LoadJob::WriteFsync,
         4,
         1,
         4,
         3.0,
     ),
-    job("write, 32 in flight", Work::Write, 1, 1, 32, 1.0),
-    job("read, 32 in flight", Work::Read, 1, 1, 32, 1.0),
+    job("write, 32 in flight", LoadJob::Write, 1, 1, 32, 1.0),
+    job("read, 32 in flight", LoadJob::Read, 1, 1, 32, 1.0),
 ];
 
 /// Queues of each disk.
@@ -62,11 +62,11 @@ pub const BEFORE: Duration = Duration::from_millis(100);
 
 /// Measures all jobs.
 pub fn measure(
-    place: &Place,
-    jobs: &[&'static Job],
-    pace: Pace,
+    place: &ImageDirectory,
+    jobs: &[&'static PeerJob],
+    pace: Schedule,
     session: &Session,
-) -> Result<Vec<Row>, Failure> {
+) -> Result<Vec<PeerRow>, PeerFailure> {
     need("qemu-storage-daemon", "qemu-system-common")?;
     place.make_images(DISKS)?;
     let sockets = |side: &str| -> Vec<String> {
@@ -92,7 +92,7 @@ pub fn measure(
     }
     let ours = Daemon::start("vhost-user", &specs, place.path(), place.path())?;
     let theirs = Peer::start(&mut theirs, &sockets[1], place.path())?;
-    let rate = |side: usize, job: &Job, turn| -> Result<f64, CommandError> {
+    let rate = |side: usize, job: &PeerJob, turn| -> Result<f64, CommandError> {
         let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
         let paths = sockets[side]
             .iter()
@@ -107,7 +107,7 @@ pub fn measure(
     };
     let sides: [(&str, &dyn Side); 2] = [("walvisor", &ours), ("qemu-storage-daemon", &theirs)];
     Ok(take_turns(
-        (Door::VhostUser, jobs),
+        (PeerDoor::VhostUser, jobs),
         pace,
         BEFORE,
         session,

@@ -13,9 +13,9 @@ use walvisor_storage::{
 
 use super::client::{Client, QueueClient, damaged, is_stamped, stamp, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
-use super::site::{Site, ring};
+use super::site::{StoreSite, ring};
 use super::timing::median;
 
 /// Number of turns of store and baseline.
@@ -37,7 +37,7 @@ pub struct AppendArguments {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// The results. Each rate is the median of the rounds, and includes a FLUSH or fdatasync at the end of the round.
@@ -79,7 +79,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     let (block, depth) = (arguments.block, usize::from(arguments.depth));
     let blocks = arguments.bytes / block;
     let bytes = blocks * block;
-    let site = Site::new(&arguments.output.dir)?;
+    let site = StoreSite::new(&arguments.output.dir)?;
     // In the worst case each write needs a descriptor block. The ring has room for a round without a checkpoint.
     let options = ring(blocks * (block + BLOCK as u64));
     site.create(1, bytes, &options)?;

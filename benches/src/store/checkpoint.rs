@@ -11,9 +11,9 @@ use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 
 use super::client::{QueueClient, damaged, is_stamped, stamped};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
-use super::site::{Site, ring};
+use super::site::{StoreSite, ring};
 use super::timing::median;
 
 /// Number of turns of store and baseline.
@@ -41,7 +41,7 @@ pub struct CheckpointArguments {
     #[arg(long)]
     sequential: bool,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// The results. Each rate is the median of the rounds, and includes the sync of the base image or the file.
@@ -79,7 +79,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
              records, or fewer"
         )));
     }
-    let site = Site::new(&arguments.output.dir)?;
+    let site = StoreSite::new(&arguments.output.dir)?;
     // In the worst case each write needs a descriptor block, and batches leave space unused at the end of segments. No
     // checkpoint begins before the log is closed.
     let options = ring(2 * (bytes + blocks * BLOCK as u64));
@@ -142,7 +142,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
 }
 
 /// Reads some blocks of the base image, which is a plain image after the close, and checks them.
-fn verify(site: &Site, bytes: u64, block: u64, writer: u64) -> Result<(), CommandError> {
+fn verify(site: &StoreSite, bytes: u64, block: u64, writer: u64) -> Result<(), CommandError> {
     use std::os::unix::fs::FileExt;
     let path = site.image(0);
     let image = raw::open_direct(&path)?;

@@ -17,9 +17,9 @@ use walvisor_storage::{
 
 use super::client::{Client, damaged, is_stamped, stamp, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw;
-use super::site::{Site, ring};
+use super::site::{StoreSite, ring};
 use super::timing::{Timing, closed_loops, shares};
 
 /// Blocks that each client overwrites in turn.
@@ -29,7 +29,7 @@ const ROUNDS: u64 = 4;
 
 /// Arguments of `walvisor-bench store commit`.
 #[derive(Debug, Args)]
-pub struct CommitArguments {
+pub struct StoreCommitArguments {
     /// Clients, a thread each
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     clients: u16,
@@ -56,7 +56,7 @@ pub struct CommitArguments {
     #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     disks: u16,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// A medium slower than the one there is.
@@ -114,7 +114,7 @@ pub enum Mode {
 
 /// The simulated properties of the medium, for the store and the baseline.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Medium {
+pub struct MediumModel {
     /// Time added to each sync.
     pub sync_latency: Duration,
     /// Most writes and syncs per second; `None` for no limit.
@@ -125,11 +125,11 @@ pub struct Medium {
 
 /// The parameters of a measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct CommitPlan {
     /// Number of clients.
     pub clients: u16,
     /// The medium.
-    pub medium: Medium,
+    pub medium: MediumModel,
     /// Commits of all clients together.
     pub commits: u64,
     /// Whether group commit is on.
@@ -203,7 +203,7 @@ pub struct CommitReport {
 ///
 /// # Errors
 /// See [`super::run`].
-pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
+pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
     let clients = u64::from(arguments.clients);
     let commits = arguments.commits.unwrap_or((100 * clients).max(1000));
     if !(clients..=100_000_000).contains(&commits) {
@@ -217,9 +217,9 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
             arguments.disks
         )));
     }
-    let plan = Plan {
+    let plan = CommitPlan {
         clients: arguments.clients,
-        medium: Medium {
+        medium: MediumModel {
             sync_latency: Duration::from_micros(arguments.sync_latency_us.into()),
             operations_per_second: arguments
                 .pace
@@ -304,7 +304,7 @@ impl RawCommitter<'_> {
 ///
 /// # Errors
 /// If the medium fails, or an acknowledged write does not read back.
-pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
+pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandError> {
     let medium = plan.medium;
     let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
     let (clients, disks, logs) = (
@@ -328,7 +328,7 @@ pub fn measure(plan: &Plan, dir: &Path) -> Result<CommitReport, CommandError> {
     };
     let (mut sites, mut stores) = (Vec::new(), Vec::new());
     for _ in 0..logs {
-        let site = Site::new(dir)?;
+        let site = StoreSite::new(dir)?;
         site.create(disks / logs, disk_blocks * BLOCK as u64, &options)?;
         stores.push(site.open(disks / logs, cache, &options)?);
         sites.push(site);
@@ -440,7 +440,7 @@ impl Counted {
 }
 
 /// Checks in the images, which are plain files after the close, the last write of a client to each of its blocks.
-fn verify(site: &Site, committer: &Committer) -> Result<(), CommandError> {
+fn verify(site: &StoreSite, committer: &Committer) -> Result<(), CommandError> {
     let mut block = Buffer::zeroed(BLOCK);
     let path = site.image(committer.disk);
     let file = File::open(&path).map_err(raw::failed("open", &path))?;

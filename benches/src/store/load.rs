@@ -16,10 +16,10 @@ use walvisor_storage::{Buffer, StoreOptions, export_disk, import_disk, inspect_t
 
 use super::client::{damaged, is_stamped};
 use super::figures::{BLOCK, tenths, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw;
 use super::recover::child;
-use super::site::{Site, log, ring};
+use super::site::{StoreSite, log, ring};
 use super::timing::median;
 
 /// Number of turns of one thread and all threads.
@@ -36,7 +36,7 @@ pub struct LoadArguments {
     #[command(flatten)]
     threads: Threads,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// The results. Each rate is the median of the rounds.
@@ -77,7 +77,7 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
         .get()
         .map_or_else(std::thread::available_parallelism, Ok)
         .map_err(CommandError::failed)?;
-    let site = Site::new(&arguments.output.dir)?;
+    let site = StoreSite::new(&arguments.output.dir)?;
     let (image, disk) = (site.path().join("raw"), site.path().join("loaded.img"));
     raw::create(&image, bytes, BLOCK)?;
     let import = measured(all, bytes, |threads| import(&image, &disk, threads))?;
@@ -175,7 +175,7 @@ fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
 }
 
 /// Verifies the whole log. Returns the time in seconds.
-fn check(site: &Site, threads: NonZeroUsize) -> Result<f64, CommandError> {
+fn check(site: &StoreSite, threads: NonZeroUsize) -> Result<f64, CommandError> {
     let began = Instant::now();
     let (disk, log) = (site.image(0), log(site.path()));
     inspect_telling(&disk, &log, Some(threads), &mut |_, _| {}).map_err(CommandError::failed)?;

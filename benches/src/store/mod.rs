@@ -30,14 +30,14 @@ use walvisor::commands::CommandError;
 #[derive(Debug, Args)]
 pub struct StoreArguments {
     #[command(subcommand)]
-    action: Action,
+    action: StoreAction,
 }
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
-enum Action {
+enum StoreAction {
     /// Clients that write 4 KiB and FLUSH, over and over
-    Commit(commit::CommitArguments),
+    Commit(commit::StoreCommitArguments),
     /// Sequential writes through the log
     Append(append::AppendArguments),
     /// Random 4 KiB reads, of checkpointed and of logged data
@@ -62,13 +62,13 @@ enum Action {
 /// If the arguments are invalid, the medium fails, or an acknowledged write does not read back.
 pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
     match &arguments.action {
-        Action::Commit(arguments) => commit::run(arguments),
-        Action::Append(arguments) => append::run(arguments),
-        Action::Read(arguments) => read::run(arguments),
-        Action::Recover(arguments) => recover::run(arguments),
-        Action::Checkpoint(arguments) => checkpoint::run(arguments),
-        Action::Load(arguments) => load::run(arguments),
-        Action::Fill(arguments) => recover::fill(arguments),
-        Action::Open(arguments) => recover::open(arguments),
+        StoreAction::Commit(arguments) => commit::run(arguments),
+        StoreAction::Append(arguments) => append::run(arguments),
+        StoreAction::Read(arguments) => read::run(arguments),
+        StoreAction::Recover(arguments) => recover::run(arguments),
+        StoreAction::Checkpoint(arguments) => checkpoint::run(arguments),
+        StoreAction::Load(arguments) => load::run(arguments),
+        StoreAction::Fill(arguments) => recover::fill(arguments),
+        StoreAction::Open(arguments) => recover::open(arguments),
     }
 }

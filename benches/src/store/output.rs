@@ -7,7 +7,7 @@ use walvisor::commands::CommandError;
 
 /// Where to work and how to report.
 #[derive(Debug, Args)]
-pub struct Output {
+pub struct StoreOutput {
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -16,7 +16,7 @@ pub struct Output {
     pub dir: PathBuf,
 }
 
-impl Output {
+impl StoreOutput {
     /// Prints a report in the format that the user asked for.
     ///
     /// # Errors

@@ -13,9 +13,9 @@ use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
 use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
-use super::site::{Site, ring};
+use super::site::{StoreSite, ring};
 use super::timing::{Timing, closed_loops, shares};
 
 /// Number of turns of store and baseline.
@@ -42,7 +42,7 @@ pub struct ReadArguments {
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     beside_sync_us: Option<u32>,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// The figures of one kind of read.
@@ -183,7 +183,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     let (clients, depth) = (u64::from(arguments.clients), usize::from(arguments.depth));
     let blocks = arguments.bytes / BLOCK as u64;
     let bytes = blocks * BLOCK as u64;
-    let site = Site::new(&arguments.output.dir)?;
+    let site = StoreSite::new(&arguments.output.dir)?;
     let options = ring(3 * bytes);
     let disks = 1 + usize::from(arguments.beside_sync_us.is_some());
     site.create(disks, bytes, &options)?;

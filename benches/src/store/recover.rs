@@ -16,9 +16,9 @@ use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOp
 
 use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::figures::{BLOCK, scattered, thousandths};
-use super::output::Output;
+use super::output::StoreOutput;
 use super::raw;
-use super::site::{self, Site, ring};
+use super::site::{self, StoreSite, ring};
 use super::timing::median;
 
 /// Number of turns of store and baseline.
@@ -37,7 +37,7 @@ pub struct RecoverArguments {
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size)]
     bytes: u64,
     #[command(flatten)]
-    output: Output,
+    output: StoreOutput,
 }
 
 /// Arguments of the process that fills the log.
@@ -81,7 +81,7 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
             "--bytes {bytes}: give a multiple of 4K from 1M to 64G"
         )));
     }
-    let site = Site::new(&arguments.output.dir)?;
+    let site = StoreSite::new(&arguments.output.dir)?;
     site.create(1, bytes, &ring(2 * bytes))?;
     let log_bytes = child(&site, "fill", bytes, &[])? as u64;
     let (mut recovered, mut read) = (Vec::new(), Vec::new());
@@ -106,7 +106,12 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
 ///
 /// # Errors
 /// If the process fails; the error contains its output.
-pub fn child(site: &Site, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
+pub fn child(
+    site: &StoreSite,
+    action: &str,
+    bytes: u64,
+    more: &[&str],
+) -> Result<f64, CommandError> {
     let myself = std::env::current_exe().map_err(CommandError::failed)?;
     let output = Command::new(myself)
         .args(["store", action])

@@ -12,11 +12,11 @@ use super::client::{Client, stamped};
 use super::figures::BLOCK;
 
 /// A temporary directory on the measured medium.
-pub struct Site {
+pub struct StoreSite {
     dir: TempDir,
 }
 
-impl Site {
+impl StoreSite {
     /// Makes the directory in `parent`.
     ///
     /// # Errors

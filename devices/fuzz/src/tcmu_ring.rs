@@ -11,7 +11,7 @@ use std::sync::Arc;
 use libfuzzer_sys::fuzz_target;
 use walvisor_devices::scsi::DataBuffer;
 use walvisor_devices::tcmu::kernel::{BLOCK, Kernel, Request};
-use walvisor_devices::tcmu::{Command, Entry, Mapping, Response, Ring};
+use walvisor_devices::tcmu::{Command, CommandRing, Entry, Mapping, Response};
 use walvisor_devices_fuzz::bounded::DeviceBounds;
 use walvisor_devices_fuzz::input::Input;
 
@@ -40,7 +40,7 @@ const ODD: [u64; 12] = [
 struct Machine {
     kernel: Kernel,
     memory: Arc<Mapping>,
-    ring: Option<Ring>,
+    ring: Option<CommandRing>,
     /// Commands that were taken and not answered yet.
     taken: Vec<Command>,
     /// The expected outcome of each answered command: its status, and the value of its data's bytes.
@@ -54,7 +54,7 @@ impl Machine {
         let mut kernel = Kernel::new(RING, BLOCKS);
         kernel.start_at(u32::from(start) * 8 % RING);
         let memory = kernel.memory();
-        let ring = Ring::open(Arc::clone(&memory)).expect("a ring");
+        let ring = CommandRing::open(Arc::clone(&memory)).expect("a ring");
         Self {
             kernel,
             memory,
@@ -170,7 +170,7 @@ impl Machine {
         self.hostile = true;
         if input.byte() == 0 {
             self.taken.clear();
-            self.ring = Ring::open(Arc::clone(&self.memory)).ok();
+            self.ring = CommandRing::open(Arc::clone(&self.memory)).ok();
             return;
         }
         let value = input.pick(&ODD, |byte| byte * 8 + 1);

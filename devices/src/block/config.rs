@@ -37,7 +37,7 @@ pub(super) fn size_max(queue_size: u16, max_request: u32) -> u32 {
 }
 
 /// The values of the fields that differ from device to device.
-pub(super) struct Fields {
+pub(super) struct ConfigFields {
     pub(super) capacity: u64,
     pub(super) queue_size: u16,
     pub(super) queues: u16,
@@ -51,7 +51,7 @@ pub(super) struct Fields {
 }
 
 /// The configuration space, little-endian.
-pub(super) fn layout(fields: &Fields) -> [u8; CONFIG_LEN] {
+pub(super) fn layout(fields: &ConfigFields) -> [u8; CONFIG_LEN] {
     let mut space = [0; CONFIG_LEN];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &fields.capacity.to_le_bytes());

@@ -287,7 +287,7 @@ impl VirtioBlock {
 
     /// Reads the configuration space; zero bytes beyond its end.
     pub(crate) fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let space = config::layout(&config::Fields {
+        let space = config::layout(&config::ConfigFields {
             capacity: self.capacity.load(Ordering::Relaxed),
             queue_size: self.config.queue_size,
             queues: self.config.queues,
@@ -348,7 +348,7 @@ impl VirtioBlock {
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<Worker> {
-        let plan = worker::Plan {
+        let plan = worker::WorkerPlan {
             flush_after_write: self.flush_after_write(features),
             // A driver that outlives this process expects completed writes to be there, flushed or not.
             written_first: queue.tracker.is_some() && self.config.answer == Answer::Written,

@@ -6,13 +6,13 @@ use std::collections::VecDeque;
 use super::tracker::Used;
 
 /// The next batch of a queue's used ring. Kept between batches for its memory.
-pub(super) struct Batch {
+pub(super) struct UsedBatch {
     used: Vec<Used>,
     /// Chains in the order in which they were taken, each with its answer once it has ended. `None`: any order will do.
     order: Option<VecDeque<(u16, Option<Used>)>>,
 }
 
-impl Batch {
+impl UsedBatch {
     pub(super) fn new(in_order: bool) -> Self {
         Self {
             used: Vec::new(),
@@ -72,7 +72,7 @@ mod tests {
         Used { head, written: 1 }
     }
 
-    fn heads(batch: &mut Batch) -> Vec<u16> {
+    fn heads(batch: &mut UsedBatch) -> Vec<u16> {
         let heads = batch.ready().iter().map(|used| used.head).collect();
         batch.clear();
         heads
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn in_any_order_everything_is_ready() {
-        let mut batch = Batch::new(false);
+        let mut batch = UsedBatch::new(false);
         [3, 1, 2].into_iter().for_each(|head| batch.taken(head));
         batch.push(used(2));
         batch.push(used(3));
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn in_order_a_chain_waits_for_those_before_it() {
-        let mut batch = Batch::new(true);
+        let mut batch = UsedBatch::new(true);
         [3, 1, 2, 1].into_iter().for_each(|head| batch.taken(head));
         assert!(batch.is_full(4) && !batch.is_full(5));
         batch.push(used(2));

@@ -157,7 +157,7 @@ pub(super) struct Alone {
 
 /// A queue as a thread of the pool serves it. Each call does as much as it can without waiting.
 pub(super) trait Served: Send {
-    fn control(&self) -> Arc<Control>;
+    fn control(&self) -> Arc<QueueControl>;
 
     /// The descriptor that the driver signals.
     fn doorbell(&self) -> BorrowedFd<'_>;
@@ -189,7 +189,7 @@ pub(super) trait Served: Send {
 
 /// State shared by a queue and its owner.
 #[derive(Default)]
-pub(super) struct Control {
+pub(super) struct QueueControl {
     stop: AtomicBool,
     /// The queue has met an error: requests in flight end, but no more are taken or answered.
     broken: AtomicBool,
@@ -198,7 +198,7 @@ pub(super) struct Control {
     over: Condvar,
 }
 
-impl Control {
+impl QueueControl {
     pub(super) fn stopping(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
@@ -218,12 +218,12 @@ impl Control {
 
 /// The owner's side of a queue that is served.
 pub(super) struct Handle {
-    control: Arc<Control>,
+    control: Arc<QueueControl>,
     inbox: Arc<Inbox>,
 }
 
 impl Handle {
-    pub(super) fn control(&self) -> &Control {
+    pub(super) fn control(&self) -> &QueueControl {
         &self.control
     }
 
@@ -253,7 +253,7 @@ impl Handle {
 struct Seat {
     /// `None` only while the seat is dropped.
     served: Option<Box<dyn Served>>,
-    control: Arc<Control>,
+    control: Arc<QueueControl>,
     /// Whether the queue is in the thread's list of queues with work.
     busy: bool,
     /// Whether the queue is stopping. Its doorbell is not watched any more.

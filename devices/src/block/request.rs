@@ -36,7 +36,7 @@ pub(super) const ID_LEN: usize = 20;
 
 /// The status byte of an answer (5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Status {
+pub(super) enum BlockStatus {
     /// VIRTIO_BLK_S_OK.
     Ok,
     /// VIRTIO_BLK_S_IOERR.
@@ -45,7 +45,7 @@ pub(super) enum Status {
     Unsupported,
 }
 
-impl Status {
+impl BlockStatus {
     fn byte(self) -> u8 {
         (match self {
             Self::Ok => VIRTIO_BLK_S_OK,
@@ -57,13 +57,13 @@ impl Status {
 
 /// A piece of guest memory that one descriptor names, never empty. It has not been checked to exist.
 #[derive(Clone, Copy, Debug)]
-struct Segment {
+struct GuestRange {
     address: GuestAddress,
     len: u32,
 }
 
 /// The rules by which a request is accepted or refused.
-pub(super) struct Rules<'a> {
+pub(super) struct BlockRules<'a> {
     /// Features the driver has negotiated.
     pub(super) features: Features,
     /// Whether the disk refuses writes.
@@ -85,18 +85,18 @@ pub(super) struct Rules<'a> {
 }
 
 /// The next step for a request.
-pub(super) enum Action {
+pub(super) enum BlockAction {
     /// Hand it to the backend.
     Submit(Operation),
     /// Answer at once, without the backend.
-    Answer(Status),
+    Answer(BlockStatus),
     /// Answer with the identity string.
     AnswerId,
 }
 
 /// Which way a request's payload goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Transfer {
+pub(super) enum Direction {
     /// No payload.
     None,
     /// IN: to the driver.
@@ -107,14 +107,14 @@ pub(super) enum Transfer {
 
 /// The promise to answer one chain. Dropping it unanswered panics in debug builds.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(super) struct PendingChain {
     head: u16,
     status: GuestAddress,
     /// Device-writable bytes before the status byte.
-    data: Vec<Segment>,
+    data: Vec<GuestRange>,
     data_len: u32,
     /// Which way the payload goes.
-    pub(super) transfer: Transfer,
+    pub(super) transfer: Direction,
     /// Payload bytes: the host memory that the request takes.
     pub(super) bytes: u32,
     /// Whether a FLUSH follows before the answer.
@@ -122,22 +122,22 @@ pub(super) struct Pending {
     settled: bool,
 }
 
-impl Pending {
+impl PendingChain {
     /// Writes `data` and the status into guest memory.
     ///
     /// Data that does not fit, or that lies outside guest memory, turns the answer into an I/O error.
     pub(super) fn answer<G: GuestMemory>(
         mut self,
         memory: &G,
-        status: Status,
+        status: BlockStatus,
         data: Option<&[u8]>,
-    ) -> Result<(Used, Status), QueueError> {
+    ) -> Result<(Used, BlockStatus), QueueError> {
         self.settled = true;
         let (written, status) = match data {
             None => (0, status),
             Some(bytes) => match self.copy_to_guest(memory, bytes) {
                 Ok(written) => (written, status),
-                Err(NotAccessible) => (0, Status::IoError),
+                Err(NotAccessible) => (0, BlockStatus::IoError),
             },
         };
         memory.write_obj(status.byte(), self.status)?;
@@ -182,7 +182,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingChain {
     fn drop(&mut self) {
         debug_assert!(
             self.settled || std::thread::panicking(),
@@ -199,27 +199,27 @@ struct NotAccessible;
 pub(super) fn parse<G: GuestMemory>(
     memory: &G,
     chain: Chain<'_, G>,
-    rules: &Rules,
-) -> Result<(Pending, Action), QueueError> {
+    rules: &BlockRules,
+) -> Result<(PendingChain, BlockAction), QueueError> {
     let head = chain.head();
     let (mut readable, mut data) = collect(chain, rules.max_descriptors)
         .map_err(|reason| QueueError::Chain { head, reason })?;
     let status =
         take_status(memory, &mut data).map_err(|reason| QueueError::Chain { head, reason })?;
     let data_len = data.iter().map(|segment| segment.len).sum();
-    let mut pending = Pending {
+    let mut pending = PendingChain {
         head,
         status,
         data,
         data_len,
-        transfer: Transfer::None,
+        transfer: Direction::None,
         bytes: 0,
         flush_after: false,
         settled: false,
     };
     let action = match read_header(memory, &mut readable) {
         Ok((kind, sector)) => decide(memory, kind, sector, readable, &mut pending, rules),
-        Err(status) => Action::Answer(status),
+        Err(status) => BlockAction::Answer(status),
     };
     Ok((pending, action))
 }
@@ -228,7 +228,7 @@ pub(super) fn parse<G: GuestMemory>(
 fn collect<G: GuestMemory>(
     chain: Chain<'_, G>,
     max_descriptors: usize,
-) -> Result<(Readable, Vec<Segment>), &'static str> {
+) -> Result<(Readable, Vec<GuestRange>), &'static str> {
     let mut readable = Vec::new();
     let mut writable = Vec::new();
     // The walk ends after as many steps as its table has entries, and at a nested indirect table. An early end shows in
@@ -239,7 +239,7 @@ fn collect<G: GuestMemory>(
             return Err("it is longer than the queue");
         }
         complete = !descriptor.has_next();
-        let segment = Segment {
+        let segment = GuestRange {
             address: descriptor.addr(),
             len: descriptor.len(),
         };
@@ -262,7 +262,7 @@ fn collect<G: GuestMemory>(
 /// Takes the last device-writable byte off the chain, the status byte. Descriptor boundaries do not matter.
 fn take_status<G: GuestMemory>(
     memory: &G,
-    writable: &mut Vec<Segment>,
+    writable: &mut Vec<GuestRange>,
 ) -> Result<GuestAddress, &'static str> {
     let last = writable
         .last_mut()
@@ -279,7 +279,7 @@ fn take_status<G: GuestMemory>(
 
 /// The device-readable half of a chain: a stream of bytes.
 struct Readable {
-    segments: Vec<Segment>,
+    segments: Vec<GuestRange>,
 }
 
 impl Readable {
@@ -319,11 +319,14 @@ impl Readable {
     }
 }
 
-fn read_header<G: GuestMemory>(memory: &G, readable: &mut Readable) -> Result<(u32, u64), Status> {
+fn read_header<G: GuestMemory>(
+    memory: &G,
+    readable: &mut Readable,
+) -> Result<(u32, u64), BlockStatus> {
     let mut header = [0; HEADER_LEN];
     readable
         .take(memory, &mut header)
-        .map_err(|NotAccessible| Status::IoError)?;
+        .map_err(|NotAccessible| BlockStatus::IoError)?;
     Ok((le32(&header, 0), le64(&header, 8)))
 }
 
@@ -333,15 +336,15 @@ fn decide<G: GuestMemory>(
     kind: u32,
     sector: u64,
     mut readable: Readable,
-    pending: &mut Pending,
-    rules: &Rules,
-) -> Action {
+    pending: &mut PendingChain,
+    rules: &BlockRules,
+) -> BlockAction {
     let metrics = rules.metrics;
     let counted = |counter: &AtomicU64| add(counter, 1);
     let operation = match kind {
         VIRTIO_BLK_T_IN => {
             counted(&metrics.reads);
-            pending.transfer = Transfer::ToDriver;
+            pending.transfer = Direction::ToDriver;
             pending.bytes = pending.data_len;
             data_range(sector, pending.data_len.into(), rules)
                 .map(|sectors| Operation::Read { sector, sectors })
@@ -354,17 +357,17 @@ fn decide<G: GuestMemory>(
             counted(&metrics.flushes);
             // Nothing can be volatile on a disk that cannot be written to.
             if rules.read_only {
-                return Action::Answer(Status::Ok);
+                return BlockAction::Answer(BlockStatus::Ok);
             }
             if rules.flush {
                 Ok(Operation::Flush)
             } else {
-                Err(Status::Unsupported)
+                Err(BlockStatus::Unsupported)
             }
         }
         VIRTIO_BLK_T_GET_ID => {
             counted(&metrics.get_ids);
-            return Action::AnswerId;
+            return BlockAction::AnswerId;
         }
         VIRTIO_BLK_T_DISCARD => {
             counted(&metrics.discards);
@@ -396,11 +399,11 @@ fn decide<G: GuestMemory>(
             })
         }
         // GET_LIFETIME too: the feature is never offered.
-        _ => Err(Status::Unsupported),
+        _ => Err(BlockStatus::Unsupported),
     };
     match operation {
-        Ok(operation) => Action::Submit(operation),
-        Err(status) => Action::Answer(status),
+        Ok(operation) => BlockAction::Submit(operation),
+        Err(status) => BlockAction::Answer(status),
     }
 }
 
@@ -409,12 +412,12 @@ fn write<G: GuestMemory>(
     memory: &G,
     sector: u64,
     readable: &mut Readable,
-    pending: &mut Pending,
-    rules: &Rules,
-) -> Result<Operation, Status> {
+    pending: &mut PendingChain,
+    rules: &BlockRules,
+) -> Result<Operation, BlockStatus> {
     // 5.2.6.2: if RO is offered, a write gets IOERR and writes no data.
     if rules.read_only {
-        return Err(Status::IoError);
+        return Err(BlockStatus::IoError);
     }
     let len = readable.len();
     let sectors = data_range(sector, len, rules)?;
@@ -422,17 +425,17 @@ fn write<G: GuestMemory>(
     let mut data = Buffer::for_overwrite(sectors as usize * SECTOR_SIZE as usize);
     readable
         .take(memory, &mut data)
-        .map_err(|NotAccessible| Status::IoError)?;
-    pending.transfer = Transfer::FromDriver;
+        .map_err(|NotAccessible| BlockStatus::IoError)?;
+    pending.transfer = Direction::FromDriver;
     pending.bytes = data.len() as u32;
     pending.flush_after = rules.flush_after_write;
     Ok(Operation::Write { sector, data })
 }
 
 /// Checks the range of an IN or OUT request and returns its length in sectors.
-fn data_range(sector: u64, bytes: u64, rules: &Rules) -> Result<u32, Status> {
+fn data_range(sector: u64, bytes: u64, rules: &BlockRules) -> Result<u32, BlockStatus> {
     if bytes > rules.max_request as u64 || !bytes.is_multiple_of(SECTOR_SIZE) {
-        return Err(Status::IoError);
+        return Err(BlockStatus::IoError);
     }
     // At most 16 MiB, MAX_REQUEST_BYTES, so the cast loses nothing.
     let sectors = (bytes / SECTOR_SIZE) as u32;
@@ -442,10 +445,10 @@ fn data_range(sector: u64, bytes: u64, rules: &Rules) -> Result<u32, Status> {
 
 /// Checks that `sectors` sectors from `sector` on are at least one and lie on the disk. It counts in sectors, because
 /// `sector * 512` wraps at 2^55.
-fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), Status> {
+fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), BlockStatus> {
     match sector.checked_add(u64::from(sectors)) {
         Some(end) if sectors > 0 && end <= capacity => Ok(()),
-        _ => Err(Status::IoError),
+        _ => Err(BlockStatus::IoError),
     }
 }
 
@@ -453,23 +456,23 @@ fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), Status> {
 fn erase<G: GuestMemory>(
     memory: &G,
     mut readable: Readable,
-    rules: &Rules,
+    rules: &BlockRules,
     feature: u32,
-) -> Result<(u64, u32, bool), Status> {
+) -> Result<(u64, u32, bool), BlockStatus> {
     if !rules.features.has(feature) {
-        return Err(Status::Unsupported);
+        return Err(BlockStatus::Unsupported);
     }
     // max_discard_seg, max_write_zeroes_seg and max_secure_erase_seg are 1. QEMU answers more segments with UNSUPP,
     // and its driver tests expect that.
     match readable.len().cmp(&(ERASE_SEGMENT_LEN as u64)) {
-        Ordering::Less => return Err(Status::IoError),
+        Ordering::Less => return Err(BlockStatus::IoError),
         Ordering::Equal => {}
-        Ordering::Greater => return Err(Status::Unsupported),
+        Ordering::Greater => return Err(BlockStatus::Unsupported),
     }
     let mut segment = [0; ERASE_SEGMENT_LEN];
     readable
         .take(memory, &mut segment)
-        .map_err(|NotAccessible| Status::IoError)?;
+        .map_err(|NotAccessible| BlockStatus::IoError)?;
     let (sector, sectors, flags) = (le64(&segment, 0), le32(&segment, 8), le32(&segment, 12));
     // 5.2.6.2: UNSUPP for an unknown flag, and for unmap in a discard.
     let known = if feature == VIRTIO_BLK_F_WRITE_ZEROES {
@@ -478,10 +481,10 @@ fn erase<G: GuestMemory>(
         0
     };
     if flags & !known != 0 {
-        return Err(Status::Unsupported);
+        return Err(BlockStatus::Unsupported);
     }
     if sectors > MAX_ERASE_SECTORS {
-        return Err(Status::IoError);
+        return Err(BlockStatus::IoError);
     }
     in_range(sector, sectors, rules.capacity)?;
     Ok((
@@ -507,13 +510,13 @@ fn le64<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
 mod tests {
     use super::*;
 
-    fn pending() -> Pending {
-        Pending {
+    fn pending() -> PendingChain {
+        PendingChain {
             head: 3,
             status: GuestAddress(0),
             data: Vec::new(),
             data_len: 0,
-            transfer: Transfer::None,
+            transfer: Direction::None,
             bytes: 0,
             flush_after: false,
             settled: false,

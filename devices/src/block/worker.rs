@@ -17,9 +17,11 @@ use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::features::Features;
-use super::order::Batch;
-use super::pool::{Alone, Control, Handle, Served, WorkerPool};
-use super::request::{Action, ID_LEN, Pending, Rules, Status, Transfer, parse};
+use super::order::UsedBatch;
+use super::pool::{Alone, Handle, QueueControl, Served, WorkerPool};
+use super::request::{
+    BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
+};
 use super::tracker::Tracker;
 use super::tracker::Used;
 use super::virtqueue::{QueueError, QueueSetup, Virtqueue};
@@ -47,7 +49,7 @@ pub(crate) struct QueueStart {
 }
 
 /// Everything a worker needs to know when it starts.
-pub(super) struct Plan {
+pub(super) struct WorkerPlan {
     pub(super) queue: QueueStart,
     pub(super) max_size: u16,
     pub(super) event_idx: bool,
@@ -77,7 +79,7 @@ pub(crate) struct Worker {
 impl Worker {
     /// Starts serving the queue. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
     pub(super) fn start<M: DeviceMemory>(
-        mut plan: Plan,
+        mut plan: WorkerPlan,
         memory: M,
         pool: &Arc<WorkerPool>,
     ) -> io::Result<Self> {
@@ -112,7 +114,7 @@ impl Worker {
                 took_all: true,
                 promised: None,
                 ended: Vec::new(),
-                batch: Batch::new(plan.in_order),
+                batch: UsedBatch::new(plan.in_order),
                 plan,
             }))
         })?;
@@ -182,7 +184,7 @@ fn rings(doorbell: BorrowedFd<'_>) -> u64 {
 
 /// A request that was handed to the backend.
 struct Flying {
-    pending: Pending,
+    pending: PendingChain,
     kind: OperationKind,
     unasked: bool,
     /// When the batch that the request belongs to was taken.
@@ -260,11 +262,11 @@ impl Drop for InFlight {
 }
 
 struct QueueWorker<M> {
-    plan: Plan,
+    plan: WorkerPlan,
     queue: Virtqueue,
     memory: M,
     disk: ThrottledQueue,
-    control: Arc<Control>,
+    control: Arc<QueueControl>,
     in_flight: InFlight,
     /// Whether something was submitted since the last kick.
     submitted: bool,
@@ -275,7 +277,7 @@ struct QueueWorker<M> {
     /// Completions being worked on; empty between batches, kept for its memory.
     ended: Vec<Completion>,
     /// Chains to be published next.
-    batch: Batch,
+    batch: UsedBatch,
 }
 
 impl<M: DeviceMemory> QueueWorker<M> {
@@ -355,7 +357,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
     fn take_available<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
         let plan = &self.plan;
         let capabilities = plan.backend.capabilities();
-        let rules = Rules {
+        let rules = BlockRules {
             features: plan.features,
             read_only: capabilities.read_only,
             flush: capabilities.flush,
@@ -386,7 +388,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let (pending, action) =
                 parse(memory, chain, &rules).inspect_err(|_| add(&plan.metrics.errors, 1))?;
             let (status, data) = match action {
-                Action::Submit(operation) => {
+                BlockAction::Submit(operation) => {
                     let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
                     let flying = Flying {
                         // A FLUSH follows, which does more.
@@ -400,8 +402,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     self.submitted = true;
                     continue;
                 }
-                Action::Answer(status) => (status, None),
-                Action::AnswerId => (Status::Ok, Some(rules.id.as_slice())),
+                BlockAction::Answer(status) => (status, None),
+                BlockAction::AnswerId => (BlockStatus::Ok, Some(rules.id.as_slice())),
             };
             self.batch
                 .push(settle(&plan.metrics, memory, pending, status, data)?);
@@ -451,14 +453,14 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     pending.abandon();
                     continue;
                 }
-                let read = pending.transfer == Transfer::ToDriver;
+                let read = pending.transfer == Direction::ToDriver;
                 let (status, data) = match result {
                     Ok(Some(data)) if read && data.len() == pending.bytes as usize => {
-                        (Status::Ok, Some(data))
+                        (BlockStatus::Ok, Some(data))
                     }
-                    Ok(_) if !read => (Status::Ok, None),
+                    Ok(_) if !read => (BlockStatus::Ok, None),
                     // A read without its data has failed too.
-                    _ => (Status::IoError, None),
+                    _ => (BlockStatus::IoError, None),
                 };
                 match settle(&self.plan.metrics, memory, pending, status, data.as_deref()) {
                     Ok(used) => self.batch.push(used),
@@ -477,23 +479,23 @@ impl<M: DeviceMemory> QueueWorker<M> {
 fn settle<G: GuestMemory>(
     metrics: &BlockMetrics,
     memory: &G,
-    pending: Pending,
-    status: Status,
+    pending: PendingChain,
+    status: BlockStatus,
     data: Option<&[u8]>,
 ) -> Result<Used, QueueError> {
     let (transfer, bytes) = (pending.transfer, pending.bytes.into());
     let (used, status) = pending.answer(memory, status, data)?;
     match (status, transfer) {
-        (Status::Ok, Transfer::None) => {}
-        (Status::Ok, Transfer::ToDriver) => add(&metrics.bytes_read, bytes),
-        (Status::Ok, Transfer::FromDriver) => add(&metrics.bytes_written, bytes),
-        (Status::IoError | Status::Unsupported, _) => add(&metrics.errors, 1),
+        (BlockStatus::Ok, Direction::None) => {}
+        (BlockStatus::Ok, Direction::ToDriver) => add(&metrics.bytes_read, bytes),
+        (BlockStatus::Ok, Direction::FromDriver) => add(&metrics.bytes_written, bytes),
+        (BlockStatus::IoError | BlockStatus::Unsupported, _) => add(&metrics.errors, 1),
     }
     Ok(used)
 }
 
 impl<M: DeviceMemory> Served for QueueWorker<M> {
-    fn control(&self) -> Arc<Control> {
+    fn control(&self) -> Arc<QueueControl> {
         Arc::clone(&self.control)
     }
 

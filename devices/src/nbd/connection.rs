@@ -6,13 +6,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::ended::Ended;
+use super::ended::ConnectionEnd;
 use super::export::Export;
 use super::handshake::Agreed;
 use super::incoming::Incoming;
 use super::outgoing::Outgoing;
 use super::protocol::command;
-use super::request::{Action, Pending, Rules, judge, refuse};
+use super::request::{NbdAction, NbdRules, PendingRequest, judge, refuse};
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
 use crate::control::Pass;
@@ -125,7 +125,7 @@ impl Connection {
     ///
     /// # Errors
     /// If the socket fails.
-    pub(super) fn receive(&mut self) -> Result<(), Ended> {
+    pub(super) fn receive(&mut self) -> Result<(), ConnectionEnd> {
         if !self.is_listening() {
             return Ok(());
         }
@@ -144,18 +144,18 @@ impl Connection {
     ///
     /// # Errors
     /// If the client breaks the protocol. Its earlier requests are carried out all the same.
-    pub(super) fn next(&mut self) -> Result<Option<Pending>, Ended> {
+    pub(super) fn next(&mut self) -> Result<Option<PendingRequest>, ConnectionEnd> {
         while !self.closing && self.has_room() {
             // The request enters the gate before it is parsed, so a thread that closes the gate waits for it.
             let Some(pass) = Pass::take(&self.agreed.export.gate) else {
                 break;
             };
-            let broken = |_| Ended::Broken("a request does not begin as one");
+            let broken = |_| ConnectionEnd::Broken("a request does not begin as one");
             let Some(message) = self.incoming.next().map_err(broken)? else {
                 break;
             };
             let export = &self.agreed.export;
-            let rules = Rules {
+            let rules = NbdRules {
                 backend: export.backend.as_ref(),
                 capabilities: export.backend.capabilities(),
                 framing: self.agreed.framing,
@@ -164,24 +164,24 @@ impl Connection {
             add(&export.metrics.requests, 1);
             count(&export.metrics, message.request.command);
             match judge(message, &rules) {
-                Action::Run(pending) => {
+                NbdAction::Run(pending) => {
                     pass.keep();
                     self.requests += 1;
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));
                 }
-                Action::Refuse(request, error) => {
+                NbdAction::Refuse(request, error) => {
                     add(&export.metrics.errors, 1);
                     refuse(&request, error, rules.framing, &mut self.outgoing);
                 }
-                Action::Disconnect => self.closing = true,
+                NbdAction::Disconnect => self.closing = true,
             }
         }
         Ok(None)
     }
 
     /// Answers a request that [`next`](Self::next) gave.
-    pub(super) fn answer(&mut self, pending: Pending, result: Result<(), Failure>) {
+    pub(super) fn answer(&mut self, pending: PendingRequest, result: Result<(), Failure>) {
         let metrics = &self.agreed.export.metrics;
         let (command, bytes) = (pending.command(), pending.bytes());
         self.requests -= 1;
@@ -199,7 +199,7 @@ impl Connection {
     ///
     /// # Errors
     /// If the client is gone.
-    pub(super) fn send(&mut self) -> Result<(), Ended> {
+    pub(super) fn send(&mut self) -> Result<(), ConnectionEnd> {
         Ok(self.outgoing.send(&mut self.wire)?)
     }
 

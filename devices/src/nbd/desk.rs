@@ -8,7 +8,7 @@ use slab::Slab;
 use super::export::Export;
 use super::inbox::{Inbox, Mail, Mapped};
 use super::protocol::command;
-use super::request::Pending;
+use super::request::PendingRequest;
 use crate::backend::Answer;
 use crate::latency::OperationKind;
 use crate::throttle::ThrottledQueue;
@@ -19,7 +19,7 @@ pub(super) struct Desk {
     pub(super) queue: ThrottledQueue,
     pub(super) part: usize,
     /// Requests in flight by token, each with its client's key and the time when the worker took it.
-    pub(super) in_flight: Slab<(usize, Pending, Instant)>,
+    pub(super) in_flight: Slab<(usize, PendingRequest, Instant)>,
     pub(super) clients: usize,
     /// Something was submitted since the last kick.
     pub(super) submitted: bool,

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Ended {
+pub(super) enum ConnectionEnd {
     /// The client left or the server stops. This is no error.
     #[error("the connection has ended")]
     Gone,
@@ -18,20 +18,20 @@ pub(super) enum Ended {
     Socket(#[from] io::Error),
 }
 
-impl From<Errno> for Ended {
+impl From<Errno> for ConnectionEnd {
     fn from(error: Errno) -> Self {
         Self::Socket(error.into())
     }
 }
 
 /// Logs why a connection has ended, unless it ended regularly.
-pub(super) fn report(outcome: Result<(), Ended>) {
+pub(super) fn report(outcome: Result<(), ConnectionEnd>) {
     match outcome {
-        Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
+        Err(ConnectionEnd::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
             tracing::warn!("an NBD client was disconnected: TLS: {error}");
         }
-        Err(Ended::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
-        Err(Ended::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
-        Ok(()) | Err(Ended::Gone) => {}
+        Err(ConnectionEnd::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
+        Err(ConnectionEnd::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
+        Ok(()) | Err(ConnectionEnd::Gone) => {}
     }
 }

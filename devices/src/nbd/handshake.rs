@@ -4,11 +4,11 @@ use std::io::{self, ErrorKind, IoSlice};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::ended::Ended;
+use super::ended::ConnectionEnd;
 use super::export::Export;
 use super::protocol::{
-    ALLOCATION, ALLOCATION_ID, Fields, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake, info,
-    option, option_reply, reply,
+    ALLOCATION, ALLOCATION_ID, FieldReader, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake,
+    info, option, option_reply, reply,
 };
 use super::tls::{Tls, TlsConfig};
 use super::wire::Wire;
@@ -42,23 +42,23 @@ struct Channel<'a> {
 }
 
 impl Channel<'_> {
-    fn wait(&mut self, events: EventSet) -> Result<(), Ended> {
+    fn wait(&mut self, events: EventSet) -> Result<(), ConnectionEnd> {
         let now = Instant::now();
         if now >= self.end {
-            return Err(Ended::Broken(TOO_LONG));
+            return Err(ConnectionEnd::Broken(TOO_LONG));
         }
         // Decrypted data can be read without waiting, but a stop of the server must be noticed all the same.
         let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
         let end = if decrypted { now } else { self.end };
         match self.waiter.wait(&*self.wire, events, Some(end))? {
-            Waited::Stopped => Err(Ended::Gone),
-            Waited::Late if !decrypted => Err(Ended::Broken(TOO_LONG)),
+            Waited::Stopped => Err(ConnectionEnd::Gone),
+            Waited::Late if !decrypted => Err(ConnectionEnd::Broken(TOO_LONG)),
             _ => Ok(()),
         }
     }
 
     /// Waits if `error` is that the socket would block; returns any other error but EINTR.
-    fn wait_after(&mut self, error: io::Error, events: EventSet) -> Result<(), Ended> {
+    fn wait_after(&mut self, error: io::Error, events: EventSet) -> Result<(), ConnectionEnd> {
         match error.kind() {
             ErrorKind::WouldBlock => self.wait(events),
             ErrorKind::Interrupted => Ok(()),
@@ -66,11 +66,11 @@ impl Channel<'_> {
         }
     }
 
-    fn read(&mut self, bytes: &mut [u8]) -> Result<(), Ended> {
+    fn read(&mut self, bytes: &mut [u8]) -> Result<(), ConnectionEnd> {
         let mut done = 0;
         while done < bytes.len() {
             match self.wire.read(&mut bytes[done..]) {
-                Ok(0) => return Err(Ended::Gone),
+                Ok(0) => return Err(ConnectionEnd::Gone),
                 Ok(read) => done += read,
                 Err(error) => self.wait_after(error, EventSet::IN)?,
             }
@@ -78,13 +78,13 @@ impl Channel<'_> {
         Ok(())
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Ended> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], ConnectionEnd> {
         let mut bytes = [0; N];
         self.read(&mut bytes)?;
         Ok(bytes)
     }
 
-    fn write(&mut self, mut bytes: &[u8]) -> Result<(), Ended> {
+    fn write(&mut self, mut bytes: &[u8]) -> Result<(), ConnectionEnd> {
         while !bytes.is_empty() {
             match self.wire.write(&[IoSlice::new(bytes)]) {
                 Ok(written) => bytes = &bytes[written..],
@@ -94,7 +94,7 @@ impl Channel<'_> {
         self.flush()
     }
 
-    fn flush(&mut self) -> Result<(), Ended> {
+    fn flush(&mut self) -> Result<(), ConnectionEnd> {
         loop {
             self.wire.flush()?;
             if !self.wire.has_unsent() {
@@ -105,7 +105,7 @@ impl Channel<'_> {
     }
 
     /// Runs the TLS handshake. Everything after it is encrypted.
-    fn start_tls(&mut self, config: &TlsConfig) -> Result<(), Ended> {
+    fn start_tls(&mut self, config: &TlsConfig) -> Result<(), ConnectionEnd> {
         self.wire.start_tls(config)?;
         while self.wire.is_shaking_hands() {
             if let Err(error) = self.wire.shake_hands() {
@@ -126,7 +126,7 @@ pub(super) fn negotiate(
     stop: &Stop,
     exports: &[Arc<Export>],
     tls: &Tls,
-) -> Result<Agreed, Ended> {
+) -> Result<Agreed, ConnectionEnd> {
     let mut channel = Channel {
         waiter: Waiter::new(&*wire, stop)?,
         wire,
@@ -139,20 +139,20 @@ pub(super) fn negotiate(
     let flags = u32::from_be_bytes(channel.array()?);
     let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
     if flags & !known != 0 {
-        return Err(Ended::Broken("it has unknown handshake flags"));
+        return Err(ConnectionEnd::Broken("it has unknown handshake flags"));
     }
     let mut talk = Talk::new(exports);
     loop {
         // This wait checks the time limit even for a client that sends options without a pause.
         channel.wait(EventSet::IN)?;
         let header: [u8; 16] = channel.array()?;
-        let mut fields = Fields(&header);
+        let mut fields = FieldReader(&header);
         let (magic, option, len) = (fields.u64(), fields.u32(), fields.u32());
         let (Some(OPTION), Some(option), Some(len)) = (magic, option, len) else {
-            return Err(Ended::Broken("an option does not begin as one"));
+            return Err(ConnectionEnd::Broken("an option does not begin as one"));
         };
         if len as usize > MAX_OPTION {
-            return Err(Ended::Broken("an option is too long"));
+            return Err(ConnectionEnd::Broken("an option is too long"));
         }
         let mut data = vec![0; len as usize];
         channel.read(&mut data)?;
@@ -179,11 +179,13 @@ pub(super) fn negotiate(
             }
             option::EXPORT_NAME if tls.forbids(channel.wire) => {
                 // EXPORT_NAME has no error reply: the server can only disconnect.
-                return Err(Ended::Broken("it asks for an export without TLS"));
+                return Err(ConnectionEnd::Broken("it asks for an export without TLS"));
             }
             option::EXPORT_NAME => {
                 let index = talk.find(&data);
-                let index = index.ok_or(Ended::Broken("it asks for an export that is not here"))?;
+                let index = index.ok_or(ConnectionEnd::Broken(
+                    "it asks for an export that is not here",
+                ))?;
                 let export = &exports[index];
                 let mut out = Vec::from(export.size().to_be_bytes());
                 let structured = talk.framing != Framing::Simple;
@@ -197,7 +199,7 @@ pub(super) fn negotiate(
             option::ABORT => {
                 // The client may leave without waiting for this reply.
                 let _ = channel.write(&option_reply(option, reply::ACK, &[]));
-                return Err(Ended::Gone);
+                return Err(ConnectionEnd::Gone);
             }
             _ if tls.forbids(channel.wire) => {
                 let why = b"start TLS first";
@@ -312,7 +314,7 @@ impl<'a> Talk<'a> {
         out: &mut Vec<u8>,
     ) -> Result<Option<usize>, Refusal> {
         let malformed = (reply::ERR_INVALID, "the option is malformed");
-        let mut fields = Fields(data);
+        let mut fields = FieldReader(data);
         let name = fields.string().ok_or(malformed)?;
         let count = fields.u16().ok_or(malformed)?;
         let wanted: Option<Vec<u16>> = (0..count).map(|_| fields.u16()).collect();
@@ -358,7 +360,7 @@ impl<'a> Talk<'a> {
             self.allocation = None;
         }
         let malformed = (reply::ERR_INVALID, "the option is malformed");
-        let mut fields = Fields(data);
+        let mut fields = FieldReader(data);
         let name = fields.string().ok_or(malformed)?;
         let count = fields.u32().ok_or(malformed)?;
         let mut found = !setting && count == 0;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use super::protocol::{Framing, MAX_PAYLOAD, Request};
+use super::protocol::{Framing, MAX_PAYLOAD, NbdRequest};
 use super::wire::Wire;
 use crate::backend::Buffer;
 
@@ -11,8 +11,8 @@ use crate::backend::Buffer;
 const BUFFER_LEN: usize = 128 << 10;
 
 /// A request that has arrived in full.
-pub(super) struct Message {
-    pub(super) request: Request,
+pub(super) struct NbdMessage {
+    pub(super) request: NbdRequest,
     pub(super) payload: Payload,
 }
 
@@ -28,7 +28,7 @@ pub(super) enum Payload {
 
 /// A request whose payload is still arriving.
 struct Arriving {
-    request: Request,
+    request: NbdRequest,
     /// `None`: the payload is discarded.
     parts: Option<VecDeque<Buffer>>,
     /// Bytes of the last part that have arrived.
@@ -83,17 +83,17 @@ impl Incoming {
     ///
     /// # Errors
     /// If the bytes where a request must begin are none: the rest of the stream cannot be parsed.
-    pub(super) fn next(&mut self) -> Result<Option<Message>, NotARequest> {
+    pub(super) fn next(&mut self) -> Result<Option<NbdMessage>, NotARequest> {
         if self.arriving.is_none() {
-            let len = Request::len(self.framing);
+            let len = NbdRequest::len(self.framing);
             let Some(header) = self.buffer[self.start..self.end].get(..len) else {
                 return Ok(None);
             };
-            let request = Request::decode(header, self.framing).ok_or(NotARequest)?;
+            let request = NbdRequest::decode(header, self.framing).ok_or(NotARequest)?;
             self.start += len;
             if !request.has_payload(self.framing) {
                 let payload = Payload::None;
-                return Ok(Some(Message { request, payload }));
+                return Ok(Some(NbdMessage { request, payload }));
             }
             self.arriving = Some(Arriving {
                 request,
@@ -121,7 +121,7 @@ impl Incoming {
             arriving.left -= taken as u64;
             self.start += taken;
         }
-        Ok(self.arriving.take().map(|arrived| Message {
+        Ok(self.arriving.take().map(|arrived| NbdMessage {
             request: arrived.request,
             payload: arrived.parts.map_or(Payload::Dropped, Payload::Data),
         }))

@@ -143,7 +143,7 @@ const EXTENDED_REPLY: u32 = 0x6e8a_278c;
 
 /// A request's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Request {
+pub(super) struct NbdRequest {
     pub(super) flags: u16,
     pub(super) command: u16,
     pub(super) cookie: u64,
@@ -151,7 +151,7 @@ pub(super) struct Request {
     pub(super) length: u64,
 }
 
-impl Request {
+impl NbdRequest {
     /// Bytes of a header.
     pub(super) fn len(framing: Framing) -> usize {
         match framing {
@@ -162,7 +162,7 @@ impl Request {
 
     /// Decodes a header of [`len`](Self::len) bytes. `None`: its magic number is wrong: the stream cannot be parsed.
     pub(super) fn decode(bytes: &[u8], framing: Framing) -> Option<Self> {
-        let mut fields = Fields(bytes);
+        let mut fields = FieldReader(bytes);
         let magic = fields.u32()?;
         let (flags, command) = (fields.u16()?, fields.u16()?);
         let (cookie, offset) = (fields.u64()?, fields.u64()?);
@@ -187,9 +187,9 @@ impl Request {
 }
 
 /// Takes big-endian fields off the front of a message; `None` when it is too short.
-pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+pub(super) struct FieldReader<'a>(pub(super) &'a [u8]);
 
-impl<'a> Fields<'a> {
+impl<'a> FieldReader<'a> {
     pub(super) fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
@@ -231,7 +231,7 @@ pub(super) fn put_chunk(
     out: &mut Vec<u8>,
     framing: Framing,
     kind: u16,
-    request: &Request,
+    request: &NbdRequest,
     len: usize,
 ) {
     let extended = framing == Framing::Extended;

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-use super::incoming::{Message, Payload};
+use super::incoming::{NbdMessage, Payload};
 use super::mapper::Question;
 use super::outgoing::Outgoing;
 use super::protocol::{
-    ALLOCATION_ID, Error, Framing, MAX_PAYLOAD, Request, chunk, command, extent, flag, put_chunk,
-    put_simple,
+    ALLOCATION_ID, Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, extent, flag,
+    put_chunk, put_simple,
 };
 use crate::backend::{
     Allocation, Backend, Buffer, Capabilities, Extent, Failure, Operation, SECTOR_SIZE,
@@ -19,7 +19,7 @@ const ZERO_STEP: u64 = 1 << 31;
 const MAX_EXTENTS: usize = 4096;
 
 /// What the checks of a request depend on.
-pub(super) struct Rules<'a> {
+pub(super) struct NbdRules<'a> {
     pub(super) backend: &'a dyn Backend,
     pub(super) capabilities: Capabilities,
     pub(super) framing: Framing,
@@ -27,18 +27,18 @@ pub(super) struct Rules<'a> {
 }
 
 /// How to go on with a request.
-pub(super) enum Action {
+pub(super) enum NbdAction {
     /// Run it: it has steps for the backend, or a question to it.
-    Run(Pending),
+    Run(PendingRequest),
     /// Answer it with this error.
-    Refuse(Request, Error),
+    Refuse(NbdRequest, Error),
     /// The client sends no more requests.
     Disconnect,
 }
 
 /// A request in flight.
-pub(super) struct Pending {
-    pub(super) request: Request,
+pub(super) struct PendingRequest {
+    pub(super) request: NbdRequest,
     work: Work,
     sector: u64,
     /// The last step is a FLUSH, not submitted yet.
@@ -75,19 +75,19 @@ enum Zero {
 }
 
 /// Checks a request.
-pub(super) fn judge(message: Message, rules: &Rules<'_>) -> Action {
+pub(super) fn judge(message: NbdMessage, rules: &NbdRules<'_>) -> NbdAction {
     let request = message.request;
     match check(message, rules) {
         Ok(action) => action,
-        Err(error) => Action::Refuse(request, error),
+        Err(error) => NbdAction::Refuse(request, error),
     }
 }
 
-fn check(message: Message, rules: &Rules<'_>) -> Result<Action, Error> {
-    let Message { request, payload } = message;
+fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> {
+    let NbdMessage { request, payload } = message;
     let can = rules.capabilities;
     if request.command == command::DISCONNECT {
-        return Ok(Action::Disconnect);
+        return Ok(NbdAction::Disconnect);
     }
     let allowed = flag::FUA
         | match request.command {
@@ -148,7 +148,7 @@ fn check(message: Message, rules: &Rules<'_>) -> Result<Action, Error> {
     };
     let changes = matches!(work, Work::Write { .. } | Work::Zero { .. });
     let durable = changes && request.flags & flag::FUA != 0;
-    Ok(Action::Run(Pending {
+    Ok(NbdAction::Run(PendingRequest {
         request,
         sector: request.offset / SECTOR_SIZE,
         flush_after: durable || matches!(work, Work::Flush),
@@ -166,7 +166,7 @@ fn writable(can: Capabilities) -> Result<(), Error> {
 }
 
 /// The sectors of a request, at least one. `beyond` is the error for a range that exceeds the disk.
-fn range(request: &Request, rules: &Rules<'_>, beyond: Error) -> Result<u64, Error> {
+fn range(request: &NbdRequest, rules: &NbdRules<'_>, beyond: Error) -> Result<u64, Error> {
     let end = request.offset.checked_add(request.length).ok_or(beyond)?;
     if end > rules.backend.sectors().saturating_mul(SECTOR_SIZE) {
         return Err(beyond);
@@ -178,7 +178,7 @@ fn range(request: &Request, rules: &Rules<'_>, beyond: Error) -> Result<u64, Err
     }
 }
 
-impl Pending {
+impl PendingRequest {
     /// The most bytes of memory that the request holds.
     pub(super) fn bytes(&self) -> usize {
         match self.work {
@@ -314,9 +314,9 @@ impl Pending {
     }
 }
 
-/// Answers a request with an error. Returns `false`, as [`Pending::answer`] does for a failure.
+/// Answers a request with an error. Returns `false`, as [`PendingRequest::answer`] does for a failure.
 pub(super) fn refuse(
-    request: &Request,
+    request: &NbdRequest,
     error: Error,
     framing: Framing,
     out: &mut Outgoing,
@@ -339,7 +339,7 @@ pub(super) fn refuse(
 }
 
 /// Answers a BLOCK_STATUS: which parts of a range hold data.
-fn answer_extents(request: &Request, extents: &[Extent], framing: Framing, out: &mut Outgoing) {
+fn answer_extents(request: &NbdRequest, extents: &[Extent], framing: Framing, out: &mut Outgoing) {
     let state = |extent: &Extent| match extent.allocation {
         Allocation::Data => 0,
         Allocation::Zero => extent::ZERO,

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use super::connection::{Connection, Seat};
-use super::ended::{Ended, report};
+use super::ended::{ConnectionEnd, report};
 use super::export::Export;
 use super::handshake::negotiate;
 use super::tls::Tls;
@@ -161,7 +161,7 @@ fn choose(
     stop: &Stop,
     seat: Seat,
     pool: &Pool,
-) -> Result<(), Ended> {
+) -> Result<(), ConnectionEnd> {
     let mut wire = Wire::new(socket);
     match negotiate(&mut wire, stop, exports, tls) {
         Ok(agreed) => Ok(pool.serve(Connection::new(agreed, wire, seat))?),

@@ -15,7 +15,7 @@ use walvisor_storage::short_slice;
 
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};
-use super::ended::{Ended, report};
+use super::ended::{ConnectionEnd, report};
 use super::export::Export;
 use super::inbox::{Inbox, Mail, Mapped, Source};
 use crate::backend::{Buffer, Completion, Failure};
@@ -497,13 +497,13 @@ impl Worker {
             };
             let late = self.clients.iter().filter(|(_, client)| waits(client));
             for key in late.map(|(key, _)| key).collect::<Vec<_>>() {
-                self.leave(key, Err(Ended::Gone));
+                self.leave(key, Err(ConnectionEnd::Gone));
             }
         }
     }
 
     /// Ends a connection. Its requests in flight are carried out all the same.
-    fn leave(&mut self, key: usize, outcome: Result<(), Ended>) {
+    fn leave(&mut self, key: usize, outcome: Result<(), ConnectionEnd>) {
         let client = &mut self.clients[key];
         if let Some(mut connection) = client.connection.take() {
             if !client.watched.is_empty()

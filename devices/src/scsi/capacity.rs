@@ -1,22 +1,22 @@
 //! READ CAPACITY: the size of the unit (SBC-4, 5.18 and 5.19).
 
-use super::plan::{Plan, Request};
+use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use super::unit::PHYSICAL_BLOCK;
 
 /// READ CAPACITY (10).
-pub(super) fn read_capacity_10(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn read_capacity_10(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
-    Ok(Plan::Answer {
+    Ok(CommandPlan::Answer {
         bytes: capacity_10(unit.blocks(), unit.block_size()).to_vec(),
         allocation: usize::MAX,
     })
 }
 
 /// READ CAPACITY (16).
-pub(super) fn read_capacity_16(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn read_capacity_16(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
-    Ok(Plan::Answer {
+    Ok(CommandPlan::Answer {
         bytes: capacity_16(unit.blocks(), unit.block_size(), unit.thin()).to_vec(),
         allocation: request.length(10, 4),
     })

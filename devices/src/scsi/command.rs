@@ -6,7 +6,7 @@ use super::data::DataBuffer;
 use super::inquiry::inquiry;
 use super::io::{read, synchronize, write};
 use super::mode;
-use super::plan::{ACTION, ALL, Command, Decoder, Needs, Plan, Request};
+use super::plan::{ACTION, ALL, CommandEntry, CommandPlan, Decoder, Needs, ScsiRequest};
 use super::provisioning::{lba_status, unmap, write_same};
 use super::sense::Sense;
 use super::unit::LogicalUnit;
@@ -14,14 +14,14 @@ use super::verify::{compare_and_write, verify, write_and_verify};
 
 /// The table, in the order of opcodes.
 #[rustfmt::skip]
-const COMMANDS: &[Command] = {
+const COMMANDS: &[CommandEntry] = {
     use Needs::{Medium, Nothing, Unit};
     const A: u8 = ALL;
-    const fn row(needs: Needs, usage: &'static [u8], decode: Decoder) -> Command {
-        Command::new(needs, usage, decode)
+    const fn row(needs: Needs, usage: &'static [u8], decode: Decoder) -> CommandEntry {
+        CommandEntry::new(needs, usage, decode)
     }
-    const fn act(needs: Needs, usage: &'static [u8], decode: Decoder) -> Command {
-        Command::action(needs, usage, decode)
+    const fn act(needs: Needs, usage: &'static [u8], decode: Decoder) -> CommandEntry {
+        CommandEntry::action(needs, usage, decode)
     }
     &[
         row(Medium, &[0x00, 0, 0, 0, 0, 0], test_unit_ready),
@@ -72,7 +72,11 @@ const FIRST: [u8; 256] = {
 };
 
 /// Checks a command and plans its work.
-pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Result<Plan, Sense> {
+pub(super) fn judge(
+    unit: &LogicalUnit,
+    cdb: &[u8],
+    data: &dyn DataBuffer,
+) -> Result<CommandPlan, Sense> {
     let command = find(cdb).filter(|command| command.offered(unit));
     let command = command.ok_or(Sense::OPERATION_CODE)?;
     if command.needs != Needs::Nothing
@@ -99,7 +103,7 @@ pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Re
     if command.needs == Needs::Medium && unit.stopped() {
         return Err(Sense::STOPPED);
     }
-    (command.decode)(&Request {
+    (command.decode)(&ScsiRequest {
         unit,
         data,
         cdb,
@@ -108,7 +112,7 @@ pub(super) fn judge(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Re
 }
 
 /// The row of a CDB's opcode and service action; a row with another service action if there is none with this one.
-fn find(cdb: &[u8]) -> Option<&'static Command> {
+fn find(cdb: &[u8]) -> Option<&'static CommandEntry> {
     let &opcode = cdb.first()?;
     let rows = COMMANDS.get(FIRST[usize::from(opcode)].into()..)?;
     let action = cdb.get(1).map(|byte| byte & ACTION);

@@ -1,28 +1,28 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
 //! OPERATION CODES.
 
-use super::job::{Action, Job, Range};
-use super::plan::{Command, Plan, Request};
+use super::job::{Job, Range, ScsiAction};
+use super::plan::{CommandEntry, CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
 /// TEST UNIT READY (SPC-5, 6.52). The check of the command has already found the unit ready.
-pub(super) fn test_unit_ready(_: &Request<'_>) -> Result<Plan, Sense> {
-    Ok(Plan::Run(Job::nothing()))
+pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
+    Ok(CommandPlan::Run(Job::nothing()))
 }
 
 /// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the unit is not ready.
-pub(super) fn request_sense(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let stopped = unit.stopped().then_some(Sense::STOPPED);
     let sense = unit.take_attention().or(stopped).unwrap_or(Sense::NONE);
     let bytes = sense.data(request.bit(1, 0x01)).to_vec();
     let allocation = request.length(4, 1);
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// REPORT LUNS (SPC-5, 6.33), for transports that leave it to their units: the only unit is number 0.
-pub(super) fn report_luns(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn report_luns(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let mut bytes = vec![0; 8];
     match request.byte(2) {
         // Without and with well known logical units, which do not exist here.
@@ -34,19 +34,19 @@ pub(super) fn report_luns(request: &Request<'_>) -> Result<Plan, Sense> {
         _ => return Err(Sense::cdb(2, None)),
     }
     let allocation = request.length(6, 4);
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// START STOP UNIT (SBC-4, 5.29). Stopping a unit flushes its cache; a stopped unit refuses commands that need the
 /// medium.
-pub(super) fn start_stop(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn start_stop(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let start = request.bit(4, 0x01);
     let no_flush = request.bit(4, 0x04);
     unit.set_stopped(!start);
     let flush = !start && !no_flush && unit.can().flush;
-    let script = [flush.then_some(Action::Flush), None, None];
-    Ok(Plan::Run(Job::new(
+    let script = [flush.then_some(ScsiAction::Flush), None, None];
+    Ok(CommandPlan::Run(Job::new(
         OperationKind::Flush,
         Range::default(),
         script,
@@ -54,7 +54,7 @@ pub(super) fn start_stop(request: &Request<'_>) -> Result<Plan, Sense> {
 }
 
 /// REPORT SUPPORTED OPERATION CODES (SPC-5, 6.35).
-pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn report_opcodes(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let timeouts = request.bit(2, 0x80);
     let allocation = request.length(6, 4);
     let opcode = request.byte(3);
@@ -62,7 +62,7 @@ pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
     let all = || request.commands();
     let mut same = all().filter(|command| command.opcode == opcode).peekable();
     let has_actions = same.peek().map(|command| command.action.is_some());
-    let exact = |command: &&Command| command.action.unwrap_or(0) as u64 == action;
+    let exact = |command: &&CommandEntry| command.action.unwrap_or(0) as u64 == action;
     let bytes = match (request.byte(2) & 0x07, has_actions) {
         (0, _) => list(all(), timeouts),
         // 1 is by opcode alone, 2 by opcode and service action: an opcode of the other kind is an error.
@@ -72,14 +72,14 @@ pub(super) fn report_opcodes(request: &Request<'_>) -> Result<Plan, Sense> {
         (2 | 3, _) => one(request, same.find(exact), timeouts),
         _ => return Err(Sense::cdb(2, Some(2))),
     };
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// A command timeouts descriptor without any timeouts (SPC-5, 6.35.4).
 const TIMEOUTS: [u8; 12] = [0, 10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
 /// The all_commands parameter data (SPC-5, 6.35.2).
-fn list<'a>(commands: impl Iterator<Item = &'a Command>, timeouts: bool) -> Vec<u8> {
+fn list<'a>(commands: impl Iterator<Item = &'a CommandEntry>, timeouts: bool) -> Vec<u8> {
     let mut bytes = vec![0; 4];
     for command in commands {
         // CTDP, SERVACTV
@@ -97,7 +97,7 @@ fn list<'a>(commands: impl Iterator<Item = &'a Command>, timeouts: bool) -> Vec<
 }
 
 /// The one_command parameter data (SPC-5, 6.35.3).
-fn one(request: &Request<'_>, command: Option<&Command>, timeouts: bool) -> Vec<u8> {
+fn one(request: &ScsiRequest<'_>, command: Option<&CommandEntry>, timeouts: bool) -> Vec<u8> {
     let Some(command) = command else {
         // SUPPORT: the command is not supported.
         return vec![0, 0x01, 0, 0];

@@ -1,6 +1,6 @@
 //! INQUIRY: the unit's type, identity and limits (SPC-5, 6.7 and 7.7; SBC-4, 6.6).
 
-use super::plan::{Plan, Request};
+use super::plan::{CommandPlan, ScsiRequest};
 use super::provisioning::{MAX_UNMAP_RANGES, MAX_WRITE_SAME_BYTES, max_unmap_blocks};
 use super::sense::Sense;
 use super::unit::{LogicalUnit, PHYSICAL_BLOCK};
@@ -30,7 +30,7 @@ const PAGES: &[(u8, Page)] = &[
 type Page = fn(&LogicalUnit) -> Vec<u8>;
 
 /// INQUIRY (SPC-5, 6.7).
-pub(super) fn inquiry(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn inquiry(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let (unit, allocation) = (request.unit, request.length(3, 2));
     let vital = request.bit(1, 0x01);
     let code = request.byte(2);
@@ -45,7 +45,7 @@ pub(super) fn inquiry(request: &Request<'_>) -> Result<Plan, Sense> {
         }
         _ => return Err(Sense::cdb(2, None)),
     };
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// Standard INQUIRY data (SPC-5, 6.7.2).

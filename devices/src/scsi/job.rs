@@ -11,7 +11,7 @@ pub(super) struct Range {
 
 /// A step of a job.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Action {
+pub(super) enum ScsiAction {
     Flush,
     /// Read the range.
     Read(Then),
@@ -59,13 +59,13 @@ pub(super) struct Job {
     pub(super) kind: Option<OperationKind>,
     pub(super) range: Range,
     pub(super) list: Vec<Range>,
-    pub(super) script: [Option<Action>; 3],
+    pub(super) script: [Option<ScsiAction>; 3],
     pub(super) change: Change,
 }
 
 impl Job {
     /// A job that runs `script` on `range`.
-    pub(super) fn new(kind: OperationKind, range: Range, script: [Option<Action>; 3]) -> Self {
+    pub(super) fn new(kind: OperationKind, range: Range, script: [Option<ScsiAction>; 3]) -> Self {
         Self {
             kind: Some(kind),
             range,

@@ -58,5 +58,5 @@ mod verify;
 
 pub use data::DataBuffer;
 pub use sense::{SenseData, Status};
-pub use task::{Outcome, Step, Task};
+pub use task::{Task, TaskOutcome, TaskStep};
 pub use unit::{LogicalUnit, UnitError};

@@ -4,8 +4,8 @@
 //!   header 4 or 8 │ block descriptor 0, 8 or 16 │ page │ page        (SPC-5, 7.5.5; SBC-4, 6.5.2)
 //! ```
 
-use super::job::{Action, Job, Range};
-use super::plan::{Plan, Request};
+use super::job::{Job, Range, ScsiAction};
+use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use super::unit::LogicalUnit;
 use crate::latency::OperationKind;
@@ -72,7 +72,7 @@ fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
 }
 
 /// MODE SENSE (6), (10).
-pub(super) fn sense(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let short = request.cdb_len() == 6;
     let allocation = match short {
@@ -116,7 +116,7 @@ pub(super) fn sense(request: &Request<'_>) -> Result<Plan, Sense> {
         true => bytes[0] = (bytes.len() - 1) as u8,
         false => bytes[1] = (bytes.len() - 2) as u8,
     }
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// The short or the long LBA mode parameter block descriptor (SBC-4, 6.5.2.2 and 6.5.2.3).
@@ -142,7 +142,7 @@ struct Wanted {
 }
 
 /// MODE SELECT (6), (10). The whole list is checked before any of it takes effect.
-pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let (len, header) = match request.cdb_len() {
         6 => (request.length(4, 1), 4),
@@ -153,7 +153,7 @@ pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
         return Err(Sense::cdb(1, Some(4)));
     }
     if len == 0 {
-        return Ok(Plan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::nothing()));
     }
     if len < header || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -167,13 +167,13 @@ pub(super) fn select(request: &Request<'_>) -> Result<Plan, Sense> {
         unit.set_descriptor_sense(on);
     }
     let Some(on) = wanted.write_cache.filter(|&on| on != unit.write_cache()) else {
-        return Ok(Plan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::nothing()));
     };
     unit.backend().set_write_cache(on);
     // If the cache is turned off, its contents go to the medium before the command ends.
-    let flush = (!on).then_some(Action::Flush);
+    let flush = (!on).then_some(ScsiAction::Flush);
     let script = [flush, None, None];
-    Ok(Plan::Run(Job::new(
+    Ok(CommandPlan::Run(Job::new(
         OperationKind::Flush,
         Range::default(),
         script,

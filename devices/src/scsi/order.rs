@@ -37,7 +37,7 @@ impl Order {
     }
 
     /// Lists a command that changes blocks from `start` to `end`.
-    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64, alone: bool) -> Ticket {
+    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64, alone: bool) -> OrderTicket {
         let mut list = self.lock();
         let number = list.next;
         list.next += 1;
@@ -48,7 +48,7 @@ impl Order {
             end,
             alone,
         });
-        Ticket {
+        OrderTicket {
             order: Arc::clone(self),
             number,
         }
@@ -56,12 +56,12 @@ impl Order {
 }
 
 /// A place in the list; it is dropped when the command is over.
-pub(super) struct Ticket {
+pub(super) struct OrderTicket {
     order: Arc<Order>,
     number: u64,
 }
 
-impl Ticket {
+impl OrderTicket {
     /// Whether the command may begin.
     pub(super) fn admitted(&self) -> bool {
         let list = self.order.lock();
@@ -85,7 +85,7 @@ impl List {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for OrderTicket {
     fn drop(&mut self) {
         let mut list = self.order.lock();
         if let Ok(at) = list.find(self.number) {

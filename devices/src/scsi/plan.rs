@@ -6,7 +6,7 @@ use super::sense::Sense;
 use super::unit::LogicalUnit;
 
 /// The result of checking a command.
-pub(super) enum Plan {
+pub(super) enum CommandPlan {
     /// Parameter data, to be cut off at the allocation length.
     Answer { bytes: Vec<u8>, allocation: usize },
     /// Work for the backend, possibly none.
@@ -14,18 +14,18 @@ pub(super) enum Plan {
 }
 
 /// A command as its decoder sees it: the CDB has its full length and no bit that the command does not use.
-pub(super) struct Request<'a> {
+pub(super) struct ScsiRequest<'a> {
     pub(super) unit: &'a LogicalUnit,
     pub(super) data: &'a dyn DataBuffer,
     pub(super) cdb: &'a [u8],
     /// The table that the command is in.
-    pub(super) table: &'static [Command],
+    pub(super) table: &'static [CommandEntry],
 }
 
-impl Request<'_> {
+impl ScsiRequest<'_> {
     /// The commands that the unit supports.
-    pub(super) fn commands(&self) -> impl Iterator<Item = &'static Command> {
-        let offered = |command: &&Command| command.offered(self.unit);
+    pub(super) fn commands(&self) -> impl Iterator<Item = &'static CommandEntry> {
+        let offered = |command: &&CommandEntry| command.offered(self.unit);
         self.table.iter().filter(offered)
     }
 
@@ -55,10 +55,10 @@ impl Request<'_> {
 }
 
 /// Checks the fields of a command and makes its plan.
-pub(super) type Decoder = fn(&Request<'_>) -> Result<Plan, Sense>;
+pub(super) type Decoder = fn(&ScsiRequest<'_>) -> Result<CommandPlan, Sense>;
 
 /// A command of the table.
-pub(super) struct Command {
+pub(super) struct CommandEntry {
     pub(super) opcode: u8,
     /// The service action in the low five bits of byte 1, for opcodes that have them.
     pub(super) action: Option<u8>,
@@ -81,7 +81,7 @@ pub(super) enum Needs {
     Medium,
 }
 
-impl Command {
+impl CommandEntry {
     pub(super) const fn new(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
         Self {
             opcode: usage[0],

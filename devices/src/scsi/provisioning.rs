@@ -2,8 +2,8 @@
 
 use super::data::DataBuffer;
 use super::io::{Named, named, sent_exactly, writable};
-use super::job::{Action, Change, Job, Range};
-use super::plan::{Plan, Request};
+use super::job::{Change, Job, Range, ScsiAction};
+use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::backend::{Allocation, Extent, SECTOR_SIZE};
 use crate::block::MAX_ERASE_SECTORS;
@@ -30,12 +30,12 @@ const HEADER: usize = 8;
 const DESCRIPTOR: usize = 16;
 
 /// UNMAP.
-pub(super) fn unmap(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     writable(request)?;
     let unit = request.unit;
     let len = request.length(7, 2);
     if len == 0 {
-        return Ok(Plan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::nothing()));
     }
     if len < HEADER || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -76,17 +76,17 @@ pub(super) fn unmap(request: &Request<'_>) -> Result<Plan, Sense> {
             ranges.push(Range { lba, blocks });
         }
     }
-    let action = (!ranges.is_empty()).then_some(Action::Unmap);
+    let action = (!ranges.is_empty()).then_some(ScsiAction::Unmap);
     let script = [action, None, None];
     let job = Job {
         list: ranges,
         ..Job::new(OperationKind::Discard, Range::default(), script)
     };
-    Ok(Plan::Run(job.changing(Change::Shared)))
+    Ok(CommandPlan::Run(job.changing(Change::Shared)))
 }
 
 /// WRITE SAME (10), (16).
-pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn write_same(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     writable(request)?;
     let unit = request.unit;
     let most = MAX_WRITE_SAME_BYTES / u64::from(unit.block_size());
@@ -104,12 +104,12 @@ pub(super) fn write_same(request: &Request<'_>) -> Result<Plan, Sense> {
     // as zeroes; other blocks are written (SBC-4, table 139).
     let zero = no_data || is_zero(request.data, unit.block_size() as usize);
     let (kind, action) = match zero && (unit.can().write_zeroes || unmap) {
-        true => (OperationKind::WriteZeroes, Action::Zero { unmap }),
+        true => (OperationKind::WriteZeroes, ScsiAction::Zero { unmap }),
         false if no_data => return Err(Sense::cdb(1, Some(0))),
-        false => (OperationKind::Write, Action::Fill),
+        false => (OperationKind::Write, ScsiAction::Fill),
     };
     let job = Job::new(kind, range, [Some(action), None, None]);
-    Ok(Plan::Run(job.changing(Change::Shared)))
+    Ok(CommandPlan::Run(job.changing(Change::Shared)))
 }
 
 /// Whether the data buffer begins with `len` zero bytes.
@@ -121,7 +121,7 @@ fn is_zero(data: &dyn DataBuffer, len: usize) -> bool {
 }
 
 /// GET LBA STATUS (16).
-pub(super) fn lba_status(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn lba_status(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let (start, allocation) = (request.number(2, 8), request.length(10, 4));
     let end = unit.blocks();
@@ -145,7 +145,7 @@ pub(super) fn lba_status(request: &Request<'_>) -> Result<Plan, Sense> {
     }
     let len = (bytes.len() - 4) as u32;
     bytes[..4].copy_from_slice(&len.to_be_bytes());
-    Ok(Plan::Answer { bytes, allocation })
+    Ok(CommandPlan::Answer { bytes, allocation })
 }
 
 /// Mapped, or not known to be unmapped.

@@ -2,9 +2,9 @@
 
 use super::command;
 use super::data::DataBuffer;
-use super::job::{Action, Change, Job, Range, Then};
-use super::order::Ticket;
-use super::plan::Plan;
+use super::job::{Change, Job, Range, ScsiAction, Then};
+use super::order::OrderTicket;
+use super::plan::CommandPlan;
 use super::sense::{Sense, SenseData, Status};
 use super::unit::LogicalUnit;
 use crate::backend::{Buffer, Failure, Operation, SECTOR_SIZE};
@@ -19,7 +19,7 @@ const COMPARED: usize = 4096;
 
 /// The transport's next step for a task.
 #[derive(Debug)]
-pub enum Step {
+pub enum TaskStep {
     /// Submit this operation, then call [`Task::next`] again.
     Submit(Operation),
     /// Wait until an operation of this task has ended.
@@ -32,7 +32,7 @@ pub enum Step {
 
 /// The end of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct TaskOutcome {
     /// The status.
     pub status: Status,
     /// With CHECK CONDITION, the reason.
@@ -51,7 +51,7 @@ pub struct Task {
     in_flight: usize,
     /// How the blocks of the read in flight are used; `None`: no read is in flight.
     then: Option<Then>,
-    ticket: Option<Ticket>,
+    ticket: Option<OrderTicket>,
     data_in: Option<usize>,
     failed: Option<(Status, Option<SenseData>)>,
 }
@@ -62,8 +62,8 @@ impl Task {
     /// `cdb` may be longer than the command's CDB. `data` is the same for all calls of one task.
     pub fn new(unit: &LogicalUnit, cdb: &[u8], data: &dyn DataBuffer) -> Self {
         let (job, data_in, failed) = match command::judge(unit, cdb, data) {
-            Ok(Plan::Run(job)) => (job, None, None),
-            Ok(Plan::Answer { bytes, allocation }) => {
+            Ok(CommandPlan::Run(job)) => (job, None, None),
+            Ok(CommandPlan::Answer { bytes, allocation }) => {
                 let len = bytes.len().min(allocation).min(data.len());
                 data.write(0, &bytes[..len]);
                 (Job::nothing(), Some(len), None)
@@ -108,18 +108,18 @@ impl Task {
     pub fn bytes(&self, unit: &LogicalUnit) -> usize {
         let range = self.job.range.blocks as usize * unit.block_size() as usize;
         let most = self.job.script.iter().flatten().map(|action| match action {
-            Action::Read(_) | Action::Write { .. } => range,
-            Action::Fill => range.min(FILL_PART),
-            Action::Flush | Action::Zero { .. } | Action::Unmap => 0,
+            ScsiAction::Read(_) | ScsiAction::Write { .. } => range,
+            ScsiAction::Fill => range.min(FILL_PART),
+            ScsiAction::Flush | ScsiAction::Zero { .. } | ScsiAction::Unmap => 0,
         });
         most.max().unwrap_or(0)
     }
 
     /// The transport's next step.
-    pub fn next(&mut self, unit: &LogicalUnit, data: &dyn DataBuffer) -> Step {
+    pub fn next(&mut self, unit: &LogicalUnit, data: &dyn DataBuffer) -> TaskStep {
         let idle = match self.in_flight {
-            0 => Step::Done,
-            _ => Step::InFlight,
+            0 => TaskStep::Done,
+            _ => TaskStep::InFlight,
         };
         if self.failed.is_some() {
             return idle;
@@ -129,22 +129,22 @@ impl Task {
             .as_ref()
             .is_some_and(|ticket| !ticket.admitted())
         {
-            return Step::Blocked;
+            return TaskStep::Blocked;
         }
         let Some(action) = self.job.script.get(self.at).copied().flatten() else {
             return idle;
         };
         // Only the ranges of one list run side by side.
         let most = match action {
-            Action::Unmap if self.progress > 0 => MAX_IN_FLIGHT,
+            ScsiAction::Unmap if self.progress > 0 => MAX_IN_FLIGHT,
             _ => 1,
         };
         if self.in_flight >= most {
-            return Step::InFlight;
+            return TaskStep::InFlight;
         }
         let operation = self.operation(unit, data, action);
         self.in_flight += 1;
-        Step::Submit(operation)
+        TaskStep::Submit(operation)
     }
 
     /// The next operation of `action`, which may have more of them.
@@ -152,7 +152,7 @@ impl Task {
         &mut self,
         unit: &LogicalUnit,
         data: &dyn DataBuffer,
-        action: Action,
+        action: ScsiAction,
     ) -> Operation {
         let per_block = unit.sectors_per_block();
         let block = unit.block_size() as usize;
@@ -163,19 +163,19 @@ impl Task {
         self.at += 1;
         self.then = None;
         match action {
-            Action::Flush => Operation::Flush,
-            Action::Read(then) => {
+            ScsiAction::Flush => Operation::Flush,
+            ScsiAction::Read(then) => {
                 self.then = Some(then);
                 Operation::Read { sector, sectors }
             }
-            Action::Write { from } => {
+            ScsiAction::Write { from } => {
                 // `read` fills the whole buffer.
                 let mut payload = Buffer::for_overwrite(blocks as usize * block);
                 data.read(from, &mut payload);
                 let data = payload;
                 Operation::Write { sector, data }
             }
-            Action::Fill => {
+            ScsiAction::Fill => {
                 let left = blocks as usize - self.progress;
                 let most = unit.max_transfer_bytes().min(FILL_PART) / block;
                 let part = left.min(most);
@@ -197,7 +197,7 @@ impl Task {
                 let data = payload;
                 Operation::Write { sector, data }
             }
-            Action::Zero { unmap } => {
+            ScsiAction::Zero { unmap } => {
                 let can = unit.can();
                 match unmap && !can.write_zeroes {
                     true => Operation::Discard { sector, sectors },
@@ -208,7 +208,7 @@ impl Task {
                     },
                 }
             }
-            Action::Unmap => {
+            ScsiAction::Unmap => {
                 let range = self.job.list[self.progress];
                 self.progress += 1;
                 if self.progress < self.job.list.len() {
@@ -283,10 +283,10 @@ impl Task {
         self.data_in = None;
     }
 
-    /// How the command ended, after [`Step::Done`].
-    pub fn outcome(self) -> Outcome {
+    /// How the command ended, after [`TaskStep::Done`].
+    pub fn outcome(self) -> TaskOutcome {
         let (status, sense) = self.failed.unwrap_or((Status::Good, None));
-        Outcome {
+        TaskOutcome {
             status,
             sense,
             data_in: self.data_in,

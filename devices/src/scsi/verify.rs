@@ -2,8 +2,8 @@
 //! AND WRITE (5.3).
 
 use super::io::{Named, durable, named, range, sent, sent_exactly, writable};
-use super::job::{Action, Change, Job, Then};
-use super::plan::{Plan, Request};
+use super::job::{Change, Job, ScsiAction, Then};
+use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
@@ -17,7 +17,7 @@ enum Check {
     Block,
 }
 
-fn check(request: &Request<'_>) -> Result<Check, Sense> {
+fn check(request: &ScsiRequest<'_>) -> Result<Check, Sense> {
     match request.byte(1) >> 1 & 3 {
         0 => Ok(Check::Readable),
         1 => Ok(Check::Blocks),
@@ -27,7 +27,7 @@ fn check(request: &Request<'_>) -> Result<Check, Sense> {
 }
 
 /// VERIFY (10), (12), (16).
-pub(super) fn verify(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let check = check(request)?;
     let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
     let then = match check {
@@ -41,14 +41,18 @@ pub(super) fn verify(request: &Request<'_>) -> Result<Plan, Sense> {
             Then::CompareEach
         }
     };
-    let read = (range.blocks > 0).then_some(Action::Read(then));
+    let read = (range.blocks > 0).then_some(ScsiAction::Read(then));
     let script = [read, None, None];
-    Ok(Plan::Run(Job::new(OperationKind::Read, range, script)))
+    Ok(CommandPlan::Run(Job::new(
+        OperationKind::Read,
+        range,
+        script,
+    )))
 }
 
 /// WRITE AND VERIFY (10), (12), (16). The write is made durable first, so that the verified blocks are on the medium.
 /// No other command changes them meanwhile, so that they are what this command wrote.
-pub(super) fn write_and_verify(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn write_and_verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     writable(request)?;
     let then = match check(request)? {
         Check::Readable => Then::Forget,
@@ -57,19 +61,19 @@ pub(super) fn write_and_verify(request: &Request<'_>) -> Result<Plan, Sense> {
     };
     let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
     sent(request, range.blocks, at)?;
-    let write = Some(Action::Write { from: 0 });
-    let read = Some(Action::Read(then));
+    let write = Some(ScsiAction::Write { from: 0 });
+    let read = Some(ScsiAction::Read(then));
     let script = match request.unit.can().flush {
         _ if range.blocks == 0 => [None; 3],
-        true => [write, Some(Action::Flush), read],
+        true => [write, Some(ScsiAction::Flush), read],
         false => [write, read, None],
     };
     let job = Job::new(OperationKind::Write, range, script);
-    Ok(Plan::Run(job.changing(Change::Alone)))
+    Ok(CommandPlan::Run(job.changing(Change::Alone)))
 }
 
 /// COMPARE AND WRITE. The Data-Out Buffer has the blocks to compare, then those to write.
-pub(super) fn compare_and_write(request: &Request<'_>) -> Result<Plan, Sense> {
+pub(super) fn compare_and_write(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     writable(request)?;
     let (unit, at) = (request.unit, 13);
     let (lba, blocks) = (request.number(2, 8), request.number(13, 1));
@@ -79,11 +83,11 @@ pub(super) fn compare_and_write(request: &Request<'_>) -> Result<Plan, Sense> {
     let script = match range.blocks {
         0 => [None; 3],
         _ => [
-            Some(Action::Read(Then::Compare)),
-            Some(Action::Write { from }),
+            Some(ScsiAction::Read(Then::Compare)),
+            Some(ScsiAction::Write { from }),
             durable(request),
         ],
     };
     let job = Job::new(OperationKind::Write, range, script);
-    Ok(Plan::Run(job.changing(Change::Alone)))
+    Ok(CommandPlan::Run(job.changing(Change::Alone)))
 }

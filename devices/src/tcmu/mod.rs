@@ -27,5 +27,5 @@ mod worker;
 
 pub use device::Device;
 pub use memory::{CommandData, Mapping};
-pub use ring::{Command, Entry, EntryProblem, Response, Ring, RingError, Ticket};
+pub use ring::{Command, CommandRing, Entry, EntryProblem, Response, RingError, Ticket};
 pub use worker::Worker;

@@ -92,7 +92,7 @@ pub enum EntryProblem {
     },
 }
 
-/// A command in flight. Its owner must give it back to [`Ring::complete`].
+/// A command in flight. Its owner must give it back to [`CommandRing::complete`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the initiator waits for an answer"]
 pub struct Ticket(u16);
@@ -155,7 +155,7 @@ struct Slot {
 }
 
 /// A command ring. Owned by one thread.
-pub struct Ring {
+pub struct CommandRing {
     memory: Arc<Mapping>,
     start: usize,
     size: u32,
@@ -175,7 +175,7 @@ pub struct Ring {
     broken: Option<RingError>,
 }
 
-impl Ring {
+impl CommandRing {
     /// Opens the ring that the mailbox at the start of `memory` describes. Entries already in it are taken first.
     ///
     /// # Errors

@@ -24,7 +24,7 @@ fn write_of(out: Vec<u8>) -> Request {
 }
 
 #[track_caller]
-fn command(ring: &mut Ring) -> Command {
+fn command(ring: &mut CommandRing) -> Command {
     match ring.take().unwrap() {
         Some(Entry::Command(command)) => command,
         other => panic!("{other:?}"),
@@ -41,7 +41,7 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 #[test]
 fn commands_are_copied_and_answered_in_any_order() {
     let mut kernel = Kernel::new(8192, 16);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     assert!(ring.take().unwrap().is_none());
     let out = pattern(1, 2 * BLOCK + 100);
     let first = kernel.queue(write_of(out.clone())).unwrap();
@@ -104,7 +104,7 @@ fn commands_are_copied_and_answered_in_any_order() {
 #[test]
 fn a_response_leaves_nothing_of_an_older_one() {
     let mut kernel = Kernel::new(1024, 2);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     kernel.queue(read_of(BLOCK)).unwrap();
     kernel.queue(read_of(BLOCK)).unwrap();
     let (a, b) = (command(&mut ring), command(&mut ring));
@@ -137,7 +137,7 @@ fn the_ring_wraps_with_pads_and_answers_go_on() {
     for start in (0..1024).step_by(8) {
         let mut kernel = Kernel::new(1024, 8);
         kernel.start_at(start);
-        let mut ring = Ring::open(kernel.memory()).unwrap();
+        let mut ring = CommandRing::open(kernel.memory()).unwrap();
         let mut waiting = VecDeque::new();
         let (mut queued, mut answered) = (Vec::new(), Vec::new());
         for round in 0..40_usize {
@@ -184,7 +184,7 @@ fn the_ring_wraps_with_pads_and_answers_go_on() {
 #[test]
 fn task_management_is_told_of_and_wants_no_answer() {
     let mut kernel = Kernel::new(1024, 2);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
     assert!(kernel.queue_task_management(5, &[id, 77, 78]));
     let hit = command(&mut ring);
@@ -214,7 +214,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
 #[test]
 fn an_unknown_entry_is_flagged_and_passed_over() {
     let mut kernel = Kernel::new(1024, 2);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
     kernel.finish(16, 6);
     let next = kernel.queue(read_of(8)).unwrap();
@@ -232,7 +232,7 @@ fn an_unknown_entry_is_flagged_and_passed_over() {
 #[test]
 fn bidirectional_data_is_kept_apart() {
     let mut kernel = Kernel::new(1024, 8);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let out = pattern(1, BLOCK + 1);
     let both = Request {
         cdb: vec![0x53; 10],
@@ -272,7 +272,7 @@ fn cdbs_of_every_group_come_whole() {
     cdbs.push(variable[..32].to_vec());
     for cdb in cdbs {
         let mut kernel = Kernel::new(4096, 1);
-        let mut ring = Ring::open(kernel.memory()).unwrap();
+        let mut ring = CommandRing::open(kernel.memory()).unwrap();
         kernel
             .queue(Request {
                 cdb: cdb.clone(),
@@ -288,7 +288,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
     let open = |at: usize, bytes: &[u8]| {
         let kernel = Kernel::new(1024, 1);
         kernel.put(at, bytes);
-        Ring::open(kernel.memory())
+        CommandRing::open(kernel.memory())
             .map(drop)
             .unwrap_err()
             .to_string()
@@ -309,7 +309,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
         assert!(error.contains(part), "{at}: {error}");
     }
     let short = Mapping::anonymous(64).unwrap();
-    assert!(Ring::open(short.into()).is_err());
+    assert!(CommandRing::open(short.into()).is_err());
 }
 
 #[test]
@@ -317,7 +317,7 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
     // Changes a valid command at `at` before the ring reads its entry.
     let take = |at: usize, bytes: &[u8]| {
         let mut kernel = Kernel::new(1024, 2);
-        let mut ring = Ring::open(kernel.memory()).unwrap();
+        let mut ring = CommandRing::open(kernel.memory()).unwrap();
         let at = kernel.head_offset() + at;
         kernel.queue(read_of(BLOCK)).unwrap();
         kernel.put(at, bytes);
@@ -397,14 +397,14 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
     }
     // The iovecs name the same blocks twice, so together they exceed the data area.
     let mut kernel = Kernel::new(1024, 2);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let at = kernel.head_offset() + request::FIRST_IOVEC;
     kernel.queue(read_of(2 * BLOCK)).unwrap();
     kernel.put(at, &iovec(data, 2 * BLOCK as u64));
     assert!(ring.take().unwrap_err().to_string().contains("data area"));
     // The head lies outside the ring.
     let mut kernel = Kernel::new(1024, 2);
-    let mut ring = Ring::open(kernel.memory()).unwrap();
+    let mut ring = CommandRing::open(kernel.memory()).unwrap();
     kernel.queue(read_of(8)).unwrap();
     kernel.put(mailbox::HEAD, &2048_u32.to_ne_bytes());
     assert!(

@@ -23,14 +23,14 @@ use slab::Slab;
 use walvisor_storage::short_slice;
 
 use super::device::WriteCacheHook;
-use super::{Command, CommandData, Device, Entry, Response, Ring, RingError, Ticket};
+use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
 use crate::backend::{Completion, Operation};
 use crate::control::Wake;
 use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 use crate::latency::{OperationKind, add};
 use crate::listen::join;
 use crate::metrics::BlockMetrics;
-use crate::scsi::{DataBuffer, LogicalUnit, Step, Task};
+use crate::scsi::{DataBuffer, LogicalUnit, Task, TaskStep};
 use crate::throttle::ThrottledQueue;
 
 /// Bytes in flight, above which commands wait in the ring. One command may overshoot it.
@@ -90,7 +90,7 @@ impl Worker {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn start(device: &Device, ring: Ring, uio: OwnedFd) -> io::Result<Self> {
+    pub fn start(device: &Device, ring: CommandRing, uio: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&uio, true)?;
         let queue = ThrottledQueue::open(&**device.unit.backend(), &device.throttle)?;
         let mut events = EventLoop::new()?;
@@ -169,7 +169,7 @@ struct Server {
     unit: Arc<LogicalUnit>,
     gate: Arc<crate::control::Gate>,
     metrics: Arc<BlockMetrics>,
-    ring: Ring,
+    ring: CommandRing,
     uio: OwnedFd,
     queue: ThrottledQueue,
     events: EventLoop<Source, Mail>,
@@ -343,16 +343,16 @@ impl Server {
         }) = self.in_flight.get_mut(key)
         {
             match task.next(&self.unit, data) {
-                Step::Submit(operation) => {
+                TaskStep::Submit(operation) => {
                     // Only this thread turns the cache on, so a cache that is off here stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
                     self.queue.submit(key as u64, operation);
                     self.submitted = true;
                 }
-                Step::InFlight => return,
-                Step::Blocked => return self.blocked.push_back(key),
-                Step::Done => return self.answer(key),
+                TaskStep::InFlight => return,
+                TaskStep::Blocked => return self.blocked.push_back(key),
+                TaskStep::Done => return self.answer(key),
             }
         }
     }

@@ -22,7 +22,7 @@ use crate::status::{
 
 /// One of the three addresses of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ring {
+pub(super) enum QueueArea {
     /// Descriptor table.
     Descriptors,
     /// Driver area, the available ring.
@@ -360,14 +360,14 @@ impl<M: DeviceMemory> DeviceState<M> {
     }
 
     /// Sets one half of an address of the selected queue. The address is checked when the queue starts.
-    pub(super) fn set_queue_address(&mut self, ring: Ring, half: Half, value: u32) {
+    pub(super) fn set_queue_address(&mut self, ring: QueueArea, half: Half, value: u32) {
         let Some(setup) = self.selected_setup() else {
             return;
         };
         let address = match ring {
-            Ring::Descriptors => &mut setup.descriptors,
-            Ring::Driver => &mut setup.driver,
-            Ring::Device => &mut setup.device,
+            QueueArea::Descriptors => &mut setup.descriptors,
+            QueueArea::Driver => &mut setup.driver,
+            QueueArea::Device => &mut setup.device,
         };
         *address = match half {
             Half::Low => *address & !0xffff_ffff | u64::from(value),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use virtio_bindings::virtio_mmio as reg;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::device_state::{DeviceState, Half, Ring};
+use super::device_state::{DeviceState, Half, QueueArea};
 use super::registers::Registers;
 use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
 use crate::interrupt::{EdgeLine, LineInterrupt};
@@ -134,22 +134,22 @@ impl<M: DeviceMemory> MmioTransport<M> {
             reg::VIRTIO_MMIO_STATUS if value == 0 => state.reset(),
             reg::VIRTIO_MMIO_STATUS if value as u8 != 0 => state.write_status(value as u8),
             reg::VIRTIO_MMIO_QUEUE_DESC_LOW => {
-                state.set_queue_address(Ring::Descriptors, Half::Low, value)
+                state.set_queue_address(QueueArea::Descriptors, Half::Low, value)
             }
             reg::VIRTIO_MMIO_QUEUE_DESC_HIGH => {
-                state.set_queue_address(Ring::Descriptors, Half::High, value)
+                state.set_queue_address(QueueArea::Descriptors, Half::High, value)
             }
             reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW => {
-                state.set_queue_address(Ring::Driver, Half::Low, value)
+                state.set_queue_address(QueueArea::Driver, Half::Low, value)
             }
             reg::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => {
-                state.set_queue_address(Ring::Driver, Half::High, value)
+                state.set_queue_address(QueueArea::Driver, Half::High, value)
             }
             reg::VIRTIO_MMIO_QUEUE_USED_LOW => {
-                state.set_queue_address(Ring::Device, Half::Low, value)
+                state.set_queue_address(QueueArea::Device, Half::Low, value)
             }
             reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
-                state.set_queue_address(Ring::Device, Half::High, value)
+                state.set_queue_address(QueueArea::Device, Half::High, value)
             }
             _ => tracing::debug!("virtio-mmio: write of {value:#x} to {register:#x}: ignored"),
         }

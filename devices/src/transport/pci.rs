@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::device_state::{DeviceState, Half, Ring};
+use super::device_state::{DeviceState, Half, QueueArea};
 use super::msix::{
     CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
 };
@@ -394,9 +394,9 @@ impl<M: DeviceMemory> PciTransport<M> {
             0x00 => state.select_device_features(value),
             0x08 => state.select_driver_features(value),
             0x0c => state.set_driver_features(value),
-            0x20 | 0x24 => state.set_queue_address(Ring::Descriptors, half, value),
-            0x28 | 0x2c => state.set_queue_address(Ring::Driver, half, value),
-            0x30 | 0x34 => state.set_queue_address(Ring::Device, half, value),
+            0x20 | 0x24 => state.set_queue_address(QueueArea::Descriptors, half, value),
+            0x28 | 0x2c => state.set_queue_address(QueueArea::Driver, half, value),
+            0x30 | 0x34 => state.set_queue_address(QueueArea::Device, half, value),
             _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
         }
     }

@@ -211,7 +211,7 @@ fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vhost_user::outcome::Ended;
+    use crate::vhost_user::outcome::SessionEnd;
     use std::os::fd::OwnedFd;
     use vm_memory::{Bytes, GuestAddressSpace};
 
@@ -298,7 +298,8 @@ mod tests {
         let mut memory = SharedMemory::new();
         for (size, offset) in [(page - 4096, 0), (page, 4096), (4096, page)] {
             let part = region(0, size, 0, offset);
-            let Err(Ended::Refused(error)) = memory.add(&part, file.try_clone().unwrap()) else {
+            let Err(SessionEnd::Refused(error)) = memory.add(&part, file.try_clone().unwrap())
+            else {
                 panic!("{part} was taken");
             };
             assert!(
@@ -314,7 +315,7 @@ mod tests {
         let mut memory = SharedMemory::new();
         for (size, offset) in [(0x2000, 0), (0x1000, 0x1000), (0x1000, u64::MAX - 0xfff)] {
             let beyond = region(0, size, 0, offset);
-            let Err(Ended::Refused(error)) = memory.add(&beyond, file(0x1000)) else {
+            let Err(SessionEnd::Refused(error)) = memory.add(&beyond, file(0x1000)) else {
                 panic!("{beyond} was taken");
             };
             assert!(error.contains("its file ends before it"), "{error}");

@@ -15,7 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::outcome::{Ended, Outcome, refused};
+use super::outcome::{Outcome, SessionEnd, refused};
 use super::owner::Wish;
 use crate::event_loop::EventSet;
 use crate::listen::{Waited, Waiter};
@@ -138,7 +138,7 @@ impl<'a> Channel<'a> {
             }
             match received {
                 Ok(received) if received.bytes == 0 && first && done == 0 => {
-                    return Err(Ended::Gone);
+                    return Err(SessionEnd::Gone);
                 }
                 Ok(received) if received.bytes == 0 => {
                     return Err(refused("it left in the middle of a message"));
@@ -149,7 +149,7 @@ impl<'a> Channel<'a> {
                 Ok(received) => done += received.bytes,
                 Err(Errno::AGAIN) => self.wait(EventSet::IN)?,
                 Err(Errno::INTR) => {}
-                Err(Errno::CONNRESET) => return Err(Ended::Gone),
+                Err(Errno::CONNRESET) => return Err(SessionEnd::Gone),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -182,7 +182,7 @@ impl<'a> Channel<'a> {
                 Ok(sent) => done += sent,
                 Err(Errno::AGAIN) => self.wait(EventSet::OUT)?,
                 Err(Errno::INTR) => {}
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Gone),
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(SessionEnd::Gone),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -193,7 +193,7 @@ impl<'a> Channel<'a> {
     fn wait(&mut self, what: EventSet) -> Outcome<()> {
         loop {
             match self.waiter.wait(self.socket, what, None)? {
-                Waited::Stopped => return Err(Ended::Gone),
+                Waited::Stopped => return Err(SessionEnd::Gone),
                 Waited::Ready => return Ok(()),
                 Waited::Told | Waited::Late => {}
             }
@@ -208,7 +208,7 @@ pub(super) fn next(waiter: &mut Waiter<Wish>, fd: impl AsFd) -> Outcome<Option<W
             return Ok(Some(wish));
         }
         match waiter.wait(&fd, EventSet::IN, None)? {
-            Waited::Stopped => return Err(Ended::Gone),
+            Waited::Stopped => return Err(SessionEnd::Gone),
             Waited::Ready => return Ok(None),
             Waited::Told | Waited::Late => {}
         }

@@ -2,7 +2,7 @@
 
 /// Why a connection ends.
 #[derive(Debug)]
-pub(super) enum Ended {
+pub(super) enum SessionEnd {
     /// The front-end has left, or the server stops.
     Gone,
     /// The front-end broke the protocol; one line says how.
@@ -11,22 +11,22 @@ pub(super) enum Ended {
     System(std::io::Error),
 }
 
-impl From<std::io::Error> for Ended {
+impl From<std::io::Error> for SessionEnd {
     fn from(error: std::io::Error) -> Self {
         Self::System(error)
     }
 }
 
-impl From<rustix::io::Errno> for Ended {
+impl From<rustix::io::Errno> for SessionEnd {
     fn from(error: rustix::io::Errno) -> Self {
         Self::System(error.into())
     }
 }
 
 /// The result of handling a front-end's message.
-pub(super) type Outcome<T> = Result<T, Ended>;
+pub(super) type Outcome<T> = Result<T, SessionEnd>;
 
 /// An error that is the front-end's fault.
-pub(super) fn refused(what: impl Into<String>) -> Ended {
-    Ended::Refused(what.into())
+pub(super) fn refused(what: impl Into<String>) -> SessionEnd {
+    SessionEnd::Refused(what.into())
 }

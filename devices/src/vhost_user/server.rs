@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 
 use super::message::{Channel, next};
-use super::outcome::{Ended, Outcome};
+use super::outcome::{Outcome, SessionEnd};
 use super::owner::{ServiceControl, Wish};
 use super::session::Session;
 use super::signal::Bell;
@@ -73,7 +73,7 @@ impl Server {
             server.stops.push(service.stop.clone());
             let thread = thread::Builder::new().name("vhost-user".into());
             server.threads.start(thread, move || {
-                if let Err(Ended::System(error)) = service.listen() {
+                if let Err(SessionEnd::System(error)) = service.listen() {
                     let name = &service.name;
                     tracing::error!("disk '{name}': nobody more is served: {error}");
                 }
@@ -125,12 +125,12 @@ impl Service {
             // Other front-ends wait in the backlog until this one has left.
             self.waiter.unwatch(&self.listener);
             match self.serve(stream.as_fd(), &mut resting) {
-                Ok(()) | Err(Ended::Gone) => {}
-                Err(Ended::Refused(why)) => {
+                Ok(()) | Err(SessionEnd::Gone) => {}
+                Err(SessionEnd::Refused(why)) => {
                     let name = &self.name;
                     tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
                 }
-                Err(Ended::System(error)) => {
+                Err(SessionEnd::System(error)) => {
                     let name = &self.name;
                     tracing::warn!("disk '{name}': a front-end was disconnected: {error}");
                 }

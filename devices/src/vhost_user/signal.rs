@@ -170,7 +170,7 @@ impl Signal {
 
 /// Starts the thread that writes to a pipe or a socket until its [`Signal`] is dropped.
 fn pipe(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
-    let place = Place::take(pipes).ok_or_else(|| {
+    let place = PipeThread::take(pipes).ok_or_else(|| {
         refused(format!(
             "more than {MOST_PIPES} pipes, and nobody reads them"
         ))
@@ -189,16 +189,16 @@ fn pipe(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
 }
 
 /// One thread counted against [`MOST_PIPES`], until this is dropped.
-struct Place(Arc<AtomicUsize>);
+struct PipeThread(Arc<AtomicUsize>);
 
-impl Place {
+impl PipeThread {
     fn take(all: &Arc<AtomicUsize>) -> Option<Self> {
         let place = Self(Arc::clone(all));
         (all.fetch_add(1, Ordering::Relaxed) < MOST_PIPES).then_some(place)
     }
 }
 
-impl Drop for Place {
+impl Drop for PipeThread {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::backend::{Backend, BackendQueue, Completion, Operation};
-use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Outcome, Status, Step, Task};
+use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
 use walvisor_storage::{DiskOptions, Image, Store, StoreOptions, create_disk, default_log_dir};
 
 /// A data buffer.
@@ -72,7 +72,7 @@ pub struct Fixed {
     pub list: Option<(u16, Option<u8>)>,
 }
 
-pub fn fixed(outcome: &Outcome) -> Fixed {
+pub fn fixed(outcome: &TaskOutcome) -> Fixed {
     assert_eq!(outcome.status, Status::CheckCondition, "{outcome:?}");
     assert_eq!(outcome.data_in, None);
     let sense = outcome.sense.expect("sense data");
@@ -179,16 +179,16 @@ impl Bench {
     }
 
     /// Runs a command with `data`.
-    pub fn run(&mut self, cdb: &[u8], data: &Data) -> Outcome {
+    pub fn run(&mut self, cdb: &[u8], data: &Data) -> TaskOutcome {
         let mut task = Task::new(&self.unit, cdb, data);
         let mut in_flight = 0;
         loop {
             match task.next(&self.unit, data) {
-                Step::Submit(operation) => {
+                TaskStep::Submit(operation) => {
                     self.queue.submit(7, operation);
                     in_flight += 1;
                 }
-                Step::InFlight => {
+                TaskStep::InFlight => {
                     assert!(in_flight > 0, "waits for nothing");
                     self.queue.kick();
                     let completion = self.next_completion();
@@ -196,8 +196,8 @@ impl Bench {
                     in_flight -= 1;
                     task.ended(&self.unit, data, completion.result);
                 }
-                Step::Blocked => panic!("blocked by nobody"),
-                Step::Done => {
+                TaskStep::Blocked => panic!("blocked by nobody"),
+                TaskStep::Done => {
                     assert_eq!(in_flight, 0);
                     return task.outcome();
                 }

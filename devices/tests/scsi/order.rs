@@ -1,7 +1,7 @@
 //! Concurrent commands, in every order in which a backend may end their operations.
 
 use walvisor_devices::backend::{Failure, Operation};
-use walvisor_devices::scsi::{Status, Step, Task};
+use walvisor_devices::scsi::{Status, Task, TaskStep};
 
 use crate::driver::*;
 
@@ -31,10 +31,10 @@ impl<'a> Slow<'a> {
     fn go(&mut self, bench: &Bench) -> State {
         loop {
             match self.task.next(&bench.unit, self.data) {
-                Step::Submit(operation) => self.held.push(operation),
-                Step::InFlight => return State::InFlight,
-                Step::Blocked => return State::Blocked,
-                Step::Done => return State::Done,
+                TaskStep::Submit(operation) => self.held.push(operation),
+                TaskStep::InFlight => return State::InFlight,
+                TaskStep::Blocked => return State::Blocked,
+                TaskStep::Done => return State::Done,
             }
         }
     }

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
-use walvisor::control::Control;
+use walvisor::control::RunControl;
 use walvisor::control_socket::{Controlled, Power, Server};
 use walvisor::disk_spec::DiskCommand;
 use walvisor_devices_fuzz::bounded::Bounded;
@@ -42,7 +42,7 @@ fn run(input: &[u8]) {
     };
     let mut guest = Guest::start();
     let ended = Arc::new(AtomicBool::new(false));
-    let control = Arc::new(Control::new().expect("descriptors"));
+    let control = Arc::new(RunControl::new().expect("descriptors"));
     let (kind, power) = if options & 1 == 0 {
         let end = Arc::clone(&ended);
         let end = move || end.store(true, Ordering::SeqCst);

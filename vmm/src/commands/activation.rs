@@ -22,7 +22,7 @@ const MOST: RawFd = 1 << 16;
 
 /// The address at which a socket listens.
 #[derive(Debug, PartialEq, Eq)]
-enum Place {
+enum InheritedAddress {
     Unix(PathBuf),
     Tcp(SocketAddr),
     /// An address that no disk can name.
@@ -33,7 +33,7 @@ enum Place {
 #[derive(Debug)]
 struct Handed {
     fd: OwnedFd,
-    place: Place,
+    place: InheritedAddress,
     /// The service manager's name for it; may be empty.
     name: String,
 }
@@ -76,16 +76,17 @@ impl Inherited {
 
     /// The inherited socket that listens at `path`, if there is one.
     pub fn unix(&mut self, path: &Path) -> Option<UnixListener> {
-        self.claim(&Place::Unix(real_path(path)))
+        self.claim(&InheritedAddress::Unix(real_path(path)))
             .map(UnixListener::from)
     }
 
     /// The inherited socket that listens at `address`, if there is one.
     pub fn tcp(&mut self, address: SocketAddr) -> Option<TcpListener> {
-        self.claim(&Place::Tcp(address)).map(TcpListener::from)
+        self.claim(&InheritedAddress::Tcp(address))
+            .map(TcpListener::from)
     }
 
-    fn claim(&mut self, place: &Place) -> Option<OwnedFd> {
+    fn claim(&mut self, place: &InheritedAddress) -> Option<OwnedFd> {
         let at = self
             .sockets
             .iter()
@@ -102,11 +103,11 @@ impl Inherited {
             return Ok(());
         };
         let advice = match place {
-            Place::Unix(path) => format!("give one socket={}", path.display()),
-            Place::Tcp(address) => {
+            InheritedAddress::Unix(path) => format!("give one socket={}", path.display()),
+            InheritedAddress::Tcp(address) => {
                 format!("give one port={},address={}", address.port(), address.ip())
             }
-            Place::Unnamed => "let it listen at a path or a TCP port".to_owned(),
+            InheritedAddress::Unnamed => "let it listen at a path or a TCP port".to_owned(),
         };
         let name = match name.as_str() {
             "" => String::new(),
@@ -118,7 +119,7 @@ impl Inherited {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for InheritedAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => path.display().fmt(f),
@@ -151,16 +152,18 @@ fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
     Ok(Handed { fd, place, name })
 }
 
-fn place(fd: BorrowedFd<'_>) -> std::io::Result<Place> {
+fn place(fd: BorrowedFd<'_>) -> std::io::Result<InheritedAddress> {
     let copy = fd.try_clone_to_owned()?;
     Ok(match sockopt::socket_domain(fd)? {
         AddressFamily::UNIX => UnixListener::from(copy)
             .local_addr()?
             .as_pathname()
-            .map_or(Place::Unnamed, |path| Place::Unix(real_path(path))),
+            .map_or(InheritedAddress::Unnamed, |path| {
+                InheritedAddress::Unix(real_path(path))
+            }),
         AddressFamily::INET | AddressFamily::INET6 => {
-            Place::Tcp(TcpListener::from(copy).local_addr()?)
+            InheritedAddress::Tcp(TcpListener::from(copy).local_addr()?)
         }
-        _ => Place::Unnamed,
+        _ => InheritedAddress::Unnamed,
     })
 }

@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::CommandError;
-use crate::control_socket::{CacheChoice, Command, Format, Limits, ask};
+use crate::control_socket::{CacheChoice, ControlCommand, Format, LimitChange, ask};
 use crate::size::parse_size;
 
 /// The arguments of `walvisor ctl`.
@@ -61,7 +61,7 @@ pub enum CtlRequest {
         disk: DiskName,
         /// The limits
         #[command(flatten)]
-        limits: Limits,
+        limits: LimitChange,
     },
     /// Copy logs to the base images, while requests go on
     Checkpoint {
@@ -94,24 +94,24 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let command = match &arguments.request {
         CtlRequest::Stats {
             prometheus: true, ..
-        } => Command::Stats(Format::Prometheus),
-        CtlRequest::Stats { .. } => Command::Stats(Format::Json),
-        CtlRequest::Pause => Command::Pause,
-        CtlRequest::Resume => Command::Resume,
-        CtlRequest::Resize { disk, size } => Command::Resize {
+        } => ControlCommand::Stats(Format::Prometheus),
+        CtlRequest::Stats { .. } => ControlCommand::Stats(Format::Json),
+        CtlRequest::Pause => ControlCommand::Pause,
+        CtlRequest::Resume => ControlCommand::Resume,
+        CtlRequest::Resize { disk, size } => ControlCommand::Resize {
             disk: named(disk),
             size_bytes: *size,
         },
-        CtlRequest::SetCache { disk, mode } => Command::SetCache {
+        CtlRequest::SetCache { disk, mode } => ControlCommand::SetCache {
             disk: named(disk),
             cache: *mode,
         },
-        CtlRequest::SetLimit { disk, limits } => Command::SetLimit {
+        CtlRequest::SetLimit { disk, limits } => ControlCommand::SetLimit {
             disk: named(disk),
             limits: *limits,
         },
-        CtlRequest::Checkpoint { disk } => Command::Checkpoint { disk: named(disk) },
-        CtlRequest::Shutdown { now } => Command::Shutdown { now: *now },
+        CtlRequest::Checkpoint { disk } => ControlCommand::Checkpoint { disk: named(disk) },
+        CtlRequest::Shutdown { now } => ControlCommand::Shutdown { now: *now },
     };
     let answer = ask(&arguments.socket, &command).map_err(CommandError::Failed)?;
     let text = match &arguments.request {

@@ -18,12 +18,12 @@ use crate::size::parse_size;
 #[derive(Debug, Args)]
 pub struct DiskArguments {
     #[command(subcommand)]
-    action: Action,
+    action: DiskAction,
 }
 
 /// What to do with a disk.
 #[derive(Debug, Subcommand)]
-enum Action {
+enum DiskAction {
     /// Make a disk: a sparse base image and a log, or a place in a log that is there.
     Create {
         #[command(flatten)]
@@ -60,11 +60,11 @@ enum Action {
         disk: DiskPath,
     },
     /// Make a disk with the contents of a raw image.
-    Import(transfer::Import),
+    Import(transfer::ImportArguments),
     /// Write the disk as it is now to a raw image; change nothing of the disk.
-    Export(transfer::Export),
+    Export(transfer::ExportArguments),
     /// Give the disk another size.
-    Resize(transfer::Resize),
+    Resize(transfer::ResizeArguments),
 }
 
 /// Carries out `walvisor disk`.
@@ -73,27 +73,27 @@ enum Action {
 /// One line: what, where, what to do.
 pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
     match &arguments.action {
-        Action::Create { disk, size } => {
+        DiskAction::Create { disk, size } => {
             storage::create_disk(&disk.path, *size, &disk.log(), &StoreOptions::default())
                 .map_err(CommandError::failed)
         }
-        Action::Info { disk, json } => info(disk, *json),
-        Action::Check {
+        DiskAction::Info { disk, json } => info(disk, *json),
+        DiskAction::Check {
             disk,
             discard_log: true,
             json,
             ..
         } => discard(disk, *json),
-        Action::Check {
+        DiskAction::Check {
             disk,
             threads,
             json,
             ..
         } => check(disk, *threads, *json),
-        Action::Checkpoint { disk } => checkpoint(disk),
-        Action::Import(arguments) => transfer::import(arguments),
-        Action::Export(arguments) => transfer::export(arguments),
-        Action::Resize(arguments) => transfer::resize(arguments),
+        DiskAction::Checkpoint { disk } => checkpoint(disk),
+        DiskAction::Import(arguments) => transfer::import(arguments),
+        DiskAction::Export(arguments) => transfer::export(arguments),
+        DiskAction::Resize(arguments) => transfer::resize(arguments),
     }
 }
 

@@ -14,12 +14,12 @@ use super::CommandError;
 #[derive(Debug, Args)]
 pub struct LogArguments {
     #[command(subcommand)]
-    action: Action,
+    action: LogAction,
 }
 
 /// What to do with a log.
 #[derive(Debug, Subcommand)]
-enum Action {
+enum LogAction {
     /// Print what a log holds, a line a commit group, and verify every checksum; change nothing.
     Dump {
         /// The log directory.
@@ -61,7 +61,7 @@ impl Lines {
 /// # Errors
 /// One line: what, where, what to do. The records before the damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
-    let Action::Dump { dir, records, json } = &arguments.action;
+    let LogAction::Dump { dir, records, json } = &arguments.action;
     let mut lines = Lines {
         out: BufWriter::new(io::stdout()),
         failed: None,

@@ -13,7 +13,7 @@ use super::process::ProcessArguments;
 use super::socket_names::SocketNames;
 use crate::arch::x86_64::linux::{self, LinuxImage};
 use crate::arch::x86_64::{crash, layout, start_state};
-use crate::control::Ended;
+use crate::control::RunEnd;
 use crate::control_socket::{Controlled, Server};
 use crate::devices::console::Console;
 use crate::disk::OpenDisk;
@@ -193,8 +193,8 @@ fn run_on(
         }))?;
     }
     match &outcome.ended {
-        Ended::Crashed(crash) => return Err(CommandError::failed(crash)),
-        Ended::Panicked => {
+        RunEnd::Crashed(crash) => return Err(CommandError::failed(crash)),
+        RunEnd::Panicked => {
             return Err(CommandError::Failed(
                 "the guest's kernel panicked: its console tells why; the disks are closed and need no repair"
                     .to_owned(),

@@ -16,7 +16,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::activation::Inherited;
-use super::socket_file::{Name, Place, SocketFile};
+use super::socket_file::{Name, SocketFile, SocketPlace};
 use super::socket_names::SocketNames;
 use crate::commands::CommandError;
 
@@ -92,7 +92,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
         }
         _ => failed(&format_args!("{error}: give a path that can be written")),
     };
-    let place = Place::new(path).map_err(unusable)?;
+    let place = SocketPlace::new(path).map_err(unusable)?;
     let locked = place.lock().map_err(|error| match error {
         Errno::AGAIN => failed(&"its directory is locked by somebody: name another path"),
         error => failed(&format_args!("its directory cannot be locked: {error}")),

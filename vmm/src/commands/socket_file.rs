@@ -22,13 +22,13 @@ const REST: Duration = Duration::from_millis(5);
 
 /// A place in the file system where a socket can be bound.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct SocketPlace {
     directory: File,
     name: OsString,
     address: SocketAddrUnix,
 }
 
-impl Place {
+impl SocketPlace {
     pub(super) fn new(path: &Path) -> io::Result<Self> {
         let no_name = || io::Error::from(io::ErrorKind::InvalidInput);
         let name = path.file_name().ok_or_else(no_name)?.to_owned();
@@ -89,7 +89,7 @@ impl Drop for Locked<'_> {
 /// The name of a socket in the file system.
 #[derive(Debug)]
 pub(super) struct Name {
-    pub(super) place: Place,
+    pub(super) place: SocketPlace,
     /// Device and inode of the socket, because another socket may have the same name later.
     pub(super) id: (u64, u64),
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::command::Command;
+use super::command::ControlCommand;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -21,7 +21,7 @@ enum Answer {
 /// # Errors
 /// A line that says what, where and what to do: if no server listens there, the request was refused, or the
 /// reply is not an answer.
-pub fn ask(path: &Path, command: &Command) -> Result<Value, String> {
+pub fn ask(path: &Path, command: &ControlCommand) -> Result<Value, String> {
     let place = path.display();
     let mut stream = UnixStream::connect(path).map_err(|error| {
         format!("control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running with --control {place}?")

@@ -62,7 +62,7 @@ pub enum CacheChoice {
 /// How much of a disk may be used; what is not said stays as it is, and 0 takes a limit away.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
-pub struct Limits {
+pub struct LimitChange {
     /// Operations a second; 0: any number
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -91,7 +91,7 @@ fn parse_rate(text: &str) -> Result<u64, String> {
 
 /// A request. Its disk may be left out where there is only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Command {
+pub enum ControlCommand {
     /// Report what has been done so far, and the current state.
     Stats(Format),
     /// Stop the vCPUs, and let the disks finish the requests that they have taken.
@@ -117,7 +117,7 @@ pub enum Command {
         /// Its name.
         disk: Option<String>,
         /// The limits.
-        limits: Limits,
+        limits: LimitChange,
     },
     /// Copy the log to the base images: of one disk's log, or of all logs.
     Checkpoint {
@@ -179,7 +179,7 @@ struct ShutdownArguments {
     now: bool,
 }
 
-impl Command {
+impl ControlCommand {
     /// The request as a line, without its line end.
     pub fn to_line(&self) -> String {
         let (name, arguments) = match self {
@@ -250,14 +250,14 @@ impl Command {
 }
 
 /// A line that a client has sent.
-pub(super) struct Request {
+pub(super) struct ControlRequest {
     /// The id that the answer carries too.
     id: Option<Value>,
     /// The command, or why the line holds none.
-    pub(super) command: Result<Command, ControlError>,
+    pub(super) command: Result<ControlCommand, ControlError>,
 }
 
-impl Request {
+impl ControlRequest {
     /// Parses a line.
     pub(super) fn parse(line: &[u8]) -> Self {
         match serde_json::from_slice::<Envelope>(line) {
@@ -267,7 +267,7 @@ impl Request {
                 id,
             }) => Self {
                 id,
-                command: Command::from_parts(&execute, arguments),
+                command: ControlCommand::from_parts(&execute, arguments),
             },
             Err(error) => Self::refused(ControlError::new(format_args!(
                 "not a request: {error}; send a line such as {{\"execute\": \"stats\"}}"
@@ -302,35 +302,35 @@ impl Request {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Command, ControlError> {
-        Request::parse(line.as_bytes()).command
+    fn parse(line: &str) -> Result<ControlCommand, ControlError> {
+        ControlRequest::parse(line.as_bytes()).command
     }
 
-    fn every_command() -> Vec<Command> {
+    fn every_command() -> Vec<ControlCommand> {
         let disk = || Some("a \"b\"\n.img".to_owned());
         vec![
-            Command::Stats(Format::Json),
-            Command::Stats(Format::Prometheus),
-            Command::Pause,
-            Command::Resume,
-            Command::Resize {
+            ControlCommand::Stats(Format::Json),
+            ControlCommand::Stats(Format::Prometheus),
+            ControlCommand::Pause,
+            ControlCommand::Resume,
+            ControlCommand::Resize {
                 disk: disk(),
                 size_bytes: u64::MAX,
             },
-            Command::SetCache {
+            ControlCommand::SetCache {
                 disk: None,
                 cache: CacheChoice::Writethrough,
             },
-            Command::SetLimit {
+            ControlCommand::SetLimit {
                 disk: disk(),
-                limits: Limits {
+                limits: LimitChange {
                     ops_per_second: Some(1),
                     bytes_burst: Some(0),
-                    ..Limits::default()
+                    ..LimitChange::default()
                 },
             },
-            Command::Checkpoint { disk: disk() },
-            Command::Shutdown { now: true },
+            ControlCommand::Checkpoint { disk: disk() },
+            ControlCommand::Shutdown { now: true },
         ]
     }
 
@@ -398,7 +398,7 @@ mod tests {
 
     #[test]
     fn an_answer_carries_the_id_of_its_request() {
-        let request = Request::parse(b"{\"execute\": \"pause\", \"id\": [1, null]}");
+        let request = ControlRequest::parse(b"{\"execute\": \"pause\", \"id\": [1, null]}");
         let answer = request.answer(Ok(json!({})));
         assert_eq!(answer, b"{\"id\":[1,null],\"return\":{}}\n");
         let answer = request.answer(Err(ControlError::new("no\nway")));
@@ -420,7 +420,10 @@ mod tests {
             state ^= state << 17;
             (state % below as u64) as usize
         };
-        let seeds: Vec<String> = every_command().iter().map(Command::to_line).collect();
+        let seeds: Vec<String> = every_command()
+            .iter()
+            .map(ControlCommand::to_line)
+            .collect();
         let (mut accepted, mut refused) = (0, 0);
         for _ in 0..50_000 {
             let mut line = seeds[random(seeds.len())].clone().into_bytes();
@@ -437,7 +440,7 @@ mod tests {
                     line.push(b' ');
                 }
             }
-            let request = Request::parse(&line);
+            let request = ControlRequest::parse(&line);
             let answer = match &request.command {
                 Ok(command) => {
                     accepted += 1;

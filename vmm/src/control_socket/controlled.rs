@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use walvisor_devices::throttle;
 
-use crate::control::Control;
+use crate::control::RunControl;
 use crate::disk::DiskInUse;
 use crate::disk_spec::DiskCommand;
 use crate::vm::Vm;
@@ -17,7 +17,7 @@ pub enum Power {
     /// A VM.
     Guest {
         /// The end and the pauses of its run.
-        control: Arc<Control>,
+        control: Arc<RunControl>,
         /// Its exits, by vCPU.
         exits: Vec<Arc<ExitCounters>>,
         /// The moment just before the first KVM_RUN.

@@ -24,7 +24,7 @@ mod server;
 mod stats;
 
 pub use client::ask;
-pub use command::{CacheChoice, Command, ControlError, Format, Limits};
+pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange};
 pub use controlled::{Controlled, Power};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
 
-use super::command::{CacheChoice, Command, ControlError, Format, Limits};
+use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange};
 use super::controlled::{Controlled, Power};
 use super::stats;
 use crate::disk::DiskInUse;
@@ -22,35 +22,39 @@ impl Controlled {
     }
 
     /// Carries out a request.
-    pub(super) fn execute(&self, command: &Command) -> Result<Value, ControlError> {
+    pub(super) fn execute(&self, command: &ControlCommand) -> Result<Value, ControlError> {
         match command {
-            Command::Stats(Format::Json) => Ok(stats::json(self)),
-            Command::Stats(Format::Prometheus) => Ok(json!({ "text": stats::prometheus(self) })),
-            Command::Pause => self.pause(),
-            Command::Resume => {
+            ControlCommand::Stats(Format::Json) => Ok(stats::json(self)),
+            ControlCommand::Stats(Format::Prometheus) => {
+                Ok(json!({ "text": stats::prometheus(self) }))
+            }
+            ControlCommand::Pause => self.pause(),
+            ControlCommand::Resume => {
                 self.resume();
                 Ok(json!({ "state": "running" }))
             }
-            Command::Resize { disk, size_bytes } => self.resize(disk.as_deref(), *size_bytes),
-            Command::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
-            Command::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
-            Command::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
-            Command::Shutdown { now: false } => {
+            ControlCommand::Resize { disk, size_bytes } => {
+                self.resize(disk.as_deref(), *size_bytes)
+            }
+            ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
+            ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
+            ControlCommand::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
+            ControlCommand::Shutdown { now: false } => {
                 // A paused guest or disk cannot end in order.
                 self.resume();
                 Ok(json!({}))
             }
-            Command::Shutdown { now: true } => Ok(json!({})),
+            ControlCommand::Shutdown { now: true } => Ok(json!({})),
         }
     }
 
     /// Carries out the part of a request that comes after its answer.
-    pub(super) fn answered(&self, command: &Command) {
-        let Command::Shutdown { now } = command else {
+    pub(super) fn answered(&self, command: &ControlCommand) {
+        let ControlCommand::Shutdown { now } = command else {
             return;
         };
         match &self.power {
-            Power::Guest { control, .. } if *now => control.end(crate::control::Ended::Quit),
+            Power::Guest { control, .. } if *now => control.end(crate::control::RunEnd::Quit),
             Power::Guest { control, .. } => control.ask_for_power_down(),
             Power::Daemon(end) => end(),
         }
@@ -150,7 +154,7 @@ impl Controlled {
         Ok(json!({ "disk": disk.name, "requested": cache, "cache": stats::cache(&*disk.backend) }))
     }
 
-    fn set_limit(&self, name: Option<&str>, wanted: &Limits) -> Result<Value, ControlError> {
+    fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {
         let disk = self.disk(name)?;
         let _change = self.change();
         let mut limits = disk.throttle.limits();
@@ -264,14 +268,16 @@ mod tests {
     }
 
     fn state(controlled: &Controlled) -> Value {
-        let stats = controlled.execute(&Command::Stats(Format::Json)).unwrap();
+        let stats = controlled
+            .execute(&ControlCommand::Stats(Format::Json))
+            .unwrap();
         stats["state"].clone()
     }
 
     #[test]
     fn the_state_is_told_while_another_client_changes_something() {
         let (controlled, comes, go) = daemon();
-        let during = |command: &Command, expected: &str| {
+        let during = |command: &ControlCommand, expected: &str| {
             thread::scope(|scope| {
                 let other = scope.spawn(|| controlled.execute(command));
                 comes.recv().unwrap();
@@ -280,17 +286,17 @@ mod tests {
                 other.join().unwrap().unwrap();
             });
         };
-        let set_cache = Command::SetCache {
+        let set_cache = ControlCommand::SetCache {
             disk: None,
             cache: CacheChoice::Writeback,
         };
         during(&set_cache, "running");
         // The pause has not ended, so the state is still "running".
-        during(&Command::Pause, "running");
+        during(&ControlCommand::Pause, "running");
         assert_eq!(state(&controlled), "paused");
         during(&set_cache, "paused");
         assert_eq!(state(&controlled), "paused");
-        controlled.execute(&Command::Resume).unwrap();
+        controlled.execute(&ControlCommand::Resume).unwrap();
         assert_eq!(state(&controlled), "running");
     }
 
@@ -298,17 +304,17 @@ mod tests {
     fn no_limit_is_left_once_the_end_has_come() {
         let (controlled, comes, go) = daemon();
         let limits = |controlled: &Controlled| controlled.disks[0].throttle.limits();
-        let one = Command::SetLimit {
+        let one = ControlCommand::SetLimit {
             disk: None,
-            limits: Limits {
+            limits: LimitChange {
                 ops_per_second: Some(1),
-                ..Limits::default()
+                ..LimitChange::default()
             },
         };
         controlled.execute(&one).unwrap();
         assert_eq!(limits(&controlled).ops_per_second, 1);
         thread::scope(|scope| {
-            let pause = scope.spawn(|| controlled.execute(&Command::Pause));
+            let pause = scope.spawn(|| controlled.execute(&ControlCommand::Pause));
             comes.recv().unwrap();
             controlled.lift_limits();
             // The pause restores the limit after this, unless it sees the end.

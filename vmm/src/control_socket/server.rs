@@ -9,7 +9,7 @@ use std::thread;
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waited, Waiter, accept_each};
 
-use super::command::{ControlError, Request};
+use super::command::{ControlError, ControlRequest};
 use super::controlled::Controlled;
 use super::lines::{Line, Lines, MAX_LINE};
 
@@ -87,7 +87,7 @@ fn turn_away(mut stream: &UnixStream) {
     let error = ControlError::new(format_args!(
         "{MAX_CLIENTS} clients are connected: close one and try again"
     ));
-    let answer = Request::refused(error.clone()).answer(Err(error));
+    let answer = ControlRequest::refused(error.clone()).answer(Err(error));
     // The buffer of a new socket has room for one line.
     let _ = stream.write(&answer);
 }
@@ -106,7 +106,7 @@ fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io
                 let error = ControlError::new("the last line has no end: nothing was done for it");
                 return send(
                     stream,
-                    &Request::refused(error.clone()).answer(Err(error)),
+                    &ControlRequest::refused(error.clone()).answer(Err(error)),
                     &mut waiter,
                 );
             }
@@ -121,8 +121,8 @@ fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io
         };
         for line in lines.push(&buffer[..count]) {
             let request = match line {
-                Line::Whole(line) => Request::parse(&line),
-                Line::TooLong => Request::refused(ControlError::new(format_args!(
+                Line::Whole(line) => ControlRequest::parse(&line),
+                Line::TooLong => ControlRequest::refused(ControlError::new(format_args!(
                     "the line is longer than {MAX_LINE} bytes: send a shorter one"
                 ))),
             };

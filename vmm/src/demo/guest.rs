@@ -10,8 +10,8 @@ use super::error::DemoError;
 use super::listener::{self, Listener, Transcript};
 use super::recorder::{Recorder, Sources};
 use crate::arch::x86_64::layout;
-use crate::arch::x86_64::long_mode::{self, Ring};
-use crate::control::Ended;
+use crate::arch::x86_64::long_mode::{self, PrivilegeLevel};
+use crate::control::RunEnd;
 use crate::devices::acpi_pm;
 use crate::devices::console::Console;
 use crate::seccomp::Seccomp;
@@ -69,17 +69,17 @@ pub(super) fn run_guest(
     }
     let last = &transcript.last_line;
     match outcome.ended {
-        Ended::PowerOff => Ok(transcript),
-        Ended::Quit if transcript.stalled => {
+        RunEnd::PowerOff => Ok(transcript),
+        RunEnd::Quit if transcript.stalled => {
             let seconds = listener::PATIENCE.as_secs();
             ended(format!(
                 "said nothing for {seconds} s; its last line: {last}"
             ))
         }
-        Ended::Reset | Ended::Quit => ended(format!("gave up; its last line: {last}")),
-        Ended::Panicked => ended("panicked".to_owned()),
-        Ended::Signal(signal) => Err(DemoError::Stopped(signal)),
-        Ended::Crashed(crash) => ended(format!("cannot run here: {crash}")),
+        RunEnd::Reset | RunEnd::Quit => ended(format!("gave up; its last line: {last}")),
+        RunEnd::Panicked => ended("panicked".to_owned()),
+        RunEnd::Signal(signal) => Err(DemoError::Stopped(signal)),
+        RunEnd::Crashed(crash) => ended(format!("cannot run here: {crash}")),
     }
 }
 
@@ -116,5 +116,6 @@ fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let vcpu = vm.vcpu(0).ok_or_else(|| failed(&"the VM has no vCPU"))?;
     let entry = loaded.kernel_load.0;
     // The guest sets up its own stack.
-    long_mode::set_registers(vcpu, Ring::User, entry, 0, BOOT_INFO).map_err(|e| failed(&e))
+    long_mode::set_registers(vcpu, PrivilegeLevel::User, entry, 0, BOOT_INFO)
+        .map_err(|e| failed(&e))
 }

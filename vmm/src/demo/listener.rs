@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::recorder::{Event, Measured};
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 use walvisor_guest::contract::{Line, Loaded, Outcome};
 
 /// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
@@ -63,7 +63,7 @@ impl Listener {
     /// If the system refuses a thread.
     pub fn start(
         events: Receiver<Event>,
-        control: Arc<Control>,
+        control: Arc<RunControl>,
         patience: Duration,
         mut say: impl FnMut(&str) + Send + 'static,
     ) -> io::Result<Self> {
@@ -74,7 +74,7 @@ impl Listener {
                     Ok(event) => transcript.take(event, &mut say),
                     Err(RecvTimeoutError::Timeout) => {
                         transcript.stalled = true;
-                        control.end(Ended::Quit);
+                        control.end(RunEnd::Quit);
                         return transcript;
                     }
                     Err(RecvTimeoutError::Disconnected) => return transcript,
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn jobs_are_gathered_and_other_lines_passed_on() {
         let (events, received) = mpsc::channel();
-        let control = Arc::new(Control::new().unwrap());
+        let control = Arc::new(RunControl::new().unwrap());
         let said = Arc::new(Mutex::new(Vec::new()));
         let heard = said.clone();
         let say = move |line: &str| heard.lock().unwrap().push(line.to_owned());
@@ -199,10 +199,10 @@ mod tests {
     #[test]
     fn a_silent_guest_is_ended() {
         let (_events, received) = mpsc::channel();
-        let control = Arc::new(Control::new().unwrap());
+        let control = Arc::new(RunControl::new().unwrap());
         let patience = Duration::from_millis(20);
         let listener = Listener::start(received, control.clone(), patience, |_| ()).unwrap();
         assert!(listener.finish().stalled);
-        assert!(matches!(control.ended(), Some(Ended::Quit)));
+        assert!(matches!(control.ended(), Some(RunEnd::Quit)));
     }
 }

@@ -17,7 +17,7 @@ pub use crate::arch::x86_64::layout::{
 };
 
 use crate::bus::BusDevice;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 
 /// Bytes of all registers together.
 pub const SIZE: u64 = 12;
@@ -35,7 +35,7 @@ const TIMER_HERTZ: u128 = 3_579_545;
 
 /// The registers.
 pub struct AcpiPm {
-    control: Arc<Control>,
+    control: Arc<RunControl>,
     /// Sets the level of the SCI.
     sci: Box<dyn Fn(bool) + Send>,
     level: bool,
@@ -47,7 +47,7 @@ pub struct AcpiPm {
 
 impl AcpiPm {
     /// The registers. A power off ends the run of `control`; `sci` sets the level of their interrupt.
-    pub fn new(control: Arc<Control>, sci: Box<dyn Fn(bool) + Send>) -> Self {
+    pub fn new(control: Arc<RunControl>, sci: Box<dyn Fn(bool) + Send>) -> Self {
         Self {
             control,
             sci,
@@ -115,7 +115,7 @@ impl BusDevice for AcpiPm {
                 self.pm1_control = value & !SLEEP_ENABLE | SCI_ENABLED;
                 let sleep_type = (value >> SLEEP_TYPE_SHIFT & 7) as u8;
                 if value & SLEEP_ENABLE != 0 && sleep_type == SLEEP_TYPE_S5 {
-                    self.control.end(Ended::PowerOff);
+                    self.control.end(RunEnd::PowerOff);
                 }
             }
             _ => {}
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn only_s5_with_sleep_enable_powers_off() {
-        let control = Arc::new(Control::new().unwrap());
+        let control = Arc::new(RunControl::new().unwrap());
         let mut pm = AcpiPm::new(control.clone(), Box::new(|_| {}));
         pm.write(CONTROL, &(5u16 << 10).to_le_bytes());
         pm.write(CONTROL, &(1u16 << 10 | SLEEP_ENABLE).to_le_bytes());
@@ -138,7 +138,7 @@ mod tests {
         pm.read(CONTROL, &mut value);
         assert_eq!(u16::from_le_bytes(value), 1 << 10 | SCI_ENABLED);
         pm.write(CONTROL, &(5u16 << 10 | SLEEP_ENABLE).to_le_bytes());
-        assert!(matches!(control.ended(), Some(Ended::PowerOff)));
+        assert!(matches!(control.ended(), Some(RunEnd::PowerOff)));
         assert!(control.stopping());
     }
 
@@ -147,7 +147,7 @@ mod tests {
         let levels = Arc::new(std::sync::Mutex::new(Vec::new()));
         let seen = levels.clone();
         let sci = Box::new(move |level| seen.lock().unwrap().push(level));
-        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()), sci);
+        let mut pm = AcpiPm::new(Arc::new(RunControl::new().unwrap()), sci);
         assert!(!pm.press_power_button());
         pm.write(PM1_ENABLE, &POWER_BUTTON.to_le_bytes());
         assert!(levels.lock().unwrap().is_empty());
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn the_timer_counts() {
-        let mut pm = AcpiPm::new(Arc::new(Control::new().unwrap()), Box::new(|_| {}));
+        let mut pm = AcpiPm::new(Arc::new(RunControl::new().unwrap()), Box::new(|_| {}));
         let mut read = || {
             let mut data = [0; 4];
             pm.read(TIMER, &mut data);

@@ -16,7 +16,7 @@ use walvisor_devices::listen::{Stop, Waited, Waiter};
 
 use super::serial::SerialPort;
 use super::terminal::RawTerminal;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 use crate::readiness;
 
 /// Ctrl-A.
@@ -84,7 +84,7 @@ impl ConsoleInput {
     pub fn start(
         serial: Arc<Mutex<SerialPort>>,
         room: Arc<EventFd>,
-        control: Arc<Control>,
+        control: Arc<RunControl>,
     ) -> io::Result<Self> {
         let terminal = RawTerminal::enter()?;
         let stop = Stop::new()?;
@@ -121,7 +121,7 @@ impl Drop for ConsoleInput {
 struct Feeder {
     serial: Arc<Mutex<SerialPort>>,
     room: Arc<EventFd>,
-    control: Arc<Control>,
+    control: Arc<RunControl>,
     /// Waits for input.
     keys: Waiter,
     /// Waits for `room`.
@@ -144,7 +144,7 @@ impl Feeder {
             };
             let mut input = buffer[..length].to_vec();
             if self.on_terminal && keys.filter(&mut input) {
-                self.control.end(Ended::Quit);
+                self.control.end(RunEnd::Quit);
                 return;
             }
             if !self.feed(&input) {

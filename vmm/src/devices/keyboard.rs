@@ -6,16 +6,16 @@ use std::sync::Arc;
 use vm_superio::{I8042Device, Trigger};
 
 use crate::bus::BusDevice;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 
 /// Ends the run with a reset.
-struct ResetTrigger(Arc<Control>);
+struct ResetTrigger(Arc<RunControl>);
 
 impl Trigger for ResetTrigger {
     type E = Infallible;
 
     fn trigger(&self) -> Result<(), Infallible> {
-        self.0.end(Ended::Reset);
+        self.0.end(RunEnd::Reset);
         Ok(())
     }
 }
@@ -25,7 +25,7 @@ pub struct Keyboard(I8042Device<ResetTrigger>);
 
 impl Keyboard {
     /// The controller; its reset command ends the run of `control`.
-    pub fn new(control: Arc<Control>) -> Self {
+    pub fn new(control: Arc<RunControl>) -> Self {
         Self(I8042Device::new(ResetTrigger(control)))
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub use crate::arch::x86_64::layout::PANIC_SIZE as SIZE;
 
 use crate::bus::BusDevice;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 
 /// The kernel panicked, and no crash kernel follows.
 const PANICKED: u8 = 1;
@@ -18,11 +18,11 @@ const PANICKED: u8 = 1;
 const CRASH_LOADED: u8 = 1 << 1;
 
 /// The port.
-pub struct PanicPort(Arc<Control>);
+pub struct PanicPort(Arc<RunControl>);
 
 impl PanicPort {
     /// The port; a panic without a crash kernel ends the run of `control`.
-    pub fn new(control: Arc<Control>) -> Self {
+    pub fn new(control: Arc<RunControl>) -> Self {
         Self(control)
     }
 }
@@ -37,7 +37,7 @@ impl BusDevice for PanicPort {
 
     fn write(&mut self, _: u64, data: &[u8]) {
         if data.first().is_some_and(|events| events & PANICKED != 0) {
-            self.0.end(Ended::Panicked);
+            self.0.end(RunEnd::Panicked);
         }
     }
 }
@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn a_panic_ends_the_run_and_a_crash_kernel_does_not() {
-        let control = Arc::new(Control::new().unwrap());
+        let control = Arc::new(RunControl::new().unwrap());
         let mut port = PanicPort::new(control.clone());
         let mut events = [0];
         port.read(0, &mut events);
@@ -58,6 +58,6 @@ mod tests {
         }
         assert!(control.ended().is_none());
         port.write(0, &[PANICKED]);
-        assert!(matches!(control.ended(), Some(Ended::Panicked)));
+        assert!(matches!(control.ended(), Some(RunEnd::Panicked)));
     }
 }

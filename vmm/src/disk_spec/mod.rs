@@ -19,6 +19,6 @@ mod tests;
 pub use argument::DiskArgument;
 pub use parse::DiskSpecError;
 pub use spec::{
-    BackendKind, CacheMode, DiskCommand, DiskSpec, Fabric, Notifications, TransportKind,
+    BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric, Notifications, TransportKind,
 };
 pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name};

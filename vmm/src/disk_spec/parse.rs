@@ -3,7 +3,7 @@
 use walvisor_devices::backend::Answer;
 
 use super::key::{Key, listed};
-use super::spec::{BackendKind, CacheMode, DiskCommand, DiskSpec, Fabric};
+use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
 use super::table::KEYS;
 
 /// Why a SPEC was refused. Its text is one line and names the key.
@@ -158,7 +158,7 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
             "a burst is of a limit: give ops-per-second=N or bytes-per-second=SIZE too",
         ),
         (
-            spec.answer == Answer::Memory && spec.cache == CacheMode::Writethrough,
+            spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
             "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
         ),
         (

@@ -121,7 +121,7 @@ pub enum Notifications {
 
 /// When a write completes, and the effect of a FLUSH.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CacheMode {
+pub enum DiskCache {
     /// Writes complete before they are durable; FLUSH makes them durable.
     #[default]
     Writeback,
@@ -158,7 +158,7 @@ pub struct DiskSpec {
     /// How doorbells and interrupts pass between the guest and the device.
     pub notifications: Notifications,
     /// When a write completes.
-    pub cache: CacheMode,
+    pub cache: DiskCache,
     /// When a server answers a write that is not durable yet.
     pub answer: Answer,
     /// Whether the guest may only read.
@@ -202,7 +202,7 @@ impl Default for DiskSpec {
             worker_cpus: Vec::new(),
             poll: Duration::ZERO,
             notifications: Notifications::default(),
-            cache: CacheMode::default(),
+            cache: DiskCache::default(),
             answer: Answer::default(),
             read_only: false,
             serial: None,

@@ -7,7 +7,7 @@ use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
 
 use super::key::{Key, Value};
-use super::spec::{BackendKind, CacheMode, DiskCommand, Fabric, Notifications, TransportKind};
+use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric, Notifications, TransportKind};
 
 /// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -86,9 +86,9 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "cache",
         value: Value::Choice(&[
-            ("writeback", |spec| spec.cache = CacheMode::Writeback),
-            ("writethrough", |spec| spec.cache = CacheMode::Writethrough),
-            ("unsafe", |spec| spec.cache = CacheMode::Unsafe),
+            ("writeback", |spec| spec.cache = DiskCache::Writeback),
+            ("writethrough", |spec| spec.cache = DiskCache::Writethrough),
+            ("unsafe", |spec| spec.cache = DiskCache::Unsafe),
         ]),
         default: "writeback",
         commands: EVERYWHERE,

@@ -36,7 +36,7 @@ fn a_path_alone_has_the_defaults() {
     assert_eq!(spec.log_directory(), Some(PathBuf::from("disk.img.wal")));
     assert_eq!(spec.backend, BackendKind::Wal);
     assert_eq!(spec.transport, TransportKind::Mmio);
-    assert_eq!(spec.cache, CacheMode::Writeback);
+    assert_eq!(spec.cache, DiskCache::Writeback);
     assert!(!spec.read_only);
     assert_eq!((spec.queues, spec.queue_size), (None, 256));
 }
@@ -50,7 +50,7 @@ fn every_key_is_carried_out() {
     assert_eq!(spec.log_directory(), Some(PathBuf::from("l")));
     assert_eq!(spec.transport, TransportKind::Pci);
     assert_eq!((spec.queues, spec.queue_size), (Some(4), 128));
-    assert_eq!(spec.cache, CacheMode::Writethrough);
+    assert_eq!(spec.cache, DiskCache::Writethrough);
     assert!(spec.read_only);
     assert_eq!(spec.serial.as_deref(), Some("S1"));
     assert_eq!(spec.commit_wait, CommitWait::default());
@@ -82,7 +82,7 @@ fn every_key_is_carried_out() {
     let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
     assert_eq!(
         (ram.backend, ram.size, ram.cache),
-        (BackendKind::Ram, Some(64 << 20), CacheMode::Unsafe)
+        (BackendKind::Ram, Some(64 << 20), DiskCache::Unsafe)
     );
     assert_eq!(ram.log_directory(), None);
 }

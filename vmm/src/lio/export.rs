@@ -21,12 +21,12 @@ const NAME_WAIT: Duration = Duration::from_millis(50);
 
 /// A LUN of a fabric: `<fabric>/<wwn>/tpgt_N/lun/lun_N`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Export {
+pub struct TargetExport {
     /// Its directory.
     lun: PathBuf,
 }
 
-impl Export {
+impl TargetExport {
     /// Every LUN of this back store, in any fabric.
     pub fn of(store: &Backstore) -> Vec<Self> {
         let mut found = Vec::new();

@@ -20,7 +20,7 @@ mod uio;
 
 pub use backstore::{Backstore, Wanted};
 pub use events::{Change, Events};
-pub use export::Export;
+pub use export::TargetExport;
 pub use standing::Standing;
 pub use target::{Target, TargetError};
 pub use uio::Uio;

@@ -6,7 +6,7 @@ use std::thread;
 
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waited, Waiter};
-use walvisor_devices::tcmu::{Entry, Response, Ring};
+use walvisor_devices::tcmu::{CommandRing, Entry, Response};
 
 use super::target::Result;
 use super::uio::Uio;
@@ -31,11 +31,11 @@ pub(super) struct Refusal {
 impl Refusal {
     /// Starts to refuse commands.
     pub(super) fn start(uio: Uio) -> Result<io::Result<Self>> {
-        let ring = Ring::open(Arc::clone(&uio.memory))?;
+        let ring = CommandRing::open(Arc::clone(&uio.memory))?;
         Ok(Self::spawn(ring, uio))
     }
 
-    fn spawn(ring: Ring, uio: Uio) -> io::Result<Self> {
+    fn spawn(ring: CommandRing, uio: Uio) -> io::Result<Self> {
         let stop = Stop::new()?;
         let stopped = stop.clone();
         let mut threads = Threads::new("TCMU");
@@ -52,7 +52,7 @@ impl Refusal {
     }
 }
 
-fn refuse(mut ring: Ring, uio: &Uio, stop: &Stop) -> io::Result<()> {
+fn refuse(mut ring: CommandRing, uio: &Uio, stop: &Stop) -> io::Result<()> {
     let mut waiter = Waiter::new(&uio.device, stop)?;
     loop {
         while let Some(entry) = ring.take().map_err(io::Error::other)? {

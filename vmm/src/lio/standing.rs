@@ -3,10 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use walvisor_devices::tcmu::{Device, Mapping, Ring, Worker};
+use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
 
 use super::backstore::{Backstore, Wanted};
-use super::export::Export;
+use super::export::TargetExport;
 use super::refusal::Refusal;
 use super::target::{Doing, Result, Target, TargetError};
 use super::uio::Uio;
@@ -17,7 +17,7 @@ use crate::disk_spec::Fabric;
 pub struct Standing {
     store: Backstore,
     /// Its LUNs: the one that this process made, or those that were there.
-    exports: Vec<Export>,
+    exports: Vec<TargetExport>,
     device: Option<OwnedFd>,
     memory: Option<Arc<Mapping>>,
     worker: Option<Worker>,
@@ -39,7 +39,7 @@ impl Standing {
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
     pub fn raise(target: &Target, wanted: &Wanted, fabric: Fabric, wwn: &str) -> Result<Self> {
         let (mut store, mut stood) = Backstore::raise(target, wanted)?;
-        if stood && !store.is_durable() && !Export::of(&store).is_empty() {
+        if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
             Self::clear(&store).map_err(|error| {
                 TargetError::Taken(format!(
                     "{error} (it was left by a process that had writes in its memory: what was not flushed is gone, and \
@@ -54,7 +54,7 @@ impl Standing {
             (store, stood) = Backstore::raise(target, wanted)?;
         }
         let exports = if stood {
-            Export::of(&store)
+            TargetExport::of(&store)
         } else {
             Vec::new()
         };
@@ -77,7 +77,7 @@ impl Standing {
             standing.store.reset_ring(true)?;
         }
         if !standing.inherited {
-            let export = Export::prepare(target, fabric, wwn)?;
+            let export = TargetExport::prepare(target, fabric, wwn)?;
             standing.exports.extend(export);
         }
         Ok(standing)
@@ -92,7 +92,7 @@ impl Standing {
             return Ok(());
         };
         self.store.set_size(bytes)?;
-        let ring = Ring::open(memory)?;
+        let ring = CommandRing::open(memory)?;
         let worker = Worker::start(device, ring, uio);
         self.worker = Some(worker.doing("serve", self.store.directory())?);
         self.store.block(false)?;
@@ -110,7 +110,7 @@ impl Standing {
     }
 
     /// The LUNs through which initiators see it.
-    pub fn exports(&self) -> &[Export] {
+    pub fn exports(&self) -> &[TargetExport] {
         &self.exports
     }
 
@@ -128,7 +128,7 @@ impl Standing {
         if std::mem::replace(&mut self.released, true) {
             return Ok(());
         }
-        let others = Export::of(&self.store);
+        let others = TargetExport::of(&self.store);
         let others = others.iter().find(|export| !export.is_simple());
         if self.inherited || others.is_some() {
             self.stays = true;
@@ -168,7 +168,7 @@ impl Standing {
     /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel refuses.
     pub fn clear(store: &Backstore) -> Result<()> {
         let name = &store.name;
-        let exports = Export::of(store);
+        let exports = TargetExport::of(store);
         if let Some(other) = exports.iter().find(|export| !export.is_simple()) {
             return Err(TargetError::Taken(format!(
                 "disk '{name}' is exported by {}: remove that LUN first",
@@ -184,11 +184,11 @@ impl Standing {
             store.reset_ring(false)?;
             let refusal = Refusal::start(uio)?.doing("serve", store.directory())?;
             store.block(false)?;
-            let unlinked = exports.iter().try_for_each(Export::unlink);
+            let unlinked = exports.iter().try_for_each(TargetExport::unlink);
             drop(refusal);
             unlinked?;
         }
-        exports.iter().try_for_each(Export::remove)?;
+        exports.iter().try_for_each(TargetExport::remove)?;
         store.remove()
     }
 }

@@ -76,13 +76,13 @@ fn back_stores_and_who_exports_them_are_found() {
         };
         symlink(target.root().join(of), target.root().join(lun).join(name)).unwrap();
     }
-    let exports = Export::of(store);
-    let places: Vec<_> = exports.iter().map(Export::place).collect();
+    let exports = TargetExport::of(store);
+    let places: Vec<_> = exports.iter().map(TargetExport::place).collect();
     assert_eq!(
         places,
         ["iscsi iqn.2026-11.x:y", "loopback naa.5001405000000001"]
     );
-    let simple: Vec<_> = exports.iter().map(Export::is_simple).collect();
+    let simple: Vec<_> = exports.iter().map(TargetExport::is_simple).collect();
     assert_eq!(simple, [false, true]);
     // A LUN that walvisor does not make must not be removed.
     let error = Standing::clear(store).unwrap_err().to_string();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::PciBus;
 use crate::arch::x86_64::layout;
 use crate::bus::BusDevice;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 
 /// Set if the address register is valid.
 const ENABLE: u32 = 1 << 31;
@@ -19,13 +19,13 @@ const RESET_CPU: u8 = 1 << 2;
 /// The address and data register, and the reset control register.
 pub struct ConfigPorts {
     bus: Arc<PciBus>,
-    control: Arc<Control>,
+    control: Arc<RunControl>,
     address: u32,
 }
 
 impl ConfigPorts {
     /// The ports of `bus`; a reset ends the run of `control`.
-    pub fn new(bus: Arc<PciBus>, control: Arc<Control>) -> Self {
+    pub fn new(bus: Arc<PciBus>, control: Arc<RunControl>) -> Self {
         Self {
             bus,
             control,
@@ -61,7 +61,7 @@ impl BusDevice for ConfigPorts {
     fn write(&mut self, offset: u64, data: &[u8]) {
         match (offset, data) {
             (0, &[a, b, c, d]) => self.address = u32::from_le_bytes([a, b, c, d]),
-            (RESET, &[value]) if value & RESET_CPU != 0 => self.control.end(Ended::Reset),
+            (RESET, &[value]) if value & RESET_CPU != 0 => self.control.end(RunEnd::Reset),
             (DATA.., _) => {
                 if let Some((device, register)) = self.target(offset - DATA) {
                     self.bus.config_write(device, register, data);

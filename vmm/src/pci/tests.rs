@@ -11,7 +11,7 @@ use walvisor_devices::transport::{Bar, PciTransport};
 
 use super::*;
 use crate::bus::BusDevice;
-use crate::control::{Control, Ended};
+use crate::control::{RunControl, RunEnd};
 use crate::vm::interrupts::{FunctionVectors, GsiRouter};
 
 const COMMAND: u16 = 4;
@@ -179,7 +179,7 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
     let Some((bus, _vm, _function)) = bus() else {
         return;
     };
-    let control = Arc::new(Control::new().unwrap());
+    let control = Arc::new(RunControl::new().unwrap());
     let mut ports = ConfigPorts::new(bus.clone(), control.clone());
     let mut ecam = Ecam(bus);
     for (device, identity) in [
@@ -213,7 +213,7 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
     assert_eq!(data, [0xff; 4], "across the end of a function");
     assert!(control.ended().is_none());
     ports.write(1, &[6]);
-    assert!(matches!(control.ended(), Some(Ended::Reset)));
+    assert!(matches!(control.ended(), Some(RunEnd::Reset)));
 }
 
 #[test]

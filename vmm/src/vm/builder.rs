@@ -24,7 +24,7 @@ use super::vcpu::Machine;
 use crate::arch::x86_64::acpi::{self, MmioSlot};
 use crate::arch::x86_64::{cpuid, layout};
 use crate::bus::{Bus, BusDevice, SharedDevice};
-use crate::control::Control;
+use crate::control::RunControl;
 use crate::devices::acpi_pm::{self, AcpiPm};
 use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
@@ -113,7 +113,7 @@ impl VmBuilder {
     }
 
     /// Sets how long a guest that listens to its power button may take to power off, when a signal or
-    /// [`Control::ask_for_power_down`] asks for the end. With zero, the default, the guest is stopped at once.
+    /// [`RunControl::ask_for_power_down`] asks for the end. With zero, the default, the guest is stopped at once.
     pub fn power_down(mut self, limit: Duration) -> Self {
         self.power_down = limit;
         self
@@ -148,7 +148,7 @@ impl VmBuilder {
         create_interrupt_controllers(&kvm, &vm)?;
         let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
         let control =
-            Arc::new(Control::new().map_err(|error| VmError::System("create an event", error))?);
+            Arc::new(RunControl::new().map_err(|error| VmError::System("create an event", error))?);
         let router = Arc::new(GsiRouter::new(vm.clone()));
 
         let sci = {

@@ -60,9 +60,9 @@ impl GsiRouter {
     }
 
     /// Pin `gsi`, raised by KVM_IRQ_LINE.
-    pub fn line(&self, gsi: u32) -> Line {
+    pub fn line(&self, gsi: u32) -> InterruptLine {
         let vm = self.vm.clone();
-        Line { vm, gsi }
+        InterruptLine { vm, gsi }
     }
 
     /// Allocates an unused GSI.
@@ -134,12 +134,12 @@ fn message_route(gsi: u32, message: MsiMessage) -> kvm_irq_routing_entry {
 }
 
 /// A pin without an irqfd.
-pub struct Line {
+pub struct InterruptLine {
     vm: Arc<VmFd>,
     gsi: u32,
 }
 
-impl EdgeLine for Line {
+impl EdgeLine for InterruptLine {
     /// Two calls: KVM takes the level of a pin, and the I/O APIC detects an edge (82093AA, 3.2.4).
     fn pulse(&self) -> io::Result<()> {
         self.vm.set_irq_line(self.gsi, true)?;

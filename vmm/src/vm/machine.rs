@@ -20,7 +20,7 @@ use super::signals::TerminationSignals;
 use super::starter::Jobs;
 use super::vcpu::{Machine, VcpuThread, install_kick_handler};
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
-use crate::control::{Control, Ended, kick_signal};
+use crate::control::{RunControl, RunEnd, kick_signal};
 use crate::devices::acpi_pm::AcpiPm;
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
@@ -95,9 +95,9 @@ pub struct Vm {
 }
 
 /// The result of a run. The VM's devices are drained and dropped, and its disks are flushed.
-pub struct Outcome {
+pub struct RunOutcome {
     /// Why the run ended.
-    pub ended: Ended,
+    pub ended: RunEnd,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
     /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
@@ -108,7 +108,7 @@ pub struct Outcome {
 
 impl Vm {
     /// Ends or pauses the run from outside the guest.
-    pub fn control(&self) -> Arc<Control> {
+    pub fn control(&self) -> Arc<RunControl> {
         self.machine.control.clone()
     }
 
@@ -153,8 +153,8 @@ impl Vm {
     ///
     /// # Errors
     /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
-    /// see [`Outcome::ended`].
-    pub fn run(mut self) -> Result<Outcome, VmError> {
+    /// see [`RunOutcome::ended`].
+    pub fn run(mut self) -> Result<RunOutcome, VmError> {
         seccomp::restrict(self.seccomp, Duty::Vm)?;
         let jobs = self.jobs.take().expect("a VM runs once");
         let starter = jobs.start(self.seccomp);
@@ -178,7 +178,7 @@ impl Vm {
         };
         let control = self.machine.control.clone();
         // This has an effect only if the wait itself failed: then the vCPUs still run.
-        control.end(Ended::Quit);
+        control.end(RunEnd::Quit);
         // Requests that a limit holds back would delay a vCPU that resets a device, and the draining of all
         // devices.
         for disk in &self.disks {
@@ -217,8 +217,8 @@ impl Vm {
             return Err(VmError::System("start a vCPU thread", error));
         }
         waited.map_err(|error| VmError::System("wait for the guest", error))?;
-        let ended = control.ended().cloned().unwrap_or(Ended::Quit);
-        Ok(Outcome {
+        let ended = control.ended().cloned().unwrap_or(RunEnd::Quit);
+        Ok(RunOutcome {
             ended,
             first_run,
             memory,
@@ -250,7 +250,7 @@ impl Vm {
         (threads, None)
     }
 
-    /// Waits until the run ends. A signal or [`Control::ask_for_power_down`] presses the power button. The run
+    /// Waits until the run ends. A signal or [`RunControl::ask_for_power_down`] presses the power button. The run
     /// is stopped if the guest does not listen to the button, is asked a second time, or takes too long.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
@@ -267,7 +267,7 @@ impl Vm {
         }
         let mut happened = Vec::new();
         // When the guest must have powered off, and why it was asked to.
-        let mut pending: Option<(Instant, Ended)> = None;
+        let mut pending: Option<(Instant, RunEnd)> = None;
         while control.ended().is_none() {
             let left = pending
                 .as_ref()
@@ -279,11 +279,11 @@ impl Vm {
             });
             let reason = match sources.min() {
                 Some(Source::Ended) => continue,
-                Some(Source::Signal) => Ended::Signal(self.signals.take()?),
+                Some(Source::Signal) => RunEnd::Signal(self.signals.take()?),
                 Some(Source::PowerDown) => {
                     // The event is readable, and only this thread reads it.
                     let _ = control.power_down().read();
-                    Ended::Quit
+                    RunEnd::Quit
                 }
                 None => {
                     if let Some((_, reason)) = pending.take_if(|_| left == Some(Duration::ZERO)) {

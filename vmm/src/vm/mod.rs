@@ -19,5 +19,5 @@ mod starter;
 mod vcpu;
 
 pub use builder::{DiskConfig, VmBuilder};
-pub use machine::{Outcome, Vm, VmError};
+pub use machine::{RunOutcome, Vm, VmError};
 pub use signals::{TerminationSignals, block_termination_signals};

@@ -20,7 +20,7 @@ use vmm_sys_util::signal::register_signal_handler;
 use super::exits::{ExitCounters, ExitReason};
 use crate::arch::x86_64::crash::{self, Crash, CrashReason};
 use crate::bus::Bus;
-use crate::control::{Control, Ended, kick_signal};
+use crate::control::{RunControl, RunEnd, kick_signal};
 use crate::pci::PciBus;
 use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 
@@ -40,7 +40,7 @@ pub struct Machine {
     /// PCI functions, whose BARs the guest may move.
     pub pci: Arc<PciBus>,
     /// The end and the pauses of the run.
-    pub control: Arc<Control>,
+    pub control: Arc<RunControl>,
     /// The moment just before the first KVM_RUN of vCPU 0.
     pub first_run: Arc<OnceLock<Instant>>,
     /// Exits of each vCPU by reason.
@@ -144,18 +144,18 @@ impl VcpuThread {
     /// Ends the run with a crash.
     fn crash(&mut self, reason: CrashReason) {
         let crash = Crash::capture(self.id, reason, &mut self.fd, &self.machine.memory);
-        self.machine.control.end(Ended::Crashed(Box::new(crash)));
+        self.machine.control.end(RunEnd::Crashed(Box::new(crash)));
     }
 
     /// Linux may reset by a triple fault, on any vCPU. A kernel that cannot run here faults before it has
     /// accessed any device.
-    fn triple_fault(&mut self) -> Ended {
+    fn triple_fault(&mut self) -> RunEnd {
         if self.machine.exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
                 "vCPU {}: triple fault: the guest is reset, as a PC would be",
                 self.id
             );
-            return Ended::Reset;
+            return RunEnd::Reset;
         }
         let crash = Crash::capture(
             self.id,
@@ -163,7 +163,7 @@ impl VcpuThread {
             &mut self.fd,
             &self.machine.memory,
         );
-        Ended::Crashed(Box::new(crash))
+        RunEnd::Crashed(Box::new(crash))
     }
 
     /// Enters the guest once.
@@ -230,13 +230,13 @@ impl VcpuThread {
 /// Ends the run if its thread unwinds; otherwise the other threads would not notice that a vCPU is gone.
 struct PanicGuard {
     id: u8,
-    control: Arc<Control>,
+    control: Arc<RunControl>,
 }
 
 impl Drop for PanicGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.control.end(Ended::Crashed(Box::new(Crash {
+            self.control.end(RunEnd::Crashed(Box::new(Crash {
                 vcpu: self.id,
                 reason: CrashReason::Panic,
                 position: None,

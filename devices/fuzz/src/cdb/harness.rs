@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, BackendQueue, Buffer, Completion, Operation};
-use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Outcome, Status, Step, Task};
+use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
 use walvisor_devices_fuzz::input::Input;
 
 /// 32 KiB: no command may need more memory than this.
@@ -132,7 +132,7 @@ impl Initiator {
             let cdb = [0xa3, 0x0c, options, opcode, 0, action, 0, 0, 16, 0, 0, 0];
             let data = Data(RefCell::new(vec![0; 4096]));
             let mut task = Task::new(&self.unit, &cdb, &data);
-            assert!(matches!(task.next(&self.unit, &data), Step::Done));
+            assert!(matches!(task.next(&self.unit, &data), TaskStep::Done));
             let len = task.outcome().data_in.expect("data in");
             data.0.into_inner()[4..len].to_vec()
         };
@@ -243,16 +243,16 @@ impl Initiator {
         let running = &mut self.tasks[at];
         loop {
             match running.task.next(&self.unit, &running.data) {
-                Step::Submit(operation) => running.held.push(operation),
-                Step::InFlight => {
+                TaskStep::Submit(operation) => running.held.push(operation),
+                TaskStep::InFlight => {
                     assert!(!running.held.is_empty());
                     return;
                 }
-                Step::Blocked => {
+                TaskStep::Blocked => {
                     assert!(running.held.is_empty());
                     return;
                 }
-                Step::Done => break,
+                TaskStep::Done => break,
             }
         }
         let running = self.tasks.remove(at);
@@ -278,7 +278,7 @@ impl Initiator {
     }
 
     fn check(&mut self, running: Running) {
-        let Outcome {
+        let TaskOutcome {
             status,
             sense,
             data_in,

@@ -19,7 +19,7 @@ impl Diary {
 /// A queue that records its calls, and waits or panics in them if a test wants it.
 struct Noted {
     name: char,
-    control: Arc<Control>,
+    control: Arc<QueueControl>,
     fds: [OwnedFd; 3],
     diary: Diary,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
@@ -33,7 +33,7 @@ impl Noted {
 }
 
 impl Served for Noted {
-    fn control(&self) -> Arc<Control> {
+    fn control(&self) -> Arc<QueueControl> {
         Arc::clone(&self.control)
     }
 

@@ -33,7 +33,7 @@ impl Machine {
     fn start(&mut self) {
         let (ours, uio) = UnixStream::pair().unwrap();
         self.bell = ours;
-        let ring = Ring::open(self.kernel.memory()).unwrap();
+        let ring = CommandRing::open(self.kernel.memory()).unwrap();
         self.worker = Some(Worker::start(&self.device, ring, uio.into()).unwrap());
     }
 

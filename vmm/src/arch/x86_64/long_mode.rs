@@ -77,7 +77,7 @@ const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
 
 /// The privilege level a vCPU starts at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ring {
+pub enum PrivilegeLevel {
     /// Ring 0: everything is allowed.
     Kernel,
     /// Ring 3, with access to all memory and every port. CLI, STI and HLT must not be used: they do not work on
@@ -133,14 +133,14 @@ pub fn write_tables<M: GuestMemoryBackend>(memory: &M) -> Result<(), GuestMemory
 /// If KVM refuses the registers.
 pub fn set_registers(
     vcpu: &VcpuFd,
-    ring: Ring,
+    ring: PrivilegeLevel,
     entry: u64,
     stack: u64,
     argument: u64,
 ) -> Result<(), kvm_ioctls::Error> {
     let (dpl, code, data) = match ring {
-        Ring::Kernel => (0, 0x08, 0x10),
-        Ring::User => (3, 0x18 | 3, 0x20 | 3),
+        PrivilegeLevel::Kernel => (0, 0x08, 0x10),
+        PrivilegeLevel::User => (3, 0x18 | 3, 0x20 | 3),
     };
     let flat = kvm_segment {
         limit: u32::MAX,
@@ -193,7 +193,11 @@ pub fn set_registers(
     sregs.efer = EFER_LME | EFER_LMA;
     vcpu.set_sregs(&sregs)?;
 
-    let iopl = if ring == Ring::User { RFLAGS_IOPL_3 } else { 0 };
+    let iopl = if ring == PrivilegeLevel::User {
+        RFLAGS_IOPL_3
+    } else {
+        0
+    };
     vcpu.set_regs(&kvm_regs {
         rip: entry,
         rsp: stack,

@@ -15,7 +15,7 @@ use crate::size::parse_size;
 
 /// The arguments of `walvisor disk import`.
 #[derive(Debug, Args)]
-pub(super) struct Import {
+pub(super) struct ImportArguments {
     #[command(flatten)]
     disk: DiskPath,
     /// The raw image, or block device, to copy.
@@ -29,7 +29,7 @@ pub(super) struct Import {
 
 /// The arguments of `walvisor disk export`.
 #[derive(Debug, Args)]
-pub(super) struct Export {
+pub(super) struct ExportArguments {
     #[command(flatten)]
     disk: DiskPath,
     /// The raw image to make.
@@ -46,7 +46,7 @@ pub(super) struct Export {
 
 /// The arguments of `walvisor disk resize`.
 #[derive(Debug, Args)]
-pub(super) struct Resize {
+pub(super) struct ResizeArguments {
     #[command(flatten)]
     disk: DiskPath,
     /// New bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
@@ -74,8 +74,8 @@ fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &s
 }
 
 /// Carries out `walvisor disk import`.
-pub(super) fn import(arguments: &Import) -> Result<(), CommandError> {
-    let Import {
+pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
+    let ImportArguments {
         disk,
         raw,
         threads,
@@ -95,8 +95,8 @@ pub(super) fn import(arguments: &Import) -> Result<(), CommandError> {
 }
 
 /// Carries out `walvisor disk export`.
-pub(super) fn export(arguments: &Export) -> Result<(), CommandError> {
-    let Export {
+pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
+    let ExportArguments {
         disk,
         raw,
         force,
@@ -120,7 +120,7 @@ pub(super) fn export(arguments: &Export) -> Result<(), CommandError> {
 }
 
 /// Carries out `walvisor disk resize`.
-pub(super) fn resize(arguments: &Resize) -> Result<(), CommandError> {
+pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
     let path = &arguments.disk.path;
     let log = arguments.disk.log();
     let storage::Resize { old_size, size } =

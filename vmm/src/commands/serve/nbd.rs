@@ -72,14 +72,14 @@ impl NbdArguments {
 
 /// An address where disks are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Place {
+enum ListenAddress {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
 /// An address and the disks served there, as indices into the command line's disks.
 struct Group {
-    place: Place,
+    place: ListenAddress,
     members: Vec<usize>,
 }
 
@@ -204,10 +204,10 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
     Ok(groups)
 }
 
-fn place(spec: &DiskSpec) -> Result<Place, String> {
+fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
     match (&spec.socket, spec.port) {
-        (Some(path), _) => Ok(Place::Unix(disks::real_path(path))),
-        (None, Some(port)) => Ok(Place::Tcp(SocketAddr::new(spec.address, port))),
+        (Some(path), _) => Ok(ListenAddress::Unix(disks::real_path(path))),
+        (None, Some(port)) => Ok(ListenAddress::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
             "disk '{}': say where to serve it: socket=PATH or port=N (10809 is NBD's)",
             spec.name()
@@ -226,12 +226,12 @@ fn export_name(spec: &DiskSpec) -> String {
 }
 
 fn bind(
-    place: &Place,
+    place: &ListenAddress,
     sockets: &mut Sockets,
     names: &mut SocketNames,
 ) -> Result<Bound, CommandError> {
     match place {
-        Place::Unix(path) => {
+        ListenAddress::Unix(path) => {
             let listener = sockets.unix(path, names)?;
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
             Ok(Bound {
@@ -239,7 +239,7 @@ fn bind(
                 uri: Uri::Unix(absolute),
             })
         }
-        Place::Tcp(address) => {
+        ListenAddress::Tcp(address) => {
             let listener = sockets.tcp(*address)?;
             // With port 0 the system has chosen the port.
             let address = listener.local_addr().map_err(CommandError::failed)?;

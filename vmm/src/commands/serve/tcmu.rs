@@ -18,10 +18,10 @@ use super::daemon::{DaemonArguments, Ending, announce, conclude};
 use crate::commands::CommandError;
 use crate::commands::socket_names::SocketNames;
 use crate::disk::{DiskInUse, OpenDisk};
-use crate::disk_spec::{BackendKind, CacheMode, DiskCommand, DiskSpec, is_backstore_name};
+use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, is_backstore_name};
 use crate::disks;
 use crate::landlock::Places;
-use crate::lio::{Backstore, Change, Events, Export, Standing, Target, Uio, Wanted};
+use crate::lio::{Backstore, Change, Events, Standing, Target, TargetExport, Uio, Wanted};
 use crate::metrics::DiskMetrics;
 use crate::seccomp::{self, Duty};
 
@@ -103,7 +103,7 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
 
 /// Whether the durable writes of a disk outlive the process.
 fn outlives(spec: &DiskSpec) -> bool {
-    spec.backend != BackendKind::Ram && spec.cache != CacheMode::Unsafe
+    spec.backend != BackendKind::Ram && spec.cache != DiskCache::Unsafe
 }
 
 /// The directories of configfs that a standing disk needs, while it is served and when it is taken down.
@@ -351,9 +351,9 @@ fn list(as_json: bool) -> Result<(), CommandError> {
     let target = Target::open().map_err(CommandError::failed)?;
     let stores = Backstore::ours(&target);
     let rows = stores.iter().map(|store| {
-        let exports = Export::of(store);
-        let places: Vec<_> = exports.iter().map(Export::place).collect();
-        let disks: Vec<_> = exports.iter().filter_map(Export::disk_now).collect();
+        let exports = TargetExport::of(store);
+        let places: Vec<_> = exports.iter().map(TargetExport::place).collect();
+        let disks: Vec<_> = exports.iter().filter_map(TargetExport::disk_now).collect();
         (store, places, disks, Uio::server(store))
     });
     if as_json {
