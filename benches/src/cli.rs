@@ -24,17 +24,17 @@ pub struct Cli {
 /// What to measure.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Group commit: clients, sync latencies, waits, disks, media, each beside what its source reports
+    /// Group commit by clients, sync latencies, waits, disks and media, compared with published results
     Commit(commit::CommitArguments),
     /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
     Notify(notify::NotifyArguments),
     /// MariaDB and SQLite: what a commit costs on a raw image and on the log, with a doublewrite buffer and without
     Database(database::DatabaseArguments),
-    /// The disk beside those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
+    /// The disk compared with those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),
-    /// TCMU against NBD: 2, 4 and 8 fio threads in Linux kernels, beside what the source reports
+    /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),
-    /// The store, with no guest, beside a raw file
+    /// The store without a guest, compared with a raw file
     Store(store::StoreArguments),
 }
 

@@ -17,19 +17,19 @@ pub struct Output {
     /// Fewer and shorter jobs: under a minute
     #[arg(long)]
     pub quick: bool,
-    /// How often each job takes its turn [default: as many as the comparison needs to show how it scatters]
+    /// Number of rounds of each job [default: depends on the comparison]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=100))]
     rounds: Option<u8>,
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Write a page with plots and tables that needs nothing else
+    /// Write a self-contained page with plots and tables
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write the plots, an SVG file each
+    /// Write each plot to an SVG file
     #[arg(long, value_name = "DIR")]
     svg: Option<PathBuf>,
-    /// Where to make disks and logs, for as long as it takes
+    /// Directory for the temporary disks and logs
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
 }

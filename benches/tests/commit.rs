@@ -90,7 +90,7 @@ fn a_page_and_plots_are_written_and_need_nothing_else() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("writethrough: syncs/commit"), "{text}");
     let page = std::fs::read_to_string(dir.path().join("page.html")).unwrap();
-    assert!(page.contains("<svg") && page.contains("Writeback beside writethrough"));
+    assert!(page.contains("<svg") && page.contains("Writeback compared with writethrough"));
     // The XML namespace of SVG is not an address that a browser fetches.
     let rest = page.replace("http://www.w3.org/2000/svg", "");
     for word in ["http", "<script", "url(", "@import", "src="] {

@@ -232,7 +232,7 @@ pub fn accept_each<L: AsFd, T>(
         Ok(())
     };
     if let Err::<(), io::Error>(error) = accepting() {
-        tracing::error!("{place}: nobody more is accepted: {error}");
+        tracing::error!("{place}: no more clients are accepted: {error}");
     }
 }
 

@@ -32,7 +32,7 @@ pub struct Limits {
     pub ops_per_second: u64,
     /// Operations that may come at once after a pause; 0: as many as in a second.
     pub ops_burst: u64,
-    /// Bytes read and written a second.
+    /// Bytes read and written per second.
     pub bytes_per_second: u64,
     /// Bytes that may come at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
     /// full, and the requests after it wait for its excess.

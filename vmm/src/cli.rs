@@ -29,15 +29,15 @@ pub struct Cli {
 pub enum Command {
     /// Boot a Linux guest.
     Run(commands::run::RunArguments),
-    /// Run the embedded guest on fresh disks: what a request costs, over MMIO and over PCI
+    /// Run the embedded guest on new disks, and show what a request costs over MMIO and PCI
     Demo(commands::demo::DemoArguments),
-    /// Make disks and look at them.
+    /// Create, inspect, copy and resize disks.
     Disk(commands::disk::DiskArguments),
-    /// Offer disks to other programs.
+    /// Serve disks to other programs.
     Serve(commands::serve::ServeArguments),
     /// Control a running VM or daemon.
     Ctl(commands::ctl::CtlArguments),
-    /// Look at logs.
+    /// Inspect logs.
     Log(commands::log::LogArguments),
 }
 

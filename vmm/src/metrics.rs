@@ -105,7 +105,7 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
         text.gauge(
             "walvisor_vmm_own_bytes",
-            "Of that, what the process has written itself: the rest is programs and libraries, shared by all that run them.",
+            "Part of that which the process has written itself; the rest is pages of programs and libraries, which processes share.",
             memory.own,
         );
         text.gauge(
@@ -228,7 +228,7 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
     });
     metric(
         "poll_nanoseconds",
-        "Processor time of looking at rings before sleeping (poll-usec).",
+        "Processor time spent on polling rings before sleeping (poll-usec).",
         &|disk| of(disk).poll_ns,
     );
 }
@@ -242,12 +242,12 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
         }),
         (
             "uio_wakes",
-            "Writes to the UIO device: batches of answers that the kernel was told of.",
+            "Writes to the UIO device: each completes a batch of commands.",
             |counts| counts.interrupts,
         ),
         (
             "uio_events",
-            "Reads of the UIO device: times that the kernel has told of commands.",
+            "Reads of the UIO device: each is a wake-up for new commands.",
             |counts| counts.doorbells,
         ),
     ];
@@ -263,7 +263,7 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
 /// Adds the latencies of requests: a histogram for each operation and queue that had any.
 fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     let name = "walvisor_block_latency_us";
-    let help = "From taking a request to its end in microseconds, by operation and queue.";
+    let help = "Time from taking a request to its end in microseconds, by operation and queue.";
     text.metric(name, "histogram", help);
     for disk in disks {
         let latencies = &disk.block.latencies;

@@ -26,9 +26,9 @@ pub enum Experiment {
     Wait,
     /// 1, 4 and 16 disks on one log, and on a log each
     Disks,
-    /// Writeback beside writethrough
+    /// Writeback compared with writethrough
     Mode,
-    /// A medium as entry-level cloud volumes are: 3,000 operations a second, 1 ms each
+    /// A medium like entry-level cloud volumes: 3,000 operations per second, 1 ms each
     Medium,
 }
 

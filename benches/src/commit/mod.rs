@@ -22,7 +22,7 @@ use experiments::Experiment;
 /// Arguments of `walvisor-bench commit`.
 #[derive(Debug, Args)]
 pub struct CommitArguments {
-    /// Only these experiments, with commas between
+    /// Only these experiments, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
     only: Vec<Experiment>,
     /// Added to the time of each sync, in microseconds

@@ -28,7 +28,7 @@ pub fn plans(quick: bool) -> Vec<CommitPlan> {
 pub fn section(cells: &[CommitCell]) -> Section {
     let mut section = Section::new(
         "mode",
-        "Writeback beside writethrough",
+        "Writeback compared with writethrough",
         &[
             "Writeback: a commit is a write and a FLUSH, two requests. Writethrough: the write is durable when it completes, and a \
              queue's writes in flight are a group of their own.",

@@ -25,7 +25,7 @@ use site::DatabaseSite;
 /// Arguments of `walvisor-bench database`.
 #[derive(Debug, Args)]
 pub struct DatabaseArguments {
-    /// How many clients MariaDB has, in turns, with commas between [default: 1,2,4,8,16,32, quickly 1,16]
+    /// Numbers of MariaDB clients, measured in turns, separated by commas [default: 1,2,4,8,16,32; with --quick 1,16]
     #[arg(long, value_delimiter = ',', value_name = "N,N..", value_parser = clap::value_parser!(u32).range(1..=64))]
     clients: Vec<u32>,
     #[command(flatten)]

@@ -56,7 +56,7 @@ pub enum Linux {
 /// Which of them.
 #[derive(Debug, Args)]
 pub struct Kernels {
-    /// Which kernels run fio, with commas between [default: both, quickly the first]
+    /// The kernels that run fio, separated by commas [default: both; with --quick the first]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
     linux: Vec<Linux>,
 }

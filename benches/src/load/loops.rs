@@ -43,7 +43,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Requests a second.
+    /// Requests per second.
     pub fn rate(&self) -> f64 {
         self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
     }

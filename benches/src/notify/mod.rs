@@ -35,7 +35,7 @@ use vhost_user::VhostUserDoor;
 /// Arguments of `walvisor-bench notify`.
 #[derive(Debug, Args)]
 pub struct NotifyArguments {
-    /// What makes the requests, with commas between
+    /// The load generators, separated by commas
     #[arg(
         long,
         value_enum,
@@ -44,10 +44,10 @@ pub struct NotifyArguments {
         default_value = "embedded"
     )]
     load: Vec<Load>,
-    /// Only these paths of the embedded load, with commas between
+    /// Only these paths of the embedded load, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PATH,PATH..")]
     only: Vec<Path>,
-    /// Only these backends, with commas between
+    /// Only these backends, separated by commas
     #[arg(
         long,
         value_enum,

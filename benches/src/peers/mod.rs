@@ -32,7 +32,7 @@ use turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, expected};
 /// Arguments of `walvisor-bench peers`.
 #[derive(Debug, Args)]
 pub struct PeersArguments {
-    /// Only these doors, with commas between
+    /// Only these doors, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', value_name = "DOOR,DOOR..")]
     only: Vec<PeerDoor>,
     /// Only the jobs with this in their name

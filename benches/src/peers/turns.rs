@@ -15,13 +15,13 @@ use crate::session::Session;
 /// How a disk is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PeerDoor {
-    /// Beside qemu-storage-daemon
+    /// Compared with qemu-storage-daemon
     VhostUser,
-    /// Beside qemu-nbd
+    /// Compared with qemu-nbd
     Nbd,
-    /// As the disk of an emulated machine, beside QEMU's own with cache=none and cache=writeback
+    /// As a disk of an emulated machine, compared with QEMU's own disks with cache=none and cache=writeback
     Qemu,
-    /// Beside tcmu-runner, in user-mode Linux
+    /// Compared with tcmu-runner, in user-mode Linux
     Tcmu,
 }
 

@@ -30,10 +30,10 @@ const ROUNDS: u64 = 4;
 /// Arguments of `walvisor-bench store commit`.
 #[derive(Debug, Args)]
 pub struct StoreCommitArguments {
-    /// Clients, a thread each
+    /// Number of clients, each with a thread
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     clients: u16,
-    /// Added to the time of each sync, in microseconds; 0 for the medium as it is
+    /// Time added to each sync, in microseconds
     #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     sync_latency_us: u32,
     #[command(flatten)]
@@ -41,10 +41,10 @@ pub struct StoreCommitArguments {
     /// Commits of all clients together [default: 100 for each client, at least 1000]
     #[arg(long, value_name = "M")]
     commits: Option<u64>,
-    /// off: one sync for each FLUSH, nobody joins
+    /// Group commit; off: one sync for each FLUSH
     #[arg(long, value_enum, default_value_t = Switch::On)]
     group: Switch,
-    /// A write to the log for each client that waits, and one sync for all: what one write for the group saves
+    /// One write to the log for each waiting client, and one sync for all; shows what one write for the group saves
     #[arg(long)]
     write_per_waiter: bool,
     #[command(flatten)]
@@ -52,7 +52,7 @@ pub struct StoreCommitArguments {
     /// writethrough: each write is durable when it completes, and a commit has no FLUSH
     #[arg(long, value_enum, default_value_t = Mode::Writeback)]
     mode: Mode,
-    /// Disks of one log that the clients are spread over
+    /// Number of disks on one log, over which the clients are spread
     #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     disks: u16,
     #[command(flatten)]
@@ -62,10 +62,10 @@ pub struct StoreCommitArguments {
 /// A medium slower than the one there is.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct PaceArguments {
-    /// Most writes and syncs a second of the log's medium, as small cloud volumes have it [default: no limit]
+    /// Limit of writes and syncs per second, as small cloud volumes have [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     operations_per_second: Option<u32>,
-    /// Added to the time of each write and each sync, in microseconds
+    /// Time added to each write and sync, in microseconds
     #[arg(long, value_name = "L", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     operation_latency_us: u32,
 }

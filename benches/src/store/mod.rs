@@ -36,7 +36,7 @@ pub struct StoreArguments {
 /// What to measure.
 #[derive(Debug, Subcommand)]
 enum StoreAction {
-    /// Clients that write 4 KiB and FLUSH, over and over
+    /// Clients that write 4 KiB and FLUSH in a loop
     Commit(commit::StoreCommitArguments),
     /// Sequential writes through the log
     Append(append::AppendArguments),
@@ -46,7 +46,7 @@ enum StoreAction {
     Recover(recover::RecoverArguments),
     /// Copying a full log to the base image
     Checkpoint(checkpoint::CheckpointArguments),
-    /// Import, export, check and recovery by all threads and by one
+    /// Import, export, check and recovery with all threads and with one
     Load(load::LoadArguments),
     /// For `recover`: fills a log and dies
     #[command(hide = true)]

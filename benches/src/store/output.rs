@@ -11,7 +11,7 @@ pub struct StoreOutput {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Where to make the log and the files, for as long as it takes
+    /// Directory for the temporary log and files
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
 }

@@ -32,13 +32,14 @@ pub struct ReadArguments {
     /// Reads of each kind, of all clients together
     #[arg(long, value_name = "M", default_value_t = 100_000)]
     reads: u64,
-    /// Clients, a thread each
+    /// Number of clients, each with a thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     clients: u16,
     /// Reads in flight of each client
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
-    /// Measure also beside a client that writes to another disk of the log and flushes, over and over, each sync taking so many microseconds longer
+    /// Also measure while a client writes to another disk of the log and flushes in a loop, with so many microseconds
+    /// added to each sync
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     beside_sync_us: Option<u32>,
     #[command(flatten)]

@@ -92,7 +92,7 @@ pub trait Backend: Send + Sync {
         let _ = bytes;
         Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "a disk of this kind keeps its size",
+            "this kind of disk cannot change its size",
         ))
     }
 

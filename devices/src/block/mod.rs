@@ -121,12 +121,12 @@ pub enum BlockError {
     BlockSize(u32),
     /// The disk does not end with a whole block.
     #[error(
-        "block-size={0}: the disk has {1} sectors of 512 bytes, which are no whole blocks: give block-size=512"
+        "block-size={0}: the disk has {1} sectors of 512 bytes, which is not a whole number of blocks: give block-size=512"
     )]
     PartialBlock(u32, u64),
     /// [`BlockConfig::worker_cpus`] names a processor that the process may not run on.
     #[error(
-        "worker-cpus: CPU {0} is not there, or not for this process: give some of those that 'nproc' counts"
+        "worker-cpus: CPU {0} does not exist, or this process may not use it: give CPUs that 'nproc' counts"
     )]
     Cpu(u16),
     /// [`BlockConfig::poll`] is too long.
@@ -328,7 +328,7 @@ impl VirtioBlock {
         let backend = Arc::clone(&self.backend);
         // The register write waits for one sync. It delays only other accesses to this device's registers.
         if let Err(error) = self.workers.opened_by_starter(move || flush(&*backend)) {
-            tracing::error!(%error, "a driver asked for writethrough, and what was written before cannot be flushed");
+            tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
         }
     }
 

@@ -183,9 +183,7 @@ pub(super) fn negotiate(
             }
             option::EXPORT_NAME => {
                 let index = talk.find(&data);
-                let index = index.ok_or(ConnectionEnd::Broken(
-                    "it asks for an export that is not here",
-                ))?;
+                let index = index.ok_or(ConnectionEnd::Broken("it asks for an unknown export"))?;
                 let export = &exports[index];
                 let mut out = Vec::from(export.size().to_be_bytes());
                 let structured = talk.framing != Framing::Simple;
@@ -267,7 +265,7 @@ impl<'a> Talk<'a> {
                 (_, false) => Err((reply::ERR_INVALID, "this option has no data")),
                 (Framing::Extended, true) => Err((
                     reply::ERR_EXTENDED_HEADERS,
-                    "extended headers are agreed upon already",
+                    "extended headers are already negotiated",
                 )),
                 (_, true) => {
                     self.framing = Framing::Structured;

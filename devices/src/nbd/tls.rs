@@ -42,11 +42,11 @@ pub struct TlsError {
 enum Why {
     #[error("{0}")]
     Io(#[from] io::Error),
-    #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` writes a key so that it can be read here")]
+    #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` converts a key to a supported format")]
     Key(rustls::Error),
     #[error("it is no PEM file: {0}")]
     Pem(pem::Error),
-    #[error("it has none of the PEM section that is needed: {0}")]
+    #[error("it lacks the required PEM section: {0}")]
     Missing(&'static str),
     #[error("{0}")]
     Tls(#[from] rustls::Error),

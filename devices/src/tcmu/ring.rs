@@ -27,7 +27,7 @@ const MAX_CDB: usize = 260;
 pub enum RingError {
     /// The mailbox is of another version.
     #[error(
-        "the kernel's command ring is of version {0}, and version 2 is what is known: update walvisor"
+        "the kernel's command ring has version {0}, but only version 2 is supported: update walvisor"
     )]
     Version(u16),
     /// The kernel requires answers in order.
@@ -46,7 +46,9 @@ pub enum RingError {
         memory: usize,
     },
     /// A position lies outside the ring or is not a multiple of 8.
-    #[error("the command ring's {name} is {value}, which is no place in a ring of {size} bytes")]
+    #[error(
+        "the command ring's {name} is {value}, which is not a valid position in a ring of {size} bytes"
+    )]
     Position {
         /// `head` or `tail`.
         name: &'static str,

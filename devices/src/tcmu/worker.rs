@@ -202,7 +202,7 @@ impl Server {
         if let Err(failure) = &outcome {
             let name = &self.name;
             tracing::error!(
-                "disk '{name}': {failure}: it is served no longer, and its commands end when their time is over"
+                "disk '{name}': {failure}: it is no longer served, and its commands will time out"
             );
         }
         // The backend ends the operations that it has. If the UIO device fails, the kernel gets no responses.
@@ -300,7 +300,7 @@ impl Server {
                 Some(Entry::Unknown(kind)) => {
                     let name = &self.name;
                     tracing::warn!(
-                        "disk '{name}': the kernel asks for something of kind {kind}, which is not known: refused"
+                        "disk '{name}': the kernel sent an entry of unknown kind {kind}: refused"
                     );
                     add(&self.metrics.errors, 1);
                     continue;

@@ -104,7 +104,9 @@ impl<'a> Channel<'a> {
         };
         let (request, flags, size) = (field(0), field(4), field(8) as usize);
         if flags & VERSION_MASK != VERSION || flags & !(VERSION_MASK | NEED_REPLY) != 0 {
-            return Err(refused(format!("what it sends is no message: {flags:#x}")));
+            return Err(refused(format!(
+                "it sends an invalid message header: flags {flags:#x}"
+            )));
         }
         if size > MAX_PAYLOAD {
             return Err(refused(format!("message {request} has {size} bytes")));

@@ -75,7 +75,7 @@ impl Server {
             server.threads.start(thread, move || {
                 if let Err(SessionEnd::System(error)) = service.listen() {
                     let name = &service.name;
-                    tracing::error!("disk '{name}': nobody more is served: {error}");
+                    tracing::error!("disk '{name}': no more front-ends are served: {error}");
                 }
             })?;
         }

@@ -495,7 +495,7 @@ fn ring_descriptor(message: &mut Message) -> Outcome<(u32, Option<File>)> {
     let file = message.file()?;
     if file.is_none() != (value & NO_DESCRIPTOR != 0) {
         return Err(refused(
-            "a ring's descriptor is announced and not there, or the reverse",
+            "the flag about a ring's descriptor contradicts the descriptors that came with it",
         ));
     }
     Ok(((value & 0xff) as u32, file))

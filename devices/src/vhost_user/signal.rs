@@ -34,7 +34,7 @@ const MOST_PIPES: usize = 512;
 fn kind(file: &File) -> Outcome<String> {
     let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let link =
-        link.map_err(|error| refused(format!("a descriptor cannot be looked at: {error}")))?;
+        link.map_err(|error| refused(format!("a descriptor cannot be inspected: {error}")))?;
     Ok(link.to_string_lossy().into_owned())
 }
 
@@ -172,7 +172,7 @@ impl Signal {
 fn pipe(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
     let place = PipeThread::take(pipes).ok_or_else(|| {
         refused(format!(
-            "more than {MOST_PIPES} pipes, and nobody reads them"
+            "more than {MOST_PIPES} pipes, and no process reads them"
         ))
     })?;
     let (ring, rung) = sync_channel(1);

@@ -132,6 +132,6 @@ pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
     match is_event(&file)? {
         // SAFETY: `file` gives its descriptor away, and nothing else owns it.
         true => Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) }),
-        false => Err(refused("a kick descriptor is no event descriptor")),
+        false => Err(refused("a kick descriptor is not an event descriptor")),
     }
 }

@@ -58,7 +58,10 @@ pub(crate) fn open_locked<F>(
     }
     Err(Error::new(
         ErrorKind::Locked,
-        format!("{}: replaced by others again and again", path.display()),
+        format!(
+            "{}: other processes replace it again and again",
+            path.display()
+        ),
     ))
 }
 
@@ -97,7 +100,7 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<(
         waited += LOCK_TRY;
         if waited == SILENCE && holder == Holder::Writes {
             tracing::warn!(
-                "{}: waiting for writes that a process which was killed still has in flight",
+                "{}: waiting for writes that a killed process still has in flight",
                 path.display()
             );
         }

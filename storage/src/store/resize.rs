@@ -70,7 +70,7 @@ fn resize(
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: used by someone else meanwhile; close that and try again",
+                "{}: another process used it meanwhile; close that process and try again",
                 path.display()
             ),
         ));

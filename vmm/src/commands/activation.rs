@@ -63,7 +63,7 @@ impl Inherited {
             .filter(|count| (0..=MOST).contains(count))
             .ok_or_else(|| {
                 CommandError::Failed(format!(
-                    "LISTEN_FDS is '{count}': it has to be the number of sockets that the service manager hands over"
+                    "LISTEN_FDS is '{count}': it must be the number of sockets that the service manager passes"
                 ))
             })?;
         let names = variable("LISTEN_FDNAMES");
@@ -133,7 +133,7 @@ impl fmt::Display for InheritedAddress {
 fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
     let failed = |what: &dyn fmt::Display| {
         CommandError::Failed(format!(
-            "descriptor {fd}, which LISTEN_FDS announces, {what}: hand over listening stream sockets"
+            "descriptor {fd}, which LISTEN_FDS announces, {what}: pass listening stream sockets"
         ))
     };
     // SAFETY: the call only asks whether the descriptor is open, which is right to ask about any number.

@@ -13,7 +13,7 @@ use crate::size::parse_size;
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
 pub struct CtlArguments {
-    /// What --control of the other process names
+    /// The other process's --control socket
     pub socket: PathBuf,
     /// What is wanted.
     #[command(subcommand)]
@@ -23,7 +23,7 @@ pub struct CtlArguments {
 /// The requests.
 #[derive(Debug, Subcommand)]
 pub enum CtlRequest {
-    /// What has been done so far, and how things stand
+    /// Show counters and the current state
     Stats {
         /// As JSON
         #[arg(long, conflicts_with = "prometheus")]
@@ -32,11 +32,11 @@ pub enum CtlRequest {
         #[arg(long)]
         prometheus: bool,
     },
-    /// Stop the vCPUs, and let the disks finish what they have taken
+    /// Stop the vCPUs, and wait for the disks' requests in flight
     Pause,
-    /// Go on after a pause
+    /// Continue after a pause
     Resume,
-    /// Make a disk longer while it is in use
+    /// Grow a disk in use
     Resize {
         /// Which disk
         #[command(flatten)]
@@ -54,7 +54,7 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Limit the use of a disk, or take limits away; what is not named stays
+    /// Set or remove limits of a disk; limits that are not named stay
     SetLimit {
         /// Which disk
         #[command(flatten)]
@@ -69,9 +69,9 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// End in order: press the guest's power button, or stop serving; disks are flushed and closed
+    /// Shut down: press the guest's power button, or stop serving; flush and close the disks
     Shutdown {
-        /// Do not ask the guest
+        /// Stop the guest without asking it
         #[arg(long)]
         now: bool,
     },
@@ -80,7 +80,7 @@ pub enum CtlRequest {
 /// Which disk.
 #[derive(Args, Debug)]
 pub struct DiskName {
-    /// The disk, by the name that stats shows: its serial=, else its path=; may be left out where there is one
+    /// The disk's name in stats: its serial=, else its path=; optional if there is only one disk
     #[arg(long = "disk", value_name = "NAME")]
     name: Option<String>,
 }

@@ -14,7 +14,7 @@ use crate::seccomp::Seccomp;
 /// The arguments of `walvisor demo`.
 #[derive(Args, Debug)]
 pub struct DemoArguments {
-    /// Try every rule of the specification, and every offence, case by case
+    /// Test every rule of the specification and every violation, case by case
     #[arg(long)]
     pub conformance: bool,
     /// Seccomp filter: on, log or off. It stops system calls that the VMM does not need
@@ -23,7 +23,7 @@ pub struct DemoArguments {
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
-    /// Where to make the disks, for as long as it takes [default: the system's temporary directory]
+    /// Directory for the temporary disks [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }

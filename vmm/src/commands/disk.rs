@@ -24,15 +24,15 @@ pub struct DiskArguments {
 /// What to do with a disk.
 #[derive(Debug, Subcommand)]
 enum DiskAction {
-    /// Make a disk: a sparse base image and a log, or a place in a log that is there.
+    /// Create a disk: a sparse base image, with a log of its own or in an existing log.
     Create {
         #[command(flatten)]
         disk: DiskPath,
-        /// Bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
+        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
         #[arg(long, value_parser = parse_size)]
         size: u64,
     },
-    /// Print what a disk and its log are.
+    /// Show a disk and its log.
     Info {
         #[command(flatten)]
         disk: DiskPath,
@@ -44,8 +44,8 @@ enum DiskAction {
     Check {
         #[command(flatten)]
         disk: DiskPath,
-        /// Give up what the log holds of this disk and take the image as it is, where the image that the log belongs to
-        /// is gone. Other disks of the log keep theirs.
+        /// Discard the log's records of this disk and take the image as it is, if the image that the log belongs to is
+        /// lost. Other disks of the log keep their records.
         #[arg(long)]
         discard_log: bool,
         #[command(flatten)]
@@ -59,11 +59,11 @@ enum DiskAction {
         #[command(flatten)]
         disk: DiskPath,
     },
-    /// Make a disk with the contents of a raw image.
+    /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
-    /// Write the disk as it is now to a raw image; change nothing of the disk.
+    /// Write the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
-    /// Give the disk another size.
+    /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
 }
 
@@ -196,17 +196,14 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     }
     let what = match (done.records, done.payload_bytes) {
         (Some(records), Some(bytes)) => format!(
-            "gave up {records} records ({bytes} bytes) in the log {}",
+            "discarded {records} records ({bytes} bytes) in the log {}",
             log.display()
         ),
-        _ => format!(
-            "gave up whatever its log held: there is none at {}",
-            log.display()
-        ),
+        _ => format!("nothing to discard: there is no log at {}", log.display()),
     };
     let then = match done.image_fits {
-        true => "the image is the disk as it is now",
-        false => "no image there fits the disk: put one there",
+        true => "the disk now has the image's contents",
+        false => "there is no image of the disk: put one there",
     };
     print(format_args!("{name}: disk {}: {what}; {then}\n", done.disk));
     Ok(())

@@ -20,14 +20,14 @@ pub struct LogArguments {
 /// What to do with a log.
 #[derive(Debug, Subcommand)]
 enum LogAction {
-    /// Print what a log holds, a line a commit group, and verify every checksum; change nothing.
+    /// Print a log, one line for each commit group, and verify every checksum; change nothing.
     Dump {
         /// The log directory.
         dir: PathBuf,
-        /// Print a line a record.
+        /// Print one line for each record.
         #[arg(long)]
         records: bool,
-        /// Print JSON: an object a line.
+        /// Print JSON: one object per line.
         #[arg(long)]
         json: bool,
     },

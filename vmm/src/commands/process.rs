@@ -25,7 +25,7 @@ pub struct ProcessArguments {
     /// Seccomp filter: on, log or off. It stops system calls that the process does not need
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
-    /// Landlock: on or off. It takes away all files and ports that the process does not need, as far as the kernel supports that
+    /// Landlock: on or off. It denies files and ports that the process does not need, as far as the kernel supports it
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub landlock: Landlock,
 }

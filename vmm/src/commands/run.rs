@@ -78,7 +78,7 @@ pub struct RunArguments {
     /// Metrics, control, and what the process gives up.
     #[command(flatten)]
     pub process: ProcessArguments,
-    /// How long the guest may take to power off when a signal or 'walvisor ctl' asks for the end; 0: stop it at once
+    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0: stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
 }

@@ -94,7 +94,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     };
     let place = SocketPlace::new(path).map_err(unusable)?;
     let locked = place.lock().map_err(|error| match error {
-        Errno::AGAIN => failed(&"its directory is locked by somebody: name another path"),
+        Errno::AGAIN => failed(&"another process has locked its directory: name another path"),
         error => failed(&format_args!("its directory cannot be locked: {error}")),
     })?;
     match fs::symlink_metadata(path) {
@@ -102,7 +102,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
         Err(error) => return Err(failed(&error)),
         Ok(found) if !found.file_type().is_socket() => {
             return Err(failed(
-                &"something that is no socket is there: remove it, or name another path",
+                &"the path exists and is not a socket: remove it, or name another path",
             ));
         }
         Ok(_) => match place.is_alive() {

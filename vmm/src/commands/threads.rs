@@ -7,7 +7,7 @@ use clap::Args;
 /// The option `--threads`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct Threads {
-    /// Threads that work on it [default: as many as there are processors]
+    /// Number of threads [default: number of processors]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 }

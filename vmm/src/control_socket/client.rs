@@ -46,7 +46,7 @@ pub fn ask(path: &Path, command: &ControlCommand) -> Result<Value, String> {
         Ok(Answer::Return(value)) => Ok(value),
         Ok(Answer::Error { desc }) => Err(desc),
         Err(error) => Err(format!(
-            "control socket '{place}': what answers there is no walvisor: {error}"
+            "control socket '{place}': the process that answers is not walvisor: {error}"
         )),
     }
 }

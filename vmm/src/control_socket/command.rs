@@ -63,19 +63,19 @@ pub enum CacheChoice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 pub struct LimitChange {
-    /// Operations a second; 0: any number
+    /// Operations per second; 0: no limit
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ops_per_second: Option<u64>,
-    /// Operations that may come at once after a rest [default: as many as a second's]
+    /// Operations that may pass at once after an idle time [default: those of one second]
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ops_burst: Option<u64>,
-    /// Bytes read and written a second, with K, M or G; 0: any number
+    /// Bytes read and written per second, with K, M or G; 0: no limit
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
-    /// Bytes that may come at once after a rest, with K, M or G [default: as many as a second's]
+    /// Bytes that may pass at once after an idle time, with K, M or G [default: those of one second]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_burst: Option<u64>,
@@ -96,7 +96,7 @@ pub enum ControlCommand {
     Stats(Format),
     /// Stop the vCPUs, and let the disks finish the requests that they have taken.
     Pause,
-    /// Go on after a pause.
+    /// Continue after a pause.
     Resume,
     /// Make a disk longer.
     Resize {
@@ -242,7 +242,7 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "no command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, shutdown"
                 )));
             }
         })

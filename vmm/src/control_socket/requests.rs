@@ -179,7 +179,7 @@ impl Controlled {
             *burst = new_burst.unwrap_or(*burst);
             if *rate == 0 && *burst > 0 {
                 return Err(ControlError::new(
-                    "a burst is of a limit: give the operations or bytes per second too",
+                    "a burst needs a limit: give the operations or bytes per second too",
                 ));
             }
         }

@@ -103,7 +103,7 @@ fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io
         }
         let count = match stream.read(&mut buffer) {
             Ok(0) if lines.is_open() => {
-                let error = ControlError::new("the last line has no end: nothing was done for it");
+                let error = ControlError::new("the last line is incomplete and was ignored");
                 return send(
                     stream,
                     &ControlRequest::refused(error.clone()).answer(Err(error)),

@@ -58,7 +58,7 @@ impl ConformanceReport {
                 (Some(&(_, count)), _) if count as usize == tried && tried > 0 => continue,
                 (Some(&(_, count)), _) => format!("{count} cases were tried, {tried} reported"),
                 (None, Some(why)) => why.clone(),
-                (None, None) => "the guest did not come to its end".to_owned(),
+                (None, None) => "the guest did not finish".to_owned(),
             };
             cases.push(CaseReport {
                 transport: transport.to_owned(),

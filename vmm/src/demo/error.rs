@@ -13,7 +13,7 @@ pub enum DemoError {
     #[error(transparent)]
     NoKvm(#[from] ProbeError),
     /// The temporary directory cannot be made.
-    #[error("{0}: cannot make a temporary directory: {1}; name another place with --dir")]
+    #[error("{0}: cannot make a temporary directory: {1}; name another directory with --dir")]
     Directory(PathBuf, io::Error),
     /// A disk cannot be made, opened or closed.
     #[error(transparent)]

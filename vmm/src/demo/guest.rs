@@ -56,8 +56,12 @@ pub(super) fn run_guest(
         host_cpu: loads,
         disks: vm.disks().to_vec(),
     });
-    let listener = Listener::start(received, vm.control(), listener::PATIENCE, say)
-        .map_err(|error| DemoError::Guest(format!("no thread to listen to it: {error}")))?;
+    let listener =
+        Listener::start(received, vm.control(), listener::PATIENCE, say).map_err(|error| {
+            DemoError::Guest(format!(
+                "cannot start the thread that listens to it: {error}"
+            ))
+        })?;
     let outcome = vm.run()?;
     let transcript = listener.finish();
 

@@ -146,16 +146,16 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
     let conflicts = [
         (
             has("socket") && has("port"),
-            "socket= and port= are two places: give one of them",
+            "socket= and port= exclude each other: give one of them",
         ),
         (
             has("address") && !has("port"),
-            "address= is where a port is: give port=N too",
+            "address= needs a port: give port=N too",
         ),
         (
             (has("ops-burst") && !has("ops-per-second"))
                 || (has("bytes-burst") && !has("bytes-per-second")),
-            "a burst is of a limit: give ops-per-second=N or bytes-per-second=SIZE too",
+            "a burst needs a limit: give ops-per-second=N or bytes-per-second=SIZE too",
         ),
         (
             spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
@@ -163,7 +163,7 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         ),
         (
             has("wwn") && spec.fabric == Fabric::None,
-            "wwn= is the name of a target in a fabric, and fabric=none has none: leave one of them out",
+            "wwn= names a target in a fabric, and fabric=none has no target: leave one of them out",
         ),
     ];
     match conflicts.into_iter().find(|(found, _)| *found) {

@@ -70,7 +70,7 @@ pub const KEYS: &[Key] = &[
         default: "wal",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "What keeps the data: an image with a log, an image alone, or memory that is gone at the end",
+        help: "Where data is stored: in an image with a log, in an image alone, or in memory, which is lost at the end",
     },
     Key {
         name: "size",
@@ -93,7 +93,7 @@ pub const KEYS: &[Key] = &[
         default: "writeback",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "FLUSH makes writes durable; each write is durable before it completes; or nothing ever is, for throw-away guests",
+        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it completes; unsafe: FLUSH does nothing, for throw-away guests",
     },
     Key {
         name: "readonly",
@@ -172,7 +172,7 @@ pub const KEYS: &[Key] = &[
         default: "off",
         commands: VIRTIO,
         backends: ANY,
-        help: "Offers IN_ORDER, with which a READ waits for the FLUSH before it",
+        help: "Offers IN_ORDER; a READ then waits for the FLUSH before it",
     },
     Key {
         name: "worker-cpus",
@@ -183,7 +183,7 @@ pub const KEYS: &[Key] = &[
         default: "any CPU",
         commands: VIRTIO,
         backends: ANY,
-        help: "Processors that the queues' workers keep to, by queue, again from the first when there are more queues",
+        help: "CPUs to which the queues' workers are pinned, one for each queue, starting again after the last",
     },
     Key {
         name: "poll-usec",
@@ -195,7 +195,7 @@ pub const KEYS: &[Key] = &[
         default: "0",
         commands: VIRTIO,
         backends: ANY,
-        help: "Microseconds that an idle worker looks at its ring before it sleeps",
+        help: "Microseconds that an idle worker polls its ring before it sleeps",
     },
     Key {
         name: "block-size",
@@ -206,7 +206,7 @@ pub const KEYS: &[Key] = &[
         default: "512",
         commands: &[DiskCommand::Run, DiskCommand::VhostUser, DiskCommand::Tcmu],
         backends: ANY,
-        help: "The logical block that the guest is told, in bytes",
+        help: "The logical block size that the guest sees, in bytes",
     },
     Key {
         name: "answer",
@@ -217,7 +217,7 @@ pub const KEYS: &[Key] = &[
         default: "written",
         commands: SOCKETS,
         backends: LOGGED,
-        help: "A write is answered when it outlives a kill of the server, or at once, when a kill may lose it",
+        help: "written: a write is answered when it survives a kill of the server; memory: at once, and a kill may lose it",
     },
     Key {
         name: "ops-per-second",
@@ -229,7 +229,7 @@ pub const KEYS: &[Key] = &[
         default: "no limit",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Requests a second",
+        help: "Requests per second",
     },
     Key {
         name: "ops-burst",
@@ -238,10 +238,10 @@ pub const KEYS: &[Key] = &[
             most: u64::MAX,
             set: |spec, number| spec.limits.ops_burst = number,
         },
-        default: "as many as a second's",
+        default: "those of one second",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Requests that may come at once after a rest",
+        help: "Requests that may pass at once after an idle time",
     },
     Key {
         name: "bytes-per-second",
@@ -252,7 +252,7 @@ pub const KEYS: &[Key] = &[
         default: "no limit",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Bytes read and written a second",
+        help: "Bytes read and written per second",
     },
     Key {
         name: "bytes-burst",
@@ -260,10 +260,10 @@ pub const KEYS: &[Key] = &[
             multiple: 1,
             set: |spec, bytes| spec.limits.bytes_burst = bytes,
         },
-        default: "as many as a second's",
+        default: "those of one second",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Bytes that may come at once after a rest",
+        help: "Bytes that may pass at once after an idle time",
     },
     Key {
         name: "commit-wait-usec",
@@ -272,10 +272,10 @@ pub const KEYS: &[Key] = &[
             most: MAX_COMMIT_WAIT_US,
             set: |spec, number| spec.commit_wait.longest = Some(Duration::from_micros(number)),
         },
-        default: "adaptive, from what recent groups held",
+        default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Microseconds that a commit group waits at most for more FLUSHes to join; 0 turns the wait off",
+        help: "Longest wait of a commit group for more FLUSHes, in microseconds; 0 turns the wait off",
     },
     Key {
         name: "commit-wait-count",
@@ -284,10 +284,10 @@ pub const KEYS: &[Key] = &[
             most: MAX_COMMIT_WAIT_COUNT,
             set: |spec, number| spec.commit_wait.count = Some(number as u32),
         },
-        default: "adaptive, from what recent groups held",
+        default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "FLUSHes with which a commit group waits no longer",
+        help: "Number of FLUSHes at which a commit group stops waiting",
     },
     Key {
         name: "socket",
@@ -310,7 +310,7 @@ pub const KEYS: &[Key] = &[
         default: "none, it is required (or socket)",
         commands: NBD,
         backends: ANY,
-        help: "The TCP port where the disk is served, 10809 by custom; 0 is any that is free",
+        help: "The TCP port where the disk is served, by convention 10809; 0: any free port",
     },
     Key {
         name: "address",
@@ -334,7 +334,7 @@ pub const KEYS: &[Key] = &[
         default: "the image's file name without .img",
         commands: TCMU,
         backends: ANY,
-        help: "What the disk is called in the kernel's SCSI target",
+        help: "The disk's name in the kernel's SCSI target",
     },
     Key {
         name: "fabric",
@@ -346,7 +346,7 @@ pub const KEYS: &[Key] = &[
         default: "loop",
         commands: TCMU,
         backends: ANY,
-        help: "Who reaches the disk: this machine as /dev/sdX, a guest of QEMU by vhost-scsi, or nobody until it is exported otherwise",
+        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: nothing is exported",
     },
     Key {
         name: "wwn",
@@ -369,7 +369,7 @@ pub const KEYS: &[Key] = &[
         default: "the kernel's own",
         commands: TCMU,
         backends: ANY,
-        help: "Seconds that the kernel gives a command before it fails it; 0: any",
+        help: "Seconds after which the kernel fails a command; 0: never",
     },
 ];
 

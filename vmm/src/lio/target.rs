@@ -87,7 +87,7 @@ impl Target {
         }
         if !self.configfs.is_dir() {
             return missing(
-                "this kernel shows no configfs, so there is no SCSI target to be set up",
+                "this kernel has no configfs, so it has no SCSI target",
                 "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
             );
         }
@@ -95,7 +95,7 @@ impl Target {
         let mounted = |line: &str| line.split(' ').nth(1).map(Path::new) == Some(&*self.configfs);
         if !mounts.lines().any(mounted) {
             return missing(
-                "configfs is not mounted at /sys/kernel/config, so there is no SCSI target to be set up",
+                "configfs is not mounted at /sys/kernel/config, so the SCSI target cannot be set up",
                 "mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
             );
         }

@@ -51,7 +51,7 @@ pub enum Seccomp {
     On,
     /// Install no filter
     Off,
-    /// Let the kernel log the call and carry it out
+    /// Let the kernel log the call and execute it
     Log,
 }
 
@@ -79,7 +79,7 @@ pub enum ThreadKind {
 
 /// The system refused the filter.
 #[derive(Debug, thiserror::Error)]
-#[error("seccomp: {0}: '--seccomp off' does without")]
+#[error("seccomp: {0}: '--seccomp off' sets no filter")]
 pub struct SeccompError(#[from] seccompiler::Error);
 
 impl Seccomp {

@@ -32,7 +32,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     // The other remedy: the log's records are discarded.
     let text = done(&crashed, "disk check --discard-log disk.img");
     assert!(text.starts_with("disk.img: disk "), "{text}");
-    assert!(text.contains("gave up 5 records (12288 bytes)"), "{text}");
+    assert!(text.contains("discarded 5 records (12288 bytes)"), "{text}");
     assert!(done(&crashed, "disk check disk.img").contains("0 records"));
     let report = json(&done(&crashed, "disk check --discard-log disk.img --json"));
     assert_eq!(report["discarded_records"], 0);

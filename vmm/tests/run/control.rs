@@ -247,9 +247,9 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     );
     for (words, part) in [
         ("resize --size 3M", "say which disk"),
-        ("set-limit --disk r --ops-burst 3", "a burst is of a limit"),
+        ("set-limit --disk r --ops-burst 3", "a burst needs a limit"),
         ("resize --disk x --size 3M", "no disk 'x'"),
-        ("resize --disk r --size 2M", "keeps its size"),
+        ("resize --disk r --size 2M", "cannot change its size"),
         (&format!("resize --disk {name} --size 2M"), "cannot shrink"),
         (
             &format!("resize --disk {name} --size 1000001"),
@@ -326,7 +326,7 @@ fn no_client_harms_another_or_the_guest() {
     half.shutdown(std::net::Shutdown::Write).unwrap();
     answer.clear();
     half.read_to_string(&mut answer).unwrap();
-    assert!(answer.contains("has no end"), "{answer}");
+    assert!(answer.contains("is incomplete"), "{answer}");
 
     // The most clients that may connect, and one more.
     let mut crowd = Vec::new();

@@ -232,7 +232,10 @@ fn bad_input_is_told_in_a_line() {
             "--disk path=other.img,socket=s",
             &["'", "s'", "a server listens there"],
         ),
-        ("--disk path=other.img,socket=file", &["file", "no socket"]),
+        (
+            "--disk path=other.img,socket=file",
+            &["file", "not a socket"],
+        ),
         ("--disk path=other.img,socket=none/s", &["none/s"]),
         (
             "--disk path=disk.img,socket=t",

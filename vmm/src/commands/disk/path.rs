@@ -11,7 +11,7 @@ use walvisor_storage::default_log_dir;
 pub(super) struct DiskPath {
     /// The base image.
     pub(super) path: PathBuf,
-    /// The log directory, where it is not PATH.wal.
+    /// The log directory [default: PATH.wal].
     #[arg(long)]
     pub(super) log: Option<PathBuf>,
 }

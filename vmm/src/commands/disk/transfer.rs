@@ -32,7 +32,7 @@ pub(super) struct ImportArguments {
 pub(super) struct ExportArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// The raw image to make.
+    /// The raw image to create.
     raw: PathBuf,
     /// Replace RAW if it exists.
     #[arg(long)]
@@ -49,7 +49,7 @@ pub(super) struct ExportArguments {
 pub(super) struct ResizeArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// New bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
+    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
     #[arg(long, value_parser = parse_size)]
     size: u64,
     /// Shrink the disk even if data is lost.

@@ -25,16 +25,16 @@ pub struct ServeArguments {
 /// The protocols.
 #[derive(Debug, Subcommand)]
 pub enum Door {
-    /// NBD, until SIGTERM or SIGINT; prints where each disk is, as a URI, when it can be had
+    /// Serve NBD until SIGTERM or SIGINT; prints each disk's URI when it is ready
     #[command(mut_arg("disks", |arg| arg
         .help("A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys")))]
     Nbd(nbd::NbdArguments),
-    /// vhost-user-blk, until SIGTERM or SIGINT; prints where each disk is when it can be had
+    /// Serve vhost-user-blk until SIGTERM or SIGINT; prints each disk's socket when it is ready
     #[command(mut_arg("disks", |arg| arg
         .value_parser(DiskArgument(DiskCommand::VhostUser))
         .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several times; 'help' lists the keys")))]
     VhostUser(DaemonArguments),
-    /// The kernel's SCSI target (TCMU), until SIGTERM or SIGINT; prints which disk each one is when it can be had
+    /// Serve the kernel's SCSI target (TCMU) until SIGTERM or SIGINT; prints each disk's device when it is ready
     #[command(
         mut_arg("disks", |arg| arg
             .required(false)

@@ -25,13 +25,13 @@ pub struct NbdArguments {
     /// What every daemon takes.
     #[command(flatten)]
     pub daemon: DaemonArguments,
-    /// Whether clients may or have to use TLS [default: require with certificates, else off]
+    /// Whether clients can or must use TLS [default: require with certificates, else off]
     #[arg(long, value_name = "MODE", value_enum)]
     pub tls: Option<TlsMode>,
     /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem (and ca-crl.pem)
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
-    /// Clients have to show a certificate that the CA has signed
+    /// Require a client certificate that the CA has signed
     #[arg(long, requires = "tls_certificates")]
     pub tls_verify_peer: bool,
 }
@@ -39,11 +39,11 @@ pub struct NbdArguments {
 /// The modes of TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TlsMode {
-    /// No client can use it
+    /// No client can use TLS
     Off,
-    /// Clients may use it
+    /// Clients may use TLS
     On,
-    /// Clients are told nothing without it
+    /// Clients have to use TLS
     Require,
 }
 
@@ -196,7 +196,7 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
         names.sort();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(format!(
-                "two disks at one place are called '{}': give one of them a serial=",
+                "two disks at one address have the name '{}': give one of them a serial=",
                 pair[0]
             ));
         }
@@ -209,7 +209,7 @@ fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
         (Some(path), _) => Ok(ListenAddress::Unix(disks::real_path(path))),
         (None, Some(port)) => Ok(ListenAddress::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
-            "disk '{}': say where to serve it: socket=PATH or port=N (10809 is NBD's)",
+            "disk '{}': give socket=PATH or port=N (NBD's is 10809), where to serve it",
             spec.name()
         )),
     }

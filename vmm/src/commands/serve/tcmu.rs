@@ -31,16 +31,16 @@ pub struct TcmuArguments {
     /// What every daemon takes.
     #[command(flatten)]
     pub daemon: DaemonArguments,
-    /// Show the disks that stand in the kernel's target, served or not, and end
+    /// List walvisor's disks in the kernel's target, served or not, and exit
     #[arg(long, conflicts_with = "disks")]
     pub list: bool,
-    /// With --list: as JSON
+    /// With --list: print JSON
     #[arg(long, requires = "list")]
     pub json: bool,
-    /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and end
+    /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and exit
     #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "list"])]
     pub remove: Option<Vec<String>>,
-    /// With --remove: all of them
+    /// With --remove: remove all such disks
     #[arg(long, requires = "remove")]
     pub all: bool,
 }
@@ -74,7 +74,7 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     // The listener starts after the back stores are raised, so that it does not hear of this process's own
     // changes.
     let events = Events::listen()
-        .inspect_err(|error| tracing::warn!("changes in configfs are not heard of: {error}"));
+        .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
     arguments.restrict(&mut names, |places| {
         standing
             .iter()
@@ -283,7 +283,7 @@ fn listen(events: &Events, disks: &[Changeable], stop: &Stop) {
         Ok(())
     };
     if let Err(error) = listening() {
-        tracing::warn!("changes in configfs are no longer heard of: {error}");
+        tracing::warn!("changes in configfs are no longer noticed: {error}");
     }
 }
 
@@ -324,7 +324,7 @@ fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     match is_backstore_name(&name) {
         true => Ok(name.into_owned()),
         false => Err(format!(
-            "disk '{}': '{name}' is no name for a back store: give it a name=",
+            "disk '{}': '{name}' is not a valid name for a back store: give a name=",
             spec.name()
         )),
     }
@@ -408,7 +408,7 @@ fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
         let found = ours.iter().find(|store| store.name == *name);
         chosen.push(found.ok_or_else(|| {
             CommandError::Failed(format!(
-                "no disk '{name}' of walvisor stands in the kernel's target ('--list' shows those that do)"
+                "the kernel's target has no disk '{name}' of walvisor: '--list' shows its disks"
             ))
         })?);
     }
@@ -462,7 +462,7 @@ mod tests {
     fn what_cannot_stand_in_the_target_is_told() {
         for (texts, part) in [
             (&["path=x/a.img", "path=y/a.img"][..], "called 'a'"),
-            (&["path=ä.img"], "give it a name="),
+            (&["path=ä.img"], "give a name="),
         ] {
             let error = named(texts).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");

@@ -119,12 +119,14 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
     for spec in specs {
         let name = spec.name();
         let Some(socket) = spec.socket.as_deref() else {
-            return Err(format!("disk '{name}': say where to serve it: socket=PATH"));
+            return Err(format!(
+                "disk '{name}': give socket=PATH, where to serve it"
+            ));
         };
         let place = disks::real_path(socket);
         if places.contains(&place) {
             return Err(format!(
-                "disk '{name}': another disk is served at {}: a socket has one disk, name another",
+                "disk '{name}': another disk is served at {}: a socket serves one disk, name another",
                 Path::display(socket)
             ));
         }

@@ -110,7 +110,7 @@ const ATTACKS: [(&str, Attack); 43] = [
     ("more than 16 bits", |it| {
         it.fields(SET_VRING_BASE, &[pair(0, 65536)]);
     }),
-    ("a kick descriptor is no event descriptor", |it| {
+    ("a kick descriptor is not an event descriptor", |it| {
         let (end, _other) = std::io::pipe().unwrap();
         it.message(SET_VRING_KICK, &payload(&[0]), &[end.as_fd()]);
     }),
