@@ -84,9 +84,6 @@ setup:
 	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
 	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
 
-# The devices for a program that brings its own disk: without the store, its log and its io_uring.
-EMBEDDED = --package walvisor-devices --no-default-features
-
 format:
 	$(CARGO) fmt --all --check
 	cd storage/fuzz && $(CARGO) fmt --check
@@ -96,11 +93,10 @@ format:
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	$(CARGO) clippy --package walvisor-storage --all-targets --features shuttle --locked -- -D warnings
-	$(CARGO) clippy $(EMBEDDED) --all-targets --locked -- -D warnings
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
-PACKED = --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor
+PACKED = --package walvisor-block --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor
 
 doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
@@ -128,9 +124,9 @@ test-workspace:
 test-interleavings:
 	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
 
+# A program that brings its own disk gets neither the store nor io_uring nor KVM with the devices.
 test-embedded:
-	! $(CARGO) tree $(EMBEDDED) --edges normal --locked | grep -E 'io-uring|kvm'
-	$(CARGO) test $(EMBEDDED) --example embed --locked -- --show-output
+	! $(CARGO) tree --package walvisor-devices --edges normal --locked | grep -E 'walvisor-storage|io-uring|kvm'
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

@@ -1,5 +1,5 @@
-//! Frontends: virtio-blk and its transports, vhost-user, NBD, TCMU. Independent of KVM, and generic over
-//! [`backend::Backend`].
+//! Frontends: virtio-blk and its transports, vhost-user, NBD, TCMU. Independent of KVM and of the store, and generic over
+//! [`backend::Backend`]. `backend` is the crate `walvisor-block`, so that a program needs to depend on this crate alone.
 //!
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
@@ -21,19 +21,7 @@
 //! or an [`interrupt::MsiRouter`] (PCI). The queues are served by threads of the device's own, or of a
 //! [`block::WorkerPool`] that devices share; the backend may do its part in any thread or event loop. `examples/embed`
 //! is a small example: `cargo run --example embed`.
-//!
-//! # Features
-//!
-//! Both are on by default, and both include the engine of `walvisor-storage`:
-//! - `wal`: `Backend` for `walvisor_storage::Disk`, a disk with a write-ahead log;
-//! - `raw`: `backend::raw`, a raw image through io_uring.
-//!
-//! A program with a backend of its own needs neither. With `default-features = false` this crate uses only these parts
-//! of `walvisor-storage`: the types of requests ([`backend::Operation`], [`backend::Completion`],
-//! [`backend::Failure`], [`backend::Buffer`], [`backend::Extent`], [`backend::LogCounters`]), two constants, and one
-//! call that shortens the time slices of worker threads. No log and no io_uring are built.
 
-pub mod backend;
 pub mod block;
 pub mod control;
 pub mod event_loop;
@@ -49,3 +37,6 @@ pub mod tcmu;
 pub mod throttle;
 pub mod transport;
 pub mod vhost_user;
+
+#[doc(inline)]
+pub use walvisor_block as backend;

@@ -78,6 +78,12 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+impl From<Error> for io::Error {
+    fn from(error: Error) -> Self {
+        Self::other(error)
+    }
+}
+
 pub(crate) fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidInput, message)
 }

@@ -332,7 +332,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
+        BackendQueue, Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
+        default_log_dir,
     };
 
     fn corpus() -> PathBuf {

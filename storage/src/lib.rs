@@ -17,61 +17,41 @@
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
-//! The folders are layers. Each imports only from itself and from those behind it in this list: `store` (opening,
-//! closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`, `log`, `catalog`
-//! (the control file, options, which image is which disk), `index`, `medium` (files, segments, engines), and the
-//! modules outside the folders.
+//! A [`Disk`] is a [`Backend`], and a [`Port`] a [`BackendQueue`] of `walvisor-block`, whose types are part of this API.
+//! A [`RawDisk`] is a backend too: a raw image, without a log.
 //!
-//! Without the feature `engine`, which is on by default, there is no store: only the types of requests
-//! ([`Operation`], [`Completion`] and what they are made of), for frontends over disks of another kind.
+//! The folders are layers. Each imports only from itself and from those behind it in this list: `raw` (raw images),
+//! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
+//! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
+//! engines), and the modules outside the folders.
 
-mod buffer;
-mod request;
-mod schedule;
-
-// The store: without the feature `engine` all of these modules are left out.
-#[cfg(feature = "engine")]
 mod catalog;
-#[cfg(feature = "engine")]
 mod checkpoint;
-#[cfg(feature = "engine")]
 mod disk;
-#[cfg(feature = "engine")]
 mod error;
-#[cfg(feature = "engine")]
 mod format;
-#[cfg(all(feature = "engine", any(test, fuzzing)))]
+#[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
-#[cfg(all(feature = "engine", test))]
+#[cfg(test)]
 #[path = "../tests/support/heap.rs"]
 mod heap;
-#[cfg(feature = "engine")]
 mod index;
-#[cfg(feature = "engine")]
 mod log;
-#[cfg(feature = "engine")]
 mod medium;
-#[cfg(feature = "engine")]
 mod mutant;
-#[cfg(feature = "engine")]
 mod parallel;
-#[cfg(feature = "engine")]
+mod raw;
 mod recovery;
-#[cfg(all(feature = "engine", test))]
+#[cfg(test)]
 mod simulation;
-#[cfg(feature = "engine")]
 mod store;
-#[cfg(feature = "engine")]
 mod sync;
 
-pub use buffer::{BUFFER_ALIGN, Buffer};
-pub use request::{
-    Allocation, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES,
-    Operation, SECTOR_SIZE,
+pub use walvisor_block::{
+    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Completion, Extent,
+    Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
 };
-pub use schedule::short_slice;
-#[cfg(feature = "engine")]
 pub use {
     catalog::control::log_images,
     catalog::options::{CacheMode, CommitWait, DiskOptions, Resize, StoreOptions, default_log_dir},
@@ -81,6 +61,7 @@ pub use {
     medium::engine::EngineKind,
     medium::pace::Pace,
     parallel::Progress,
+    raw::{RawCache, RawDisk},
     store::create::create_disk,
     store::discard::{Discarded, discard_log},
     store::dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
@@ -91,5 +72,4 @@ pub use {
     store::transfer::{Transfer, export_disk, import_disk},
 };
 
-#[cfg(feature = "engine")]
-pub(crate) use buffer::SharedBuffer;
+pub(crate) use walvisor_block::SharedBuffer;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use support::Place;
 use walvisor_storage::{
-    Buffer, CacheMode, Completion, DiskOptions, EngineKind, Operation, Port, Store, StoreOptions,
-    create_disk,
+    BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind, Operation, Port, Store,
+    StoreOptions, create_disk,
 };
 
 /// Blocks of 4 KiB that are written and read: they cover the disk.

@@ -4,7 +4,8 @@ mod support;
 
 use support::{Place, flush, wait};
 use walvisor_storage::{
-    Buffer, DiskOptions, LogCounters, Operation, Store, StoreOptions, create_disk, default_log_dir,
+    Backend, BackendQueue, Buffer, DiskOptions, LogCounters, Operation, Store, StoreOptions,
+    create_disk, default_log_dir,
 };
 
 const BLOCK: u64 = 4096;
@@ -36,7 +37,7 @@ fn written(count: u64, blocks: u64, place: impl Fn(u64) -> u64) -> LogCounters {
     }
     drop(port);
     store.close().unwrap();
-    disk.log_counters()
+    disk.log_counters().expect("a log")
 }
 
 /// The goals: at most 2.05 bytes for each byte that is written once, and close to 1.1 for a few blocks that are
@@ -78,7 +79,7 @@ fn neighbours_are_copied_together() {
     wait(&mut port, 64 + 8);
     drop(port);
     store.close().unwrap();
-    let counters = disk.log_counters();
+    let counters = disk.log_counters().expect("a log");
     assert_eq!((counters.base_bytes, counters.base_writes), (64 * 512, 2));
     let image = std::fs::read(&place.disk).unwrap();
     let sectors = image.chunks(512).take(64).enumerate();

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use support::{Place, SIZE, fill, flush, read, run, small, wait_all, write};
 use walvisor_storage::{
-    Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, Failure, Operation, Port, Store,
-    StoreOptions, create_disk, default_log_dir,
+    Backend, BackendQueue, Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, Failure,
+    Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
 };
 
 fn engines() -> Vec<EngineKind> {

@@ -6,11 +6,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Modules of `storage`, from the ground up. A folder is a layer.
+/// Modules of `block`, from the ground up. A folder is a layer.
+const BLOCK: &[&[&str]] = &[
+    &["buffer", "schedule"],
+    &["request"],
+    &["backend"],
+    &["ram"],
+];
+
+/// Modules of `storage`.
 const STORAGE: &[&[&str]] = &[
-    &[
-        "buffer", "error", "format", "mutant", "parallel", "request", "schedule", "sync",
-    ],
+    &["error", "format", "mutant", "parallel", "sync"],
     &["medium"],
     &["index"],
     &["catalog"],
@@ -19,13 +25,14 @@ const STORAGE: &[&[&str]] = &[
     &["checkpoint"],
     &["disk"],
     &["store"],
+    &["raw"],
     // Drives all layers for the fuzz targets.
     &["fuzzing"],
 ];
 
 /// Modules of `devices`.
 const DEVICES: &[&[&str]] = &[
-    &["event_loop", "memory", "backend"],
+    &["event_loop", "memory"],
     &["listen"],
     &["control", "latency", "throttle"],
     &["metrics"],
@@ -247,7 +254,7 @@ fn check(crate_name: &str, layers: &[&[&str]], left_out: &[&str]) {
     let all = imports(&modules);
     let imports = all.values().map(BTreeSet::len).sum::<usize>();
     println!("{crate_name}: {} modules, {imports} imports", all.len());
-    assert!(imports > 2 * all.len(), "imports are not seen");
+    assert!(imports >= all.len(), "imports are not seen");
     let layer = |module: &str| {
         let first = module.split("::").next().unwrap();
         let found = layers.iter().position(|layer| layer.contains(&first));
@@ -267,6 +274,7 @@ fn check(crate_name: &str, layers: &[&[&str]], left_out: &[&str]) {
 
 #[test]
 fn imports_run_downwards_and_never_in_a_circle() {
+    check("block", BLOCK, &[]);
     // The product must not use the simulation, which only tests use.
     check("storage", STORAGE, &["simulation"]);
     check("devices", DEVICES, &[]);

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
-use walvisor_storage::{CommitWait, DiskOptions, Image, Store, StoreOptions};
+use walvisor_storage::{CommitWait, DiskOptions, Image, RawCache, RawDisk, Store, StoreOptions};
 
 use crate::disk::OpenDisk;
 use crate::disk_spec::{BackendKind, DiskCache, DiskSpec, MAX_SERIAL_BYTES};

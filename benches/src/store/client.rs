@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use walvisor::commands::CommandError;
-use walvisor_storage::{Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
+use walvisor_storage::{BackendQueue, Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
 
 use super::figures::BLOCK;
 

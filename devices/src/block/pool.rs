@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use slab::Slab;
-use walvisor_storage::short_slice;
+use walvisor_block::short_slice;
 
 use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 

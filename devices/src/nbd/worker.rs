@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use slab::Slab;
-use walvisor_storage::short_slice;
+use walvisor_block::short_slice;
 
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};

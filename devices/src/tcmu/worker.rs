@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use slab::Slab;
-use walvisor_storage::short_slice;
+use walvisor_block::short_slice;
 
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};

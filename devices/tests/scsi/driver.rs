@@ -8,10 +8,11 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 use tempfile::TempDir;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::backend::{Backend, BackendQueue, Completion, Operation};
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
-use walvisor_storage::{DiskOptions, Image, Store, StoreOptions, create_disk, default_log_dir};
+use walvisor_storage::{
+    DiskOptions, Image, RawCache, RawDisk, Store, StoreOptions, create_disk, default_log_dir,
+};
 
 /// A data buffer.
 #[derive(Default)]

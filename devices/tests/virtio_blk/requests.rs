@@ -5,9 +5,8 @@ use std::fs::File;
 use virtio_bindings::virtio_blk::*;
 use vm_memory::{Bytes, GuestAddress};
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::block::BlockConfig;
-use walvisor_storage::Image;
+use walvisor_storage::{Image, RawCache, RawDisk};
 
 use crate::driver::*;
 use crate::gate::Gate;

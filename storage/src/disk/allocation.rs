@@ -58,7 +58,10 @@ pub(crate) fn file_extents(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Buffer, Disk, DiskOptions, Operation, Store, StoreOptions, create_disk};
+    use crate::{
+        Backend, BackendQueue, Buffer, Disk, DiskOptions, Operation, Store, StoreOptions,
+        create_disk,
+    };
 
     #[test]
     fn the_log_and_the_base_image_are_told_as_one() {

@@ -1,5 +1,6 @@
 //! An open disk, which its ports share.
 
+use std::io;
 use std::os::fd::BorrowedFd;
 
 use crate::catalog::options::{Resize, check_size};
@@ -12,7 +13,7 @@ use crate::log::orders::Task;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Allocation, Extent, LogCounters, SECTOR_SIZE};
+use crate::{Allocation, Backend, BackendQueue, Capabilities, Extent, LogCounters, SECTOR_SIZE};
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
 #[derive(Clone)]
@@ -22,37 +23,6 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Capacity in sectors of 512 bytes.
-    pub fn sectors(&self) -> u64 {
-        self.state.sectors()
-    }
-
-    /// Whether writes are refused.
-    pub fn read_only(&self) -> bool {
-        self.state.read_only
-    }
-
-    /// Whether WRITEs complete before they are durable.
-    pub fn write_cache(&self) -> bool {
-        self.state.write_cache.load(Ordering::Acquire)
-    }
-
-    /// Turns writeback on or off for requests submitted from now on.
-    pub fn set_write_cache(&self, on: bool) {
-        self.state.write_cache.store(on, Ordering::Release);
-    }
-
-    /// Whether a [`Port`] reads in the submitting thread, as it does with the blocking engine.
-    pub fn reads_block(&self) -> bool {
-        self.log.medium.blocks()
-    }
-
-    /// Longest READ or WRITE in bytes: [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), or less if the log's segments
-    /// are small.
-    pub fn max_request_bytes(&self) -> usize {
-        self.log.max_request_bytes()
-    }
-
     /// Opens a port for one thread.
     ///
     /// # Errors
@@ -93,17 +63,56 @@ impl Disk {
         Ok(Resize { old_size, size })
     }
 
-    /// What the disk's log has done since it was opened.
-    pub fn log_counters(&self) -> LogCounters {
-        self.log.counters.snapshot()
+    /// Appends the extents of a range that only the base image holds.
+    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
+        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
+        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
+        file_extents(base, &self.state.path, sector, sectors, extents)
+    }
+}
+
+impl Backend for Disk {
+    fn sectors(&self) -> u64 {
+        self.state.sectors()
     }
 
-    /// How the disk stores the range that begins at `sector`: extents that follow each other, at most `most` (and at
-    /// least one), of `sectors` sectors in all or fewer. Sectors beyond the disk's end are not reported.
-    ///
-    /// # Errors
-    /// If the base image cannot be asked for its holes.
-    pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
+    fn capabilities(&self) -> Capabilities {
+        let writable = !self.state.read_only;
+        Capabilities {
+            read_only: !writable,
+            flush: true,
+            write_cache_toggle: writable,
+            discard: writable,
+            write_zeroes: writable,
+            // Zeroes are a record like any other. The data that they replace stays in older segments of the log until
+            // those are reused, and in blocks that the file system frees.
+            secure_erase: false,
+        }
+    }
+
+    fn write_cache(&self) -> bool {
+        self.state.write_cache.load(Ordering::Acquire)
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        self.state.write_cache.store(on, Ordering::Release);
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        Ok(Box::new(self.open_port()?))
+    }
+
+    /// The blocking engine reads in the submitting thread.
+    fn blocks(&self) -> bool {
+        self.log.medium.blocks()
+    }
+
+    /// [`MAX_REQUEST_BYTES`](crate::MAX_REQUEST_BYTES), or less if the log's segments are small.
+    fn max_request_bytes(&self) -> usize {
+        self.log.max_request_bytes()
+    }
+
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let end = sector
             .saturating_add(sectors.min(LIMIT))
             .min(self.sectors());
@@ -133,10 +142,17 @@ impl Disk {
         Ok(extents)
     }
 
-    /// Appends the extents of a range that only the base image holds.
-    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
-        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
-        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
-        file_extents(base, &self.state.path, sector, sectors, extents)
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        Disk::grow(self, bytes)?;
+        Ok(())
+    }
+
+    fn checkpoint(&self) -> io::Result<()> {
+        Disk::checkpoint(self)?;
+        Ok(())
+    }
+
+    fn log_counters(&self) -> Option<LogCounters> {
+        Some(self.log.counters.snapshot())
     }
 }

@@ -17,7 +17,7 @@ use crate::medium::engine::{Done, Io, Source};
 use crate::medium::segment::LogRead;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+use crate::{BackendQueue, Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// A read whose parts are in flight.
 struct Read {
@@ -73,17 +73,15 @@ impl Port {
             ended: Vec::new(),
         })
     }
+}
 
-    /// Sets how many clients use the port, each of which waits for its FLUSH before it goes on; the default is 1. A
-    /// commit group waits for no more waiters once all clients of the log have joined it.
-    pub fn set_clients(&mut self, clients: usize) {
+impl BackendQueue for Port {
+    fn set_clients(&mut self, clients: usize) {
         let mailbox = &self.committer.mailbox;
         self.committer.log.lock().set_clients(mailbox, clients);
     }
 
-    /// Hands in one request; its completion carries `token`. Never waits for the medium, except that the
-    /// blocking engine reads in the caller's thread.
-    pub fn submit(&mut self, token: u64, operation: Operation) {
+    fn submit(&mut self, token: u64, operation: Operation) {
         let ended = match operation {
             Operation::Read { sector, sectors } => self.read(token, sector, sectors),
             Operation::Write { sector, data } => self.write(token, sector, data),
@@ -107,26 +105,29 @@ impl Port {
         self.finish(token, ended);
     }
 
-    /// Queues the completion of a request that has ended already.
-    fn finish(&mut self, token: u64, ended: Ended) {
-        if let Some(result) = ended.transpose() {
-            self.done.push(Completion { token, result });
+    fn when_written(&mut self, token: u64) -> bool {
+        if self.disk.no_flush {
+            return true;
+        }
+        match self.committer.wait_written(self.newest_lsn, token) {
+            Ok(written) => written,
+            Err(failure) => {
+                let result = Err(failure);
+                self.done.push(Completion { token, result });
+                false
+            }
         }
     }
 
-    /// Ends a batch of submissions: starts their operations, and calls the log's writer thread if it is wanted.
-    pub fn kick(&mut self) {
+    fn kick(&mut self) {
         self.committer.start();
     }
 
-    /// A descriptor that is readable when [`completions`](Self::completions) may have something to give.
-    pub fn event(&self) -> BorrowedFd<'_> {
+    fn event(&self) -> BorrowedFd<'_> {
         self.committer.mailbox.event.fd()
     }
 
-    /// Appends the completions of ended requests to `done`. Call it after [`kick`](Self::kick) and when the event is
-    /// readable.
-    pub fn completions(&mut self, done: &mut Vec<Completion>) {
+    fn completions(&mut self, done: &mut Vec<Completion>) {
         let mut ended = std::mem::take(&mut self.ended);
         self.committer.poll(&mut ended, &mut self.done);
         ended.drain(..).for_each(|end| self.end_part(end));
@@ -136,6 +137,15 @@ impl Port {
             self.committer.start();
         }
         done.append(&mut self.done);
+    }
+}
+
+impl Port {
+    /// Queues the completion of a request that has ended already.
+    fn finish(&mut self, token: u64, ended: Ended) {
+        if let Some(result) = ended.transpose() {
+            self.done.push(Completion { token, result });
+        }
     }
 
     /// Sleeps until [`event`](Self::event) is readable.
@@ -407,23 +417,3 @@ impl Port {
 /// A submitted request. `Ok(Some(data))`: it has ended. `Ok(None)`: its completion comes later. `Err`: it failed at
 /// once.
 type Ended = Result<Option<Option<Buffer>>, Failure>;
-
-impl Port {
-    /// Asks for a completion with `token` once the modifications that this port has completed so far are written:
-    /// they then outlive this process, but not yet a power cut. If that fails, the completion carries the failure.
-    /// `true`: they are written already, and no completion comes. Nothing starts before [`kick`](Self::kick). On a
-    /// disk that ignores FLUSH there is nothing to wait for.
-    pub fn when_written(&mut self, token: u64) -> bool {
-        if self.disk.no_flush {
-            return true;
-        }
-        match self.committer.wait_written(self.newest_lsn, token) {
-            Ok(written) => written,
-            Err(failure) => {
-                let result = Err(failure);
-                self.done.push(Completion { token, result });
-                false
-            }
-        }
-    }
-}

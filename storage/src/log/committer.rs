@@ -259,8 +259,8 @@ mod tests {
     use std::time::Duration;
 
     use crate::{
-        Buffer, CommitWait, DiskOptions, Failure, Operation, Port, Store, StoreOptions,
-        create_disk, default_log_dir,
+        BackendQueue, Buffer, CommitWait, DiskOptions, Failure, Operation, Port, Store,
+        StoreOptions, create_disk, default_log_dir,
     };
 
     fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {

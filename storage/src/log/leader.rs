@@ -12,10 +12,11 @@
 use std::io;
 use std::time::Duration;
 
+use walvisor_block::short_slice;
+
 use crate::log::group::{Group, Spare};
 use crate::log::state::{FailOnPanic, Log};
 use crate::medium::engine::{Appended, Io};
-use crate::schedule::short_slice;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{self, Arc};

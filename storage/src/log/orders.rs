@@ -33,7 +33,10 @@ mod tests {
     use crate::error::ErrorKind;
     use crate::inspect;
     use crate::store::resize::tests::{MIB, copy_image, end, fill, open};
-    use crate::{Operation, Port, SECTOR_SIZE, StoreOptions, create_disk, default_log_dir};
+    use crate::{
+        Backend, BackendQueue, Operation, Port, SECTOR_SIZE, StoreOptions, create_disk,
+        default_log_dir,
+    };
 
     fn page(port: &mut Port, sector: u64) -> Vec<u8> {
         end(port, Operation::Read { sector, sectors: 8 })

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::fixture::{Fixture, Running};
 use super::oracle::{Broken, Oracle};
-use crate::{Completion, Operation, Port};
+use crate::{Backend, BackendQueue, Completion, Operation, Port};
 
 /// Ports that one thread uses.
 pub(super) struct Clients {

@@ -23,7 +23,9 @@ use crate::mutant::PLANTED;
 use crate::store::open::open_log;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
-use crate::{Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk};
+use crate::{
+    Backend, BackendQueue, Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk,
+};
 
 /// The sizes of a log and its disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -448,7 +448,7 @@ impl History {
         if !crashed && !self.oracle.idle() {
             return Err("requests were never answered".into());
         }
-        self.totals.checkpoints += running.disks[0].log_counters().checkpoints;
+        self.totals.checkpoints += running.disks[0].log.counters.snapshot().checkpoints;
         self.totals.poisoned += u64::from(running.poisoned() && !crashed);
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::mutant::{Mutant, PLANTED};
-use crate::{CommitWait, Completion, Failure, Operation, Port, Store};
+use crate::{BackendQueue, CommitWait, Completion, Failure, Operation, Port, Store};
 
 const SECTORS: u64 = 512;
 const SEGMENTS: u32 = 4;

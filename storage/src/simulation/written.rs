@@ -4,7 +4,7 @@ use super::fixture::{Fixture, Shape, filled};
 use super::medium::{Pace, World};
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
-use crate::{CommitWait, Completion, Operation, Port};
+use crate::{BackendQueue, CommitWait, Completion, Operation, Port};
 
 fn write(port: &mut Port, value: u32) {
     let (sector, data) = (0, filled(value, 1));

@@ -120,7 +120,9 @@ pub(crate) mod tests {
     use super::*;
     use crate::SECTOR_SIZE;
     use crate::inspect;
-    use crate::{Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk};
+    use crate::{
+        Backend, Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk,
+    };
 
     pub(crate) const MIB: u64 = 1 << 20;
 

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
-    Buffer, CacheMode, Completion, DiskOptions, EngineKind, Failure, LogReport, Operation, Port,
-    Store, StoreOptions, create_disk, default_log_dir, inspect,
+    BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind, Failure, LogReport,
+    Operation, Port, Store, StoreOptions, create_disk, default_log_dir, inspect,
 };
 
 pub const SIZE: u64 = 8 << 20;

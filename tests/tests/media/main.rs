@@ -9,7 +9,9 @@ mod volume;
 use std::path::Path;
 use std::time::Duration;
 
-use walvisor_storage::{Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions};
+use walvisor_storage::{
+    BackendQueue, Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions,
+};
 
 fn options() -> StoreOptions {
     StoreOptions {

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use walvisor_storage::{
-    Buffer, DiskOptions, ErrorKind, LogReport, Operation, Store, create_disk, default_log_dir,
-    inspect,
+    BackendQueue, Buffer, DiskOptions, ErrorKind, LogReport, Operation, Store, create_disk,
+    default_log_dir, inspect,
 };
 
 use crate::options;

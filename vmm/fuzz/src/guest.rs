@@ -8,12 +8,11 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor::disk::DiskInUse;
 use walvisor_devices::backend::Backend;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::raw::{RawCache, RawDisk};
 use walvisor_devices::transport::MmioTransport;
 use walvisor_devices_fuzz::driver::{self, Bus};
 use walvisor_devices_fuzz::guest::{self as memory, QUEUE_SIZE};
 use walvisor_devices_fuzz::registers::{Register, mmio_offset};
-use walvisor_storage::{EngineKind, Image};
+use walvisor_storage::{EngineKind, Image, RawCache, RawDisk};
 
 /// The names of the disks.
 pub const DISKS: [&str; 2] = ["ram", "raw"];

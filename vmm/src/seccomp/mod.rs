@@ -251,9 +251,8 @@ mod tests {
     use std::thread;
 
     use rustix::event::{PollFd, PollFlags, poll};
-    use walvisor_devices::backend::raw::{RawCache, RawDisk};
     use walvisor_devices::backend::{Backend, Buffer, Operation};
-    use walvisor_storage::{EngineKind, Image};
+    use walvisor_storage::{EngineKind, Image, RawCache, RawDisk};
 
     use super::*;
 

@@ -12,8 +12,8 @@ use std::process::{Command, Output};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::Value;
 use walvisor_storage::{
-    Buffer, CommitWait, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
-    default_log_dir,
+    BackendQueue, Buffer, CommitWait, DiskOptions, Operation, Port, Store, StoreOptions,
+    create_disk, default_log_dir,
 };
 use walvisor_tests::have;
 

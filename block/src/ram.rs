@@ -14,9 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use walvisor_storage::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
-use super::disk::{Backend, BackendQueue, Capabilities};
+use crate::{
+    Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, MAX_REQUEST_BYTES, Operation,
+    SECTOR_SIZE,
+};
 
 /// Bytes in a chunk.
 const CHUNK_LEN: u64 = 64 << 10;

@@ -15,9 +15,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use rustix::io::Errno;
-use walvisor_storage::{Completion, Failure};
 
 use super::shared::{Mailbox, Shared};
+use crate::{Completion, Failure};
 
 /// A waiter for a sync.
 #[derive(Debug)]

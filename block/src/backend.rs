@@ -3,9 +3,12 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use walvisor_storage::{Allocation, Completion, Extent, LogCounters, MAX_REQUEST_BYTES, Operation};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use crate::{Allocation, Completion, Extent, LogCounters, MAX_REQUEST_BYTES, Operation};
 #[cfg(doc)]
-use walvisor_storage::{Failure, SECTOR_SIZE};
+use crate::{Failure, SECTOR_SIZE};
 
 /// The operations that a backend really implements (promise 6: a feature bit is offered only if they include it).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -141,4 +144,33 @@ pub trait BackendQueue: Send {
     /// Appends the requests that have ended to `done`, in the order in which they ended, and clears the event. Call it
     /// after [`kick`](Self::kick) too: a request may end at once, without the event.
     fn completions(&mut self, done: &mut Vec<Completion>);
+}
+
+/// Makes durable everything that was written to `backend` before, for a caller that has no queue of it. Opens a queue for it and waits for the medium. For a
+/// backend without FLUSH it does nothing.
+///
+/// # Errors
+/// If the system refuses a queue, or the flush fails.
+pub fn flush(backend: &dyn Backend) -> io::Result<()> {
+    if !backend.capabilities().flush {
+        return Ok(());
+    }
+    let mut queue = backend.open_queue()?;
+    queue.submit(0, Operation::Flush);
+    queue.kick();
+    let mut done = Vec::new();
+    loop {
+        queue.completions(&mut done);
+        if let Some(completion) = done.pop() {
+            return completion
+                .result
+                .map(drop)
+                .map_err(|failure| io::Error::other(failure.to_string()));
+        }
+        let mut event = [PollFd::from_borrowed_fd(queue.event(), PollFlags::IN)];
+        match poll(&mut event, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
 }

@@ -5,7 +5,8 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
-use walvisor_storage::Buffer;
+
+use crate::Buffer;
 
 /// The most zeroes written at once, if the file system cannot make a range read as zeroes by itself.
 const ZEROES: u64 = 1 << 20;

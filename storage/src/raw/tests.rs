@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::*;
-use crate::backend::{Allocation, Buffer, Failure, MAX_REQUEST_BYTES};
+use crate::{Allocation, Buffer, Failure, MAX_REQUEST_BYTES};
 
 const SECTORS: u64 = 16384;
 const SECTOR: usize = SECTOR_SIZE as usize;

@@ -7,11 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
-use walvisor_storage::{
-    Buffer, Completion, Failure, Image, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
-};
 
 use super::task::{Step, Task};
+use crate::{Buffer, Completion, Failure, Image, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// State shared by all queues of a disk.
 #[derive(Debug)]

@@ -2,9 +2,9 @@
 //! the same time. No log.
 //!
 //! ```text
-//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (raw/ring.rs)
-//!      ▲           │                      └──▶ else a thread, one a queue  (raw/threads.rs)
-//!      │           └──▶ sync ──▶ a thread, one a disk                      (raw/sync.rs)
+//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (ring.rs)
+//!      ▲           │                      └──▶ else a thread, one a queue  (threads.rs)
+//!      │           └──▶ sync ──▶ a thread, one a disk                      (sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
 //! ```
 //! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
@@ -28,10 +28,11 @@ use sync::Syncer;
 use task::{Step, Task};
 use threads::Threads;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-use walvisor_storage::{Completion, Extent, Operation, SECTOR_SIZE};
-use walvisor_storage::{EngineKind, Image};
 
-use super::disk::{Backend, BackendQueue, Capabilities};
+use crate::{
+    Backend, BackendQueue, Capabilities, Completion, EngineKind, Extent, Image, Operation,
+    SECTOR_SIZE,
+};
 
 /// When a write completes, and whether a FLUSH syncs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,7 +5,6 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-// Not `crate::sync`: the order in which threads use the pool changes no result, so `shuttle` need not schedule it.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
@@ -27,7 +26,7 @@ pub struct Buffer(SharedBuffer);
 
 /// A read-only [`Buffer`]. Clones share the memory.
 #[derive(Clone)]
-pub(crate) struct SharedBuffer {
+pub struct SharedBuffer {
     /// The last user does not drop the block but gives it back to the pool.
     block: ManuallyDrop<Arc<Block>>,
     len: usize,
@@ -130,8 +129,7 @@ impl Buffer {
     }
 
     /// Makes the buffer read-only and cheap to clone.
-    #[cfg(any(feature = "engine", test))]
-    pub(crate) fn share(self) -> SharedBuffer {
+    pub fn share(self) -> SharedBuffer {
         self.0
     }
 
