@@ -9,4 +9,5 @@ pub(crate) mod holes;
 pub(crate) mod lock;
 pub(crate) mod mark;
 pub(crate) mod pace;
+pub(crate) mod ring;
 pub(crate) mod segment;

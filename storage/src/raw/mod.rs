@@ -2,7 +2,7 @@
 //! the same time. No log.
 //!
 //! ```text
-//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (ring.rs)
+//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
 //!      ▲           │                      └──▶ else a thread, one a queue  (threads.rs)
 //!      │           └──▶ sync ──▶ a thread, one a disk                      (sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
@@ -10,25 +10,26 @@
 //! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
 //! torn write, which a disk with a log never does.
 
-mod ring;
 mod shared;
 mod sync;
 mod task;
 mod threads;
+mod uring;
 
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ring::Ring;
 use rustix::fd::AsRawFd;
 use shared::{Mailbox, Mover, Shared, Work, locked};
 use sync::Syncer;
 use task::{Step, Task};
 use threads::Threads;
+use uring::Uring;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use crate::medium::engine::probe;
 use crate::{
     Backend, BackendQueue, Capabilities, Completion, EngineKind, Extent, Image, Operation,
     SECTOR_SIZE,
@@ -50,7 +51,8 @@ pub enum RawCache {
 #[derive(Debug)]
 pub struct RawDisk {
     shared: Arc<Shared>,
-    uring: bool,
+    /// io_uring or threads.
+    engine: EngineKind,
     /// `None` until it is first needed.
     syncer: Mutex<Option<Arc<Syncer>>>,
 }
@@ -58,14 +60,8 @@ pub struct RawDisk {
 impl RawDisk {
     /// A disk over `image`, with the size that the image had when it was opened. It uses io_uring if the kernel has it.
     pub fn new(image: Image, cache: RawCache) -> Self {
-        let uring = match ring::probe() {
-            Ok(()) => true,
-            Err(error) => {
-                tracing::info!("io_uring is not usable ({error}): raw disks use threads");
-                false
-            }
-        };
-        Self::build(image, cache, uring)
+        let engine = probe(EngineKind::Auto).unwrap_or(EngineKind::Blocking);
+        Self::build(image, cache, engine)
     }
 
     /// As [`new`](Self::new), but with the engine given.
@@ -74,14 +70,10 @@ impl RawDisk {
     /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or its io_uring lacks a needed operation (Linux
     /// 5.6).
     pub fn with_engine(image: Image, cache: RawCache, engine: EngineKind) -> io::Result<Self> {
-        match engine {
-            EngineKind::Auto => Ok(Self::new(image, cache)),
-            EngineKind::Blocking => Ok(Self::build(image, cache, false)),
-            EngineKind::IoUring => ring::probe().map(|()| Self::build(image, cache, true)),
-        }
+        Ok(Self::build(image, cache, probe(engine)?))
     }
 
-    fn build(image: Image, cache: RawCache, uring: bool) -> Self {
+    fn build(image: Image, cache: RawCache, engine: EngineKind) -> Self {
         let shared = Shared {
             no_sync: cache == RawCache::Unsafe,
             sectors: AtomicU64::new(image.bytes() / SECTOR_SIZE),
@@ -92,7 +84,7 @@ impl RawDisk {
         };
         Self {
             shared: Arc::new(shared),
-            uring,
+            engine,
             syncer: Mutex::default(),
         }
     }
@@ -140,9 +132,11 @@ impl Backend for RawDisk {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
-        let mover: Box<dyn Mover> = match self.uring {
-            true => Box::new(Ring::new(&mailbox.event, &self.shared)?),
-            false => Box::new(Threads::new(&mailbox, &self.shared)?),
+        let mover: Box<dyn Mover> = match self.engine {
+            EngineKind::Blocking => Box::new(Threads::new(&mailbox, &self.shared)?),
+            EngineKind::Auto | EngineKind::IoUring => {
+                Box::new(Uring::new(&mailbox.event, &self.shared)?)
+            }
         };
         Ok(Box::new(RawQueue {
             syncer: self.syncer()?,

@@ -15,6 +15,7 @@ mod uring;
 
 use std::io;
 
+use crate::medium::ring;
 use crate::sync::Event;
 
 pub(crate) use operation::{
@@ -37,11 +38,11 @@ pub enum EngineKind {
 pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     match kind {
         EngineKind::Blocking => Ok(kind),
-        EngineKind::IoUring => uring::probe().map(|()| kind),
-        EngineKind::Auto => Ok(match uring::probe() {
+        EngineKind::IoUring => ring::probe().map(|()| kind),
+        EngineKind::Auto => Ok(match ring::probe() {
             Ok(()) => EngineKind::IoUring,
             Err(error) => {
-                tracing::info!("io_uring is not usable ({error}): using pwritev2 and fdatasync");
+                tracing::info!("io_uring is not usable ({error}): using blocking calls");
                 EngineKind::Blocking
             }
         }),

@@ -1,35 +1,14 @@
 //! The io_uring engine: one system call for all reads and writes of a turn.
 
-use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsRawFd;
 
-use io_uring::{IoUring, opcode, squeue, types};
-use slab::Slab;
+use io_uring::{opcode, types};
+use rustix::io::Errno;
 
 use super::operation::{Chunk, Done, Engine, Io, run, write_chunks};
 use crate::Buffer;
+use crate::medium::ring::Ring;
 use crate::sync::Event;
-
-/// Submission entries; the kernel gives twice as many completion entries.
-const ENTRIES: u32 = 256;
-/// Most entries in flight, so that the completion queue never overflows.
-const IN_FLIGHT: usize = 2 * ENTRIES as usize;
-
-/// Whether the kernel gives a ring with the operations used here (Linux 5.6).
-pub(super) fn probe() -> io::Result<()> {
-    let ring = IoUring::new(4)?;
-    let mut probe = io_uring::Probe::new();
-    ring.submitter().register_probe(&mut probe)?;
-    let needed = [opcode::Writev::CODE, opcode::Read::CODE];
-    match needed.iter().all(|&code| probe.is_supported(code)) {
-        true => Ok(()),
-        false => Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "this io_uring lacks an operation",
-        )),
-    }
-}
 
 /// An operation in the kernel, with all the memory that the kernel may touch.
 struct InFlight {
@@ -48,64 +27,24 @@ unsafe impl Send for Slices {}
 
 /// See the module's documentation.
 pub(super) struct Uring {
-    ring: IoUring,
-    in_flight: Slab<InFlight>,
-    /// Entries that did not fit the submission queue.
-    waiting: VecDeque<squeue::Entry>,
+    ring: Ring<InFlight>,
     done: Vec<Done>,
-    /// Memory for the next operations: their slices and chunk lists, and the entries that have ended.
+    /// Memory for the next operations: their slices and chunk lists.
     slices: Vec<Slices>,
     lists: Vec<Vec<Chunk>>,
-    ended: Vec<(u64, i32)>,
-    /// Entries submitted and not completed.
-    open: usize,
 }
 
 impl Uring {
     pub(super) fn new(event: &Event) -> io::Result<Self> {
-        // Completions do not interrupt the thread while it runs: its next system call takes them. Linux 5.19.
-        let cooperative = IoUring::builder().setup_coop_taskrun().build(ENTRIES);
-        let ring = cooperative.or_else(|_| IoUring::new(ENTRIES))?;
-        ring.submitter().register_eventfd(event.fd().as_raw_fd())?;
         Ok(Self {
-            ring,
-            in_flight: Slab::new(),
-            waiting: VecDeque::new(),
+            ring: Ring::new(&event.fd())?,
             done: Vec::new(),
             slices: Vec::new(),
             lists: Vec::new(),
-            ended: Vec::new(),
-            open: 0,
         })
     }
 
-    /// Moves entries from `waiting` to the submission queue while there is room.
-    fn fill(&mut self) {
-        while let Some(entry) = self.waiting.pop_front() {
-            if !self.push(&entry) {
-                return self.waiting.push_front(entry);
-            }
-        }
-    }
-
-    /// Puts an entry into the submission queue, if there is room.
-    fn push(&mut self, entry: &squeue::Entry) -> bool {
-        let mut queue = self.ring.submission();
-        if self.open >= IN_FLIGHT || queue.is_full() {
-            return false;
-        }
-        // SAFETY: every buffer and descriptor that the entry names is owned by the operation in
-        // `in_flight`, which is removed only when its completion has come.
-        unsafe { queue.push(entry).expect("room was checked") };
-        self.open += 1;
-        true
-    }
-
-    fn account(&mut self, key: usize, result: i32) {
-        self.open -= 1;
-        let Some(operation) = self.in_flight.try_remove(key) else {
-            return;
-        };
+    fn account(&mut self, operation: InFlight, moved: Result<usize, Errno>) {
         let InFlight { id, io, mut slices } = operation;
         if slices.0.capacity() > 0 {
             slices.0.clear();
@@ -113,20 +52,17 @@ impl Uring {
         }
         // An operation that was interrupted, or not begun for want of memory, has moved nothing: plain calls carry it
         // out, as they do the rest of a short one.
-        let result = match result {
-            interrupted if [-libc::EINTR, -libc::EAGAIN].contains(&interrupted) => 0,
-            result => result,
+        let moved = match moved {
+            Err(Errno::INTR | Errno::AGAIN) => Ok(0),
+            moved => moved,
         };
-        let result = match usize::try_from(result) {
-            Err(_) => Err(io::Error::from_raw_os_error(-result)),
-            Ok(moved) => {
-                let (result, list) = end(io, moved);
-                if list.capacity() > 0 {
-                    self.lists.push(list);
-                }
-                result
+        let result = moved.map_err(io::Error::from).and_then(|moved| {
+            let (result, list) = end(io, moved);
+            if list.capacity() > 0 {
+                self.lists.push(list);
             }
-        };
+            result
+        });
         self.done.push(Done { id, result });
     }
 }
@@ -149,7 +85,6 @@ fn end(mut io: Io, moved: usize) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
 
 impl Engine for Uring {
     fn submit(&mut self, id: u64, mut io: Io) {
-        let key = self.in_flight.vacant_key() as u64;
         let mut slices = Slices::default();
         let entry = match &mut io {
             Io::Read {
@@ -179,73 +114,23 @@ impl Engine for Uring {
                 }
             },
         };
-        self.in_flight.insert(InFlight { id, io, slices });
-        let entry = entry.user_data(key);
-        if !self.waiting.is_empty() || !self.push(&entry) {
-            self.waiting.push_back(entry);
-        }
+        // SAFETY: the operation owns its file, its buffers and its slices, all of them behind pointers.
+        unsafe { self.ring.submit(InFlight { id, io, slices }, entry) };
     }
 
     fn enter(&mut self) {
-        self.fill();
-        loop {
-            if self.ring.submission().is_empty() {
-                return;
-            }
-            match self.ring.submit() {
-                Ok(_) => self.fill(),
-                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion makes `poll` try again; without
-                // any, nothing would, so wait here.
-                Err(_) if self.open > self.ring.submission().len() => return,
-                Err(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
-            }
-        }
+        self.ring.enter();
     }
 
     fn poll(&mut self, done: &mut Vec<Done>) {
-        loop {
-            let mut ended = std::mem::take(&mut self.ended);
-            let entries = self.ring.completion();
-            ended.extend(entries.map(|entry| (entry.user_data(), entry.result())));
-            let any = !ended.is_empty();
-            for (key, result) in ended.drain(..) {
-                self.account(key as usize, result);
-            }
-            self.ended = ended;
-            if !any {
-                break;
-            }
-            self.enter();
-        }
-        if !self.ring.submission().is_empty() {
-            self.enter();
+        while let Some((operation, moved)) = self.ring.next_ended() {
+            self.account(operation, moved);
         }
         done.append(&mut self.done);
     }
 
     fn list(&mut self) -> Vec<Chunk> {
         self.lists.pop().unwrap_or_default()
-    }
-}
-
-impl Drop for Uring {
-    fn drop(&mut self) {
-        // The kernel may still write into buffers of operations in flight: wait for each.
-        let mut done = Vec::new();
-        self.enter();
-        self.poll(&mut done);
-        while !self.in_flight.is_empty() {
-            if let Err(error) = self.ring.submit_and_wait(1)
-                && error.raw_os_error() != Some(libc::EINTR)
-            {
-                // Leak rather than free memory that the kernel may use.
-                tracing::error!("io_uring can't be drained: {error}");
-                std::mem::forget(std::mem::take(&mut self.in_flight));
-                return;
-            }
-            self.poll(&mut done);
-        }
     }
 }
 
@@ -261,7 +146,7 @@ mod tests {
     /// reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
-        if let Err(error) = probe() {
+        if let Err(error) = crate::medium::ring::probe() {
             return println!("skipped: no io_uring here: {error}");
         }
         let file = tempfile::tempfile().unwrap();
@@ -270,11 +155,11 @@ mod tests {
         let event = Event::new().unwrap();
         let mut engine = Uring::new(&event).unwrap();
         for (error, done) in [
-            (libc::EINTR, true),
-            (libc::EAGAIN, true),
-            (libc::EIO, false),
+            (Errno::INTR, true),
+            (Errno::AGAIN, true),
+            (Errno::IO, false),
         ] {
-            let key = engine.in_flight.insert(InFlight {
+            let operation = InFlight {
                 id: 1,
                 io: Io::Read {
                     source: Source::Base(base.clone()),
@@ -282,13 +167,15 @@ mod tests {
                     buffer: Buffer::zeroed(512),
                 },
                 slices: Slices::default(),
-            });
-            engine.open += 1;
-            engine.account(key, -error);
+            };
+            engine.account(operation, Err(error));
             let result = engine.done.pop().unwrap().result;
             match done {
                 true => assert_eq!(&result.unwrap().unwrap()[..], [7; 512]),
-                false => assert_eq!(result.unwrap_err().raw_os_error(), Some(error)),
+                false => assert_eq!(
+                    result.unwrap_err().raw_os_error(),
+                    Some(error.raw_os_error())
+                ),
             }
         }
     }
