@@ -5,8 +5,6 @@
 /// The faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A FLUSH completes as soon as its data is written, synced or not.
-    AckOwnWrite,
     /// A checkpoint frees log segments whose copies in the base image were not synced.
     SkipBaseSync,
     /// Base images are synced while the last writes to them are still in flight.
@@ -15,8 +13,6 @@ pub(crate) enum Mutant {
     CopyBeforeDurable,
     /// Segments are reused before the control file says that they are free.
     RecycleEarly,
-    /// A reused segment keeps its old salt.
-    ReuseSalt,
     /// LSNs of a torn tail are given out again.
     LsnRestart,
     /// The payload changes after its checksum was computed.
@@ -27,8 +23,6 @@ pub(crate) enum Mutant {
     IndexSkipsDiscard,
     /// A write is reported as written as soon as it has an LSN.
     AnsweredUnwritten,
-    /// A sync is taken to cover writes that were still in progress when it began.
-    SyncCoversWriting,
     /// Recovery omits the last batch.
     RecoveryStopsEarly,
     /// Recovery takes recycled segments for part of the log.
@@ -59,8 +53,6 @@ pub(crate) enum Mutant {
     SignalClearedLate,
     /// A port that waits for a free segment is never woken.
     SegmentFreedSilently,
-    /// A thread panics before it has ended its group.
-    PanicEndingGroup,
     /// Recovery reads segments to which a killed process still writes.
     SegmentsNotLocked,
     /// A base image's mark is not made durable.
@@ -91,6 +83,15 @@ pub(crate) enum Mutant {
     /// A write that is to be durable is not made durable.
     #[cfg(test)]
     AckBeforeSync,
+    /// A sync of segments does nothing.
+    #[cfg(test)]
+    SyncLost,
+    /// An operation that writes and syncs its segments begins with the sync.
+    #[cfg(test)]
+    SyncTooEarly,
+    /// A reused segment keeps its old salt.
+    #[cfg(test)]
+    ReuseSalt,
     /// Of the segments that are to be synced, only the newest is.
     #[cfg(test)]
     SyncLastSegmentOnly,
@@ -135,4 +136,22 @@ pub(crate) fn changed_after_checksum(mut data: crate::Buffer) -> crate::Buffer {
         data[0] ^= 0xff;
     }
     data
+}
+
+/// Returns the records that a batch's header describes: all, or if the fault is planted all but the last.
+pub(crate) fn described<T>(records: &[T]) -> &[T] {
+    match records.split_last() {
+        Some((_, others)) if !others.is_empty() && planted(Mutant::DropLastDescriptor) => others,
+        _ => records,
+    }
+}
+
+/// Whether a waiter that is to fail is left without its completion, because of a planted fault. `failed`: the whole
+/// log has failed. The keeper's own waiter, with token 0, is spared: it would wait for ever.
+pub(crate) fn is_forgotten(token: u64, failed: bool) -> bool {
+    let fault = match failed {
+        true => Mutant::WaiterLostOnError,
+        false => Mutant::StuckWaitersForgotten,
+    };
+    token > 0 && planted(fault)
 }

@@ -284,14 +284,15 @@ struct Pace {
 impl Pace {
     fn new(log: &Log, hurry: bool, work: u64) -> Self {
         let state = log.lock();
-        let segments = u64::from(log.max_segments).saturating_sub(state.live.len() as u64);
-        let waiting = state.appended - state.applied;
-        let end = state.end;
+        let (pipeline, end) = (&state.pipeline, state.ring.end());
         Self {
             growth: Cell::new(Growth::new(end)),
             hurry,
-            bytes: (end, segments * log.segment_size),
-            records: (state.appended, UNAPPLIED_LIMIT.saturating_sub(waiting)),
+            bytes: (end, state.ring.unused_bytes()),
+            records: (
+                pipeline.appended(),
+                UNAPPLIED_LIMIT.saturating_sub(pipeline.unapplied()),
+            ),
             work,
         }
     }
@@ -303,8 +304,8 @@ impl Pace {
         let used = |now: u64, (began, room): (u64, u64)| {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
-        let end = state.end;
-        let used = used(end, self.bytes).max(used(state.appended, self.records));
+        let end = state.ring.end();
+        let used = used(end, self.bytes).max(used(state.pipeline.appended(), self.records));
         let behind = match hurry {
             true => 1.0,
             false => used - done as f64 / self.work as f64,

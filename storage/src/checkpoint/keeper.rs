@@ -25,13 +25,10 @@ use crate::log::leader::Leader;
 use crate::log::orders::{Order, Task};
 use crate::log::state::{Log, State};
 use crate::medium::file::set_size;
-use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
-/// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.
-const READY: usize = 2;
 /// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
 /// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
 const GIVE_WAY: u32 = 2;
@@ -83,16 +80,15 @@ impl Log {
     /// Makes the next segment file if too few are ready.
     fn provide(&self) -> Result<()> {
         let state = self.lock();
-        let slot = state.keeper.files;
-        if state.free.len() >= READY || slot >= self.max_segments {
+        let Some(slot) = state.ring.next_file() else {
             return Ok(());
-        }
-        let mut growth = Growth::new(state.end);
+        };
+        let mut growth = Growth::new(state.ring.end());
         drop(state);
         let mut give_way = |took: Duration| {
             let state = self.lock();
-            let pressing = state.is_pressing() || state.free.is_empty();
-            let disturbing = growth.is_under_way(state.end);
+            let pressing = state.is_pressing() || state.ring.has_none_free();
+            let disturbing = growth.is_under_way(state.ring.end());
             drop(state);
             if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
@@ -101,12 +97,14 @@ impl Log {
         let size = self.segment_size;
         let made = self.medium.create_segment(slot, size, &mut give_way);
         let mut state = self.lock();
-        // Without this segment the ring is smaller, so a checkpoint is needed sooner.
-        state.keeper.checkpoint |= made.is_err() && !state.keeper.cramped;
-        state.keeper.cramped = made.is_err();
-        state.free.push_back(Arc::new(made?));
-        state.keeper.files += 1;
-        state.starved = false;
+        match made {
+            Ok(segment) => state.ring.add(segment),
+            Err(error) => {
+                // Without this segment the ring is smaller, so a checkpoint is needed sooner.
+                state.keeper.checkpoint |= state.ring.cramp();
+                return Err(error);
+            }
+        }
         drop(state);
         self.segments_freed();
         Ok(())
@@ -137,8 +135,6 @@ pub(crate) struct Keeper {
     copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
     announced: Vec<Announced>,
-    /// Recycled segments that a reader still pins.
-    retiring: Vec<Arc<Segment>>,
 }
 
 impl Keeper {
@@ -160,7 +156,6 @@ impl Keeper {
             frozen_at,
             copying: None,
             announced: Vec::new(),
-            retiring: Vec::new(),
         })
     }
 
@@ -185,7 +180,7 @@ impl Keeper {
                 tracing::error!("{line}");
             }
             paused |= done.is_err();
-            if !self.retiring.is_empty() {
+            if self.log.lock().ring.has_readers() {
                 // A reader holds a segment only for the time of one read, so the keeper looks again soon.
                 self.rest();
             }
@@ -195,7 +190,7 @@ impl Keeper {
     /// Gives readers time to end, and takes back the segments that they held.
     pub(crate) fn rest(&mut self) {
         sync::sleep(Duration::from_millis(1));
-        self.retire();
+        self.reclaim();
     }
 
     /// Sleeps until there is work; returns whether the keeper is to stop. `paused`: an attempt has just failed;
@@ -203,8 +198,7 @@ impl Keeper {
     fn wait(&self, paused: &mut bool) -> bool {
         let urgent = |state: &State| {
             let keeper = &state.keeper;
-            let short = state.free.len() < READY && keeper.files < self.log.max_segments;
-            keeper.stop || !keeper.orders.is_empty() || (short && !keeper.cramped)
+            keeper.stop || !keeper.orders.is_empty() || state.ring.is_short()
         };
         let mut state = self.log.lock();
         let wanted = &self.log.keeper_wanted;
@@ -213,7 +207,7 @@ impl Keeper {
             state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
             *paused = urgent(&state);
         } else {
-            while !urgent(&state) && !state.keeper.checkpoint && self.retiring.is_empty() {
+            while !urgent(&state) && !state.keeper.checkpoint && !state.ring.has_readers() {
                 state = wanted.wait(state).expect("log state lock");
             }
         }
@@ -225,7 +219,7 @@ impl Keeper {
     /// # Errors
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
-        self.retire();
+        self.reclaim();
         let provided = self.log.provide();
         // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
         // one.
@@ -253,7 +247,7 @@ impl Keeper {
     /// # Errors
     /// If the log had failed or the copy fails.
     pub(crate) fn close(&mut self) -> Result<()> {
-        self.retire();
+        self.reclaim();
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Error::new(
                 ErrorKind::Io,
@@ -264,7 +258,7 @@ impl Keeper {
             ));
         }
         // Everything goes to the log first, where it is safe even if the checkpoint fails.
-        let newest = self.log.lock().appended;
+        let newest = self.log.lock().pipeline.appended();
         self.drain(newest)?;
         if planted(Mutant::ClosedEarly) {
             self.disks
@@ -279,27 +273,20 @@ impl Keeper {
     }
 
     /// Gives segments back to the ring once no reader holds them.
-    fn retire(&mut self) {
-        let (free, pinned) = std::mem::take(&mut self.retiring)
-            .into_iter()
-            .partition::<Vec<_>, _>(|segment| Arc::strong_count(segment) == 1);
-        self.retiring = pinned;
-        if !free.is_empty() {
-            let mut state = self.log.lock();
-            state.free.extend(free);
-            state.starved = false;
-            drop(state);
+    fn reclaim(&self) {
+        let mut state = self.log.lock();
+        let more = state.ring.reclaim();
+        state.check(&self.log);
+        drop(state);
+        if more {
             self.log.segments_freed();
         }
     }
 
     /// Gives the oldest `count` segments back to the ring.
-    fn recycle(&mut self, count: usize) {
-        let mut state = self.log.lock();
-        self.retiring
-            .extend(state.live.drain(..count).map(|live| live.segment));
-        drop(state);
-        self.retire();
+    fn recycle(&self, count: usize) {
+        self.log.lock().ring.retire(count);
+        self.reclaim();
     }
 
     /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
@@ -318,7 +305,7 @@ impl Keeper {
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         // Writers that may use the last segment can have room now.
-        state.starved = false;
+        state.ring.end_starving();
         drop(state);
         let flushed = self.committer.flush(lsn, &mut self.leader);
         self.log.lock().keeper.draining = None;
@@ -351,7 +338,7 @@ impl Keeper {
                 continue;
             };
             let newest_is_durable =
-                disk.last_lsn.load(Ordering::Acquire) <= self.log.durable.load(Ordering::Acquire);
+                disk.last_lsn.load(Ordering::Acquire) <= state.pipeline.durable();
             let nothing = ExtentMap::default();
             let newer = if newest_is_durable {
                 &index.active
@@ -408,10 +395,7 @@ impl Keeper {
 
     fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<()> {
         let mut state = self.log.lock();
-        if !self.retiring.is_empty()
-            && state.free.is_empty()
-            && (state.keeper.cramped || state.keeper.files == self.log.max_segments)
-        {
+        if state.ring.waits_for_readers() {
             // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
             // again soon. (Waiting here would never end, since only this thread takes the segments back.)
             state.keeper.checkpoint = true;
@@ -429,7 +413,7 @@ impl Keeper {
                 let frozen = disk.index_mut().freeze();
                 debug_assert!(frozen, "no checkpoint is under way");
             }
-            state.appended
+            state.pipeline.appended()
         });
         drop(state);
         if !planted(Mutant::CopyBeforeDurable) {
@@ -439,23 +423,17 @@ impl Keeper {
         let rests = copy(&self.log, &self.disks, hurry, || {
             // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
             // copy.
-            if !self.log.lock().keeper.cramped {
+            if !self.log.lock().ring.is_cramped() {
                 let _ = self.log.provide();
             }
         })?;
         self.keep(rests)?;
         let mut state = self.log.lock();
         if closing {
-            state.tail = None;
+            state.ring.end_tail();
         }
-        let tail = state.live.len() - usize::from(state.tail.is_some());
-        let keep = state.live.iter().position(|live| live.last_lsn > lsn);
-        let freed = keep.unwrap_or(tail);
-        let first_sequence = state
-            .live
-            .get(freed)
-            .map_or(state.next_sequence, |live| live.sequence);
-        let (next_lsn, next_cid) = (state.next_lsn, state.next_cid);
+        let (freed, first_sequence) = state.ring.unneeded(lsn);
+        let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
         drop(state);
         if planted(Mutant::RecycleEarly) {
             self.recycle(freed);
@@ -481,7 +459,7 @@ impl Keeper {
             disk.index_mut().frozen = None;
         }
         self.frozen_at = None;
-        self.log.lock().applied = lsn;
+        self.log.lock().pipeline.set_applied(lsn);
         if !planted(Mutant::RecycleEarly) {
             self.recycle(freed);
         }
@@ -511,7 +489,7 @@ impl Keeper {
     fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
         loop {
             let done = self.step(true);
-            if self.log.lock().applied >= lsn {
+            if self.log.lock().pipeline.applied() >= lsn {
                 return Ok(());
             }
             done?;

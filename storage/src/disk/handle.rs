@@ -38,7 +38,7 @@ impl Disk {
     /// # Errors
     /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
     pub fn checkpoint(&self) -> Result<u64> {
-        let newest = self.log.lock().appended;
+        let newest = self.log.lock().pipeline.appended();
         self.log.order(Task::Checkpoint(newest))?;
         Ok(newest)
     }

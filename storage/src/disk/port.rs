@@ -11,6 +11,7 @@ use crate::format::Kind;
 use crate::index::{Piece, Place};
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
+use crate::log::pipeline::Modification;
 use crate::log::state::{Log, Refused};
 use crate::medium::checksum::{self, Payload};
 use crate::medium::engine::{Done, Io, Source};
@@ -51,12 +52,12 @@ pub struct Port {
     ended: Vec<Done>,
 }
 
-/// A request that becomes a log record.
-struct Modification {
-    kind: Kind,
-    sector: u64,
-    sectors: u32,
-    payload: Option<Payload>,
+/// What a submitted request has come to.
+enum Ended {
+    /// It has ended, with the data of a READ.
+    Now(Option<Buffer>),
+    /// Its completion comes later.
+    Later,
 }
 
 impl Port {
@@ -78,7 +79,8 @@ impl Port {
 impl BackendQueue for Port {
     fn set_clients(&mut self, clients: usize) {
         let mailbox = &self.committer.mailbox;
-        self.committer.log.lock().set_clients(mailbox, clients);
+        let mut state = self.committer.log.lock();
+        state.waiters.set_clients(mailbox, clients);
     }
 
     fn submit(&mut self, token: u64, operation: Operation) {
@@ -142,10 +144,13 @@ impl BackendQueue for Port {
 
 impl Port {
     /// Queues the completion of a request that has ended already.
-    fn finish(&mut self, token: u64, ended: Ended) {
-        if let Some(result) = ended.transpose() {
-            self.done.push(Completion { token, result });
-        }
+    fn finish(&mut self, token: u64, ended: Result<Ended, Failure>) {
+        let result = match ended {
+            Ok(Ended::Later) => return,
+            Ok(Ended::Now(data)) => Ok(data),
+            Err(failure) => Err(failure),
+        };
+        self.done.push(Completion { token, result });
     }
 
     /// Sleeps until [`event`](Self::event) is readable.
@@ -186,7 +191,7 @@ impl Port {
         }
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Ended {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Ended, Failure> {
         self.check_writable()?;
         let most = self.committer.log.max_request_bytes();
         if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
@@ -212,7 +217,13 @@ impl Port {
         )
     }
 
-    fn zero(&mut self, token: u64, kind: Kind, sector: u64, sectors: u32) -> Ended {
+    fn zero(
+        &mut self,
+        token: u64,
+        kind: Kind,
+        sector: u64,
+        sectors: u32,
+    ) -> Result<Ended, Failure> {
         self.check_writable()?;
         self.check_range(sector, u64::from(sectors))?;
         self.modify(
@@ -227,44 +238,33 @@ impl Port {
     }
 
     /// Logs a modification, or parks it behind those that the full log holds back.
-    fn modify(&mut self, token: u64, modification: Modification) -> Ended {
+    fn modify(&mut self, token: u64, modification: Modification) -> Result<Ended, Failure> {
         if !self.parked.is_empty() {
             self.parked.push_back((token, modification));
-            return Ok(None);
+            return Ok(Ended::Later);
         }
-        match self.append(token, modification) {
-            Ok(ended) => ended,
-            Err(modification) => {
-                self.parked.push_back((token, modification));
-                Ok(None)
-            }
-        }
+        self.append(token, modification)
+            .unwrap_or_else(|held_back| {
+                self.parked.push_back((token, held_back));
+                Ok(Ended::Later)
+            })
     }
 
-    fn append(&mut self, token: u64, modification: Modification) -> Result<Ended, Modification> {
-        let Modification {
-            kind,
-            sector,
-            sectors,
-            payload,
-        } = modification;
+    /// Logs a modification. `Err`: the full log holds it back.
+    fn append(
+        &mut self,
+        token: u64,
+        modification: Modification,
+    ) -> Result<Result<Ended, Failure>, Modification> {
         self.committer.appended();
-        let log = &self.committer.log;
-        let lsn = match log.append(&self.disk, kind, sector, sectors, payload) {
+        let lsn = match self.committer.log.append(&self.disk, modification) {
             Ok(lsn) => lsn,
             Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
-            Err(Refused::HeldBack(payload)) => {
-                return Err(Modification {
-                    kind,
-                    sector,
-                    sectors,
-                    payload,
-                });
-            }
+            Err(Refused::HeldBack(modification)) => return Err(modification),
         };
         self.newest_lsn = lsn;
         if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
-            return Ok(Ok(Some(None)));
+            return Ok(Ok(Ended::Now(None)));
         }
         Ok(self.wait(token, lsn))
     }
@@ -285,25 +285,25 @@ impl Port {
         }
     }
 
-    fn flush(&mut self, token: u64) -> Ended {
+    fn flush(&mut self, token: u64) -> Result<Ended, Failure> {
         if self.disk.no_flush {
-            return Ok(Some(None));
+            return Ok(Ended::Now(None));
         }
         self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
     }
 
-    fn wait(&mut self, token: u64, lsn: u64) -> Ended {
+    fn wait(&mut self, token: u64, lsn: u64) -> Result<Ended, Failure> {
         let waits = !self.committer.wait_for(lsn, token)?;
         let counters = &self.committer.log.counters;
         counters.flushes.fetch_add(1, Ordering::Relaxed);
         if !waits {
-            return Ok(Some(None));
+            return Ok(Ended::Now(None));
         }
         counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
-        Ok(None)
+        Ok(Ended::Later)
     }
 
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Ended {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Ended, Failure> {
         self.check_range(sector, u64::from(sectors))?;
         let len = sectors as usize * SECTOR_SIZE as usize;
         if len > MAX_REQUEST_BYTES {
@@ -355,7 +355,8 @@ impl Port {
         }
         self.pieces = pieces;
         if open == 0 {
-            return Ok(Some(Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)))));
+            let read = buffer.unwrap_or_else(|| Buffer::zeroed(len));
+            return Ok(Ended::Now(Some(read)));
         }
         if !whole {
             // Parts without a read are zeroes.
@@ -368,7 +369,7 @@ impl Port {
             logged,
             failed: false,
         });
-        Ok(None)
+        Ok(Ended::Later)
     }
 
     fn end_part(&mut self, end: Done) {
@@ -414,6 +415,3 @@ impl Port {
     }
 }
 
-/// A submitted request. `Ok(Some(data))`: it has ended. `Ok(None)`: its completion comes later. `Err`: it failed at
-/// once.
-type Ended = Result<Option<Option<Buffer>>, Failure>;

@@ -39,8 +39,7 @@ impl Committer {
         let engine = log.medium.engine(&event)?;
         let mailbox = Arc::new(Mailbox::new(event));
         let mut state = log.lock();
-        state.ports.push(Arc::downgrade(&mailbox));
-        state.set_clients(&mailbox, clients);
+        state.waiters.add_port(&mailbox, clients);
         drop(state);
         Ok(Self {
             log,
@@ -67,20 +66,16 @@ impl Committer {
             return Err(Failure::Io);
         }
         // The watermark is read under the lock: a group that ends now either covers this waiter or sees it.
-        let watermark = match planted(Mutant::AckOwnWrite) {
-            true => &self.log.written,
-            false => &self.log.durable,
-        };
-        let covered = watermark.load(Ordering::Acquire) >= lsn;
+        let covered = state.pipeline.durable() >= lsn;
         // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync came after its
         // writes.
-        if covered && (self.log.most_served > 1 || state.tail.is_none()) {
+        if covered && (self.log.most_served > 1 || state.ring.tail().is_none()) {
             return Ok(true);
         }
-        if lsn > state.batched && state.is_stuck() {
+        if lsn > state.pipeline.batched() && state.is_stuck() {
             return Err(Failure::Io);
         }
-        state.join(Waiter {
+        state.waiters.join(Waiter {
             lsn,
             token,
             mailbox: self.mailbox.clone(),
@@ -214,11 +209,7 @@ impl Committer {
 impl Drop for Committer {
     fn drop(&mut self) {
         let mut state = self.log.lock();
-        // The port is going away, so its waiters get no completion.
-        let own = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, &self.mailbox);
-        state.take_waiters(own);
-        state.awaiting.take(own).for_each(drop);
-        state.set_clients(&self.mailbox, 0);
+        state.waiters.remove_port(&self.mailbox);
         drop(state);
         self.resign();
     }
@@ -240,10 +231,10 @@ impl Committer {
         if covered()? {
             return Ok(true);
         }
-        if lsn > state.batched && state.is_stuck() {
+        if lsn > state.pipeline.batched() && state.is_stuck() {
             return Err(Failure::Io);
         }
-        state.awaiting.join(Waiter {
+        state.waiters.join_written(Waiter {
             lsn,
             token,
             mailbox: self.mailbox.clone(),

@@ -10,27 +10,15 @@
 //! time.
 
 use std::io;
-use std::time::Duration;
 
 use walvisor_block::short_slice;
 
-use crate::log::group::{Group, Spare};
+use crate::log::group::{Group, Next, Spare};
 use crate::log::state::{FailOnPanic, Log};
-use crate::medium::engine::{Appended, Io};
+use crate::medium::engine::Appended;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{self, Arc};
-
-/// The leader's next step.
-pub(crate) enum Next {
-    /// The leader carries out the operation, then calls [`Leader::end`] with the group.
-    Run(Io, Group),
-    /// The leader waits this long for more waiters to join a group, then calls [`Leader::over`]. A call wakes it
-    /// sooner.
-    Wait(Duration),
-    /// The leader does nothing until it is called.
-    Rest,
-}
 
 /// A thread's means to lead: the writer's or the keeper's.
 pub(crate) struct Leader {
@@ -55,20 +43,16 @@ impl Leader {
         if state.led && !self.leads {
             return Next::Rest;
         }
-        let led = self.log.lead(&mut state, &mut self.spare);
+        let next = self.log.lead(&mut state, &mut self.spare);
         state.check(&self.log);
-        self.leads = led.is_ok();
+        self.leads = matches!(next, Next::Run(..));
         state.led = self.leads;
-        match led {
-            Ok((io, group)) => Next::Run(io, group),
-            Err(Some(time)) => Next::Wait(time),
-            Err(None) => {
-                let stuck = state.take_stuck();
-                drop(state);
-                self.log.refuse_waiters(stuck);
-                Next::Rest
-            }
+        if matches!(next, Next::Rest) {
+            let stuck = state.take_stuck();
+            drop(state);
+            self.log.refuse_waiters(stuck);
         }
+        next
     }
 
     /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there

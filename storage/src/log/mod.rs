@@ -8,6 +8,8 @@ pub(crate) mod gather;
 pub(crate) mod group;
 pub(crate) mod leader;
 pub(crate) mod orders;
+pub(crate) mod pipeline;
+pub(crate) mod ring;
 pub(crate) mod stamp;
 pub(crate) mod state;
 pub(crate) mod waiters;

@@ -26,6 +26,21 @@ pub(crate) struct Order {
     pub answer: mpsc::Sender<Result<()>>,
 }
 
+/// Requests to the keeper thread, and what it has achieved.
+#[derive(Default)]
+pub(crate) struct KeeperState {
+    pub stop: bool,
+    pub checkpoint: bool,
+    /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
+    pub draining: Option<u64>,
+    /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
+    pub failed: bool,
+    /// Orders whose callers wait for the keeper.
+    pub orders: Vec<Order>,
+    /// The keeper thread has ended.
+    pub gone: bool,
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;

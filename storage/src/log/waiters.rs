@@ -13,7 +13,7 @@
 use smallvec::SmallVec;
 
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::{Arc, Event, Mutex};
+use crate::sync::{Arc, Event, Mutex, Weak};
 use crate::{Completion, Failure};
 
 /// Where completions of other threads' groups reach a port.
@@ -24,8 +24,8 @@ pub(crate) struct Mailbox {
     pub called: AtomicBool,
     /// The port's waiters in the log, and how many its owner says may wait at a time. Changed under the log's lock
     /// only.
-    pub waiting: AtomicUsize,
-    pub clients: AtomicUsize,
+    waiting: AtomicUsize,
+    clients: AtomicUsize,
 }
 
 impl Mailbox {
@@ -79,25 +79,206 @@ pub(crate) fn deliver(
     woken.iter().for_each(|mailbox| mailbox.event.signal());
 }
 
-/// The waiters for `written` to reach an LSN.
+/// The waiters of a log, and its ports.
 #[derive(Default)]
-pub(crate) struct WrittenWaiters {
-    waiters: Vec<Waiter>,
-    /// The highest LSN that any waiter has waited for.
-    pub newest: u64,
+pub(crate) struct Waiters {
+    /// Waiters for `durable`, in the order in which they came.
+    durable: Vec<Waiter>,
+    /// Waiters for `written`.
+    written: Vec<Waiter>,
+    /// The highest LSN that any waiter has waited for to be written.
+    newest_written: u64,
+    ports: Vec<Weak<Mailbox>>,
+    /// The number of clients of all ports that wait for `durable`, and of all clients.
+    waiting_clients: usize,
+    clients: usize,
 }
 
-impl WrittenWaiters {
-    pub(crate) fn join(&mut self, waiter: Waiter) {
-        self.newest = self.newest.max(waiter.lsn);
-        self.waiters.push(waiter);
+impl Waiters {
+    /// Adds a port that `clients` clients use.
+    pub(crate) fn add_port(&mut self, port: &Arc<Mailbox>, clients: usize) {
+        self.ports.push(Arc::downgrade(port));
+        self.set_clients(port, clients);
     }
 
-    /// Removes and returns the waiters for which `chosen` returns true.
-    pub(crate) fn take(
-        &mut self,
-        chosen: impl FnMut(&mut Waiter) -> bool,
-    ) -> impl Iterator<Item = Waiter> {
-        self.waiters.extract_if(.., chosen)
+    /// Sets the number of clients that use a port from now on.
+    pub(crate) fn set_clients(&mut self, port: &Mailbox, clients: usize) {
+        let before = port.clients.swap(clients, Ordering::Relaxed);
+        let waiting = port.waiting.load(Ordering::Relaxed);
+        self.clients = self.clients - before + clients;
+        self.waiting_clients = self.waiting_clients - waiting.min(before) + waiting.min(clients);
+    }
+
+    /// Removes a port that is going away; its waiters get no completion.
+    pub(crate) fn remove_port(&mut self, port: &Arc<Mailbox>) {
+        let own = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, port);
+        drop(self.take(own));
+        self.set_clients(port, 0);
+    }
+
+    /// The open ports.
+    pub(crate) fn ports(&mut self) -> Vec<Arc<Mailbox>> {
+        self.ports.retain(|port| port.strong_count() > 0);
+        self.ports.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Adds a waiter for `durable`.
+    pub(crate) fn join(&mut self, waiter: Waiter) {
+        let clients = waiter.mailbox.clients.load(Ordering::Relaxed);
+        if waiter.mailbox.waiting.fetch_add(1, Ordering::Relaxed) < clients {
+            self.waiting_clients += 1;
+        }
+        self.durable.push(waiter);
+    }
+
+    /// Adds a waiter for `written`.
+    pub(crate) fn join_written(&mut self, waiter: Waiter) {
+        self.newest_written = self.newest_written.max(waiter.lsn);
+        self.written.push(waiter);
+    }
+
+    /// The highest LSN that any waiter has waited for to be written.
+    pub(crate) fn newest_written(&self) -> u64 {
+        self.newest_written
+    }
+
+    /// The LSNs of the waiters for `durable`, in the order in which they came.
+    pub(crate) fn lsns(&self) -> impl ExactSizeIterator<Item = u64> {
+        self.durable.iter().map(|waiter| waiter.lsn)
+    }
+
+    /// Whether all clients wait for `durable`, so that no other can join.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.waiting_clients >= self.clients
+    }
+
+    /// Moves the waiters that `durable` now covers to `served`, of the oldest `most`. Returns how many these are.
+    pub(crate) fn serve(&mut self, durable: u64, most: usize, served: &mut Vec<Waiter>) -> usize {
+        let (before, most) = (served.len(), self.durable.len().min(most));
+        served.extend(
+            self.durable
+                .extract_if(..most, |waiter| waiter.lsn <= durable),
+        );
+        for waiter in &served[before..] {
+            leave(&mut self.waiting_clients, waiter);
+        }
+        served.len() - before
+    }
+
+    /// Moves the waiters that `written` now covers to `served`.
+    pub(crate) fn serve_written(&mut self, written: u64, served: &mut Vec<Waiter>) {
+        let covered = |waiter: &mut Waiter| waiter.lsn <= written;
+        served.extend(self.written.extract_if(.., covered));
+    }
+
+    /// Removes and returns the waiters of both kinds for which `chosen` returns true.
+    pub(crate) fn take(&mut self, chosen: impl Fn(&mut Waiter) -> bool) -> Vec<Waiter> {
+        let mut taken: Vec<Waiter> = self.durable.extract_if(.., &chosen).collect();
+        for waiter in &taken {
+            leave(&mut self.waiting_clients, waiter);
+        }
+        taken.extend(self.written.extract_if(.., chosen));
+        taken
+    }
+
+    /// Panics if an invariant does not hold, given the log's watermarks. `each`: each waiter for `durable` gets a sync
+    /// of its own, even if it waits for nothing new.
+    pub(crate) fn check(&self, durable: u64, written: u64, each: bool) {
+        assert!(
+            each || self.lsns().all(|lsn| lsn > durable),
+            "a waiter for what is durable"
+        );
+        let unwritten = |waiter: &Waiter| waiter.lsn > written && waiter.lsn <= self.newest_written;
+        assert!(
+            self.written.iter().all(unwritten),
+            "a waiter for what is written"
+        );
+        let (mut all, mut waiting_clients, mut clients) = (0, 0, 0);
+        for port in self.ports.iter().filter_map(Weak::upgrade) {
+            let waiting = port.waiting.load(Ordering::Relaxed);
+            let own = |waiter: &&Waiter| Arc::ptr_eq(&waiter.mailbox, &port);
+            let found = self.durable.iter().filter(own).count();
+            assert_eq!(waiting, found, "waiters of a port");
+            let most = port.clients.load(Ordering::Relaxed);
+            all += waiting;
+            waiting_clients += waiting.min(most);
+            clients += most;
+        }
+        assert_eq!(self.durable.len(), all, "waiters of no open port");
+        let counted = (self.waiting_clients, self.clients);
+        assert_eq!(counted, (waiting_clients, clients), "clients");
+    }
+}
+
+/// Updates the count of waiting clients for a waiter that was removed.
+fn leave(waiting_clients: &mut usize, waiter: &Waiter) {
+    let clients = waiter.mailbox.clients.load(Ordering::Relaxed);
+    if waiter.mailbox.waiting.fetch_sub(1, Ordering::Relaxed) <= clients {
+        *waiting_clients -= 1;
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::log::pipeline::tests::panics;
+
+    /// Two ports, of two clients and of none. Of each a waiter for record 5 and one for 6; the first also waits for 8
+    /// to be written.
+    fn waiters() -> (Waiters, [Arc<Mailbox>; 2]) {
+        let ports = [(); 2].map(|()| Arc::new(Mailbox::new(Event::new().unwrap())));
+        let mut waiters = Waiters::default();
+        let waiter = |lsn, port: &Arc<Mailbox>| Waiter {
+            lsn,
+            token: lsn,
+            mailbox: port.clone(),
+        };
+        for (port, clients) in ports.iter().zip([2, 0]) {
+            waiters.add_port(port, clients);
+            waiters.join(waiter(5, port));
+            waiters.join(waiter(6, port));
+        }
+        waiters.join_written(waiter(8, &ports[0]));
+        waiters.check(4, 7, false);
+        (waiters, ports)
+    }
+
+    #[test]
+    fn waiters_are_served_as_the_watermarks_pass_them() {
+        let (mut waiters, ports) = waiters();
+        assert!(waiters.is_complete());
+        let mut served = Vec::new();
+        assert_eq!(waiters.serve(5, usize::MAX, &mut served), 2);
+        waiters.check(5, 7, false);
+        assert!(!waiters.is_complete());
+        waiters.serve_written(8, &mut served);
+        waiters.check(5, 8, false);
+        assert_eq!(served.len(), 3);
+        waiters.set_clients(&ports[0], 1);
+        assert!(waiters.is_complete());
+        waiters.remove_port(&ports[0]);
+        waiters.check(5, 8, false);
+        assert_eq!(waiters.lsns().collect::<Vec<_>>(), [6]);
+    }
+
+    #[test]
+    fn every_broken_invariant_is_noticed() {
+        let broken: [(&str, fn(&mut Waiters)); 7] = [
+            ("what is durable", |waiters| waiters.durable[0].lsn = 4),
+            ("what is written", |waiters| waiters.written[0].lsn = 7),
+            ("what is written", |waiters| waiters.newest_written = 7),
+            ("waiters of a port", |waiters| {
+                waiters.durable.pop();
+            }),
+            ("waiters of no open port", |waiters| waiters.ports.clear()),
+            ("clients", |waiters| waiters.waiting_clients = 3),
+            ("clients", |waiters| waiters.clients = 3),
+        ];
+        for (message, change) in broken {
+            let (mut waiters, _ports) = waiters();
+            change(&mut waiters);
+            panics(message, || waiters.check(4, 7, false));
+        }
     }
 }

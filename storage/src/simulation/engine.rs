@@ -37,10 +37,14 @@ impl Queued {
             segment,
             offset,
             chunks,
+            sync,
             ..
         } = &self.io
             && !chunks.is_empty()
         {
+            if planted(Mutant::SyncTooEarly) {
+                sync_segments(sync)?;
+            }
             engine::operation::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
         }
         self.written = true;
@@ -69,6 +73,19 @@ impl Queued {
             .collect();
         medium.leave_in_flight(file, *offset, bytes);
     }
+}
+
+/// Syncs whole segments.
+fn sync_segments(scope: &SyncScope) -> io::Result<()> {
+    let SyncScope::Segments(segments) = scope else {
+        return Ok(());
+    };
+    let last = match planted(Mutant::SyncLastSegmentOnly) {
+        true => segments.len() - 1,
+        false => 0,
+    };
+    let mut segments = segments[last..].iter();
+    segments.try_for_each(|segment| segment.file.sync_data())
 }
 
 impl SimulatedEngine {
@@ -101,20 +118,18 @@ impl Simulated {
                     SyncScope::Write if planted(Mutant::AckBeforeSync) => Ok(None),
                     SyncScope::None => Ok(None),
                     SyncScope::Write => own(),
+                    SyncScope::Segments(_) if planted(Mutant::SyncLost) => Ok(None),
+                    SyncScope::Segments(_)
+                        if planted(Mutant::SyncTooEarly) && !chunks.is_empty() =>
+                    {
+                        Ok(None)
+                    }
                     SyncScope::Segments(_)
                         if planted(Mutant::SyncOwnWrite) && !chunks.is_empty() =>
                     {
                         own()
                     }
-                    SyncScope::Segments(segments) => {
-                        let last = match planted(Mutant::SyncLastSegmentOnly) {
-                            true => segments.len() - 1,
-                            false => 0,
-                        };
-                        let mut segments = segments[last..].iter();
-                        let synced = segments.try_for_each(|segment| segment.file.sync_data());
-                        synced.map(|()| None)
-                    }
+                    segments => sync_segments(&segments).map(|()| None),
                 };
                 match planted(Mutant::FailedSyncRetried) {
                     true => Ok(None),

@@ -18,6 +18,7 @@ use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
 use crate::medium::mark::{Inode, Mark};
 use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
 
@@ -318,7 +319,10 @@ impl Medium for Simulated {
     }
 
     fn salt(&self) -> u64 {
-        self.lock().random.next()
+        match planted(Mutant::ReuseSalt) {
+            true => 7,
+            false => self.lock().random.next(),
+        }
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {

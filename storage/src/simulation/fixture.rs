@@ -15,8 +15,8 @@ use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
-use crate::log::group::Group;
-use crate::log::leader::{Leader, Next};
+use crate::log::group::{Group, Next};
+use crate::log::leader::Leader;
 use crate::log::state::Log;
 use crate::medium::engine::{Appended, Engine};
 use crate::mutant::PLANTED;
@@ -212,9 +212,12 @@ impl Running {
         }
     }
 
-    /// The LSN of the newest record.
+    /// The LSN of the newest record. Panics if the log's state breaks an invariant.
     pub(super) fn appended(&self) -> u64 {
-        self.disks[0].log.lock().appended
+        let log = &self.disks[0].log;
+        let state = log.lock();
+        state.check(log);
+        state.pipeline.appended()
     }
 
     /// Whether the log has failed.
@@ -419,4 +422,49 @@ fn times_in_a_log_never_go_back() {
     .unwrap();
     assert!(times.len() == 6 && times[0] < ahead, "{times:?}");
     assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
+}
+
+/// Each step of a history panics if the log's parts do not fit together.
+#[test]
+#[cfg(not(feature = "shuttle"))]
+fn every_step_checks_the_state_of_the_log() {
+    use crate::log::pipeline::tests::panics;
+    use crate::log::state::State;
+
+    let shape = Shape {
+        disks: 1,
+        sectors: 64,
+        segment_size: 64 << 10,
+        max_segments: 16,
+    };
+    let broken: [(&str, fn(&Log, &mut State)); 3] = [
+        ("applied 9", |_, state| state.pipeline.set_applied(9)),
+        ("written watermark", |log, _| {
+            log.written.store(9, Ordering::Release)
+        }),
+        ("is freed before", |_, state| {
+            state.ring.end_tail();
+            state.ring.retire(1);
+        }),
+    ];
+    for (message, change) in broken {
+        // All is dropped while the panic unwinds: the log's lock is poisoned.
+        panics(message, || {
+            let fixture = Fixture::new(World::new(1), shape);
+            let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+            running.keeper.step(false).unwrap();
+            let mut port = running.disks[0].open_port().unwrap();
+            let data = filled(1, 8);
+            end(&running, &mut port, Operation::Write { sector: 0, data }).unwrap();
+            assert!(!port.when_written(7));
+            let mut done = Vec::new();
+            while done.is_empty() {
+                port.completions(&mut done);
+            }
+            running.step_writer();
+            let log = running.disks[0].log.clone();
+            change(&log, &mut log.lock());
+            running.step_writer();
+        });
+    }
 }

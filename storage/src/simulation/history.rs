@@ -293,7 +293,7 @@ impl History {
         let running = self
             .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
-        self.check_numbers(running.disks[0].log.lock().next_lsn)?;
+        self.check_numbers(running.disks[0].log.lock().pipeline.next_lsn())?;
         let found = running
             .read()
             .map_err(|failure| format!("reading after recovery: {failure}"))?;

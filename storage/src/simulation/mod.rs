@@ -250,7 +250,7 @@ fn survivors<T>(
 fn every_planted_fault_is_noticed() {
     let all = [
         Mutant::AckBeforeSync,
-        Mutant::AckOwnWrite,
+        Mutant::SyncLost,
         Mutant::AnsweredUnwritten,
         Mutant::SkipBaseSync,
         Mutant::BaseSyncTooEarly,
@@ -263,7 +263,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::IndexSkipsDiscard,
         Mutant::SyncLastSegmentOnly,
         Mutant::SyncOwnWrite,
-        Mutant::SyncCoversWriting,
+        Mutant::SyncTooEarly,
         Mutant::RecoveryStopsEarly,
         Mutant::RecoveryAcceptsStale,
         Mutant::RecoverySkipsChecksum,

@@ -36,7 +36,7 @@ fn is_told() -> bool {
     write(&mut flushing, 2);
     flushing.submit(12, Operation::Flush);
     turn();
-    assert_eq!(log.lock().batched, 2);
+    assert_eq!(log.lock().pipeline.batched(), 2);
     drop(flushing);
     write(&mut last, 3);
     assert!(!last.when_written(13));
@@ -45,7 +45,11 @@ fn is_told() -> bool {
     while !done.iter().any(|end: &Completion| end.token == 11) {
         first.completions(&mut done);
     }
-    assert_eq!(log.lock().batched, 2, "both wait behind the leader's batch");
+    assert_eq!(
+        log.lock().pipeline.batched(),
+        2,
+        "both wait behind the leader's batch"
+    );
     (0..20).for_each(|_| turn());
     let told = log.written.load(Ordering::Acquire) == 3;
     done.clear();

@@ -13,8 +13,10 @@ use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
 use crate::log::leader::Writer;
+use crate::log::pipeline::Pipeline;
+use crate::log::ring::{Live, SegmentRing};
 use crate::log::stamp::Stamps;
-use crate::log::state::{FailOnPanic, KeeperState, Live, Log, State};
+use crate::log::state::{FailOnPanic, Log, State};
 use crate::medium::directory::{Directory, Medium, directory};
 use crate::medium::engine;
 use crate::medium::filesystem;
@@ -256,57 +258,34 @@ fn new_log(
     options: &StoreOptions,
 ) -> Log {
     let header = &control.control.header;
-    let void = scan.void.into_iter();
-    let live: std::collections::VecDeque<Live> = scan
-        .live
-        .into_iter()
-        .map(|live| Live {
-            segment: live.segment,
-            sequence: live.sequence,
-            last_lsn: live.last_lsn,
-        })
-        .collect();
-    let state = State {
-        next_lsn: header.next_lsn.get(),
-        appended: scan.last_lsn,
-        batched: scan.last_lsn,
-        applied: header.checkpoint_lsn.get(),
-        next_cid: scan.max_cid + 1,
-        stamps: Stamps::after(scan.last_unix_us),
-        next_sequence: scan.max_sequence + 1,
-        pending: Default::default(),
-        pending_bytes: 0,
-        queued_bytes: 0,
-        waiters: Vec::new(),
-        awaiting: Default::default(),
-        waiting_clients: 0,
-        open_clients: 0,
-        writing: Default::default(),
-        end: 0,
-        led: false,
-        gather: Gather::new(options.commit_wait),
-        tail: None,
-        keeper: KeeperState {
-            checkpoint: live.len() * 2 >= header.max_segments.get() as usize,
-            files: scan.files,
-            ..KeeperState::default()
-        },
-        live,
-        free: scan.free.into_iter().chain(void).collect(),
-        unsynced: Vec::new(),
-        starved: false,
-        ports: Vec::new(),
-    };
+    let (last_lsn, checkpoint_lsn) = (scan.last_lsn, header.checkpoint_lsn.get());
+    let live = scan.live.into_iter().map(|live| Live {
+        segment: live.segment,
+        sequence: live.sequence,
+        last_lsn: live.last_lsn,
+    });
+    let next_cid = scan.max_cid + 1;
+    let pipeline = Pipeline::new(header.next_lsn.get(), last_lsn, checkpoint_lsn, next_cid);
+    let ring = SegmentRing::new(
+        header.segment_size.get(),
+        (scan.files, header.max_segments.get()),
+        scan.max_sequence + 1,
+        live.collect(),
+        scan.free.into_iter().chain(scan.void).collect(),
+    );
+    let (gather, stamps) = (
+        Gather::new(options.commit_wait),
+        Stamps::after(scan.last_unix_us),
+    );
+    let state = State::new(pipeline, ring, gather, stamps);
     Log {
         dir: log_dir.to_path_buf(),
         uuid: header.log,
         segment_size: header.segment_size.get(),
-        max_segments: header.max_segments.get(),
         medium,
         leader_alone: options.leader_alone(),
         most_served: if options.group_commit { usize::MAX } else { 1 },
-        durable: AtomicU64::new(scan.last_lsn),
-        written: AtomicU64::new(scan.last_lsn),
+        written: AtomicU64::new(last_lsn),
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
         counters: Counters::default(),

@@ -322,7 +322,7 @@ fn schedules_of_few_switches_keep_the_promises() {
 fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
     let all = [
         Mutant::AckBeforeSync,
-        Mutant::AckOwnWrite,
+        Mutant::SyncLost,
         Mutant::AnsweredUnwritten,
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,

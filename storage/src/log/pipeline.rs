@@ -1,0 +1,484 @@
+//! The way of records from their LSN to the medium.
+//!
+//! ```text
+//!  append ──▶ pending ──batch──▶ writing (several at once) ──▶ unsynced ──sync (one at a time)──▶ durable
+//!        appended           batched                       written                            durable
+//! ```
+//! The words below the line are watermarks: each is the LSN of the newest record that has come so far.
+
+use std::collections::VecDeque;
+
+use crate::format::Kind;
+use crate::log::disk_state::DiskState;
+use crate::medium::checksum::Payload;
+use crate::medium::engine::SyncScope;
+use crate::medium::segment::Segment;
+use crate::sync::Arc;
+
+/// A request that becomes a record of the log.
+pub(crate) struct Modification {
+    pub kind: Kind,
+    pub sector: u64,
+    pub sectors: u32,
+    pub payload: Option<Payload>,
+}
+
+impl Modification {
+    pub(crate) fn payload_len(&self) -> usize {
+        self.payload
+            .as_ref()
+            .map_or(0, |payload| payload.bytes.len())
+    }
+
+    /// The checksums of the payload.
+    pub(crate) fn checksums(&self) -> &[u32] {
+        self.payload
+            .as_ref()
+            .map_or(&[], |payload| &payload.checksums)
+    }
+}
+
+/// A record that has an LSN and waits to be written.
+pub(crate) struct Record {
+    pub disk: Arc<DiskState>,
+    pub lsn: u64,
+    pub change: Modification,
+}
+
+impl Record {
+    /// The record's share of the pending bytes. A record without a payload counts too, since it takes a descriptor:
+    /// so memory stays bounded.
+    fn pending_bytes(&self) -> usize {
+        self.change.payload_len().max(512)
+    }
+}
+
+/// A batch on its way to its segment.
+struct Writing {
+    last_lsn: u64,
+    segment: Arc<Segment>,
+    /// The [pending bytes](Record::pending_bytes) of its records.
+    bytes: usize,
+    /// The sync of the batch is part of the same operation as its write.
+    synced: bool,
+    ended: bool,
+}
+
+/// The records that are on their way, and the watermarks.
+pub(crate) struct Pipeline {
+    next_lsn: u64,
+    /// Below `next_lsn - 1` after a torn tail was dropped.
+    appended: u64,
+    batched: u64,
+    written: u64,
+    durable: u64,
+    /// All records up to this LSN are in the base images.
+    applied: u64,
+    next_cid: u64,
+    pending: VecDeque<Record>,
+    /// Bytes of `pending`, and of the records in batches that are being written.
+    queued_bytes: usize,
+    writing_bytes: usize,
+    /// Batches being written, and written batches behind one that is still being written, in the log's order.
+    writing: VecDeque<Writing>,
+    /// Segments that hold written batches that no sync covers, neither an ended one nor the one under way.
+    unsynced: Vec<Arc<Segment>>,
+    /// The sync under way makes records up to this LSN durable.
+    syncing: Option<u64>,
+}
+
+impl Pipeline {
+    /// The pipeline of a log whose newest record is `last_lsn`, and which is durable.
+    pub(crate) fn new(next_lsn: u64, last_lsn: u64, applied: u64, next_cid: u64) -> Self {
+        Self {
+            next_lsn,
+            appended: last_lsn,
+            batched: last_lsn,
+            written: last_lsn,
+            durable: last_lsn,
+            applied,
+            next_cid,
+            pending: VecDeque::new(),
+            queued_bytes: 0,
+            writing_bytes: 0,
+            writing: VecDeque::new(),
+            unsynced: Vec::new(),
+            syncing: None,
+        }
+    }
+
+    /// The LSN of the next record.
+    pub(crate) fn next_lsn(&self) -> u64 {
+        self.next_lsn
+    }
+
+    /// The LSN of the newest record, pending ones included.
+    pub(crate) fn appended(&self) -> u64 {
+        self.appended
+    }
+
+    /// The LSN of the newest record in a batch.
+    pub(crate) fn batched(&self) -> u64 {
+        self.batched
+    }
+
+    /// All records up to this LSN are written.
+    pub(crate) fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// All records up to this LSN are durable.
+    pub(crate) fn durable(&self) -> u64 {
+        self.durable
+    }
+
+    /// All records up to this LSN are in the base images.
+    pub(crate) fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    /// Notes that all records up to `lsn` are in the base images.
+    pub(crate) fn set_applied(&mut self, lsn: u64) {
+        self.applied = lsn;
+    }
+
+    /// How many records wait for a checkpoint.
+    pub(crate) fn unapplied(&self) -> u64 {
+        self.appended - self.applied
+    }
+
+    /// The number of the next commit group.
+    pub(crate) fn next_cid(&self) -> u64 {
+        self.next_cid
+    }
+
+    /// The pending records, oldest first.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = &Record> {
+        self.pending.iter()
+    }
+
+    /// Bytes of the pending records.
+    pub(crate) fn queued_bytes(&self) -> usize {
+        self.queued_bytes
+    }
+
+    /// Bytes of the pending records and of those being written.
+    pub(crate) fn bytes(&self) -> usize {
+        self.queued_bytes + self.writing_bytes
+    }
+
+    /// The number of batches being written, with those that wait behind one.
+    pub(crate) fn writing(&self) -> usize {
+        self.writing.len()
+    }
+
+    /// Whether a batch is being written by an operation without a sync.
+    pub(crate) fn writes_alone(&self) -> bool {
+        self.writing.iter().any(|one| !one.synced && !one.ended)
+    }
+
+    /// The number of segments that hold written batches which no sync covers.
+    pub(crate) fn unsynced(&self) -> usize {
+        self.unsynced.len()
+    }
+
+    /// Gives a record the next LSN and returns that.
+    pub(crate) fn append(&mut self, disk: &Arc<DiskState>, change: Modification) -> u64 {
+        let lsn = self.next_lsn;
+        self.next_lsn += 1;
+        self.appended = lsn;
+        let disk = disk.clone();
+        let record = Record { disk, lsn, change };
+        self.queued_bytes += record.pending_bytes();
+        self.pending.push_back(record);
+        lsn
+    }
+
+    /// Moves the oldest `count` pending records, at least one, to `records`: the batch that is written to `segment`
+    /// next. If `synced`, [`sync_batch`](Self::sync_batch) follows.
+    pub(crate) fn begin_batch(
+        &mut self,
+        count: usize,
+        segment: &Arc<Segment>,
+        synced: bool,
+        records: &mut Vec<Record>,
+    ) {
+        records.extend(self.pending.drain(..count));
+        let bytes = records.iter().map(Record::pending_bytes).sum();
+        self.queued_bytes -= bytes;
+        self.writing_bytes += bytes;
+        self.batched = records[count - 1].lsn;
+        self.writing.push_back(Writing {
+            last_lsn: self.batched,
+            segment: segment.clone(),
+            bytes,
+            synced,
+            ended: false,
+        });
+    }
+
+    /// Notes that the batch with this last record is written. If an earlier batch is still being written, this one
+    /// counts only once that has ended.
+    pub(crate) fn end_batch(&mut self, last_lsn: u64) {
+        let mut writing = self.writing.iter_mut();
+        let batch = writing.find(|batch| batch.last_lsn == last_lsn && !batch.ended);
+        let batch = batch.expect("a batch ends once");
+        batch.ended = true;
+        self.writing_bytes -= batch.bytes;
+        while let Some(batch) = self.writing.pop_front_if(|batch| batch.ended) {
+            self.written = batch.last_lsn;
+            if !batch.synced {
+                add(&mut self.unsynced, &batch.segment);
+            }
+        }
+    }
+
+    fn begin_sync(&mut self, lsn: u64) {
+        assert!(self.syncing.is_none(), "one sync at a time");
+        self.syncing = Some(lsn);
+        self.next_cid += 1;
+    }
+
+    /// Begins the sync of the newest batch and of all before it; returns what it has to cover: the batch alone if
+    /// everything before it is durable and the file system honours durable writes.
+    pub(crate) fn sync_batch(&mut self) -> SyncScope {
+        self.begin_sync(self.batched);
+        assert_eq!(self.writing.len(), 1, "no batch before it is being written");
+        let segment = &self.writing[0].segment;
+        if self.unsynced.is_empty() && !segment.needs_sync {
+            return SyncScope::Write;
+        }
+        let mut segments = std::mem::take(&mut self.unsynced);
+        add(&mut segments, segment);
+        SyncScope::Segments(segments)
+    }
+
+    /// Begins the sync of all that is written; returns the segments that it has to cover.
+    pub(crate) fn sync_written(&mut self) -> Vec<Arc<Segment>> {
+        self.begin_sync(self.written);
+        std::mem::take(&mut self.unsynced)
+    }
+
+    /// Notes that the sync under way has ended.
+    pub(crate) fn end_sync(&mut self) {
+        self.durable = self.syncing.take().expect("a sync is under way");
+    }
+
+    /// Drops what is on its way, because the log has failed: nothing becomes durable any more.
+    pub(crate) fn fail(&mut self) {
+        self.pending.clear();
+        self.writing.clear();
+    }
+
+    /// The segments that hold batches which are not durable.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = &Arc<Segment>> {
+        let writing = self.writing.iter().map(|batch| &batch.segment);
+        writing.chain(&self.unsynced)
+    }
+
+    /// Panics if an invariant does not hold. The log has not failed.
+    pub(crate) fn check(&self) {
+        let Self {
+            appended,
+            batched,
+            written,
+            durable,
+            applied,
+            syncing,
+            ..
+        } = *self;
+        assert!(
+            applied <= durable
+                && durable <= written
+                && written <= batched
+                && batched <= appended
+                && appended < self.next_lsn,
+            "applied {applied}, durable {durable}, written {written}, batched {batched}, appended {appended}"
+        );
+        // The pending records are all that are in no batch, in LSN order. (LSNs between those of a torn tail and
+        // `next_lsn` at the opening belong to no record.)
+        let newest = self.pending.iter().rev().map(|record| record.lsn);
+        assert!(
+            newest.eq((batched + 1..=appended).rev().take(self.pending.len()))
+                && (self.pending.is_empty() == (batched == appended)),
+            "pending records are out of order"
+        );
+        let queued: usize = self.pending.iter().map(Record::pending_bytes).sum();
+        assert_eq!(self.queued_bytes, queued, "bytes of pending records");
+        // Batches end in any order, and count in the log's order.
+        let mut newest = written;
+        for batch in &self.writing {
+            assert!(newest < batch.last_lsn, "batches are out of order");
+            newest = batch.last_lsn;
+        }
+        assert_eq!(newest, batched, "the newest batch");
+        let front = self.writing.front();
+        assert!(
+            front.is_none_or(|batch| !batch.ended),
+            "the oldest batch is written, and does not count"
+        );
+        let unwritten = self.writing.iter().filter(|batch| !batch.ended);
+        let bytes: usize = unwritten.map(|batch| batch.bytes).sum();
+        assert_eq!(self.writing_bytes, bytes, "bytes being written");
+        // A sync covers what was written when it began, and the batch of its own operation.
+        let own = front.filter(|batch| batch.synced);
+        let ahead = own.map_or(written, |batch| batch.last_lsn);
+        assert!(
+            syncing.is_none_or(|lsn| durable <= lsn && lsn <= ahead),
+            "a sync of more than was written when it began"
+        );
+        let others = self.writing.iter().skip(1);
+        assert!(
+            own.is_none_or(|own| syncing == Some(own.last_lsn))
+                && others.into_iter().all(|batch| !batch.synced),
+            "a sync of another batch"
+        );
+        assert_eq!(
+            self.unsynced.is_empty(),
+            written <= syncing.unwrap_or(durable),
+            "segments are unsynced if and only if records are written and not durable"
+        );
+        let distinct = |(at, segment)| !self.unsynced[..at].iter().any(|s| Arc::ptr_eq(s, segment));
+        assert!(self.unsynced.iter().enumerate().all(distinct), "twice");
+    }
+}
+
+/// Adds a segment to a list, unless it is in it already.
+fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
+    if !segments.iter().any(|other| Arc::ptr_eq(other, segment)) {
+        segments.push(segment.clone());
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+pub(crate) mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use zerocopy::FromZeros;
+
+    use super::*;
+    use crate::DiskOptions;
+    use crate::format::DiskEntry;
+
+    pub(crate) fn segment() -> Arc<Segment> {
+        let file = Box::new(tempfile::tempfile().unwrap());
+        Arc::new(Segment::new("segment".into(), file))
+    }
+
+    /// Asserts that `act` panics with a message that contains `part`.
+    pub(crate) fn panics(part: &str, act: impl FnOnce()) {
+        let Err(panic) = catch_unwind(AssertUnwindSafe(act)) else {
+            panic!("no panic with: {part}");
+        };
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        assert!(text.unwrap_or("").contains(part), "{text:?}, not {part}");
+    }
+
+    /// A pipeline with record 1 durable, 2 written, 3 being written, 4 written behind it, 5 and 6 pending.
+    fn pipeline() -> Pipeline {
+        let disk = DiskState::new(
+            &DiskEntry::new_zeroed(),
+            &DiskOptions::new("disk"),
+            Arc::new(tempfile::tempfile().unwrap()),
+        );
+        let (disk, segment) = (Arc::new(disk), segment());
+        let mut pipeline = Pipeline::new(1, 0, 0, 1);
+        for lsn in 1..=6 {
+            let change = Modification {
+                kind: Kind::Discard,
+                sector: 0,
+                sectors: 1,
+                payload: None,
+            };
+            assert_eq!(pipeline.append(&disk, change), lsn);
+            pipeline.check();
+        }
+        let begin = |pipeline: &mut Pipeline| {
+            pipeline.begin_batch(1, &segment, false, &mut Vec::new());
+            pipeline.check();
+        };
+        begin(&mut pipeline);
+        pipeline.end_batch(1);
+        assert_eq!(pipeline.sync_written().len(), 1);
+        pipeline.check();
+        pipeline.end_sync();
+        begin(&mut pipeline);
+        pipeline.end_batch(2);
+        begin(&mut pipeline);
+        begin(&mut pipeline);
+        pipeline.end_batch(4);
+        pipeline.check();
+        assert_eq!((pipeline.written(), pipeline.durable()), (2, 1));
+        pipeline
+    }
+
+    #[test]
+    fn a_batch_and_a_sync_end_once_and_in_order() {
+        panics("a batch ends once", || pipeline().end_batch(4));
+        panics("a sync is under way", || pipeline().end_sync());
+        panics("one sync at a time", || {
+            let mut pipeline = pipeline();
+            pipeline.sync_written();
+            pipeline.sync_written();
+        });
+        panics("no batch before it is being written", || {
+            pipeline().sync_batch();
+        });
+        let mut pipeline = pipeline();
+        pipeline.sync_written();
+        pipeline.end_batch(3);
+        pipeline.check();
+        assert_eq!((pipeline.written(), pipeline.unsynced()), (4, 1));
+        pipeline.end_sync();
+        pipeline.check();
+        assert_eq!(pipeline.durable(), 2);
+    }
+
+    #[test]
+    fn every_broken_invariant_is_noticed() {
+        let broken: [(&str, fn(&mut Pipeline)); 15] = [
+            ("durable 3, written 2", |pipeline| pipeline.durable = 3),
+            ("written 5, batched 4", |pipeline| pipeline.written = 5),
+            ("batched 7, appended 6", |pipeline| pipeline.batched = 7),
+            ("applied 2, durable 1", |pipeline| pipeline.applied = 2),
+            ("appended 6", |pipeline| pipeline.next_lsn = 6),
+            ("records are out of order", |pipeline| {
+                pipeline.pending.swap(0, 1)
+            }),
+            ("records are out of order", |pipeline| {
+                pipeline.pending.clear()
+            }),
+            ("bytes of pending records", |pipeline| {
+                pipeline.queued_bytes += 1
+            }),
+            ("batches are out of order", |pipeline| {
+                pipeline.writing.swap(0, 1)
+            }),
+            ("the newest batch", |pipeline| pipeline.writing.clear()),
+            ("the oldest batch is written", |pipeline| {
+                pipeline.writing[0].ended = true
+            }),
+            ("bytes being written", |pipeline| pipeline.writing_bytes = 0),
+            ("more than was written", |pipeline| {
+                pipeline.syncing = Some(3)
+            }),
+            ("a sync of another batch", |pipeline| {
+                pipeline.writing[1].synced = true
+            }),
+            ("segments are unsynced", |pipeline| {
+                pipeline.unsynced.clear()
+            }),
+        ];
+        for (message, change) in broken {
+            let mut pipeline = pipeline();
+            pipeline.check();
+            change(&mut pipeline);
+            panics(message, || pipeline.check());
+        }
+        let mut pipeline = pipeline();
+        pipeline.unsynced.push(pipeline.unsynced[0].clone());
+        panics("twice", || pipeline.check());
+    }
+}

@@ -1,0 +1,436 @@
+//! The ring of a log's segment files.
+//!
+//! ```text
+//!           ┌── make_room ──▶ live, the newest is the tail ── retire ──┐
+//!         free                                                     retiring
+//!           └──────────── reclaim, once no reader holds it ────────────┘
+//! ```
+
+use std::collections::VecDeque;
+
+use zerocopy::little_endian::{U32, U64};
+
+use crate::format::{self, SegmentHeader, Uuid};
+use crate::medium::checksum::Table;
+use crate::medium::segment::Segment;
+use crate::sync::Arc;
+use crate::{Buffer, SharedBuffer};
+
+/// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.
+const READY: usize = 2;
+/// Until the next segment file is made, one part in this many of a segment is used: the rest has room for all records
+/// that may be pending.
+const GROWING_SHARE: u64 = 8;
+
+/// A segment in use, with the LSN of its last record so far.
+pub(crate) struct Live {
+    pub segment: Arc<Segment>,
+    pub sequence: u64,
+    pub last_lsn: u64,
+}
+
+/// The position in the log at which the next batch is written.
+pub(crate) struct Tail {
+    pub segment: Arc<Segment>,
+    pub sequence: u64,
+    pub salt: u64,
+    pub offset: u64,
+    pub previous_crc: u32,
+    /// The segment header while it is not written yet; it is written together with the first batch.
+    pub header: Option<SharedBuffer>,
+}
+
+/// Where there is room for a batch.
+pub(crate) enum Room {
+    /// In the tail.
+    Tail,
+    /// In this segment, which was free and is to become the [next tail](SegmentRing::begin_tail).
+    Next(Arc<Segment>),
+    /// Nowhere yet. `left`: how many segments are free or can still be made. `reserved`: these are the keeper's.
+    None { left: u32, reserved: bool },
+}
+
+/// The segments of a log.
+pub(crate) struct SegmentRing {
+    segment_size: u64,
+    /// Most segment files.
+    most: u32,
+    /// Number of segment files made so far.
+    files: u32,
+    /// The last attempt to make a segment file failed: until one succeeds, the existing files are the whole ring.
+    cramped: bool,
+    next_sequence: u64,
+    tail: Option<Tail>,
+    /// Segments in use, oldest first; the tail's is the last.
+    live: VecDeque<Live>,
+    /// Segments that are no longer needed. Readers may still hold them.
+    retiring: Vec<Arc<Segment>>,
+    /// Free segments; the one that was freed first is used first.
+    free: VecDeque<Arc<Segment>>,
+    /// The pending records fit no segment, and no new segment file is to come: a checkpoint has to free a segment.
+    starved: bool,
+    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
+    end: u64,
+}
+
+impl SegmentRing {
+    /// The ring of a log of `files` segment files, of at most `most`. The newest of the `live` segments takes no more
+    /// batches.
+    pub(crate) fn new(
+        segment_size: u64,
+        (files, most): (u32, u32),
+        next_sequence: u64,
+        live: VecDeque<Live>,
+        free: VecDeque<Arc<Segment>>,
+    ) -> Self {
+        Self {
+            segment_size,
+            most,
+            files,
+            cramped: false,
+            next_sequence,
+            tail: None,
+            live,
+            retiring: Vec::new(),
+            free,
+            starved: false,
+            end: 0,
+        }
+    }
+
+    /// The position of the next batch, once a batch was written since the log was opened.
+    pub(crate) fn tail(&self) -> Option<&Tail> {
+        self.tail.as_ref()
+    }
+
+    /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Whether the pending records fit no segment, and no new segment file is to come.
+    pub(crate) fn is_starved(&self) -> bool {
+        self.starved
+    }
+
+    /// Lets the next batch look for room again.
+    pub(crate) fn end_starving(&mut self) {
+        self.starved = false;
+    }
+
+    /// Whether half of the ring, or more, is in use.
+    pub(crate) fn is_half_used(&self) -> bool {
+        self.live.len() * 2 >= self.most as usize
+    }
+
+    /// Bytes of the segments that are not in use, or not made yet.
+    pub(crate) fn unused_bytes(&self) -> u64 {
+        u64::from(self.most).saturating_sub(self.live.len() as u64) * self.segment_size
+    }
+
+    /// Whether no segment is free.
+    pub(crate) fn has_none_free(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// The number of the next segment file, if it is to be made now; see [`is_short`](Self::is_short).
+    pub(crate) fn next_file(&self) -> Option<u32> {
+        (self.free.len() < READY && self.files < self.most).then_some(self.files)
+    }
+
+    /// Whether the next segment file is to be made, and the last one could be.
+    pub(crate) fn is_short(&self) -> bool {
+        self.next_file().is_some() && !self.cramped
+    }
+
+    /// Whether the last segment file could not be made.
+    pub(crate) fn is_cramped(&self) -> bool {
+        self.cramped
+    }
+
+    /// How many segment files are to come.
+    fn to_come(&self) -> u32 {
+        match self.cramped {
+            true => 0,
+            false => self.most - self.files,
+        }
+    }
+
+    /// Adds a segment file that was made.
+    pub(crate) fn add(&mut self, made: Segment) {
+        self.cramped = false;
+        self.free.push_back(Arc::new(made));
+        self.files += 1;
+        self.starved = false;
+    }
+
+    /// Notes that no segment file could be made. Returns whether that is new.
+    pub(crate) fn cramp(&mut self) -> bool {
+        !std::mem::replace(&mut self.cramped, true)
+    }
+
+    /// Looks for room for a batch of `bytes`. `draining`: the batch is the keeper's.
+    pub(crate) fn make_room(&mut self, bytes: u64, draining: bool) -> Room {
+        // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
+        // segment file can be made.
+        let growing = self.free.is_empty() && self.files < self.most;
+        let usable = match growing && !draining {
+            true => self.segment_size / GROWING_SHARE,
+            false => self.segment_size,
+        };
+        let tail = self.tail.as_ref();
+        if tail.is_some_and(|tail| tail.offset + bytes <= usable) {
+            self.starved = false;
+            return Room::Tail;
+        }
+        // The last segment of the ring is reserved for the keeper: with it a checkpoint can always make the pending
+        // records durable, however full the ring, and so free the other segments.
+        let left = self.free.len() as u32 + self.to_come();
+        let allowed = left > 1 || draining;
+        let next = allowed.then(|| self.free.pop_front()).flatten();
+        // The log is not starved while a segment file is to come: that makes room without a checkpoint.
+        self.starved = next.is_none() && self.to_come() == 0;
+        match next {
+            Some(segment) => Room::Next(segment),
+            None => Room::None {
+                left,
+                reserved: !allowed,
+            },
+        }
+    }
+
+    /// Continues the log of this identity in a segment that [`make_room`](Self::make_room) gave. `batched`: the LSN of
+    /// the newest record before.
+    pub(crate) fn begin_tail(&mut self, segment: Arc<Segment>, log: Uuid, salt: u64, batched: u64) {
+        // The unused end of the previous segment counts as used.
+        self.end = self.end.next_multiple_of(self.segment_size);
+        segment.note(Table::clear);
+        let sequence = self.next_sequence;
+        let header = SegmentHeader {
+            magic: format::SEGMENT_MAGIC,
+            version: U32::new(format::VERSION),
+            crc: U32::new(0),
+            log,
+            sequence: U64::new(sequence),
+            previous_sequence: U64::new(self.live.back().map_or(0, |live| live.sequence)),
+            previous_lsn: U64::new(batched),
+            salt: U64::new(salt),
+        };
+        let mut block = Buffer::zeroed(format::BLOCK);
+        let previous_crc = header.encode(&mut block);
+        self.live.push_back(Live {
+            segment: segment.clone(),
+            sequence,
+            last_lsn: batched,
+        });
+        self.next_sequence += 1;
+        self.tail = Some(Tail {
+            segment,
+            sequence,
+            salt,
+            offset: 0,
+            previous_crc,
+            header: Some(block.share()),
+        });
+    }
+
+    /// Moves the tail behind a batch of `bytes`, segment header included, whose header has the checksum `crc`.
+    pub(crate) fn extend_tail(&mut self, bytes: u64, crc: u32, last_lsn: u64) {
+        let tail = self.tail.as_mut().expect("the batch is in it");
+        tail.header = None;
+        tail.offset += bytes;
+        tail.previous_crc = crc;
+        self.end += bytes;
+        self.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
+    }
+
+    /// Ends the tail: the log is being closed, and the next batch would begin a segment.
+    pub(crate) fn end_tail(&mut self) {
+        self.tail = None;
+    }
+
+    /// How many of the oldest segments are not needed once all records up to `lsn` are in the base images, and the
+    /// sequence of the first that is. The tail is needed always.
+    pub(crate) fn unneeded(&self, lsn: u64) -> (usize, u64) {
+        let most = self.live.len() - usize::from(self.tail.is_some());
+        let keep = self.live.iter().position(|live| live.last_lsn > lsn);
+        let count = keep.unwrap_or(most);
+        let first = self.live.get(count);
+        (
+            count,
+            first.map_or(self.next_sequence, |live| live.sequence),
+        )
+    }
+
+    /// Takes the oldest `count` segments out of use. They are free once they are [reclaimed](Self::reclaim).
+    pub(crate) fn retire(&mut self, count: usize) {
+        let retired = self.live.drain(..count).map(|live| live.segment);
+        self.retiring.extend(retired);
+    }
+
+    /// Frees the retired segments that no reader holds any more. Returns whether there was one.
+    pub(crate) fn reclaim(&mut self) -> bool {
+        let free = self.free.len();
+        let unused = |segment: &mut Arc<Segment>| Arc::strong_count(segment) == 1;
+        self.free.extend(self.retiring.extract_if(.., unused));
+        let more = self.free.len() > free;
+        self.starved &= !more;
+        more
+    }
+
+    /// Whether readers hold retired segments.
+    pub(crate) fn has_readers(&self) -> bool {
+        !self.retiring.is_empty()
+    }
+
+    /// Whether the only segments that can become free are those that readers hold.
+    pub(crate) fn waits_for_readers(&self) -> bool {
+        self.has_readers() && self.free.is_empty() && self.to_come() == 0
+    }
+
+    /// The number of segment files, and of free segments.
+    #[cfg(test)]
+    pub(crate) fn counts(&self) -> (u32, usize) {
+        (self.files, self.free.len())
+    }
+
+    /// The segments that are in use, oldest first.
+    pub(crate) fn live(&self) -> impl Iterator<Item = &Arc<Segment>> {
+        self.live.iter().map(|live| &live.segment)
+    }
+
+    /// Panics if an invariant does not hold. `batched`: the LSN of the newest record in a batch.
+    pub(crate) fn check(&self, batched: u64) {
+        let mut newest = (0, 0);
+        for live in &self.live {
+            assert!(
+                newest.0 < live.sequence && newest.1 <= live.last_lsn,
+                "live segments are out of order"
+            );
+            newest = (live.sequence, live.last_lsn);
+        }
+        assert!(
+            newest.0 < self.next_sequence && newest.1 <= batched,
+            "a segment from the future"
+        );
+        if let Some(tail) = &self.tail {
+            let last = self.live.back().expect("the tail is live");
+            assert!(
+                Arc::ptr_eq(&last.segment, &tail.segment)
+                    && (last.sequence, last.last_lsn) == (tail.sequence, batched),
+                "the tail is not the last live segment"
+            );
+            assert!(
+                tail.offset <= self.segment_size
+                    && (tail.offset == 0) == tail.header.is_some()
+                    && (self.end - tail.offset).is_multiple_of(self.segment_size),
+                "the tail's offset is {} of {}, the log's end {}",
+                tail.offset,
+                self.segment_size,
+                self.end
+            );
+        }
+        let all = || self.live().chain(&self.retiring).chain(&self.free);
+        for (at, segment) in all().enumerate() {
+            let mut others = all().take(at);
+            assert!(
+                others.all(|other| !Arc::ptr_eq(other, segment)),
+                "a segment is in two places"
+            );
+        }
+        assert!(
+            all().count() <= self.files as usize && self.files <= self.most,
+            "more segments than files"
+        );
+        assert!(
+            !self.starved || self.to_come() == 0,
+            "starved, and a segment file is to come"
+        );
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::log::pipeline::tests::{panics, segment};
+
+    const SIZE: u64 = 64 << 10;
+
+    /// A ring of four files of at most five: one that a reader holds, two that are live, and a free one. The newest
+    /// record in a batch is 9.
+    fn ring() -> (SegmentRing, Arc<Segment>) {
+        let free = (0..4).map(|_| segment()).collect();
+        let mut ring = SegmentRing::new(SIZE, (4, 5), 1, VecDeque::new(), free);
+        let mut batched = 0;
+        for lsn in [3, 6, 9] {
+            let Room::Next(segment) = ring.make_room(SIZE, false) else {
+                panic!("a segment is free");
+            };
+            ring.begin_tail(segment, [7; 16], 1, batched);
+            ring.check(batched);
+            ring.extend_tail(8192, 1, lsn);
+            batched = lsn;
+            ring.check(batched);
+        }
+        assert_eq!((ring.unneeded(5), ring.unneeded(9)), ((1, 2), (2, 3)));
+        let reader = ring.live[0].segment.clone();
+        ring.retire(1);
+        assert!(!ring.reclaim() && ring.has_readers());
+        ring.check(batched);
+        (ring, reader)
+    }
+
+    #[test]
+    fn a_segment_goes_round_once_no_reader_holds_it() {
+        let (mut ring, reader) = ring();
+        assert_eq!(ring.counts(), (4, 1));
+        drop(reader);
+        assert!(ring.reclaim() && !ring.has_readers());
+        ring.check(9);
+        assert_eq!(ring.counts(), (4, 2));
+        assert!(matches!(ring.make_room(8192, false), Room::Tail));
+        // With no file to come the last segment is the keeper's.
+        assert!(ring.cramp() && !ring.cramp());
+        assert!(matches!(ring.make_room(SIZE, false), Room::Next(_)));
+        let none = ring.make_room(SIZE, false);
+        assert!(matches!(
+            none,
+            Room::None {
+                left: 1,
+                reserved: true
+            }
+        ));
+        assert!(ring.is_starved());
+        assert!(matches!(ring.make_room(SIZE, true), Room::Next(_)));
+        assert!(!ring.is_starved());
+    }
+
+    #[test]
+    fn every_broken_invariant_is_noticed() {
+        let broken: [(&str, fn(&mut SegmentRing)); 11] = [
+            ("out of order", |ring| ring.live.swap(0, 1)),
+            ("out of order", |ring| ring.live[0].last_lsn = 10),
+            ("from the future", |ring| ring.live[1].last_lsn = 10),
+            ("from the future", |ring| ring.next_sequence = 3),
+            ("the tail is live", |ring| ring.live.clear()),
+            ("not the last live", |ring| {
+                ring.live.pop_back();
+            }),
+            ("not the last live", |ring| ring.live[1].last_lsn = 8),
+            ("the tail's offset", |ring| ring.end += 512),
+            ("in two places", |ring| {
+                ring.free.push_back(ring.live[0].segment.clone())
+            }),
+            ("more segments than files", |ring| ring.files = 3),
+            ("starved", |ring| ring.starved = true),
+        ];
+        for (message, change) in broken {
+            let (mut ring, _reader) = ring();
+            change(&mut ring);
+            panics(message, || ring.check(9));
+        }
+        let (ring, _reader) = ring();
+        panics("from the future", || ring.check(8));
+    }
+}
