@@ -31,10 +31,6 @@ pub(crate) enum Mutant {
     RecoverySkipsChecksum,
     /// Readers of the log and checkpoints do not check payload checksums.
     ReadSkipsChecksum,
-    /// Recovery does not sync what it found in the cache.
-    RecoverySkipsSync,
-    /// Recovery trusts the cached bytes of segments after a sync that failed.
-    RecoveryTrustsCache,
     /// Every control write goes to the same slot.
     ControlInPlace,
     /// A control slot is used even if its checksum is wrong.
@@ -53,10 +49,6 @@ pub(crate) enum Mutant {
     SignalClearedLate,
     /// A port that waits for a free segment is never woken.
     SegmentFreedSilently,
-    /// Recovery reads segments to which a killed process still writes.
-    SegmentsNotLocked,
-    /// A base image's mark is not made durable.
-    MarkUnsynced,
     /// A base image is marked as closed before everything is copied to it.
     ClosedEarly,
     /// A base image's length changes before the log knows of it.
@@ -75,14 +67,27 @@ pub(crate) enum Mutant {
     ImageNamedUnsynced,
     /// A base image is used before its name is durable.
     ImageNameUnsynced,
-    /// A segment file gets its name before its bytes and its length are durable.
-    SegmentNamedUnsynced,
     /// A segment file is used before its name is durable.
     SegmentNameUnsynced,
     // The faults below are those of the medium: they are planted in the simulated medium.
     /// A write that is to be durable is not made durable.
     #[cfg(test)]
     AckBeforeSync,
+    /// Recovery does not sync what it found in the cache.
+    #[cfg(test)]
+    RecoverySkipsSync,
+    /// Recovery trusts the cached bytes of segments after a sync that failed.
+    #[cfg(test)]
+    RecoveryTrustsCache,
+    /// Recovery reads segments to which a killed process still writes.
+    #[cfg(test)]
+    SegmentsNotLocked,
+    /// A segment file gets its name before its bytes and its length are durable.
+    #[cfg(test)]
+    SegmentNamedUnsynced,
+    /// A base image's mark is not made durable.
+    #[cfg(test)]
+    MarkUnsynced,
     /// A sync of segments does nothing.
     #[cfg(test)]
     SyncLost,

@@ -9,7 +9,6 @@ use crate::format::{DiskEntry, Uuid};
 use crate::index::Index;
 use crate::medium::file::DataFile;
 use crate::medium::mark::Mark;
-use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -60,10 +59,7 @@ impl DiskState {
         };
         let marked = self.base.write_mark(Some(&mark));
         let marked = marked.map_err(|error| Error::io("mark", &self.path, error))?;
-        let synced = match planted(Mutant::MarkUnsynced) {
-            true => Ok(()),
-            false => self.base.sync_all(),
-        };
+        let synced = self.base.sync_all();
         synced.map_err(|error| Error::io("sync the base image", &self.path, error))?;
         Ok(marked)
     }

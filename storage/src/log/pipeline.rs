@@ -438,7 +438,8 @@ pub(crate) mod tests {
 
     #[test]
     fn every_broken_invariant_is_noticed() {
-        let broken: [(&str, fn(&mut Pipeline)); 15] = [
+        type Fault = fn(&mut Pipeline);
+        let broken: [(&str, Fault); 15] = [
             ("durable 3, written 2", |pipeline| pipeline.durable = 3),
             ("written 5, batched 4", |pipeline| pipeline.written = 5),
             ("batched 7, appended 6", |pipeline| pipeline.batched = 7),

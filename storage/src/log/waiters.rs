@@ -264,7 +264,8 @@ mod tests {
 
     #[test]
     fn every_broken_invariant_is_noticed() {
-        let broken: [(&str, fn(&mut Waiters)); 7] = [
+        type Fault = fn(&mut Waiters);
+        let broken: [(&str, Fault); 7] = [
             ("what is durable", |waiters| waiters.durable[0].lsn = 4),
             ("what is written", |waiters| waiters.written[0].lsn = 7),
             ("what is written", |waiters| waiters.newest_written = 7),

@@ -67,9 +67,7 @@ impl Segment {
             let direct = files.open(&unfinished, Open::Direct)?;
             file::write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
-            if !planted(Mutant::SegmentNamedUnsynced) {
-                file.sync_all()?;
-            }
+            file.sync_all()?;
             files.rename(&unfinished, &path)
         };
         if let Err(error) = fill() {
@@ -89,9 +87,7 @@ impl Segment {
     fn open(files: &dyn FileSystem, path: PathBuf) -> Result<Self> {
         let file = files.open(&path, Open::Direct);
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        if !planted(Mutant::SegmentsNotLocked) {
-            lock::lock(file.as_ref(), &path, Holder::Writes)?;
-        }
+        lock::lock(file.as_ref(), &path, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 

@@ -111,11 +111,7 @@ pub(crate) fn read_for_recovery(
 ) -> Result<(Scan, Indexes)> {
     control.confirm()?;
     for (_, segment) in medium.segments()? {
-        let dropped = match () {
-            () if planted(Mutant::RecoverySkipsSync) => Ok(()),
-            () if planted(Mutant::RecoveryTrustsCache) => segment.file.sync_data(),
-            () => segment.file.drop_cache(),
-        };
+        let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
     let (scan, waiting) = read_log(medium, log_dir, &control.control, progress)?;

@@ -177,8 +177,14 @@ impl DataFile for SimulatedFile {
 
     fn drop_cache(&self) -> io::Result<()> {
         let mut world = self.medium.lock();
+        let segment = world.is_segment(self.index);
+        if segment && planted(Mutant::RecoverySkipsSync) {
+            return Ok(());
+        }
         world.sync(self.index, None)?;
-        world.drop_clean(self.index);
+        if !(segment && planted(Mutant::RecoveryTrustsCache)) {
+            world.drop_clean(self.index);
+        }
         Ok(())
     }
 
@@ -202,6 +208,9 @@ impl DataFile for SimulatedFile {
         let mut world = self.medium.lock();
         if world.locked.contains(&self.index) {
             return Ok(false);
+        }
+        if world.is_segment(self.index) && planted(Mutant::SegmentsNotLocked) {
+            return Ok(true);
         }
         // A killed process's writes in flight hold the lock until they are done.
         world.await_late(self.index);

@@ -437,7 +437,8 @@ fn every_step_checks_the_state_of_the_log() {
         segment_size: 64 << 10,
         max_segments: 16,
     };
-    let broken: [(&str, fn(&Log, &mut State)); 3] = [
+    type Fault = fn(&Log, &mut State);
+    let broken: [(&str, Fault); 3] = [
         ("applied 9", |_, state| state.pipeline.set_applied(9)),
         ("written watermark", |log, _| {
             log.written.store(9, Ordering::Release)

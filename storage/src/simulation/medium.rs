@@ -17,6 +17,7 @@ use std::path::Path;
 use super::names::{DIRECTORY, Names};
 use crate::medium::filesystem::Open;
 use crate::medium::mark::Mark;
+use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event};
 
 pub(super) const SECTOR: usize = 512;
@@ -340,13 +341,18 @@ impl World {
 
     /// Allocates the first `len` bytes of a file, and lengthens it if it is shorter.
     pub(super) fn allocate(&mut self, file: usize, len: u64) -> io::Result<()> {
-        if self.log_full && self.files[file].name.starts_with("segment") {
+        if self.log_full && self.is_segment(file) {
             return Err(no_space());
         }
         match self.files[file].current.len() < len as usize {
             true => self.set_len(file, len),
             false => Ok(()),
         }
+    }
+
+    /// Whether a file is a segment of the log.
+    pub(super) fn is_segment(&self, file: usize) -> bool {
+        self.files[file].name.starts_with("segment")
     }
 
     /// The number of a file.
@@ -493,6 +499,12 @@ impl World {
 
     /// Makes a file durable, with its attribute.
     pub(super) fn sync_all(&mut self, file: usize) -> io::Result<()> {
+        let unfinished = self.is_segment(file) && self.files[file].name.ends_with(".new");
+        if unfinished && planted(Mutant::SegmentNamedUnsynced)
+            || !self.files[file].marks.is_empty() && planted(Mutant::MarkUnsynced)
+        {
+            return Ok(());
+        }
         self.sync(file, None)?;
         let state = &mut self.files[file];
         state.sync_marks(state.marks.len());
