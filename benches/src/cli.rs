@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
-use crate::{commit, database, notify, peers, store, tcmu};
+use crate::{commit, database, notify, peers, store, sustained, tcmu};
 
 const PROGRAM: &str = "walvisor-bench";
 
@@ -34,6 +34,8 @@ enum Command {
     Peers(peers::PeersArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),
+    /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the longest wait, the time to close
+    Sustained(sustained::SustainedArguments),
     /// The store without a guest, compared with a raw file
     Store(store::StoreArguments),
 }
@@ -51,6 +53,7 @@ pub fn main() -> ExitCode {
         Command::Database(arguments) => database::run(&arguments),
         Command::Peers(arguments) => peers::run(&arguments),
         Command::Tcmu(arguments) => tcmu::run(&arguments),
+        Command::Sustained(arguments) => sustained::run(&arguments),
         Command::Store(arguments) => store::run(&arguments),
     };
     end(PROGRAM, result)

@@ -10,6 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use walvisor::commands::CommandError;
 use walvisor::control_socket::{self, Format};
 use walvisor::processor_time;
+use walvisor_guest_images::leash;
 
 use crate::load::point::{BackendKind, DISK_BYTES};
 use crate::programs;
@@ -39,7 +40,7 @@ impl Daemon {
         for disk in disks {
             command.args(["--disk", disk]);
         }
-        let mut child = command
+        let mut child = leash(&mut command)
             .current_dir(images)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -59,6 +60,11 @@ impl Daemon {
     /// Stops the daemon until the returned value is dropped.
     pub fn halt(&self) -> Halted {
         Halted::new(&self.child)
+    }
+
+    /// The daemon's process.
+    pub fn process(&mut self) -> &mut Child {
+        &mut self.child
     }
 
     /// Copies the content of its logs to the images, so that a job does not pay for the job before it.
@@ -111,8 +117,10 @@ pub struct DaemonDisk {
 impl Drop for Daemon {
     fn drop(&mut self) {
         // The daemon may have ended already, which is fine.
-        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-        let _ = self.child.wait();
+        if let Ok(None) = self.child.try_wait() {
+            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+            let _ = self.child.wait();
+        }
     }
 }
 

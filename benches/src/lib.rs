@@ -6,9 +6,10 @@
 //!                  database  MariaDB and SQLite, which wait for the disk at each commit
 //!                  peers     the disk beside those of others: the same client and file system
 //!                  tcmu      TCMU against NBD in Linux kernels
+//!                  sustained the disk for minutes: each second's rate, the longest wait, the time to close
 //!                  store     the store alone, with no guest, beside a raw file
 //! ```
-//! The first five give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. The
+//! All but the last give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. The
 //! compared sides take turns, so that all see the machine in the same states.
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
@@ -22,10 +23,12 @@ mod linux;
 mod load;
 mod notify;
 mod output;
+mod peer;
 mod peers;
 mod programs;
 pub mod report;
 mod session;
 mod store;
+mod sustained;
 mod tcmu;
 pub mod tiny_guest;

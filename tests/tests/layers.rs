@@ -68,9 +68,9 @@ const VMM: &[&[&str]] = &[
 /// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
     &["load", "programs", "report", "session", "tiny_guest"],
-    &["daemon", "guests", "output"],
+    &["daemon", "guests", "output", "peer"],
     &["linux", "store"],
-    &["commit", "database", "notify", "peers", "tcmu"],
+    &["commit", "database", "notify", "peers", "sustained", "tcmu"],
     &["cli"],
     &["main"],
 ];

@@ -6,6 +6,30 @@ use super::measured::Measured;
 use super::point::{BLOCK, LoadJob};
 use walvisor_guest::histogram::Histogram;
 
+/// The requests of a loop, at random offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// Bytes of each read and write.
+    pub block: usize,
+    /// Of 100 requests, how many are reads; the others are writes.
+    pub reads_per_cent: u64,
+    /// A FLUSH follows each write, and belongs to it.
+    pub flush: bool,
+    /// 80 % of the requests go to every fifth block, as a database has hot pages; otherwise each block is as likely.
+    pub hot: bool,
+}
+
+impl From<LoadJob> for Work {
+    fn from(job: LoadJob) -> Self {
+        Self {
+            block: BLOCK,
+            reads_per_cent: if job == LoadJob::Read { 100 } else { 0 },
+            flush: job == LoadJob::WriteFsync,
+            hot: false,
+        }
+    }
+}
+
 /// The next request of a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -20,17 +44,23 @@ pub enum Next {
 /// Concurrent loops, one per slot, that run until the time is over.
 #[derive(Debug)]
 pub struct Loops {
-    job: LoadJob,
+    work: Work,
     began: Instant,
     end: Instant,
     random: u64,
     /// Bytes of the disk.
     bytes: u64,
-    /// For each slot: when its request began, and whether its FLUSH is in flight.
-    slots: Vec<(Instant, bool)>,
-    /// Times of the requests in nanoseconds.
-    histogram: Histogram,
-    last: Instant,
+    slots: Vec<Slot>,
+    tally: Tally,
+}
+
+/// What a loop waits for.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    began: Instant,
+    writes: bool,
+    /// The FLUSH of its write is in flight.
+    flushing: bool,
 }
 
 /// The result of the loops.
@@ -40,9 +70,28 @@ pub struct Tally {
     pub histogram: Histogram,
     /// Time from the start of the loops to the end of the last request.
     pub time: Duration,
+    /// The longest time of a request.
+    pub longest: Duration,
+    /// How many requests ended in each second of the turn.
+    pub seconds: Vec<u64>,
+    /// Bytes of the writes that ended.
+    pub written_bytes: u64,
 }
 
 impl Tally {
+    /// Adds the result of loops that ran beside these.
+    pub fn add(&mut self, other: &Self) {
+        self.histogram.add(&other.histogram);
+        self.time = self.time.max(other.time);
+        self.longest = self.longest.max(other.longest);
+        let seconds = self.seconds.len().max(other.seconds.len());
+        self.seconds.resize(seconds, 0);
+        for (second, more) in self.seconds.iter_mut().zip(&other.seconds) {
+            *second += more;
+        }
+        self.written_bytes += other.written_bytes;
+    }
+
     /// Requests per second.
     pub fn rate(&self) -> f64 {
         self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
@@ -65,19 +114,36 @@ impl Tally {
 impl Loops {
     /// `slots` loops over a disk of `bytes` bytes, for the time `turn` from now on. Clients with different seeds use
     /// different sequences of blocks.
-    pub fn new(job: LoadJob, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
+    pub fn new(work: impl Into<Work>, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
         let now = Instant::now();
+        let slot = Slot {
+            began: now,
+            writes: false,
+            flushing: false,
+        };
         Self {
-            job,
+            work: work.into(),
             began: now,
             end: now + turn,
             // The generator needs a state other than 0.
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
             bytes,
-            slots: vec![(now, false); slots],
-            histogram: Histogram::default(),
-            last: now,
+            slots: vec![slot; slots],
+            tally: Tally {
+                seconds: vec![0; turn.as_secs() as usize],
+                ..Tally::default()
+            },
         }
+    }
+
+    /// How many loops there are.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Bytes of each read and write.
+    pub fn block(&self) -> usize {
+        self.work.block
     }
 
     /// The first request of `slot`.
@@ -88,37 +154,61 @@ impl Loops {
     /// Records that the request of `slot` has ended, and returns the next request, if any.
     pub fn ended(&mut self, slot: usize) -> Option<Next> {
         let now = Instant::now();
-        let (began, flushing) = self.slots[slot];
-        if self.job == LoadJob::WriteFsync && !flushing {
-            self.slots[slot].1 = true;
+        let Slot {
+            began,
+            writes,
+            flushing,
+        } = self.slots[slot];
+        if self.work.flush && writes && !flushing {
+            self.slots[slot].flushing = true;
             return Some(Next::Flush);
         }
-        let nanoseconds = now.duration_since(began).as_nanos();
-        self.histogram
-            .record(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
-        self.last = now;
+        let took = now.duration_since(began);
+        let tally = &mut self.tally;
+        tally
+            .histogram
+            .record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+        tally.time = now - self.began;
+        tally.longest = tally.longest.max(took);
+        if let Some(second) = tally.seconds.get_mut(tally.time.as_secs() as usize) {
+            *second += 1;
+        }
+        if writes {
+            tally.written_bytes += self.work.block as u64;
+        }
         (now < self.end).then(|| self.start(slot, now))
     }
 
     fn start(&mut self, slot: usize, now: Instant) -> Next {
-        self.slots[slot] = (now, false);
-        // Xorshift (Marsaglia 2003).
+        let writes = self.random() % 100 >= self.work.reads_per_cent;
+        self.slots[slot] = Slot {
+            began: now,
+            writes,
+            flushing: false,
+        };
+        let blocks = self.bytes / self.work.block as u64;
+        let block = match self.work.hot && !self.random().is_multiple_of(5) {
+            true => self.random() % (blocks / 5) * 5,
+            false => self.random() % blocks,
+        };
+        let offset = block * self.work.block as u64;
+        match writes {
+            true => Next::Write(offset),
+            false => Next::Read(offset),
+        }
+    }
+
+    /// Xorshift (Marsaglia 2003).
+    fn random(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        let offset = self.random % (self.bytes / BLOCK as u64) * BLOCK as u64;
-        match self.job {
-            LoadJob::Read => Next::Read(offset),
-            LoadJob::Write | LoadJob::WriteFsync => Next::Write(offset),
-        }
+        self.random
     }
 
     /// The result of the loops.
     pub fn tally(self) -> Tally {
-        Tally {
-            histogram: self.histogram,
-            time: self.last - self.began,
-        }
+        self.tally
     }
 }
 
@@ -158,5 +248,49 @@ mod tests {
             assert_eq!(found[0], ended[0]);
             assert!(found.contains(&None));
         }
+    }
+
+    #[test]
+    fn a_tally_has_each_second_and_what_was_written() {
+        let mut loops = Loops::new(LoadJob::Write, 1, DISK_BYTES, Duration::from_secs(2), 3);
+        for _ in 0..5 {
+            loops.begin(0);
+            loops.ended(0);
+        }
+        let mut tally = loops.tally();
+        let other = Tally {
+            seconds: vec![1, 2, 3],
+            longest: Duration::from_secs(7),
+            ..Tally::default()
+        };
+        tally.add(&other);
+        assert_eq!(tally.seconds.iter().sum::<u64>(), 5 + 6);
+        assert_eq!((tally.seconds.len(), tally.longest), (3, other.longest));
+        assert_eq!(tally.written_bytes, 5 * BLOCK as u64);
+    }
+
+    #[test]
+    fn hot_blocks_get_four_requests_of_five_and_reads_are_seven_of_ten() {
+        let work = Work {
+            block: 16 << 10,
+            reads_per_cent: 70,
+            flush: false,
+            hot: true,
+        };
+        let mut loops = Loops::new(work, 1, DISK_BYTES, Duration::from_secs(60), 4);
+        let (mut reads, mut hot) = (0, 0);
+        for _ in 0..10_000 {
+            let (offset, read) = match loops.begin(0) {
+                Next::Read(offset) => (offset, true),
+                Next::Write(offset) => (offset, false),
+                Next::Flush => panic!("no FLUSH was wanted"),
+            };
+            assert!(offset.is_multiple_of(16 << 10) && offset < DISK_BYTES);
+            reads += u32::from(read);
+            hot += u32::from((offset >> 14).is_multiple_of(5));
+        }
+        // A fifth of the requests that go anywhere reach a hot block too.
+        assert!((6_700..7_300).contains(&reads), "{reads}");
+        assert!((8_100..8_700).contains(&hot), "{hot}");
     }
 }

@@ -12,7 +12,6 @@
 
 mod emulated;
 mod nbd;
-mod peer;
 mod place;
 mod target;
 mod turns;

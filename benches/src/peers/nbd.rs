@@ -7,12 +7,12 @@ use serde_json::Value;
 
 use walvisor::commands::CommandError;
 
-use super::peer::Peer;
 use super::place::{DISK_BYTES, ImageDirectory};
 use super::turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, Side, need, take_turns};
 use crate::daemon::Daemon;
 use crate::load::point::LoadJob;
 use crate::output::failed;
+use crate::peer::Peer;
 use crate::session::Session;
 
 const fn job(name: &'static str, work: LoadJob, queues: usize, depth: usize, goal: f64) -> PeerJob {

@@ -7,9 +7,9 @@ use std::time::Duration;
 use clap::ValueEnum;
 use walvisor::commands::CommandError;
 
-use super::peer::Peer;
 use crate::daemon::{Daemon, Halted};
 use crate::load::point::LoadJob;
+use crate::peer::Peer;
 use crate::session::Session;
 
 /// How a disk is reached.

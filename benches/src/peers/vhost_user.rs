@@ -6,12 +6,12 @@ use std::time::Duration;
 use walvisor::commands::CommandError;
 use walvisor_tests::vhost_user_client::VhostUserClient;
 
-use super::peer::Peer;
 use super::place::{DISK_BYTES, DISKS, ImageDirectory};
 use super::turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, Side, need, take_turns};
 use crate::daemon::Daemon;
 use crate::load::point::LoadJob;
 use crate::load::vhost_user::drive;
+use crate::peer::Peer;
 use crate::session::Session;
 
 const fn job(

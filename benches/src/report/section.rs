@@ -96,6 +96,8 @@ pub enum Cell {
     Number(f64, usize),
     /// The median, the lowest and the highest of several rounds, shown with this many decimals.
     Spread(Spread, usize),
+    /// The figures of equal parts of a turn, in order; shown as a row of bars.
+    Series(Vec<f64>),
     /// A figure that is not meaningful where it was measured, such as a time in an emulated machine.
     Grey(Box<Cell>),
 }
@@ -126,10 +128,22 @@ impl Cell {
     pub fn is_figure(&self) -> bool {
         match self {
             Self::None | Self::Number(..) | Self::Spread(..) => true,
-            Self::Text(_) => false,
+            Self::Text(_) | Self::Series(_) => false,
             Self::Grey(cell) => cell.is_figure(),
         }
     }
+}
+
+/// Most letters of a series.
+const BARS: usize = 30;
+
+/// A bar for each value. If there are many, a bar stands for several of them and shows the lowest.
+fn bars(values: &[f64]) -> String {
+    let most = values.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
+    let parts = values.chunks(values.len().div_ceil(BARS).max(1));
+    let lowest = parts.map(|part| part.iter().copied().fold(f64::INFINITY, f64::min));
+    let bar = |value: f64| ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][(value / most * 7.0) as usize];
+    lowest.map(bar).collect()
 }
 
 impl Display for Cell {
@@ -146,6 +160,7 @@ impl Display for Cell {
                     false => write!(f, "{median} ({low} to {high})"),
                 }
             }
+            Self::Series(values) => f.write_str(&bars(values)),
             Self::Grey(cell) => write!(f, "[{cell}]"),
         }
     }
@@ -159,6 +174,11 @@ impl Serialize for Cell {
             Self::Number(value, 0) => serializer.serialize_i64(value.round() as i64),
             Self::Number(value, _) => serializer.serialize_f64(rounded(*value)),
             Self::Spread(spread, _) => spread.serialize(serializer),
+            Self::Series(values) => values
+                .iter()
+                .map(|value| rounded(*value))
+                .collect::<Vec<_>>()
+                .serialize(serializer),
             Self::Grey(cell) => cell.serialize(serializer),
         }
     }
@@ -257,6 +277,16 @@ mod tests {
                     \x20 another                 [0.25]\n\
                     \x20 none                         -\n";
         assert_eq!(table().to_string(), text);
+    }
+
+    #[test]
+    fn a_series_shows_its_lowest_values() {
+        let stalled: Vec<f64> = (0..60).map(|at| if at == 7 { 0.0 } else { 8.0 }).collect();
+        assert_eq!(bars(&stalled), format!("███▁{}", "█".repeat(26)));
+        assert_eq!(bars(&[]), "");
+        assert_eq!(bars(&[0.0]), "▁");
+        let json = serde_json::to_string(&Cell::Series(vec![1.0, 2.5])).unwrap();
+        assert_eq!(json, "[1.0,2.5]");
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub mod commit;
 mod figures;
 mod load;
 mod output;
-mod raw;
+pub mod raw;
 mod read;
 mod recover;
 mod site;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use walvisor::commands::CommandError;
+use walvisor_guest_images::leash;
 
 use crate::daemon::Halted;
 
@@ -22,6 +23,11 @@ impl Peer {
         Halted::new(&self.0)
     }
 
+    /// The daemon's process.
+    pub fn process(&mut self) -> &mut Child {
+        &mut self.0
+    }
+
     /// Starts the daemon in `directory`, and waits until there is a socket at each of `sockets`.
     ///
     /// # Errors
@@ -33,7 +39,7 @@ impl Peer {
     ) -> Result<Self, CommandError> {
         let name = command.get_program().to_string_lossy().into_owned();
         let failed = |why: String| CommandError::Failed(format!("{name}: {why}"));
-        let child = command
+        let child = leash(command)
             .current_dir(directory)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -58,11 +64,11 @@ impl Drop for Peer {
         // The signal is repeated, because qemu-nbd ignores it while it starts.
         for _ in 0..100 {
             // The daemon may have ended already, which is fine.
-            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
-            std::thread::sleep(Duration::from_millis(50));
             if !matches!(self.0.try_wait(), Ok(None)) {
                 return;
             }
+            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
+            std::thread::sleep(Duration::from_millis(50));
         }
         let _ = self.0.kill();
         let _ = self.0.wait();

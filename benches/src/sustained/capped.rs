@@ -1,0 +1,159 @@
+//! A volume that counts operations, as the small ones of clouds do: 1 ms for each, few at a time.
+//!
+//! ```text
+//!   file ◀── nbdkit -t 3, delay filter ◀── nbdfuse ◀── loop device, direct I/O ◀── ext4
+//! ```
+//! The mounts are in a namespace of this thread and its children: whatever ends this process, the kernel unmounts
+//! them and gives the loop device back.
+
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, geteuid, kill_process};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
+use walvisor::commands::CommandError;
+use walvisor_guest_images::leash;
+
+use crate::output::failed;
+use crate::programs::find;
+
+/// Programs, each with its package.
+const NEEDS: [(&str, &str); 5] = [
+    ("nbdkit", "nbdkit"),
+    ("nbdfuse", "libnbd-bin"),
+    ("losetup", "mount"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("mount", "mount"),
+];
+/// No step takes this long on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The mounted volume. Dropping it unmounts it and ends its programs.
+pub struct Volume {
+    server: Child,
+    place: PathBuf,
+    /// The name of its loop device, such as `loop0`.
+    device: String,
+}
+
+/// What keeps a volume from being made here, if anything does: a text for the report.
+pub fn missing() -> Option<String> {
+    if !geteuid().is_root() {
+        return Some(
+            "Not measured: the capped volume is mounted, which only root may do".to_owned(),
+        );
+    }
+    if !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
+        return Some(
+            "Not measured: the capped volume needs /dev/fuse and /dev/loop-control".to_owned(),
+        );
+    }
+    let (program, package) = NEEDS.iter().find(|need| find(need.0).is_none())?;
+    Some(format!(
+        "Not measured: {program} is missing: install the package {package}"
+    ))
+}
+
+impl Volume {
+    /// Makes a volume of `bytes` bytes in the directory `place`.
+    ///
+    /// # Errors
+    /// If a program fails.
+    pub fn make(place: &Path, bytes: u64) -> Result<Self, CommandError> {
+        let place = place.canonicalize().map_err(failed("find", place))?;
+        // SAFETY: only the mounts are unshared, no file descriptors, so all that this process has open stays valid.
+        unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(CommandError::failed)?;
+        run("mount", &["--make-rprivate", "/"])?;
+        let file = place.join("volume");
+        std::fs::File::create_new(&file)
+            .and_then(|file| file.set_len(bytes))
+            .map_err(failed("make", &file))?;
+        for directory in ["fuse", "disks"] {
+            let directory = place.join(directory);
+            std::fs::create_dir(&directory).map_err(failed("make", &directory))?;
+        }
+        let mut server = Command::new(program("nbdfuse"));
+        server.arg("fuse/volume").args(["[", "nbdkit"]);
+        server.args(["--exit-with-parent", "--foreground", "--threads=3"]);
+        server.args(["--filter=delay", "file", "volume"]);
+        server.args(["wdelay=1ms", "rdelay=1ms", "]"]);
+        // In a process group of its own it does not hear the terminal's Ctrl-C, and outlives the disks on it.
+        leash(&mut server).process_group(0).current_dir(&place);
+        server.stdin(Stdio::null()).stderr(Stdio::null());
+        let server = server.spawn().map_err(CommandError::failed)?;
+        // From here on a failure undoes what was done.
+        let mut volume = Self {
+            server,
+            place,
+            device: String::new(),
+        };
+        let served = volume.place.join("fuse/volume");
+        let began = Instant::now();
+        while !served.exists() {
+            if began.elapsed() > PATIENCE || !matches!(volume.server.try_wait(), Ok(None)) {
+                return Err(CommandError::Failed("nbdfuse does not serve".to_owned()));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let served = served.display().to_string();
+        let device = run("losetup", &["--direct-io=on", "--find", "--show", &served])?;
+        // All is written now, and nothing in the background of a turn.
+        let options = "nodiscard,lazy_itable_init=0,lazy_journal_init=0";
+        let made = run("mkfs.ext4", &["-q", "-E", options, &device])
+            .and_then(|_| run("mount", &[&device, &volume.disks().display().to_string()]));
+        // While it is mounted this only says that it is to be detached when it is unmounted.
+        run("losetup", &["--detach", &device])?;
+        made?;
+        volume.device = device.trim_start_matches("/dev/").to_owned();
+        Ok(volume)
+    }
+
+    /// The directory of its file system.
+    pub fn disks(&self) -> PathBuf {
+        self.place.join("disks")
+    }
+
+    /// The file with the counts of its block device (Documentation/block/stat.rst of the kernel).
+    pub fn counts(&self) -> PathBuf {
+        format!("/sys/block/{}/stat", self.device).into()
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        for mounted in [self.disks(), self.place.join("fuse")] {
+            let mounted = mounted.display().to_string();
+            // If the volume could not be made there is nothing to unmount, which is fine.
+            if run("umount", &[&mounted]).is_err() {
+                let _ = run("umount", &["--lazy", &mounted]);
+            }
+        }
+        // nbdfuse ends when it is unmounted; a signal ends it in all other cases. nbdkit ends with it.
+        let _ = kill_process(Pid::from_child(&self.server), Signal::TERM);
+        let began = Instant::now();
+        while let Ok(None) = self.server.try_wait() {
+            if began.elapsed() > PATIENCE {
+                let _ = self.server.kill();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+fn program(name: &str) -> PathBuf {
+    find(name).unwrap_or_else(|| name.into())
+}
+
+/// Runs a program to its end and returns what it printed.
+fn run(name: &str, arguments: &[&str]) -> Result<String, CommandError> {
+    let failed = |why: &str| CommandError::Failed(format!("{name}: {}", why.trim()));
+    let output = Command::new(program(name)).args(arguments).output();
+    let output = output.map_err(|error| failed(&error.to_string()))?;
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
+        false => Err(failed(&String::from_utf8_lossy(&output.stderr))),
+    }
+}

@@ -1,0 +1,73 @@
+//! The jobs: what the clients do.
+
+use clap::ValueEnum;
+
+use crate::load::loops::Work;
+
+/// A job of closed loops over NBD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Job {
+    /// One connection with 32 writes of 4 KiB in flight
+    InFlight,
+    /// 16 connections, each a write of 4 KiB and a FLUSH at a time
+    Fsync,
+    /// 64 connections, each a write of 4 KiB and a FLUSH at a time
+    Connections,
+    /// 4 disks with 4 connections each, each a write of 4 KiB and a FLUSH at a time
+    Disks,
+    /// A database: 32 pages of 16 KiB in flight, 70 % reads, 80 % of them on a fifth of the pages
+    Mix,
+}
+
+impl Job {
+    /// Its title in tables.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::InFlight => "32 in flight",
+            Self::Fsync => "16 connections, fsync each",
+            Self::Connections => "64 connections, fsync each",
+            Self::Disks => "4 disks x 4 clients, fsync each",
+            Self::Mix => "mix of a database, 32 in flight",
+        }
+    }
+
+    /// Its name on the command line and in file names.
+    pub fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    /// The number of disks, which share the size.
+    pub fn disks(self) -> usize {
+        if self == Self::Disks { 4 } else { 1 }
+    }
+
+    /// Connections to each disk.
+    pub fn connections(self) -> usize {
+        match self {
+            Self::InFlight | Self::Mix => 1,
+            Self::Disks => 4,
+            Self::Fsync => 16,
+            Self::Connections => 64,
+        }
+    }
+
+    /// Requests in flight on each connection.
+    pub fn depth(self) -> usize {
+        match self {
+            Self::InFlight | Self::Mix => 32,
+            Self::Disks | Self::Fsync | Self::Connections => 1,
+        }
+    }
+
+    /// The requests.
+    pub fn work(self) -> Work {
+        let mix = self == Self::Mix;
+        Work {
+            block: if mix { 16 << 10 } else { 4 << 10 },
+            reads_per_cent: if mix { 70 } else { 0 },
+            flush: matches!(self, Self::Disks | Self::Fsync | Self::Connections),
+            hot: mix,
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The media: the given directory, and a capped volume; with the disks' images on them, and what reaches them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use tempfile::TempDir;
+use walvisor::commands::CommandError;
+use walvisor_storage::{StoreOptions, import_disk};
+
+use super::capped::Volume;
+use crate::output::failed;
+use crate::store::raw;
+
+/// Where the disks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Medium {
+    /// The directory of --dir
+    Directory,
+    /// A volume of about 3,700 operations a second, of 1 ms each, made in that directory
+    Capped,
+}
+
+/// Bytes and operations that reached a device.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Traffic {
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    /// Reads and writes; `None` where only bytes are counted.
+    pub operations: Option<u64>,
+}
+
+impl Traffic {
+    /// What came since `before`.
+    pub fn since(self, before: Self) -> Self {
+        let operations = self.operations.zip(before.operations);
+        Self {
+            read_bytes: self.read_bytes - before.read_bytes,
+            written_bytes: self.written_bytes - before.written_bytes,
+            operations: operations.map(|(now, before)| now - before),
+        }
+    }
+}
+
+/// A medium in use. Dropping it removes everything.
+pub struct Place {
+    // The order of the fields matters: the volume is unmounted before its directory is removed.
+    volume: Option<Volume>,
+    directory: TempDir,
+    /// How the logs are made.
+    options: StoreOptions,
+    /// Bytes of all disks of a side, and for how many disks there are images.
+    bytes: u64,
+    disks: usize,
+}
+
+impl Place {
+    /// Makes a directory in `parent`, and on [`Medium::Capped`] a volume in it, for sides of `bytes` bytes each and a log
+    /// with these options.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn new(
+        parent: &Path,
+        medium: Medium,
+        bytes: u64,
+        options: StoreOptions,
+    ) -> Result<Self, CommandError> {
+        let made = tempfile::Builder::new()
+            .prefix("walvisor-compare-")
+            .tempdir_in(parent);
+        let directory = made.map_err(|error| {
+            let place = parent.display();
+            CommandError::Failed(format!(
+                "{place}: can't work there ({error}): name a directory that can be written with --dir"
+            ))
+        })?;
+        let log = u64::from(options.max_segments) * options.segment_size;
+        // The peers' images, those of walvisor, its log, and what the file system takes.
+        let needed = (2 * bytes + log) / 10 * 11 + (128 << 20);
+        let volume = match medium {
+            Medium::Directory => None,
+            Medium::Capped => Some(Volume::make(directory.path(), needed)?),
+        };
+        Ok(Self {
+            volume,
+            directory,
+            options,
+            bytes,
+            disks: 0,
+        })
+    }
+
+    /// The directory of the images.
+    pub fn images(&self) -> PathBuf {
+        match &self.volume {
+            Some(volume) => volume.disks(),
+            None => self.directory.path().to_owned(),
+        }
+    }
+
+    /// Bytes of each disk.
+    pub fn disk_bytes(&self) -> u64 {
+        self.bytes / self.disks.max(1) as u64
+    }
+
+    /// Makes images for `disks` disks, unless they are there: `raw-N.img`, and `wal-N.img` on one log in `log`. All
+    /// their blocks hold data, because holes would be read and written differently.
+    ///
+    /// # Errors
+    /// If they cannot be made.
+    pub fn make_images(&mut self, disks: usize) -> Result<(), CommandError> {
+        if self.disks == disks {
+            return Ok(());
+        }
+        let images = self.images();
+        let log = images.join("log");
+        for disk in 0..self.disks {
+            for side in ["raw", "wal"] {
+                let image = images.join(format!("{side}-{disk}.img"));
+                fs::remove_file(&image).map_err(failed("remove", &image))?;
+            }
+        }
+        if self.disks > 0 {
+            fs::remove_dir_all(&log).map_err(failed("remove", &log))?;
+        }
+        self.disks = disks;
+        for disk in 0..disks {
+            let [raw, wal] = ["raw", "wal"].map(|side| images.join(format!("{side}-{disk}.img")));
+            raw::create(&raw, self.disk_bytes(), 4096)?;
+            import_disk(&wal, &raw, &log, &self.options, &mut |_, _| ())
+                .map_err(CommandError::failed)?;
+        }
+        Ok(())
+    }
+
+    /// What has reached the medium's own block device so far. `None` if it shares its device with others.
+    ///
+    /// # Errors
+    /// If the system does not tell.
+    pub fn traffic(&self) -> Result<Option<Traffic>, CommandError> {
+        let Some(volume) = &self.volume else {
+            return Ok(None);
+        };
+        let path = volume.counts();
+        let text = fs::read_to_string(&path).map_err(failed("read", &path))?;
+        let counts: Vec<u64> = text
+            .split_whitespace()
+            .map_while(|n| n.parse().ok())
+            .collect();
+        // Reads, reads merged, sectors, time; the same of writes.
+        match counts[..] {
+            [reads, _, sectors_read, _, writes, _, sectors_written, ..] => Ok(Some(Traffic {
+                read_bytes: sectors_read * 512,
+                written_bytes: sectors_written * 512,
+                operations: Some(reads + writes),
+            })),
+            _ => Err(CommandError::Failed(format!(
+                "{}: no counts of a block device",
+                path.display()
+            ))),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The sides that take turns: each turn starts its daemons, and ends them with SIGTERM.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use walvisor::commands::CommandError;
+
+use super::medium::Traffic;
+use crate::daemon::Daemon;
+use crate::peer::Peer;
+use crate::session::Session;
+
+/// What serves the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The disk with its log.
+    Wal,
+    /// The peer.
+    QemuNbd,
+    /// The same daemon on the image alone.
+    Raw,
+}
+
+impl Side {
+    /// All sides.
+    pub const ALL: [Self; 3] = [Self::Wal, Self::QemuNbd, Self::Raw];
+
+    /// Its title in tables.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Wal => "walvisor",
+            Self::QemuNbd => "qemu-nbd",
+            Self::Raw => "walvisor, backend=raw",
+        }
+    }
+
+    /// How it caches.
+    pub fn cache(self) -> &'static str {
+        match self {
+            Self::Wal | Self::Raw => "writeback",
+            Self::QemuNbd => "none, aio=io_uring",
+        }
+    }
+
+    /// Starts the daemons of `disks` disks, whose images are in `images`, at the sockets `disk-N` in `sockets`. Each
+    /// disk is the export `disk`.
+    ///
+    /// # Errors
+    /// If one does not start.
+    pub fn serve(
+        self,
+        disks: usize,
+        images: &Path,
+        sockets: &Path,
+    ) -> Result<Served, CommandError> {
+        let socket = |disk: usize| sockets.join(format!("disk-{disk}"));
+        for disk in 0..disks {
+            // What a daemon before left.
+            let _ = std::fs::remove_file(socket(disk));
+        }
+        if self == Self::QemuNbd {
+            let peers = (0..disks).map(|disk| {
+                let mut peer = Command::new("qemu-nbd");
+                peer.args(["--format=raw", "--cache=none", "--aio=io_uring"]);
+                peer.args(["--discard=unmap", "--shared=64", "--persistent"]);
+                peer.arg("--export-name=disk");
+                peer.arg(format!("--socket={}", socket(disk).display()));
+                peer.arg(format!("raw-{disk}.img"));
+                Peer::start(&mut peer, &[socket(disk).display().to_string()], images)
+            });
+            return Ok(Served::Peers(peers.collect::<Result<_, _>>()?));
+        }
+        let specs = (0..disks).map(|disk| {
+            let place = match self {
+                Self::Raw => format!("path=raw-{disk}.img,backend=raw"),
+                _ => format!("path=wal-{disk}.img,log=log,answer=written"),
+            };
+            format!(
+                "{place},cache=writeback,serial=disk,socket={}",
+                socket(disk).display()
+            )
+        });
+        let specs: Vec<String> = specs.collect();
+        Daemon::start("nbd", &specs, images, sockets).map(Served::Walvisor)
+    }
+}
+
+/// Running daemons. Dropping them ends them.
+pub enum Served {
+    Walvisor(Daemon),
+    Peers(Vec<Peer>),
+}
+
+impl Served {
+    fn processes(&mut self) -> Vec<&mut Child> {
+        match self {
+            Self::Walvisor(daemon) => vec![daemon.process()],
+            Self::Peers(peers) => peers.iter_mut().map(Peer::process).collect(),
+        }
+    }
+
+    /// Kills the daemons: their disks are not needed any more.
+    pub fn kill(mut self) {
+        for process in self.processes() {
+            // It may have ended already, which is fine.
+            let _ = process.kill();
+        }
+    }
+
+    /// Ends the daemons with SIGTERM. Returns the time until all have ended, and what they moved in their whole lives.
+    /// If the session is interrupted meanwhile, they are killed.
+    ///
+    /// # Errors
+    /// If one ends with an error.
+    pub fn end(mut self, session: &Session) -> Result<(Duration, Traffic), CommandError> {
+        let began = Instant::now();
+        let mut processes = self.processes();
+        for process in &processes {
+            kill_process(Pid::from_child(process), Signal::TERM).map_err(CommandError::failed)?;
+        }
+        let mut traffic = Traffic::default();
+        for process in &mut processes {
+            let id = Pid::from_child(process);
+            // The process stays a zombie, whose counts can still be read.
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+            while waitid(WaitId::Pid(id), options)
+                .map_err(CommandError::failed)?
+                .is_none()
+            {
+                if session.interrupted() {
+                    let _ = process.kill();
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let (read, written) = moved(process.id())?;
+            traffic.read_bytes += read;
+            traffic.written_bytes += written;
+        }
+        let took = began.elapsed();
+        for process in processes {
+            let status = process.wait().map_err(CommandError::failed)?;
+            if !status.success() {
+                return Err(CommandError::Failed(format!(
+                    "a daemon ended with {status}"
+                )));
+            }
+        }
+        Ok((took, traffic))
+    }
+}
+
+/// Bytes that a process has read from and written to devices (proc(5), `io`).
+fn moved(process: u32) -> Result<(u64, u64), CommandError> {
+    let path = format!("/proc/{process}/io");
+    let text = std::fs::read_to_string(&path);
+    let text = text.map_err(|error| CommandError::Failed(format!("{path}: {error}")))?;
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|value| value.trim().parse().ok())
+            .ok_or_else(|| CommandError::Failed(format!("{path}: no {name}")))
+    };
+    Ok((field("read_bytes:")?, field("write_bytes:")?))
+}

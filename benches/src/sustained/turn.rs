@@ -1,0 +1,193 @@
+//! One turn: a side serves its disks, the clients do their job, and the side is ended.
+
+use std::net::Shutdown;
+use std::path::Path;
+use std::time::Duration;
+
+use walvisor::commands::CommandError;
+
+use super::job::Job;
+use super::medium::{Place, Traffic};
+use super::side::Side;
+use crate::load::loops::{Loops, Tally};
+use crate::load::nbd::Client;
+use crate::session::Session;
+
+/// The result of a turn.
+#[derive(Debug)]
+pub struct Turn {
+    /// What the clients saw.
+    pub tally: Tally,
+    /// From SIGTERM to the end of the last daemon.
+    pub close: Duration,
+    /// What reached the device, from the daemons' start to their end.
+    pub traffic: Traffic,
+}
+
+/// The rounds of a job: the turns of each side, in the order of [`Side::ALL`].
+pub struct Row {
+    pub job: Job,
+    pub turns: [Vec<Turn>; Side::ALL.len()],
+}
+
+impl Turn {
+    /// Requests of each second.
+    pub fn seconds(&self) -> Vec<f64> {
+        self.tally
+            .seconds
+            .iter()
+            .map(|&count| count as f64)
+            .collect()
+    }
+
+    /// The requests of the second in the middle, when the seconds are sorted by their requests.
+    pub fn median(&self) -> f64 {
+        median(&sorted(self.seconds()))
+    }
+
+    /// The same of the worst tenth of the seconds.
+    pub fn worst_tenth(&self) -> f64 {
+        let seconds = sorted(self.seconds());
+        median(&seconds[..seconds.len().div_ceil(10)])
+    }
+
+    /// The slowest second's share of the median one.
+    pub fn slowest_share(&self) -> f64 {
+        let slowest = self.seconds().into_iter().fold(f64::INFINITY, f64::min);
+        slowest / self.median().max(1.0)
+    }
+
+    /// Requests a second if the time to close counts too: what the side left undone is done then.
+    pub fn with_close(&self) -> f64 {
+        let time = self.tally.time + self.close;
+        self.tally.histogram.total() as f64 / time.as_secs_f64().max(1e-9)
+    }
+
+    /// A time that so many of 1000 requests did not exceed, in microseconds.
+    pub fn within_us(&self, per_mille: u64) -> f64 {
+        self.tally.histogram.quantile(per_mille) as f64 / 1e3
+    }
+
+    /// A count of the device for each byte that the clients wrote.
+    pub fn each_byte(&self, count: u64) -> f64 {
+        count as f64 / self.tally.written_bytes.max(1) as f64
+    }
+}
+
+fn sorted(mut values: Vec<f64>) -> Vec<f64> {
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+fn median(sorted: &[f64]) -> f64 {
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Runs one turn. The images are there.
+///
+/// # Errors
+/// If a daemon does not start, a request fails, or a daemon ends with an error.
+pub fn measure(
+    place: &Place,
+    sockets: &Path,
+    (side, job): (Side, Job),
+    time: Duration,
+    session: &Session,
+) -> Result<Turn, CommandError> {
+    let before = place.traffic()?;
+    let served = side.serve(job.disks(), &place.images(), sockets)?;
+    let tally = drive(sockets, job, place.disk_bytes(), time, session);
+    if session.interrupted() || tally.is_err() {
+        served.kill();
+        return Err(tally
+            .err()
+            .unwrap_or_else(|| CommandError::Failed("interrupted".to_owned())));
+    }
+    let (close, moved) = served.end(session)?;
+    let traffic = match (place.traffic()?, before) {
+        (Some(after), Some(before)) => after.since(before),
+        _ => moved,
+    };
+    Ok(Turn {
+        tally: tally?,
+        close,
+        traffic,
+    })
+}
+
+/// Runs the clients, each in a thread of its own. An interrupt ends them at once, also those that wait for a reply.
+fn drive(
+    sockets: &Path,
+    job: Job,
+    bytes: u64,
+    time: Duration,
+    session: &Session,
+) -> Result<Tally, CommandError> {
+    let failed = |error: std::io::Error| CommandError::Failed(format!("{}: {error}", job.title()));
+    let mut clients = Vec::new();
+    for disk in 0..job.disks() {
+        let socket = sockets.join(format!("disk-{disk}"));
+        for _ in 0..job.connections() {
+            clients.push(Client::connect(&socket, "disk").map_err(failed)?.0);
+        }
+    }
+    let streams: Result<Vec<_>, _> = clients.iter().map(Client::socket).collect();
+    let streams = streams.map_err(failed)?;
+    let tallies: Vec<std::io::Result<Tally>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..)
+            .zip(clients)
+            .map(|(seed, client)| {
+                scope.spawn(move || {
+                    client.drive(Loops::new(job.work(), job.depth(), bytes, time, seed))
+                })
+            })
+            .collect();
+        while !threads
+            .iter()
+            .all(std::thread::ScopedJoinHandle::is_finished)
+        {
+            std::thread::sleep(Duration::from_millis(20));
+            if session.interrupted() {
+                for stream in &streams {
+                    // The server may have closed it, which is as good.
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+            }
+        }
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined
+            .map(|done| done.expect("a client's thread"))
+            .collect()
+    });
+    let mut all = Tally::default();
+    for tally in tallies {
+        all.add(&tally.map_err(failed)?);
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_seconds_are_told_beside_the_median() {
+        let mut seconds = vec![100; 18];
+        seconds.extend([10, 20]);
+        let mut tally = Tally {
+            seconds,
+            time: Duration::from_secs(20),
+            written_bytes: 4000,
+            ..Tally::default()
+        };
+        (0..1830).for_each(|_| tally.histogram.record(1000));
+        let turn = Turn {
+            tally,
+            close: Duration::from_secs(10),
+            traffic: Traffic::default(),
+        };
+        assert_eq!((turn.median(), turn.worst_tenth()), (100.0, 20.0));
+        assert_eq!((turn.slowest_share(), turn.with_close()), (0.1, 61.0));
+        assert_eq!(turn.each_byte(6000), 1.5);
+    }
+}

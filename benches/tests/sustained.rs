@@ -1,0 +1,218 @@
+//! `walvisor-bench sustained`: its report, what it leaves behind, and its end after an interrupt. The tests check no
+//! times.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, geteuid, kill_process};
+use serde_json::Value;
+use walvisor_tests::{binary, have, leash};
+
+/// No turn takes this long on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+fn sustained(dir: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+    command
+        .current_dir(dir)
+        .env("WALVISOR", binary())
+        .args(["sustained", "--size", "8M", "--json"])
+        .args(arguments);
+    command
+}
+
+/// The report. Nothing of the disks is left, and no loop device.
+#[track_caller]
+fn report(dir: &Path, output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0);
+    let dir = dir.canonicalize().unwrap();
+    for block in std::fs::read_dir("/sys/block").unwrap() {
+        let file = block.unwrap().path().join("loop/backing_file");
+        let file = std::fs::read_to_string(file).unwrap_or_default();
+        assert!(!Path::new(file.trim()).starts_with(&dir), "{file}");
+    }
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Checks the rows of each job, of the sides in turn.
+#[track_caller]
+fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
+    let rows = section["rows"].as_array().unwrap();
+    let sides = ["walvisor", "qemu-nbd", "walvisor, backend=raw"];
+    let text = |row: &Value, key: &str| row[key].as_str().unwrap().to_owned();
+    let told = rows.iter().map(|row| (text(row, "job"), text(row, "side")));
+    let told: Vec<_> = told.collect();
+    let expected = jobs
+        .iter()
+        .flat_map(|job| sides.map(|side| ((*job).to_owned(), side.to_owned())));
+    assert_eq!(told, expected.collect::<Vec<_>>());
+    for row in rows {
+        let figure = |key: &str| {
+            let cell = &row[key];
+            let value = cell.as_f64().or_else(|| cell["median"].as_f64());
+            value.unwrap_or_else(|| panic!("{key}: {row}"))
+        };
+        for key in [
+            "p50_us",
+            "p99_us",
+            "p999_us",
+            "longest_ms",
+            "with_close_per_s",
+        ] {
+            assert!(figure(key) > 0.0, "{key}: {row}");
+        }
+        assert!(figure("p50_us") <= figure("p999_us"), "{row}");
+        assert!(
+            figure("worst_tenth_per_s") <= figure("median_per_s"),
+            "{row}"
+        );
+        assert!(
+            (0.0..=1.0).contains(&figure("slowest_second_share")),
+            "{row}"
+        );
+        assert!(figure("close_s") >= 0.0, "{row}");
+        assert!(figure("device_bytes_per_byte") >= 0.0, "{row}");
+        assert!(figure("device_read_bytes_per_byte") >= 0.0, "{row}");
+        match counts_operations {
+            true => assert!(figure("device_operations_per_4_kib") > 0.0, "{row}"),
+            false => assert!(row["device_operations_per_4_kib"].is_null(), "{row}"),
+        }
+        for key in [
+            "median_beside_peer",
+            "median_beside_raw",
+            "with_close_beside_peer",
+            "with_close_beside_raw",
+        ] {
+            // There is no ratio to a side that ended no request within a second.
+            assert!(row[key].is_number() || row[key].is_null(), "{key}: {row}");
+            assert!(row.get(key).is_some(), "{key}: {row}");
+        }
+        assert_eq!(row["answer"], "written");
+        assert!(row["cache"].is_string());
+        let seconds = row["each_second_per_s"].as_array().unwrap();
+        assert!(
+            !seconds.is_empty() && seconds.iter().all(Value::is_number),
+            "{row}"
+        );
+    }
+}
+
+/// Whether the capped volume can be made.
+fn can_be_capped() -> bool {
+    let devices = ["/dev/fuse", "/dev/loop-control"];
+    if !geteuid().is_root() || !devices.iter().all(|device| Path::new(device).exists()) {
+        println!("skipped: the capped volume: needs root and {devices:?}");
+        return false;
+    }
+    have("nbdkit", "nbdkit") && have("nbdfuse", "libnbd-bin")
+}
+
+#[test]
+fn all_sides_do_the_same_jobs_in_a_directory() {
+    if !have("qemu-nbd", "qemu-utils") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let plots = tempfile::tempdir().unwrap();
+    let mut command = sustained(
+        dir.path(),
+        &["--media", "directory", "--only", "fsync,disks,mix"],
+    );
+    command.args(["--seconds", "1", "--svg"]).arg(plots.path());
+    let report = report(dir.path(), &command.output().unwrap());
+    assert_eq!(report["interrupted"], false);
+    let section = &report["sections"][0];
+    assert_eq!(section["key"], "sustained-directory");
+    let jobs = [
+        "16 connections, fsync each",
+        "4 disks x 4 clients, fsync each",
+        "mix of a database, 32 in flight",
+    ];
+    check(section, &jobs, false);
+    for job in ["fsync", "disks", "mix"] {
+        let plot = plots.path().join(format!("sustained-directory-{job}.svg"));
+        assert!(std::fs::read_to_string(plot).unwrap().starts_with("<svg"));
+    }
+}
+
+#[test]
+fn the_capped_volume_counts_operations_and_is_gone_at_the_end() {
+    if !have("qemu-nbd", "qemu-utils") || !can_be_capped() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--media", "capped", "--only", "in-flight", "--seconds", "1"];
+    let output = sustained(dir.path(), &arguments).output().unwrap();
+    let report = report(dir.path(), &output);
+    let section = &report["sections"][0];
+    assert_eq!(section["key"], "sustained-capped");
+    check(section, &["32 in flight"], true);
+}
+
+#[test]
+fn what_was_measured_before_an_interrupt_is_kept() {
+    if !have("qemu-nbd", "qemu-utils") {
+        return;
+    }
+    let media = if can_be_capped() {
+        "capped"
+    } else {
+        "directory"
+    };
+    let dir = tempfile::tempdir().unwrap();
+    // Without the interrupt this takes minutes.
+    let arguments = ["--media", media, "--only", "fsync", "--seconds", "2"];
+    let mut command = sustained(dir.path(), &arguments);
+    let child = command.args(["--rounds", "100"]);
+    let child = child.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = leash(child).spawn().unwrap();
+    let pid = child.id();
+    // The peer's turn comes after the results of the first were kept.
+    let began = Instant::now();
+    while !children(pid).iter().any(|name| name == "qemu-nbd") {
+        assert!(began.elapsed() < PATIENCE, "no second turn");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let report = report(dir.path(), &child.wait_with_output().unwrap());
+    assert_eq!(report["interrupted"], true);
+    let rows = report["sections"][0]["rows"].as_array().unwrap();
+    assert!(rows[0]["p50_us"].is_object(), "{report}");
+    assert!(rows[1]["p50_us"].is_null(), "{report}");
+}
+
+/// The names of the children of a process.
+fn children(pid: u32) -> Vec<String> {
+    let mut names = Vec::new();
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        // Name in parentheses, state, parent (proc(5), `stat`).
+        let stat = std::fs::read_to_string(process.path().join("stat")).unwrap_or_default();
+        let Some((name, rest)) = stat.rsplit_once(") ") else {
+            continue;
+        };
+        if rest.split(' ').nth(1) == Some(&pid.to_string()) {
+            names.extend(name.split_once('(').map(|(_, name)| name.to_owned()));
+        }
+    }
+    names
+}
+
+#[test]
+fn what_cannot_be_done_is_told_first() {
+    let dir = tempfile::tempdir().unwrap();
+    for (arguments, status, told) in [
+        (["--size", "5000"], 2, "not a multiple of 1M"),
+        (["--dir", "no"], 1, "no: can't work there"),
+        (["--only", "everything"], 2, "invalid value 'everything'"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+        let command = command.current_dir(dir.path()).arg("sustained");
+        let output = command.args(arguments).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert!(error.contains(told), "{error}");
+    }
+}
