@@ -71,7 +71,7 @@ impl StoreOptions {
 /// adaptive: at most half the time of a sync, and only while that makes groups larger.
 ///
 /// No group waits once every client has a FLUSH in it: each open [`Port`](crate::Port) is one, unless it
-/// [says otherwise](crate::Port::set_clients).
+/// [says otherwise](crate::BackendQueue::set_clients).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitWait {
     /// The longest wait; zero for none. `None`: adaptive, or 100 ms if a `count` is given.

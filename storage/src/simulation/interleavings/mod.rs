@@ -30,7 +30,7 @@ use crate::log::state::Log;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, thread};
-use crate::{CommitWait, Port, Store};
+use crate::{BackendQueue, CommitWait, Port, Store};
 
 /// Counters of runs, which show whether they tried what they should.
 #[derive(Clone, Copy, Debug, Default)]
