@@ -19,7 +19,7 @@ use crate::reporter::Reporter;
 use crate::userland::{Tree, make_ext4};
 
 /// Raised when the builder makes other images of the same inputs.
-const BUILDER: &[u8] = b"6";
+const BUILDER: &[u8] = b"7";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -59,27 +59,7 @@ const OUTER_MODULES: [&str; 6] = [
 ];
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.
-const SCSI_MODULES: [&str; 5] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod", "sg"];
-/// The programs of `initramfs-scsi.cpio`.
-const SCSI_PROGRAMS: [&str; 16] = [
-    "bin/sg_compare_and_write",
-    "bin/sg_dd",
-    "bin/sg_inq",
-    "bin/sg_luns",
-    "bin/sg_modes",
-    "bin/sg_opcodes",
-    "bin/sg_persist",
-    "bin/sg_raw",
-    "bin/sg_readcap",
-    "bin/sg_requests",
-    "bin/sg_sync",
-    "bin/sg_turs",
-    "bin/sg_unmap",
-    "bin/sg_verify",
-    "bin/sg_vpd",
-    "bin/sg_write_same",
-];
-
+const SCSI_MODULES: [&str; 4] = ["target_core_user", "tcm_loop", "vhost_scsi", "sd_mod"];
 /// Host programs that the build needs, each with its package.
 const BUILD_NEEDS: [(&str, &str); 8] = [
     ("dpkg-deb", "dpkg"),
@@ -103,8 +83,8 @@ const BUILD_NEEDS: [(&str, &str); 8] = [
 /// - `root.ext4`: a root file system with all of these programs, to be booted with `root=/dev/vda`;
 /// - `initramfs-outer.cpio`: for the machine around a nested guest: the base with kvm_amd, the kernel's NBD client, and
 ///   another `/init`;
-/// - `initramfs-scsi.cpio`: for jobs on that machine: sg3-utils, and the modules of the SCSI target with its disk driver, which
-///   `/init` does not load;
+/// - `initramfs-scsi.cpio`: for jobs on that machine: the modules of the SCSI target with its disk driver, which `/init`
+///   does not load;
 /// - `packages.txt`: the packages that the images are made of.
 #[derive(Clone, Debug)]
 pub struct GuestImages {
@@ -193,9 +173,6 @@ fn build_guest(
     outer.program(unpacked, "sbin/nbd-client")?;
     outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
     let scsi = Tree::new(scratch.join("scsi"))?;
-    for program in SCSI_PROGRAMS {
-        scsi.program(unpacked, program)?;
-    }
     let all: Vec<_> = OUTER_MODULES.into_iter().chain(SCSI_MODULES).collect();
     add_modules(&scsi, unpacked, &all, &OUTER_MODULES)?;
     scsi.pack_initramfs(&directory.join("initramfs-scsi.cpio"))?;

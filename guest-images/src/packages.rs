@@ -13,13 +13,12 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// The packages that the guests are made of.
-const WANTED: [&str; 8] = [
+const WANTED: [&str; 7] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
     "fio",
     "nbd-client",
-    "sg3-utils",
     "util-linux",
     "xfsprogs",
 ];

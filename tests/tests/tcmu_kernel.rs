@@ -1,16 +1,19 @@
 //! The kernel's own SCSI target and disk driver on `walvisor serve tcmu`: from missing modules to the largest disk,
 //! with sg3-utils, ext4, fio, kills of the daemon under load and resizes. At the end, configfs and the images are
-//! checked.
+//! checked. That kernel is user-mode Linux. The target for guests, vhost-scsi, is only in Debian's kernel.
 
-use walvisor_guest_images::{Metrics, Outcome};
-use walvisor_tests::{run_emulated_job, said};
+use std::fs;
+use std::path::Path;
 
-/// The lines that the job prints, in order.
+use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
+use walvisor_tests::{have, run_emulated_job, said};
+
+/// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
 
-/// The sum of a counter over all disks that the daemon `name` served.
-fn sum(outcome: &Outcome, name: &str, counter: &str) -> f64 {
-    let text = outcome.result(&format!("{name}.prom")).expect("metrics");
+/// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
+fn sum(place: &Path, name: &str, counter: &str) -> f64 {
+    let text = fs::read_to_string(place.join(format!("{name}.prom"))).expect("metrics");
     let metrics = Metrics::parse(&text);
     metrics
         .sum(counter, "transport", "tcmu")
@@ -19,16 +22,42 @@ fn sum(outcome: &Outcome, name: &str, counter: &str) -> f64 {
 
 #[test]
 fn the_kernels_target_has_its_disks_from_walvisor() {
-    let Some(outcome) = run_emulated_job(include_str!("../scripts/tcmu-job.sh"), &[]) else {
+    let needs = [
+        ("linux.uml", "user-mode-linux"),
+        ("modprobe", "kmod"),
+        ("sg_inq", "sg3-utils"),
+        ("fio", "fio"),
+        ("mkfs.ext4", "e2fsprogs"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
         return;
-    };
-    assert_eq!(said(&outcome), SAID.lines().collect::<Vec<_>>());
-    assert_eq!(outcome.status, 0);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("files");
+    fs::create_dir(&place).unwrap();
+    let script = format!(
+        "WALVISOR='{}' PLACE='{}'\n{}",
+        walvisor_binary("dev").expect("building walvisor").display(),
+        dir.path().display(),
+        include_str!("../scripts/tcmu-guest.sh")
+    );
+    let mut guest = UserMode::default().boot_here(dir.path(), &script).unwrap();
+    let mut said = Vec::new();
+    while said.last().is_none_or(|line| line != "guest: end") {
+        said.push(guest.wait_for("guest: ").unwrap());
+    }
+    let expected: Vec<_> = SAID.lines().map(|line| format!("guest: {line}")).collect();
+    assert_eq!(said[..said.len() - 1], expected, "{}", guest.console());
+    guest.end().unwrap();
 
     // UIO wakes per command: about one for commands that run alone, less for commands that run together.
+    let sum = |name, counter| sum(&place, name, counter);
     let per_command = |name| {
-        let commands = sum(&outcome, name, "walvisor_tcmu_commands_total");
-        let wakes = sum(&outcome, name, "walvisor_tcmu_uio_wakes_total");
+        let commands = sum(name, "walvisor_tcmu_commands_total");
+        let wakes = sum(name, "walvisor_tcmu_uio_wakes_total");
         assert!(commands > 1600.0, "{name}: {commands}");
         wakes / commands
     };
@@ -37,13 +66,27 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     assert!(alone > 0.9 && alone <= 1.0, "{alone}");
     assert!(together < 0.5, "{together}");
     // Each sync is for a SYNCHRONIZE CACHE, and one sync serves those of several disks.
-    let flushes = sum(&outcome, "together", "walvisor_block_flushes_total");
+    let flushes = sum("together", "walvisor_block_flushes_total");
     // Each of the four disks reports the counters of the shared log.
-    let syncs = sum(&outcome, "together", "walvisor_log_syncs_total") / 4.0;
+    let syncs = sum("together", "walvisor_log_syncs_total") / 4.0;
     println!("{syncs} syncs for {flushes} SYNCHRONIZE CACHE of four disks on one log");
     assert!(flushes > 200.0 && syncs < flushes, "{syncs} of {flushes}");
+    assert_eq!(sum("depth-32", "walvisor_block_errors_total"), 0.0);
+}
+
+#[test]
+fn a_disk_for_guests_is_at_vhost() {
+    let Some(outcome) = run_emulated_job(include_str!("../scripts/tcmu-vhost-job.sh"), &[]) else {
+        return;
+    };
     assert_eq!(
-        sum(&outcome, "depth-32", "walvisor_block_errors_total"),
-        0.0
+        said(&outcome),
+        [
+            "status 1: walvisor: the kernel module vhost_scsi is not loaded: as root run ...",
+            "serving guest: 1048576 bytes at vhost naa.5001405000000042",
+            "daemon: status 0",
+            "left: 0",
+        ]
     );
+    assert_eq!(outcome.status, 0);
 }

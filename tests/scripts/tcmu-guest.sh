@@ -1,28 +1,27 @@
 # The disks of `walvisor serve tcmu` under the kernel's own SCSI target and disk driver: first the errors for missing
 # parts, then two disks on one log, every command of sg3-utils, a file system, kills of the daemon under load, resize,
-# the largest disk, and the state of configfs and the images at the end. Runs on the Debian machine itself, with no
-# guest.
-for part in fio disks scsi; do
-    (cd / && cpio -idu <"$IMAGES/initramfs-$part.cpio" 2>/dev/null)
-done
+# the largest disk, and the state of configfs and the images at the end. Runs in user-mode Linux, in the directory
+# $PLACE/files of the machine; $WALVISOR is the program, and the kernel's modules are below $PLACE.
+walvisor() { "$WALVISOR" "$@"; }
+mkdir files && mount -t hostfs none files -o "$PLACE/files" && cd files || exit
 config=/sys/kernel/config
-load() { for module in "$@"; do insmod /modules/*-"$module".ko 2>/dev/null; done; }
-say() { echo "job: $*"; }
+load() { for module; do modprobe -d "$PLACE" "$module"; done; }
+say() { echo "guest: $*"; }
 # Runs a command that must fail, and prints its status and its message.
 fails() {
     "$@" >out 2>err
     say "status $?: $(sed "s/process $daemon:/the daemon:/; s/: as root run .*/: as root run .../" err)"
 }
 
-progress 'what is missing'
+# What is missing.
 fails walvisor serve tcmu --list
 load configfs
 fails walvisor serve tcmu --list
 mount -t configfs configfs $config
 fails walvisor serve tcmu --list
-load scsi_common scsi_mod target_core_mod
+load target_core_mod
 fails walvisor serve tcmu --disk backend=ram,size=1M
-load uio target_core_user crc64 crc64_rocksoft_generic crc64-rocksoft crc64_rocksoft crc-t10dif crct10dif_common crc_t10dif t10-pi t10_pi sd_mod sg
+load target_core_user sd_mod sg
 fails walvisor serve tcmu --disk backend=ram,size=1M
 load tcm_loop
 say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/dev/null | wc -l)"
@@ -35,7 +34,7 @@ serve() {
     name=$1
     shift
     : >"$name.served"
-    walvisor serve tcmu "$@" --metrics "$RESULTS/$name.prom" >"$name.served" 2>"$name.log" &
+    "$WALVISOR" serve tcmu "$@" --metrics "$name.prom" >"$name.served" 2>"$name.log" &
     daemon=$!
     disks=$(echo "$*" | grep -o -e '--disk' | wc -l)
     until [ "$(wc -l <"$name.served")" = "$disks" ]; do
@@ -57,7 +56,7 @@ stop() {
 }
 sum() { sha256sum <"$1" | cut -d' ' -f1; }
 
-progress 'attaching'
+# Attaching.
 both first
 for name in $files $raw; do
     queue=/sys/block/$name/queue
@@ -65,10 +64,10 @@ for name in $files $raw; do
         "$(cat $queue/write_cache), fua $(cat $queue/fua), discards of $(cat $queue/discard_granularity) or more"
 done
 walvisor serve tcmu --list |
-    sed "s/process $daemon/the daemon/; s/naa\.5001405[0-9a-f]*/naa/; s/of .*\//of /; s|/dev/$files|files|; s|/dev/$raw|raw|; s/^/job: /"
+    sed "s/process $daemon/the daemon/; s/naa\.5001405[0-9a-f]*/naa/; s/of .*\//of /; s|/dev/$files|files|; s|/dev/$raw|raw|; s/^/guest: /"
 fails walvisor serve tcmu --remove files
 
-progress 'sg3-utils'
+# Sg3-utils.
 disk=/dev/$raw
 # Runs a command of sg3-utils: prints its status, and checks that its output matches $1, unless $1 is empty.
 sg() {
@@ -122,7 +121,7 @@ refused 12 00 80 00 ff 00
 refused 5f 00 00 00 00 00 00 00 18 00
 refused c1 00 00 00 00 00 00 00 00 00
 
-progress 'ext4 and fio'
+# Ext4 and fio.
 mkdir -p /mnt/files
 mkfs.ext4 -q -F /dev/$files && mount -t ext4 /dev/$files /mnt/files || exit 1
 verify() {
@@ -141,7 +140,7 @@ dd if=/dev/zero of=whole bs=1M seek=16 count=8 conv=notrunc 2>/dev/null
 echo 3 >/proc/sys/vm/drop_caches
 [ "$(sum whole)" = "$(sum /dev/$raw)" ] && say 'raw disk reads back'
 
-progress 'a kill under load'
+# A kill under load.
 for round in 1 2; do
     verify load-$round 4M &
     load=$!
@@ -155,7 +154,7 @@ for round in 1 2; do
     say "fio saw: status $(cat load-$round.status)"
     grep -q 'err= *0' load-$round.fio || cat load-$round.fio
 done
-grep -o "disk 'raw' was left by a process that had writes in its memory" round-2.log | sed 's/^/job: /'
+grep -o "disk 'raw' was left by a process that had writes in its memory" round-2.log | sed 's/^/guest: /'
 for number in $(seq 10); do
     dd if=/dev/urandom of=content bs=4096 count=$((number % 7 + 1)) 2>/dev/null
     dd if=content of=/mnt/files/kept-$number bs=1M conv=fsync 2>/dev/null || exit 1
@@ -166,8 +165,8 @@ say "fstrim: status $?"
 umount /mnt/files
 kill -KILL $daemon
 wait $daemon
-walvisor serve tcmu --list | grep -c 'served by none' | sed 's/^/job: served by none: /'
-walvisor serve tcmu --remove --all | sed 's/^/job: /'
+walvisor serve tcmu --list | grep -c 'served by none' | sed 's/^/guest: served by none: /'
+walvisor serve tcmu --remove --all | sed 's/^/guest: /'
 say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/dev/null | wc -l)"
 both second
 mount -t ext4 /dev/$files /mnt/files || exit 1
@@ -182,7 +181,7 @@ say "e2fsck: status $?"
 [ "$(sum whole)" = "$(sum /dev/$raw)" ] && say 'raw disk still reads back'
 sum /dev/$files >last
 
-progress 'resize, and the cache mode'
+# Resize, and the cache mode.
 walvisor ctl control resize --disk raw --size 96M >/dev/null || say 'no resize'
 echo 1 >/sys/block/$raw/device/rescan
 say "after ctl: $(blockdev --getsize64 /dev/$raw) bytes, $(cat $config/target/core/user_*/raw/attrib/dev_size) in configfs"
@@ -199,15 +198,7 @@ say "cache: $(cat /sys/block/$raw/queue/write_cache)"
 stop second
 say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/dev/null | wc -l)"
 
-progress 'vhost'
-fails walvisor serve tcmu --disk backend=ram,size=1M,fabric=vhost
-load vhost_iotlb vhost vhost_scsi
-serve vhost --disk backend=ram,size=1M,name=guest,fabric=vhost,wwn=naa.5001405000000042
-say "$(cat vhost.served)"
-stop vhost
-say "left: $(ls -d $config/target/core/user_* $config/target/vhost/naa.* 2>/dev/null | wc -l)"
-
-progress 'wakes'
+# Wakes.
 for depth in 1 32; do
     serve depth-$depth --disk backend=ram,size=16M
     fio --name=wakes --filename=/dev/"$(disk_of depth-$depth ram)" --rw=randread --bs=4k --direct=1 --ioengine=libaio \
@@ -215,7 +206,7 @@ for depth in 1 32; do
     stop depth-$depth
 done
 
-progress 'flushes of several disks'
+# Flushes of several disks.
 together='' jobs=''
 for name in a b c d; do
     walvisor disk create $name.img --size 8M --log shared || exit
@@ -228,11 +219,11 @@ done
 fio --name=global --rw=randwrite --bs=4k --direct=1 --fsync=1 --number_ios=60 --eta=never $jobs >fio.log 2>&1 || cat fio.log
 stop together
 
-progress 'the largest disk'
+# The largest disk.
 # The largest disk, which is sparse, on a file system that holds files of any length. Uses the last sector that Linux
 # can address.
-walvisor disk create /tmp/largest.img --size 9223372036854775296 --log /tmp/largest || exit
-serve largest --disk path=/tmp/largest.img,log=/tmp/largest,command-timeout=60
+walvisor disk create /run/largest.img --size 9223372036854775296 --log /run/largest || exit
+serve largest --disk path=/run/largest.img,log=/run/largest,command-timeout=60
 largest=$(disk_of largest largest)
 say "the largest has $(cat /sys/block/$largest/size) sectors, its commands $(cat $config/target/core/user_*/largest/attrib/cmd_time_out) s"
 last=$(($(cat /sys/block/$largest/size) - 1))
@@ -243,7 +234,7 @@ dd if=/dev/$largest of=sector.back bs=512 skip=$last count=1 iflag=direct 2>/dev
 cmp sector sector.back && say 'last sector reads back'
 stop largest
 
-progress 'the images'
+# The images.
 for name in files raw; do
     walvisor disk check $name.img --log log
     say "check of $name.img: status $?"
@@ -252,4 +243,3 @@ done
 [ "$(sum files.raw)" = "$(cat last)" ] && say 'exported files.img is what the kernel saw'
 head -c 67108864 raw.raw >raw.begin
 [ "$(sum raw.begin)" = "$(sum whole)" ] && say 'exported raw.img is what the kernel saw'
-exit 0
