@@ -9,7 +9,7 @@ done
 while read -r file sum; do
     if [ "$(file_sum "$file")" = "$sum" ]; then echo "guest: intact $file"; else echo "guest: lost $file"; fi
 done </run/kept
-for directory in / /mnt/ext4/ /mnt/xfs/; do keep ${directory}before-$CRASH 700; done
+for directory in / /mnt/ext4/ /mnt/xfs/; do keep ${directory}before-$CRASH 300; done
 [ $CRASH = silent ] && rmmod pvpanic_mmio
 echo "guest: job exit in a panic ($CRASH)"
 # The kernel's output must not interrupt that line.
