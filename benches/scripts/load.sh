@@ -112,7 +112,7 @@ serve_nbd() {
 # belongs to this run alone.
 prepare_machine() {
     if [ "$MACHINE" = nested ]; then
-        for part in fio disks scsi; do (cd / && cpio -idu <"$IMAGES/initramfs-$part.cpio" 2>/dev/null); done
+        for part in fio scsi; do (cd / && cpio -idu <"$IMAGES/initramfs-$part.cpio" 2>/dev/null); done
         for module in configfs scsi_common scsi_mod target_core_mod uio target_core_user crc64 crc64_rocksoft_generic \
             crc64-rocksoft crc64_rocksoft crc-t10dif crct10dif_common crc_t10dif t10-pi t10_pi sd_mod tcm_loop; do
             insmod /modules/*-"$module".ko 2>/dev/null

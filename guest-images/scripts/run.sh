@@ -24,7 +24,7 @@ JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results MACHINE=$(cat "$BASE/machin
 PATH=$BASE/bin:$PATH
 BOOT_SECONDS=${BOOT_SECONDS:-90}
 export IMAGES JOB WORK RESULTS MACHINE PATH
-# In emulation, KVM's wait for an idle guest's next interrupt would compute without end.
+# KVM polls for an idle guest's next interrupt. In emulation that only takes the processor from others.
 [ "$MACHINE" = nested ] && [ -e /sys/module/kvm/parameters/halt_poll_ns ] && echo 0 >/sys/module/kvm/parameters/halt_poll_ns
 
 progress() { echo "progress: $*"; }
