@@ -13,7 +13,7 @@ fn storm(loops: u32) -> String {
     format!(
         "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
          # Told from a side, so that the kills come in the middle.
-         (while sleep 1; do echo guest: at work; done) &
+         (while sleep 0.5; do echo guest: at work; done) &
          fio --name=storm --directory=/mnt --rw=randwrite --bs=4k --size=16M --loops={loops} --ioengine=libaio \\
              --iodepth=16 --direct=1 --fsync=16 --verify=crc32c --do_verify=1 --minimal >/dev/null
          echo guest: fio $?
@@ -28,7 +28,7 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
     }
     goes_on(3, "", |dir| {
         let disk = vhost_user_disk(&dir.join("s"), 2);
-        Guest::qemu(dir, &images(), &disk, &storm(6)).unwrap()
+        Guest::qemu(dir, &images(), &disk, &storm(3)).unwrap()
     });
 }
 
