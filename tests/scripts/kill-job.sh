@@ -1,5 +1,5 @@
-# Kills walvisor twice in the middle of the guest's fio. Every boot after a kill checks all files that earlier boots
-# reported as fsynced; the last boot then powers off.
+# Kills walvisor twice in the middle of the guest's fio. The second guest checks all files that the first reported as
+# fsynced. After the second kill the images must have the files of both.
 for transport in mmio pci; do
     walvisor disk create $transport.img --size 128M || exit
 done
@@ -7,18 +7,18 @@ done
 
 boot() {
     # Each boot's script carries the list of the files that it must find.
-    { echo "LAST=$2"; echo "cat >/tmp/kept <<'LIST'"; cat kept; echo LIST; cat "$JOB/guest.sh"; } >guest.sh
+    { echo "cat >/tmp/kept <<'LIST'"; cat kept; echo LIST; cat "$JOB/guest.sh"; } >guest.sh
     guest_initrd initrd guest.sh fio
     start_guest "$1" --kernel "$IMAGES/vmlinux" --initrd initrd --cpus 1 --memory 1G \
-        --cmdline 'console=ttyS0 quiet panic=-1 reboot=t' \
+        --cmdline 'console=ttyS0 quiet mitigations=off panic=-1 reboot=t' \
         --disk path=mmio.img,transport=mmio,queues=2 --disk path=pci.img,transport=pci,queues=2
 }
 
 for round in 1 2; do
     progress "kill $round of 2: booting, then fio and fsyncs"
-    boot round$round no
+    boot round$round
     # Each round has another number of files, so that each kill meets the log in another state.
-    wait_line round$round "guest: kept .* $((round * 11)) " 240 || { spoken round$round; exit 1; }
+    wait_line round$round "guest: kept .* $((round * 4)) " 240 || { spoken round$round; exit 1; }
     kill_guest round$round
     echo "job: round $round ended with status $(cat "$WORK/round$round.status")"
     # A line that the kill cut off lacks its end: its file does not count as reported.
@@ -28,8 +28,23 @@ for round in 1 2; do
         echo "job: check of $transport.img after kill $round: status $?"
     done
 done
-progress 'the last boot checks everything'
-boot last yes
-wait_guest last 240
-echo "job: last boot ended with status $?"
-echo "job: $(wc -l <kept) files were fsynced"
+progress 'the images have every file'
+intact=0 lost=0
+for pair in vda:mmio vdb:pci; do
+    image=${pair#*:}.img
+    walvisor disk checkpoint $image >/dev/null
+    echo "job: checkpoint of $image: status $?"
+    # Status 1: e2fsck replayed the journal, and thus changed the file system.
+    e2fsck -fp $image >e2fsck.log 2>&1
+    status=$?
+    [ $status -le 1 ] && echo "job: $image is a file system" || cat e2fsck.log
+    while read -r name number sum; do
+        [ $name = ${pair%:*} ] || continue
+        if [ "$(debugfs -R "cat /kept-$number-$sum" $image 2>/dev/null | sha256sum | cut -d' ' -f1)" = "$sum" ]; then
+            intact=$((intact + 1))
+        else
+            lost=$((lost + 1))
+        fi
+    done <kept
+done
+echo "job: intact $intact, lost $lost"
