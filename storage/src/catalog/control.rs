@@ -326,7 +326,7 @@ pub(crate) fn register<'a>(
     let place = disks.iter().position(same).unwrap_or(disks.len());
     if place == MAX_DISKS {
         return Err(invalid(format!(
-            "{}: the log already has {MAX_DISKS} disks, the maximum; use another log",
+            "{}: the log holds {MAX_DISKS} disks, its most; use another log",
             control.path.display()
         )));
     }

@@ -74,15 +74,15 @@ fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
     let file = made
         .open(path)
         .map_err(|error| match error.raw_os_error() {
-            Some(libc::ELOOP) => io::Error::other(
-                "a symbolic link is in place of a file that is to be created; remove it",
-            ),
+            Some(libc::ELOOP) => {
+                io::Error::other("a link is where a file was to be made; remove it")
+            }
             _ => error,
         })?;
     let found = file.metadata()?;
     if !found.is_file() {
         return Err(io::Error::other(
-            "it is not a file, and a file is to be created there; remove it",
+            "no file, where one was to be made; remove it",
         ));
     }
     let has = found.permissions().mode() & 0o7777;

@@ -58,10 +58,7 @@ pub(crate) fn open_locked<F>(
     }
     Err(Error::new(
         ErrorKind::Locked,
-        format!(
-            "{}: other processes replace it again and again",
-            path.display()
-        ),
+        format!("{}: replaced by others again and again", path.display()),
     ))
 }
 
@@ -100,7 +97,7 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<(
         waited += LOCK_TRY;
         if waited == SILENCE && holder == Holder::Writes {
             tracing::warn!(
-                "{}: waiting for writes that a killed process still has in flight",
+                "{}: waiting for writes that a process which was killed still has in flight",
                 path.display()
             );
         }

@@ -93,7 +93,7 @@ impl OpenBase {
         let why = match (&self.identity.mark, self.is_of(entry, home)) {
             (Some(mark), false) if mark.disk != entry.disk => "it is the image of another disk",
             (Some(mark), false) if mark.generation < entry.generation.get() => {
-                "it is older than the log expects, or a copy that was changed"
+                "it is older than the log expects, or a copy that went its own way"
             }
             (Some(_), false) => "it is newer than the log expects, or a copy that went its own way",
             (None, false) if entry.marked != 0 => {
@@ -106,7 +106,7 @@ impl OpenBase {
             (_, true) => match entry.samples_fit(self.file.as_ref(), &self.options.path)? {
                 true => return Ok(None),
                 false => {
-                    "its bytes are not those that the last checkpoint left: another program has written to it"
+                    "its bytes are not those that the last checkpoint left: it was written to by others"
                 }
             },
         };

@@ -70,7 +70,7 @@ fn resize(
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: another process used it meanwhile; close that process and try again",
+                "{}: used by someone else meanwhile; close that and try again",
                 path.display()
             ),
         ));

@@ -172,7 +172,7 @@ mod tests {
 
         fs::write(&path, "data").unwrap();
         let error = bind(&path, 0o600).unwrap_err().to_string();
-        assert!(error.contains("no socket"), "{error}");
+        assert!(error.contains("not a socket"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"data");
     }
 

@@ -357,7 +357,7 @@ mod tests {
                 "{\"execute\": \"stats\", \"arguments\": 1}",
                 "not a request",
             ),
-            ("{\"execute\": \"reboot\"}", "no command 'reboot'"),
+            ("{\"execute\": \"reboot\"}", "unknown command 'reboot'"),
             (
                 "{\"execute\": \"pause\", \"arguments\": {\"x\": 1}}",
                 "unknown field `x`",

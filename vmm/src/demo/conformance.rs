@@ -158,7 +158,7 @@ mod tests {
             cases: cases(),
             ..Transcript::default()
         };
-        assert!(report(silent).unwrap().contains("did not come to its end"));
+        assert!(report(silent).unwrap().contains("did not finish"));
         let refused = Transcript {
             jobs: vec![Job {
                 transport: "mmio".to_owned(),

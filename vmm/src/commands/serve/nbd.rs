@@ -310,7 +310,10 @@ mod tests {
     fn what_cannot_be_served_is_told() {
         for (texts, part) in [
             (&["path=a"][..], "socket=PATH or port=N"),
-            (&["path=x/a,socket=s", "path=y/a,socket=s"], "called 'a'"),
+            (
+                &["path=x/a,socket=s", "path=y/a,socket=s"],
+                "have the name 'a'",
+            ),
         ] {
             let error = groups(texts).err().unwrap();
             assert!(error.contains(part), "{texts:?}: {error}");

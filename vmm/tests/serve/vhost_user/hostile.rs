@@ -51,7 +51,7 @@ type Attack = fn(&mut FrontEnd);
 
 /// A part of the daemon's message, and the attack that must cause it.
 const ATTACKS: [(&str, Attack); 43] = [
-    ("no message", |it| it.send(&[0xff; 64])),
+    ("invalid message header", |it| it.send(&[0xff; 64])),
     ("left in the middle", |it| {
         it.send(&header(GET_FEATURES, 0)[..7]);
         it.socket.shutdown(std::net::Shutdown::Write).unwrap();
@@ -153,7 +153,7 @@ const ATTACKS: [(&str, Attack); 43] = [
         let area = payload(&[4096, 0, 128 << 16 | 1]);
         it.message(SET_INFLIGHT_FD, &area, &[file.as_fd()]);
     }),
-    ("no message", |it| {
+    ("invalid message header", |it| {
         // A reply to no request.
         let mut reply = header(GET_FEATURES, 0);
         reply[4] |= 4;
@@ -164,10 +164,10 @@ const ATTACKS: [(&str, Attack); 43] = [
         let files = [kick.as_fd(), other.as_fd()];
         it.message(SET_VRING_KICK, &payload(&[0]), &files);
     }),
-    ("announced and not there", |it| {
+    ("the flag about a ring", |it| {
         it.fields(SET_VRING_CALL, &[0])
     }),
-    ("or the reverse", |it| {
+    ("contradicts the descriptors", |it| {
         let [call, _] = events();
         it.message(SET_VRING_CALL, &payload(&[1 << 8]), &[call.as_fd()]);
     }),
