@@ -3,7 +3,7 @@
 use crate::format::Uuid;
 
 /// The content of the extended attribute of a base image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Mark {
     pub disk: Uuid,
     pub generation: u64,

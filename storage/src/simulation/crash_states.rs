@@ -1,6 +1,6 @@
 //! All states that a power cut may leave of writes that were not synced.
 
-use super::medium::{SECTOR, Stored};
+use super::medium::Stored;
 use super::names::Kept;
 
 /// Up to this many states, all are built.
@@ -73,11 +73,11 @@ fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
         }
     }
     let versions = |offset: usize| {
-        let durable = state.durable.get(offset..offset + SECTOR);
+        let durable = state.durable.sector(offset);
         let mut cached: Vec<usize> = Vec::new();
         for (i, (at, bytes)) in state.cached.iter().enumerate() {
             let new = *at == offset
-                && durable != Some(bytes)
+                && durable != Some(&bytes[..])
                 && cached.iter().all(|&other| state.cached[other].1 != *bytes);
             if new {
                 cached.push(i);

@@ -67,11 +67,9 @@ impl Queued {
             } => (base.as_ref(), offset, chunks),
             _ => return,
         };
-        let chunks = chunks.iter();
-        let bytes: Vec<u8> = chunks
-            .flat_map(|chunk| chunk.buffer[..chunk.len].iter().copied())
-            .collect();
-        medium.leave_in_flight(file, *offset, bytes);
+        let chunks = chunks.iter().map(|chunk| &chunk.buffer[..chunk.len]);
+        let chunks: Vec<&[u8]> = chunks.collect();
+        medium.leave_in_flight(file, *offset, chunks.concat());
     }
 }
 

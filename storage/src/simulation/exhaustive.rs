@@ -20,14 +20,23 @@
 //! once is tried, only the port of the last request is served in between, and only two losses of power are judged,
 //! not three. `WALVISOR_EXHAUSTIVE=1` drops these limits and takes some ten minutes.
 
+use std::collections::hash_map::DefaultHasher;
+use std::collections::{HashMap, HashSet};
+use std::hash::{Hash, Hasher};
+use std::rc::Rc;
+
 use super::clients::Clients;
 use super::crash_states::crash_states;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Pace, Stored, World};
 use super::oracle::{Broken, Contents, Oracle};
 use super::{Total, on_all_cores};
+use crate::log::stamp::Stamps;
 use crate::mutant::{Mutant, PLANTED};
 use crate::{CommitWait, Operation};
+
+/// The time of all batches, in microseconds since 1970: some 280,000 years from now.
+const FAR_FUTURE: u64 = 1 << 63;
 
 #[derive(Clone, Copy, Debug)]
 struct Setting {
@@ -109,6 +118,10 @@ struct Totals {
     recovery_states: u64,
     /// Crash points where not every subset was judged.
     bounded: u64,
+    /// How many of these differ, and so were recovered, and not only judged.
+    distinct_crash_points: u64,
+    distinct_states: u64,
+    distinct_recovery_states: u64,
 }
 
 impl Total for Totals {
@@ -119,6 +132,9 @@ impl Total for Totals {
         self.recovery_crash_points += other.recovery_crash_points;
         self.recovery_states += other.recovery_states;
         self.bounded += other.bounded;
+        self.distinct_crash_points += other.distinct_crash_points;
+        self.distinct_states += other.distinct_states;
+        self.distinct_recovery_states += other.distinct_recovery_states;
     }
 }
 
@@ -130,18 +146,75 @@ struct Recovered {
     end: Stored,
 }
 
-struct Explorer {
+/// What crash points and the recoveries of states showed, by the hashes of the states. Many histories leave equal
+/// states; of those one is recovered. All are judged, for what they may show differs. (Two states among a million have
+/// the same hash once in 40 million runs.)
+#[derive(Default)]
+struct Recoveries {
+    crash_points: HashMap<u64, Rc<Outcome>>,
+    /// A recovery may lose power.
+    first: HashMap<u64, Rc<Outcome>>,
+    /// The recovery after that does not.
+    second: HashMap<u64, Rc<Contents>>,
+    /// All contents that were found.
+    contents: HashSet<Rc<Contents>>,
+}
+
+/// What may be found after a crash. Equal contents are in it once.
+#[derive(Default)]
+struct Outcome {
+    /// By the recovery from the state as it is, without a power cut.
+    plain: Rc<Contents>,
+    /// By all others.
+    others: HashSet<Rc<Contents>>,
+    /// What was tried for it.
+    tried: Totals,
+}
+
+impl Recoveries {
+    /// Returns the same contents for equal ones, to save memory.
+    fn shared(&mut self, contents: Contents) -> Rc<Contents> {
+        if let Some(known) = self.contents.get(&contents) {
+            return known.clone();
+        }
+        let contents = Rc::new(contents);
+        self.contents.insert(contents.clone());
+        contents
+    }
+}
+
+impl Outcome {
+    /// Adds what a power cut in or after the recovery may show.
+    fn add(&mut self, recovered: &Self) {
+        self.others.extend(recovered.others.iter().cloned());
+        self.tried.add(&recovered.tried);
+    }
+}
+
+fn hash(stored: &Stored) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    stored.hash(&mut hasher);
+    hasher.finish()
+}
+
+struct Explorer<'a> {
     fixture: Fixture,
     oracle: Oracle,
     totals: Totals,
+    recoveries: &'a mut Recoveries,
     next_value: u32,
     /// Whether power is lost in recoveries too.
     deep: bool,
 }
 
-impl Explorer {
+impl<'a> Explorer<'a> {
     /// Runs one history. Moments before step `from` were judged in another history with the same beginning.
-    fn run(part: Part, steps: &[Step], from: usize) -> Result<Totals, Broken> {
+    fn run(
+        part: Part,
+        steps: &[Step],
+        from: usize,
+        recoveries: &'a mut Recoveries,
+    ) -> Result<Totals, Broken> {
         let setting = part.setting;
         let shape = Shape {
             disks: setting.disks,
@@ -159,10 +232,13 @@ impl Explorer {
             oracle: Oracle::new(fixture.bases()),
             fixture,
             totals: Totals::default(),
+            recoveries,
             next_value: 0,
             deep: part.full,
         };
         explorer.oracle.written = setting.written;
+        // The clock stands still: then different histories may leave the same bytes.
+        running.disks[0].log.lock().stamps = Stamps::after(FAR_FUTURE);
         let mut clients = Clients::open(&running, 2);
         running
             .keeper
@@ -290,53 +366,91 @@ impl Explorer {
         Ok(())
     }
 
-    /// Judges the states that a power loss at this moment may leave.
+    /// Judges the states that a power loss at this moment may leave, and the one that a kill leaves: its writes are
+    /// still in the cache, and power may be lost later.
     fn judge_crash(&mut self, stored: &Stored) -> Result<(), Broken> {
-        let left = crash_states(stored);
-        self.totals.crash_points += 1;
-        self.totals.bounded += u64::from(left.bounded);
-        for state in left.states {
-            self.totals.states += 1;
-            self.recover(state, false)?;
+        let hash = hash(stored);
+        let outcome = match self.recoveries.crash_points.get(&hash) {
+            Some(outcome) => outcome.clone(),
+            None => {
+                let outcome = Rc::new(self.explore_crash(stored)?);
+                self.recoveries.crash_points.insert(hash, outcome.clone());
+                outcome
+            }
+        };
+        self.oracle.judge_killed(&outcome.plain)?;
+        for found in &outcome.others {
+            self.oracle.judge(found)?;
         }
-        // Or the process is killed: its writes are still in the cache, and power may be lost later.
-        self.totals.states += 1;
-        self.recover(stored.clone(), true)
+        self.totals.add(&outcome.tried);
+        Ok(())
     }
 
-    /// Recovers, with another power cut at every moment of the recovery and after it; `killed`: there was no power
-    /// cut before.
-    fn recover(&mut self, stored: Stored, killed: bool) -> Result<(), Broken> {
+    fn explore_crash(&mut self, stored: &Stored) -> Result<Outcome, Broken> {
+        let left = crash_states(stored);
+        let mut outcome = Outcome::default();
+        outcome.tried.crash_points = 1;
+        outcome.tried.bounded = u64::from(left.bounded);
+        for state in left.states {
+            let recovered = self.recover(state)?;
+            outcome.others.insert(recovered.plain.clone());
+            outcome.add(&recovered);
+        }
+        let killed = self.recover(stored.clone())?;
+        outcome.plain = killed.plain.clone();
+        outcome.add(&killed);
+        Ok(outcome)
+    }
+
+    /// Recovers, with another power cut at every moment of the recovery and after it.
+    fn recover(&mut self, stored: Stored) -> Result<Rc<Outcome>, Broken> {
+        let hash = hash(&stored);
+        if let Some(outcome) = self.recoveries.first.get(&hash) {
+            return Ok(outcome.clone());
+        }
         let Recovered {
             found,
             moments,
             end,
         } = self.read(stored, self.deep)?;
-        match killed {
-            true => self.oracle.judge_killed(&found)?,
-            false => self.oracle.judge(&found)?,
+        let mut outcome = Outcome {
+            plain: self.recoveries.shared(found),
+            ..Outcome::default()
         };
+        outcome.tried.states = 1;
         for stored in moments {
-            self.totals.recovery_crash_points += 1;
+            outcome.tried.recovery_crash_points += 1;
             let left = crash_states(&stored);
-            self.totals.bounded += u64::from(left.bounded);
+            outcome.tried.bounded += u64::from(left.bounded);
             for state in left.states {
-                self.totals.recovery_states += 1;
-                let again = self.read(state, false)?;
-                self.oracle.judge(&again.found)?;
+                outcome.tried.recovery_states += 1;
+                outcome.others.insert(self.recover_again(state)?);
             }
         }
         // A reader may have acted on data that recovery has shown.
         if end.files.iter().any(|file| !file.cached.is_empty()) {
             for state in crash_states(&end).states {
-                self.totals.recovery_states += 1;
-                let again = self.read(state, false)?;
-                if again.found != found {
+                outcome.tried.recovery_states += 1;
+                if self.recover_again(state)? != outcome.plain {
                     return Err("what a recovery had shown was gone after a power cut".into());
                 }
             }
         }
-        Ok(())
+        let outcome = Rc::new(outcome);
+        self.recoveries.first.insert(hash, outcome.clone());
+        Ok(outcome)
+    }
+
+    /// Recovers once more, without another power cut.
+    fn recover_again(&mut self, stored: Stored) -> Result<Rc<Contents>, Broken> {
+        let hash = hash(&stored);
+        if let Some(found) = self.recoveries.second.get(&hash) {
+            return Ok(found.clone());
+        }
+        let found = self.read(stored, false)?.found;
+        let found = self.recoveries.shared(found);
+        self.recoveries.second.insert(hash, found.clone());
+        Ok(found)
     }
 
     /// Opens and reads what is left; `noted`: also records the state at each sync.
@@ -381,12 +495,16 @@ impl Part {
     fn explore(self) -> Result<Totals, Broken> {
         let histories = histories(self.requests, self.full);
         let mut totals = Totals::default();
+        let mut recoveries = Recoveries::default();
         let mut last: &[Step] = &[];
         for steps in &histories {
-            let ran = Explorer::run(self, steps, differ(last, steps));
+            let ran = Explorer::run(self, steps, differ(last, steps), &mut recoveries);
             totals.add(&ran.map_err(|broken| format!("{broken}\nin {self:?}: {steps:?}"))?);
             last = steps;
         }
+        totals.distinct_crash_points = recoveries.crash_points.len() as u64;
+        totals.distinct_states = recoveries.first.len() as u64;
+        totals.distinct_recovery_states = recoveries.second.len() as u64;
         Ok(totals)
     }
 }

@@ -132,12 +132,13 @@ impl DataFile for SimulatedFile {
             world.failed_read = true;
             world.fail("read")?;
         }
-        let offset = offset as usize;
-        let bytes = world.files[self.index]
+        match world.files[self.index]
             .current
-            .get(offset..offset + buffer.len());
-        buffer.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
+            .read(buffer, offset as usize)
+        {
+            true => Ok(()),
+            false => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
     }
 
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -153,10 +154,8 @@ impl DataFile for SimulatedFile {
         offset: u64,
         durably: bool,
     ) -> io::Result<usize> {
-        let bytes: Vec<u8> = slices
-            .iter()
-            .flat_map(|slice| slice.iter().copied())
-            .collect();
+        let slices: Vec<&[u8]> = slices.iter().map(|slice| &slice[..]).collect();
+        let bytes = slices.concat();
         let mut world = self.medium.lock();
         let sectors = bytes.len() / SECTOR;
         let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {

@@ -345,7 +345,7 @@ impl Life {
             let world = self.medium.lock();
             let file = world.names.get(&disk.path);
             let file = &world.files[file.ok_or("a closed disk is gone")?];
-            let found: Sectors = file.current.chunks(512).map(value_of).collect();
+            let found: Sectors = file.current.to_vec().chunks(512).map(value_of).collect();
             if found != disk.may_hold[0] {
                 return Err(format!("{}: closed, and not whole", disk.path.display()));
             }

@@ -14,6 +14,7 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
+use super::bytes::Bytes;
 use super::names::{DIRECTORY, Names};
 use crate::medium::filesystem::Open;
 use crate::medium::mark::Mark;
@@ -26,9 +27,9 @@ pub(super) const SECTOR: usize = 512;
 pub(super) const LOG: &str = "/log";
 
 /// The last part of a path.
-fn last(path: &Path) -> String {
+fn last(path: &Path) -> Arc<str> {
     let name = path.file_name().expect("a path of a file");
-    name.to_string_lossy().into_owned()
+    name.to_string_lossy().into()
 }
 
 /// SplitMix64: a small generator with the same sequence on every machine.
@@ -56,12 +57,12 @@ impl Random {
 }
 
 /// One file: its durable bytes, and the sectors written since the last sync, in order. Copies share equal parts.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub(super) struct FileState {
-    pub name: String,
-    pub durable: Arc<Vec<u8>>,
+    pub name: Arc<str>,
+    pub durable: Bytes,
     /// What a reader sees: the durable bytes with the cached ones over them.
-    pub current: Arc<Vec<u8>>,
+    pub current: Bytes,
     pub cached: Vec<(usize, [u8; SECTOR])>,
     /// The lengths that the file got since the last sync, in order.
     pub lengths: Vec<usize>,
@@ -73,16 +74,16 @@ pub(super) struct FileState {
 }
 
 /// The state of all files and names.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 pub(super) struct Stored {
     pub files: Vec<FileState>,
     pub names: Names,
 }
 
 impl FileState {
-    fn new(name: &str, bytes: Arc<Vec<u8>>) -> Self {
+    fn new(name: Arc<str>, bytes: Bytes) -> Self {
         Self {
-            name: name.into(),
+            name,
             durable: bytes.clone(),
             current: bytes,
             cached: Vec::new(),
@@ -118,14 +119,14 @@ impl FileState {
         self.marks.clear();
         let len = self.durable.len();
         for (offset, sector) in kept.filter(|(offset, _)| *offset < len) {
-            Arc::make_mut(&mut self.durable)[*offset..][..SECTOR].copy_from_slice(sector);
+            self.durable.put_sector(*offset, sector);
         }
         self.cached.clear();
         self.forget_unwritten();
     }
 
     fn set_len(&mut self, len: usize) {
-        Arc::make_mut(&mut self.current).resize(len, 0);
+        self.current.resize(len);
         self.cached.retain(|(offset, _)| *offset < len);
         self.lengths.push(len);
     }
@@ -133,7 +134,7 @@ impl FileState {
     /// Makes the oldest `count` of its new lengths durable.
     fn sync_lengths(&mut self, count: usize) {
         for len in self.lengths.drain(..count) {
-            Arc::make_mut(&mut self.durable).resize(len, 0);
+            self.durable.resize(len);
         }
     }
 
@@ -142,10 +143,10 @@ impl FileState {
         self.current = self.durable.clone();
         self.unwritten = false;
         if let Some(len) = self.lengths.last() {
-            Arc::make_mut(&mut self.current).resize(*len, 0);
+            self.current.resize(*len);
         }
         for (offset, sector) in &self.cached {
-            Arc::make_mut(&mut self.current)[*offset..][..SECTOR].copy_from_slice(sector);
+            self.current.put_sector(*offset, sector);
         }
     }
 }
@@ -263,7 +264,7 @@ impl World {
         self.names.set(path, self.files.len());
         self.names.sync(path.parent().expect("a directory"));
         self.files
-            .push(FileState::new(&last(path), Arc::new(bytes)));
+            .push(FileState::new(last(path), Bytes::from(&bytes[..])));
     }
 
     /// Opens a file. Returns its number.
@@ -286,7 +287,8 @@ impl World {
             return Ok(file);
         }
         self.names.set(path, self.files.len());
-        self.files.push(FileState::new(&last(path), Arc::default()));
+        self.files
+            .push(FileState::new(last(path), Bytes::default()));
         Ok(self.files.len() - 1)
     }
 
@@ -360,17 +362,18 @@ impl World {
         self.names.find(name).expect("a file of that name")
     }
 
-    pub(super) fn contents(&self, path: &Path) -> &[u8] {
-        &self.files[self.names.get(path).expect("a file at the path")].current
+    pub(super) fn contents(&self, path: &Path) -> Vec<u8> {
+        let file = self.names.get(path).expect("a file at the path");
+        self.files[file].current.to_vec()
     }
 
     /// The names of the segment files, and their bytes as readers see them.
-    pub(super) fn segments(&self) -> Vec<(String, Arc<Vec<u8>>)> {
+    pub(super) fn segments(&self) -> Vec<(String, Vec<u8>)> {
         let mut names = self.names.in_directory(Path::new(LOG));
         names.retain(|name| name.to_string_lossy().starts_with("segment-"));
         let segment = |name: OsString| {
             let name = name.to_string_lossy().into_owned();
-            let bytes = self.files[self.find(&name)].current.clone();
+            let bytes = self.files[self.find(&name)].current.to_vec();
             (name, bytes)
         };
         names.into_iter().map(segment).collect()
@@ -462,17 +465,17 @@ impl World {
     fn put(&mut self, file: usize, bytes: &[u8], offset: usize) {
         let state = &mut self.files[file];
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
-            let range = offset + i * SECTOR..offset + (i + 1) * SECTOR;
+            let at = offset + i * SECTOR;
             // The sector is unchanged and not in the cache: there is nothing to tear or to lose.
-            if state.current[range.clone()] == *sector
-                && (!state.unwritten || state.durable.get(range.clone()) == Some(sector))
-                && state.cached.iter().all(|(at, _)| *at != range.start)
+            if state.current.sector(at) == Some(sector)
+                && (!state.unwritten || state.durable.sector(at) == Some(sector))
+                && state.cached.iter().all(|(cached, _)| *cached != at)
             {
                 continue;
             }
-            Arc::make_mut(&mut state.current)[range.clone()].copy_from_slice(sector);
+            state.current.put_sector(at, sector);
             let sector = sector.try_into().expect("a sector");
-            state.cached.push((range.start, sector));
+            state.cached.push((at, sector));
         }
     }
 
@@ -513,12 +516,12 @@ impl World {
 
     /// Makes the bytes in this range durable, or all of the file's bytes.
     pub(super) fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
-        if self.files[file].name == "control" && due(&mut self.cut_control) {
+        if self.files[file].name.as_ref() == "control" && due(&mut self.cut_control) {
             self.cut_power();
         }
         self.tick()?;
         self.note();
-        let counts = !self.fail_control || self.files[file].name == "control";
+        let counts = !self.fail_control || self.files[file].name.as_ref() == "control";
         if counts && due(&mut self.fail_sync) {
             let readable = self
                 .random
@@ -540,7 +543,7 @@ impl World {
         let range = range.unwrap_or(0..state.current.len());
         let reached = |(offset, _): &mut (usize, _)| range.contains(offset);
         for (offset, sector) in state.cached.extract_if(.., reached) {
-            Arc::make_mut(&mut state.durable)[offset..offset + SECTOR].copy_from_slice(&sector);
+            state.durable.put_sector(offset, &sector);
         }
         if state.cached.is_empty() && !state.unwritten {
             state.current = state.durable.clone();
@@ -573,7 +576,7 @@ impl World {
         let cached = std::mem::take(&mut self.files[file].cached);
         let kept: Vec<_> = cached.iter().filter(keep).collect();
         let torn = !kept.is_empty() && kept.len() < cached.len();
-        self.torn_slots += u64::from(torn && self.files[file].name == "control");
+        self.torn_slots += u64::from(torn && self.files[file].name.as_ref() == "control");
         let mut some = |most: usize| match most {
             0 => 0,
             _ => self.random.below(most as u64 + 1) as usize,
@@ -609,7 +612,7 @@ impl World {
     /// write to the wrong place.
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
-            .filter(|&i| self.names.leads_to(i) && !self.files[i].current.is_empty())
+            .filter(|&i| self.names.leads_to(i) && self.files[i].current.len() > 0)
             .filter(|&i| !self.files[i].name.starts_with("base"))
             .collect();
         let file = logs[self.random.below(logs.len() as u64) as usize];
@@ -627,7 +630,7 @@ impl World {
         let kind = self.random.below(5);
         let len = (1 + self.random.below(24)) as usize * SECTOR;
         let state = &mut self.files[file];
-        let bytes = Arc::make_mut(&mut state.current);
+        let mut bytes = state.current.to_vec();
         match kind {
             0 => bytes[at + bit / 8] ^= 1 << (bit % 8),
             1 => bytes[at..at + SECTOR].fill(0),
@@ -639,6 +642,7 @@ impl World {
                 bytes[at..at + len].fill(0);
             }
         }
+        state.current = Bytes::from(&bytes[..]);
         state.durable = state.current.clone();
         state.cached.clear();
     }

@@ -10,6 +10,7 @@
 //! kill. After a crash the disks together must be exactly the state after some prefix of the order that is not
 //! below the floor.
 
+mod bytes;
 mod clients;
 mod crash_states;
 mod engine;

@@ -14,7 +14,7 @@ use super::medium::Random;
 pub(super) const DIRECTORY: usize = usize::MAX;
 
 /// One change of names.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 enum Change {
     Set(PathBuf, usize),
     Rename(PathBuf, PathBuf, usize),
@@ -46,7 +46,7 @@ impl Change {
 }
 
 /// The names of the medium. Files are identified by their numbers.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 pub(super) struct Names {
     durable: BTreeMap<PathBuf, usize>,
     current: BTreeMap<PathBuf, usize>,
