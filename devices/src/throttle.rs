@@ -275,9 +275,13 @@ impl ThrottledQueue {
         self.queue.when_written(token)
     }
 
-    pub(crate) fn kick(&mut self) {
+    /// `alone`: see [`BackendQueue::kick_alone`].
+    pub(crate) fn kick(&mut self, alone: bool) {
         self.release();
-        self.queue.kick();
+        match alone {
+            true => self.queue.kick_alone(),
+            false => self.queue.kick(),
+        }
     }
 
     pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
@@ -424,7 +428,7 @@ mod tests {
                     },
                 );
             }
-            queue.kick();
+            queue.kick(false);
         };
         submit(&mut queue, 0..5);
         assert!(queue.holds());

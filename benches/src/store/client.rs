@@ -75,7 +75,7 @@ impl Client {
     /// If the request failed.
     pub fn run(&mut self, operation: Operation) -> Result<Option<Buffer>, CommandError> {
         self.port.submit(0, operation);
-        self.port.kick();
+        self.port.kick_alone();
         loop {
             self.port.completions(&mut self.done);
             if let Some(completion) = self.done.pop() {

@@ -171,8 +171,9 @@ pub(super) trait Served: Send {
     /// Takes the chains that the driver has made available.
     fn take(&mut self);
 
-    /// Submits the requests taken to the backend.
-    fn start(&mut self);
+    /// Submits the requests taken to the backend. `alone`: no other queue of the thread has something to do, or
+    /// requests in flight.
+    fn start(&mut self, alone: bool);
 
     /// Answers the requests that have ended; `true`: there is more to take.
     fn answer(&mut self) -> bool;
@@ -479,9 +480,11 @@ impl Thread {
                 served.take();
             }
         }
+        let waits = |(_, seat): &(usize, &Seat)| seat.served.as_ref().is_some_and(|s| s.waits());
+        let alone = self.served.len() == 1 && self.seats.iter().filter(waits).count() <= 1;
         for at in 0..self.served.len() {
             if let Some(served) = self.queue(self.served[at]) {
-                served.start();
+                served.start(alone);
             }
         }
         for at in 0..self.served.len() {

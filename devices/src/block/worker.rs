@@ -208,7 +208,11 @@ impl InFlight {
     }
 
     fn is_empty(&self) -> bool {
-        self.free.len() == self.slots.len()
+        self.len() == 0
+    }
+
+    fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
     }
 
     /// The slot for the next request, if there is room.
@@ -470,7 +474,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             if !more {
                 return outcome;
             }
-            self.disk.kick();
+            self.disk.kick(false);
         }
     }
 }
@@ -518,10 +522,10 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
         }
     }
 
-    fn start(&mut self) {
+    fn start(&mut self, alone: bool) {
         // After an error too: what was submitted before it still has to end.
         if std::mem::take(&mut self.submitted) {
-            self.disk.kick();
+            self.disk.kick(alone && self.in_flight.len() == 1);
         }
     }
 

@@ -354,9 +354,11 @@ impl Worker {
                 break;
             };
             self.next_desk = key + 1;
+            let in_flight = self.desks.iter().map(|(_, desk)| desk.in_flight.len());
+            let alone = in_flight.sum::<usize>() == 1;
             let desk = &mut self.desks[key];
             if std::mem::take(&mut desk.submitted) {
-                desk.queue.kick();
+                desk.queue.kick(alone);
             }
             desk.rung = false;
             desk.queue.completions(&mut ended);

@@ -417,7 +417,7 @@ impl Server {
             }
             self.settle();
             if std::mem::take(&mut self.submitted) {
-                self.queue.kick();
+                self.queue.kick(self.in_flight.len() == 1);
             }
             self.queue.completions(&mut ended);
             if ended.is_empty() {

@@ -148,7 +148,7 @@ impl Keeper {
         let committer =
             Committer::new(log.clone(), 0).map_err(|e| Error::io("open the log", &log.dir, e))?;
         Ok(Self {
-            leader: Leader::new(log.clone()),
+            leader: Leader::new(log.clone(), None),
             log,
             disks,
             control,

@@ -122,7 +122,11 @@ impl BackendQueue for Port {
     }
 
     fn kick(&mut self) {
-        self.committer.start();
+        self.committer.start(false);
+    }
+
+    fn kick_alone(&mut self) {
+        self.committer.start(true);
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -136,7 +140,7 @@ impl BackendQueue for Port {
         self.ended = ended;
         if !self.parked.is_empty() {
             self.unpark();
-            self.committer.start();
+            self.committer.start(false);
         }
         done.append(&mut self.done);
     }

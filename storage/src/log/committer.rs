@@ -24,6 +24,7 @@ pub(crate) struct Committer {
     batches: Vec<(u64, Group)>,
     next_batch: u64,
     spare: Spare,
+    leader: Leader,
     /// Memory for ended operations, which each poll uses again.
     ended: Vec<Done>,
     /// The port has appended a record or added a waiter since it last looked at the log.
@@ -41,8 +42,10 @@ impl Committer {
         let mut state = log.lock();
         state.waiters.add_port(&mailbox, clients);
         drop(state);
+        let leader = Leader::new(log.clone(), Some(mailbox.clone()));
         Ok(Self {
             log,
+            leader,
             mailbox,
             engine,
             batches: Vec::new(),
@@ -86,15 +89,16 @@ impl Committer {
     }
 
     /// Starts the submitted operations, and calls the leader if it is wanted.
-    pub(crate) fn start(&mut self) {
-        if self.unstarted {
-            self.look();
-        }
+    /// `alone`: the thread has nothing to do until a request of this port ends, so it leads a lone, quick group itself.
+    /// Returns whether it did.
+    pub(crate) fn start(&mut self, alone: bool) -> bool {
+        let led = self.unstarted && self.look(alone);
         self.engine.enter();
+        led
     }
 
     /// Looks at the log: writes the batches that need no sync, and calls the leader for the others.
-    fn look(&mut self) {
+    fn look(&mut self, alone: bool) -> bool {
         self.unstarted = false;
         // If this thread panicked, a batch that it has taken and not begun would never end.
         let log = self.log.clone();
@@ -113,11 +117,18 @@ impl Committer {
                 let stuck = state.take_stuck();
                 let silent = self.resigned && planted(Mutant::LeaderLeavesSilently);
                 let called = !state.led && log.wants_leader(&state) && !silent;
-                drop(state);
-                if called {
-                    log.call_leader();
+                let mut led = false;
+                if called && alone && log.is_lone(&state, &self.mailbox) {
+                    let next = self.leader.begin_locked(state);
+                    led = self.leader.run(next);
+                } else {
+                    drop(state);
+                    if called {
+                        log.call_leader();
+                    }
                 }
-                return log.refuse_waiters(stuck);
+                log.refuse_waiters(stuck);
+                return led;
             };
             drop(state);
             self.batches.push((self.next_batch, batch));
@@ -156,7 +167,7 @@ impl Committer {
         }
         self.ended = ended;
         if self.unstarted {
-            self.start();
+            self.start(false);
         }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
         if planted(Mutant::SignalClearedLate) {
@@ -259,6 +270,39 @@ mod tests {
             sector: 0,
             data: Buffer::from(&[byte; 4096][..]),
         })
+    }
+
+    /// A thread that has nothing else to do makes the sync of its lone FLUSH itself.
+    #[test]
+    fn a_lone_flush_wakes_no_other_thread() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        let log = default_log_dir(&disk);
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        write(&mut port, 1).unwrap();
+        port.submit(7, Operation::Flush);
+        assert!(port.committer.start(true), "this thread made the sync");
+        let mut done = Vec::new();
+        port.completions(&mut done);
+        assert_eq!(
+            (done[0].token, port.committer.log.counters.snapshot().syncs),
+            (7, 1)
+        );
+        // A thread with other work leaves the sync to the writer thread.
+        write(&mut port, 2).unwrap();
+        port.submit(8, Operation::Flush);
+        assert!(!port.committer.start(false));
+        while done.len() < 2 {
+            port.sleep_for_test();
+            port.completions(&mut done);
+        }
+        assert!(done[1].result.is_ok());
     }
 
     /// Promise 5: after the log fails, every waiter and all later writes and flushes get an error, reads go on, and

@@ -16,6 +16,8 @@ const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
 const SHORTEST: Duration = Duration::from_micros(100);
 /// Longest adaptive wait, whatever a sync takes.
 const LONGEST: Duration = Duration::from_millis(20);
+/// A thread that serves requests makes no sync itself that takes longer.
+const QUICK: Duration = Duration::from_micros(400);
 /// After waits in vain, fewer groups than two to the power of this start without a wait.
 const MOST_MISSES: u32 = 6;
 
@@ -101,6 +103,12 @@ impl Gather {
         }
     }
 
+    /// Whether a group of one waiter would start at once, and would soon be over if its sync takes as long as the last
+    /// ones. Until a sync has been measured, it counts as quick.
+    pub(crate) fn is_quick(&self) -> bool {
+        self.sync_time < QUICK && self.phase == Phase::Idle && self.enough(1, false)
+    }
+
     /// Whether a group only has to go on waiting; otherwise the leader calls [`ask`](Self::ask).
     pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
         self.phase == Phase::Waiting && !self.enough(waiting, complete)
@@ -157,6 +165,25 @@ mod tests {
 
     fn waited(gather: &mut Gather, waiting: usize) {
         assert_eq!(gather.ask(waiting, false), Verdict::Wait(SYNC / 2));
+    }
+
+    #[test]
+    fn syncs_count_as_quick_until_they_were_slow() {
+        let mut gather = Gather::default();
+        assert!(gather.is_quick(), "no sync was measured yet");
+        gather.ended(QUICK / 2, 1, 0);
+        assert!(gather.is_quick());
+        gather.ended(QUICK * 10, 1, 0);
+        assert!(!gather.is_quick());
+        // A group that has reason to expect more waiters, or was told to wait for them, is no lone one.
+        let mut gather = Gather::default();
+        gather.ended(QUICK / 2, 2, 0);
+        assert!(!gather.is_quick());
+        let gather = Gather::new(CommitWait {
+            longest: None,
+            count: Some(2),
+        });
+        assert!(!gather.is_quick());
     }
 
     #[test]

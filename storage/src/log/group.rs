@@ -143,6 +143,14 @@ impl Log {
             || (self.leader_alone && self.is_behind(state))
     }
 
+    /// Whether the only waiter is one of `port`'s, and its group would start at once and soon be over.
+    pub(crate) fn is_lone(&self, state: &State, port: &Arc<Mailbox>) -> bool {
+        state.waiters.is_only(port)
+            && state.pipeline.writing() == 0
+            && !self.is_urgent(state)
+            && state.gather.is_quick()
+    }
+
     /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
     /// for the group, or its records have no room.
     fn is_urgent(&self, state: &State) -> bool {

@@ -5,20 +5,21 @@
 //!         ├─▶ Next::Wait: more may join the group; nothing is under way
 //!         └─▶ Next::Rest: until the leader is called
 //! ```
-//! The log's writer thread does nothing else. The keeper, which would otherwise only wait until its records are
-//! durable, leads that group itself if there is no other leader. Crash tests drive the same machine one step at a
-//! time.
+//! The log's writer thread does nothing else. A thread that would otherwise only wait leads its group itself if there
+//! is no other leader: the keeper for the records that it needs durable, and a port's thread for a lone FLUSH while
+//! syncs are quick. Crash tests drive the same machine one step at a time.
 
 use std::io;
 
 use walvisor_block::short_slice;
 
 use crate::log::group::{Group, Next, Spare};
-use crate::log::state::{FailOnPanic, Log};
+use crate::log::state::{FailOnPanic, Log, State};
+use crate::log::waiters::Mailbox;
 use crate::medium::engine::Appended;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{self, Arc};
+use crate::sync::{self, Arc, MutexGuard};
 
 /// A thread's means to lead: the writer's or the keeper's.
 pub(crate) struct Leader {
@@ -26,20 +27,28 @@ pub(crate) struct Leader {
     spare: Spare,
     /// Whether this thread leads now.
     leads: bool,
+    /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
+    own: Option<Arc<Mailbox>>,
 }
 
 impl Leader {
-    pub(crate) fn new(log: Arc<Log>) -> Self {
+    pub(crate) fn new(log: Arc<Log>, own: Option<Arc<Mailbox>>) -> Self {
         Self {
             log,
             spare: Spare::default(),
             leads: false,
+            own,
         }
     }
 
     /// Takes the lead, if no other thread has it and there is something to do.
     pub(crate) fn begin(&mut self) -> Next {
-        let mut state = self.log.lock();
+        let log = self.log.clone();
+        self.begin_locked(log.lock())
+    }
+
+    /// As [`begin`](Self::begin), for a caller that has the log's lock.
+    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Next {
         if state.led && !self.leads {
             return Next::Rest;
         }
@@ -60,12 +69,18 @@ impl Leader {
     pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
         self.spare.chunks = ran.list;
         let log = &self.log;
-        let wanted = log.end_group(group, ran.result, None, &mut self.spare, |state| {
-            let wanted = log.wants_leader(state);
-            state.led = wanted && goes_on;
-            state.check(log);
-            wanted
-        });
+        let wanted = log.end_group(
+            group,
+            ran.result,
+            self.own.as_ref(),
+            &mut self.spare,
+            |state| {
+                let wanted = log.wants_leader(state);
+                state.led = wanted && goes_on;
+                state.check(log);
+                wanted
+            },
+        );
         self.leads = wanted && goes_on;
         if wanted && !goes_on {
             log.call_leader();
@@ -81,7 +96,13 @@ impl Leader {
     /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
     /// did.
     pub(crate) fn lead_one(&mut self) -> bool {
-        let Next::Run(io, group) = self.begin() else {
+        let next = self.begin();
+        self.run(next)
+    }
+
+    /// Carries out a step in the calling thread, if it is an operation.
+    pub(crate) fn run(&mut self, next: Next) -> bool {
+        let Next::Run(io, group) = next else {
             return false;
         };
         let ran = self.log.medium.append(io);
@@ -122,7 +143,7 @@ impl Writer {
 
 /// The writer's loop.
 fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
-    let mut leader = Leader::new(log.clone());
+    let mut leader = Leader::new(log.clone(), None);
     // When the wait for more waiters to join a group ends.
     let mut over = None;
     loop {

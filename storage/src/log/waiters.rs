@@ -147,6 +147,11 @@ impl Waiters {
         self.durable.iter().map(|waiter| waiter.lsn)
     }
 
+    /// Whether one of `port`'s is the only waiter for `durable`.
+    pub(crate) fn is_only(&self, port: &Arc<Mailbox>) -> bool {
+        matches!(&self.durable[..], [waiter] if Arc::ptr_eq(&waiter.mailbox, port))
+    }
+
     /// Whether all clients wait for `durable`, so that no other can join.
     pub(crate) fn is_complete(&self) -> bool {
         self.waiting_clients >= self.clients

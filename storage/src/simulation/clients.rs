@@ -13,11 +13,13 @@ pub(super) struct Clients {
     next_token: u64,
     /// Tokens of changes whose port has not been asked yet to complete them only once they are written.
     unasked: HashSet<u64>,
+    /// Whether the thread that uses the ports makes quick syncs itself.
+    alone: bool,
 }
 
 impl Clients {
     /// Opens `count` ports on the disks in turn.
-    pub(super) fn open(running: &Running, count: usize) -> Self {
+    pub(super) fn open(running: &Running, count: usize, alone: bool) -> Self {
         let port = |i: usize| {
             let disk = i % running.disks.len();
             (disk, running.disks[disk].open_port().expect("a port"))
@@ -26,6 +28,7 @@ impl Clients {
             ports: (0..count).map(port).collect(),
             next_token: 0,
             unasked: HashSet::new(),
+            alone,
         }
     }
 
@@ -64,7 +67,10 @@ impl Clients {
         let before = running.appended();
         let mut done = Vec::new();
         let (_, port) = &mut self.ports[which];
-        port.kick();
+        match self.alone {
+            true => port.kick_alone(),
+            false => port.kick(),
+        }
         running.step_writer();
         let (_, port) = &mut self.ports[which];
         port.completions(&mut done);

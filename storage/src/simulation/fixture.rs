@@ -187,7 +187,7 @@ impl Running {
         let event = Event::new().expect("an event");
         let writer = SteppedWriter {
             medium: medium.clone(),
-            leader: Leader::new(log),
+            leader: Leader::new(log, None),
             engine: medium.simulated(&event).expect("an engine"),
             under_way: None,
             waits: false,

@@ -366,7 +366,7 @@ impl History {
 
     fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
         let ports = 1 + self.random.below(3) as usize;
-        let mut clients = Clients::open(running, ports);
+        let mut clients = Clients::open(running, ports, self.random.one_in(2));
         // The steps during which there is no space; the second number says whether base images, the log or both are
         // full.
         let full = self.random.one_in(6).then(|| {

@@ -58,7 +58,7 @@ impl Served for Noted {
         gate.iter().for_each(|gate| gate.recv().unwrap());
     }
 
-    fn start(&mut self) {
+    fn start(&mut self, _alone: bool) {
         self.note("start");
     }
 

@@ -46,6 +46,8 @@ pub(super) struct Judge {
     asked: HashSet<u64>,
     pub next_token: u64,
     pub flushes: u64,
+    /// Groups that a client's thread led itself.
+    pub led_alone: u64,
     answers: u64,
     /// Whether the process was killed without a power loss before.
     pub killed: bool,
@@ -69,6 +71,7 @@ impl Judge {
             asked: HashSet::new(),
             next_token: 0,
             flushes: 0,
+            led_alone: 0,
             answers: 0,
             killed: false,
             failures: 0,

@@ -44,6 +44,7 @@ struct Totals {
     kills: u64,
     failed_syncs: u64,
     groups_shared: u64,
+    led_alone: u64,
 }
 
 impl Total for Totals {
@@ -57,6 +58,7 @@ impl Total for Totals {
         self.kills += other.kills;
         self.failed_syncs += other.failed_syncs;
         self.groups_shared += other.groups_shared;
+        self.led_alone += other.led_alone;
     }
 }
 
@@ -73,11 +75,13 @@ fn serve(
     fixture: &Fixture,
     log: &Log,
     mine: &mut Vec<u64>,
+    alone: bool,
 ) -> bool {
     let mut done = Vec::new();
     let mut asked = true;
     while std::mem::take(&mut asked) {
-        port.kick();
+        let led = port.committer.start(alone);
+        told(judge, |judge| judge.led_alone += u64::from(led));
         port.completions(&mut done);
         done.retain(|end| {
             let asks = end.result.is_ok() && told(judge, |judge| judge.asks(end.token));
@@ -104,11 +108,11 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &L
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
-        while !serve(port, judge, fixture, log, mine) {
+        while !serve(port, judge, fixture, log, mine, plan.alone) {
             port.sleep_for_test();
         }
     };
-    for step in plan.steps {
+    for &step in &plan.steps {
         match told(judge, |judge| judge.submit(which, step)) {
             Some((token, operation)) => {
                 mine.push(token);
@@ -116,7 +120,7 @@ fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &L
             }
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
-                serve(&mut port, judge, fixture, log, &mut mine);
+                serve(&mut port, judge, fixture, log, &mut mine, plan.alone);
             }
         }
     }
@@ -211,6 +215,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
         power_cuts: (cut && !judge.killed).into(),
         kills: judge.killed.into(),
         failed_syncs: failed.into(),
+        led_alone: judge.led_alone,
         groups_shared: log.counters.snapshot().group_sizes[1..].iter().sum(),
     }))
 }
@@ -296,6 +301,7 @@ fn explore_all(choice: Choice) {
             all.kills,
             all.failed_syncs,
             all.groups_shared,
+            all.led_alone,
         ];
         assert!(
             tried.iter().all(|&count| count > all.runs / 20),

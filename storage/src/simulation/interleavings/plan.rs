@@ -29,6 +29,8 @@ pub(super) struct Client {
     pub steps: Vec<Step>,
     /// Whether it closes its port without waiting for requests in flight.
     pub leaves: bool,
+    /// Whether its thread makes quick syncs itself.
+    pub alone: bool,
 }
 
 /// The plan of a run: its disks, clients and faults.
@@ -75,6 +77,7 @@ impl Plan {
                 first: i * OWN,
                 steps: steps.collect(),
                 leaves: random.one_in(4),
+                alone: random.one_in(2),
             }
         });
         let clients = clients.collect();
