@@ -92,7 +92,7 @@ format:
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	$(CARGO) clippy --package walvisor-storage --all-targets --features shuttle --locked -- -D warnings
+	$(CARGO) clippy --package walvisor-storage --lib --profile test --features shuttle --locked -- -D warnings
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
@@ -106,7 +106,7 @@ doc:
 check:
 	@mkdir -p target
 	@set -o pipefail; status=0; \
-	tests/left-over $(MAKE) --no-print-directory --keep-going $(TESTS) 2>&1 | tee target/test.log || status=1; \
+	tests/left-over $(MAKE) --no-print-directory test-all 2>&1 | tee target/test.log || status=1; \
 	grep -o 'skipped: .*' target/test.log | sort | uniq -c; \
 	echo "tests: $$(grep -c '^test .* ok$$' target/test.log) ok, of which" \
 	  "$$(grep -c 'skipped: ' target/test.log) could not run here (skipped)"; \
@@ -115,11 +115,36 @@ check:
 	grep '^left over: ' target/test.log; \
 	exit $$status
 
-TESTS = test-workspace test-interleavings test-embedded
-.PHONY: $(TESTS)
+# Tests that mostly wait run beside those that compute; each prints at its end. Then real guests have the machine for
+# themselves. Targets of one name in several crates run together: with the guests, if one of them is a guests'.
+BESIDE = test-waiting test-computing
+.PHONY: test-all test-guests $(BESIDE) test-workspace test-interleavings test-embedded
+names = $(basename $(notdir $(wildcard $(1:%=%/tests/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/tests/*/main.rs))))
+GUESTS = $(call names,tests benches)
+COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
+WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))
+
+# All commands take the same packages, so that they have the same features: nothing is built twice.
+TEST = $(CARGO) test --workspace --locked --no-fail-fast
+
+test-all:
+	$(TEST) --no-run
+	@failed=; $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(BESIDE) || failed=1; \
+	$(MAKE) --no-print-directory test-guests || failed=1; [ -z "$$failed" ]
+
+test-guests:
+	$(TEST) $(GUESTS:%=--test %) -- --show-output
+
+test-waiting:
+	$(TEST) $(WAITING:%=--test %) -- --show-output
+
+test-computing:
+	@failed=; for part in test-workspace test-interleavings test-embedded; do \
+	$(MAKE) --no-print-directory $$part || failed=1; done; [ -z "$$failed" ]
 
 test-workspace:
-	$(CARGO) test --workspace --locked --no-fail-fast -- --show-output
+	$(TEST) --lib --bins --example embed $(COMPUTING:%=--test %) -- --show-output
+	$(TEST) --doc -- --show-output
 
 test-interleavings:
 	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
@@ -136,47 +161,39 @@ COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-s
 FUZZ_TIME ?= 25
 FUZZ_SHORT_TIME ?= 9
 FUZZ_SEED ?= 1
-# The workspaces of the targets share what they build, and what each target finds.
+# What is built for them, and what each target finds.
 FUZZ_DIR = $(CURDIR)/target/fuzz
 
 ## fuzz: mutated logs, hostile drivers, SCSI commands, any text on the control socket; what they find in `target/fuzz/corpus` makes the next run deeper
 fuzz: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(FUZZ)
 
-# Two at a time, for each has one thread: what is built meanwhile has the other processor. A failure stops none of the others.
+# Two at a time, for each has one thread. A failure stops none of the others.
 FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring
-.PHONY: $(FUZZ) fuzz-build-storage fuzz-build-devices fuzz-build-vmm
+.PHONY: $(FUZZ) fuzz-build
 
-fuzz-recover: fuzz-build-storage
+fuzz-recover: fuzz-build
 	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME),8192)
-fuzz-control: fuzz-build-vmm
+fuzz-control: fuzz-build
 	$(call run_fuzz,vmm/fuzz,control,$(FUZZ_SHORT_TIME),320)
-fuzz-requests: fuzz-build-devices
+fuzz-requests: fuzz-build
 	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
-fuzz-mmio: fuzz-build-devices
+fuzz-mmio: fuzz-build
 	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
-fuzz-pci: fuzz-build-devices
+fuzz-pci: fuzz-build
 	$(call run_fuzz,devices/fuzz,pci,$(FUZZ_SHORT_TIME),512)
-fuzz-cdb: fuzz-build-devices
+fuzz-cdb: fuzz-build
 	$(call run_fuzz,devices/fuzz,cdb,$(FUZZ_SHORT_TIME),2048)
-fuzz-tcmu_ring: fuzz-build-devices
+fuzz-tcmu_ring: fuzz-build
 	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
-fuzz-build-storage:
-	$(call build_fuzz,storage/fuzz)
-fuzz-build-devices:
-	$(call build_fuzz,devices/fuzz)
-fuzz-build-vmm:
-	$(call build_fuzz,vmm/fuzz)
 
-# Every target of the workspace $(1).
-define build_fuzz
-	@cd $(1) && host=$$(rustc -vV | sed -n 's/^host: //p') && \
+fuzz-build:
+	@cd vmm/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \
 	export RUSTFLAGS='$(COVERAGE)' CARGO_TARGET_DIR=$(FUZZ_DIR) && \
-	$(CARGO) clippy --release --locked --target $$host -- -D warnings && \
-	$(CARGO) build --release --locked --target $$host
-endef
+	$(CARGO) clippy --workspace --release --locked --target $$host -- -D warnings && \
+	$(CARGO) build --workspace --release --locked --target $$host
 
-# Of the workspace $(1) the target $(2), for $(3) seconds, on inputs of at most $(4) bytes.
+# Of the package in $(1) the target $(2), for $(3) seconds, on inputs of at most $(4) bytes.
 define run_fuzz
 	@cd $(1) && target=$(FUZZ_DIR)/$$(rustc -vV | sed -n 's/^host: //p')/release/$(2) log=$(FUZZ_DIR)/$(2).log && \
 	mkdir -p $(FUZZ_DIR)/corpus/$(2) artifacts && \
