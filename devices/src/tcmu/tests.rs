@@ -295,15 +295,15 @@ fn mailboxes_that_make_no_sense_are_refused() {
     };
     let word = |value: u32| value.to_ne_bytes();
     for (at, bytes, part) in [
-        (mailbox::VERSION, &3_u16.to_ne_bytes()[..], "of version 3"),
+        (mailbox::VERSION, &3_u16.to_ne_bytes()[..], "has version 3"),
         (mailbox::FLAGS, &[0, 0], "out of order"),
         (mailbox::RING_OFFSET, &word(64), "does not fit"),
         (mailbox::RING_OFFSET, &word(u32::MAX - 7), "does not fit"),
         (mailbox::RING_SIZE, &word(0), "does not fit"),
         (mailbox::RING_SIZE, &word(1020), "does not fit"),
         (mailbox::RING_SIZE, &word(u32::MAX - 7), "does not fit"),
-        (mailbox::HEAD, &word(1024), "ring's head is 1024"),
-        (mailbox::TAIL, &word(4), "ring's tail is 4"),
+        (mailbox::HEAD, &word(1024), "head is 1024"),
+        (mailbox::TAIL, &word(4), "tail is 4"),
     ] {
         let error = open(at, bytes);
         assert!(error.contains(part), "{at}: {error}");
