@@ -115,12 +115,16 @@ check:
 	grep '^left over: ' target/test.log; \
 	exit $$status
 
-# Tests that mostly wait run beside those that compute; each prints at its end. Then real guests have the machine for
-# themselves. Targets of one name in several crates run together: with the guests, if one of them is a guests'.
+# Tests that mostly wait run beside those that compute; each prints at its end. Then the guests that QEMU emulates, one after
+# the other, run beside all other tests with guests or clients, most of which use one processor. Test targets that have one
+# name in several crates run together: with the guests, if one of them is a guests'.
 BESIDE = test-waiting test-computing
-.PHONY: test-all test-guests $(BESIDE) test-workspace test-interleavings test-embedded
+GUESTS_BESIDE = test-emulated test-native
+.PHONY: test-all $(BESIDE) $(GUESTS_BESIDE) test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/tests/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/tests/*/main.rs))))
 GUESTS = $(call names,tests benches)
+EMULATED = linux linux_disks kill linux_boot vhost_user
+NATIVE = $(sort $(filter-out $(EMULATED),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
 WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))
 
@@ -129,18 +133,26 @@ TEST = $(CARGO) test --workspace --locked --no-fail-fast
 
 test-all:
 	$(TEST) --no-run
-	@failed=; $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(BESIDE) || failed=1; \
-	$(MAKE) --no-print-directory test-guests || failed=1; [ -z "$$failed" ]
+	@failed=; for lanes in "$(BESIDE)" "$(GUESTS_BESIDE)"; do \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $$lanes || failed=1; done; [ -z "$$failed" ]
 
-test-guests:
-	$(TEST) $(GUESTS:%=--test %) -- --show-output
+test-emulated:
+	+@$(call each,$(EMULATED:%=test-of-%))
+
+test-native:
+	+@$(call each,$(NATIVE:%=test-of-%))
+
+# Each of these targets, whether or not one before it failed.
+each = failed=; for part in $(1); do $(MAKE) --no-print-directory $$part || failed=1; done; [ -z "$$failed" ]
+
+test-of-%:
+	$(TEST) --test $* -- --show-output
 
 test-waiting:
 	$(TEST) $(WAITING:%=--test %) -- --show-output
 
 test-computing:
-	@failed=; for part in test-workspace test-interleavings test-embedded; do \
-	$(MAKE) --no-print-directory $$part || failed=1; done; [ -z "$$failed" ]
+	+@$(call each,test-workspace test-interleavings test-embedded)
 
 test-workspace:
 	$(TEST) --lib --bins --example embed $(COMPUTING:%=--test %) -- --show-output
