@@ -6,9 +6,10 @@
 //! comes back. So it takes at most half of the time of a sync, ends when all expected waiters are there, and is
 //! skipped for a while after it was in vain.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::catalog::options::CommitWait;
+use crate::sync;
 
 /// Longest wait if the options give a count without a time; the same as MariaDB's.
 const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
@@ -21,23 +22,12 @@ const QUICK: Duration = Duration::from_micros(400);
 /// After waits in vain, fewer groups than two to the power of this start without a wait.
 const MOST_MISSES: u32 = 6;
 
-/// Whether a group that could start does so or waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// It starts.
-    Start,
-    /// It waits: the leader sets a timer of this length and calls [`Gather::over`] at its end.
-    Wait(Duration),
-    /// It is waiting already.
-    Hold,
-}
-
 #[derive(Debug, Default, PartialEq, Eq)]
 enum Phase {
     #[default]
     Idle,
-    /// A wait is under way.
-    Waiting,
+    /// A wait is under way, until this time.
+    Waiting(Instant),
     /// The wait has lasted its time.
     Over,
 }
@@ -65,31 +55,31 @@ impl Gather {
         }
     }
 
-    /// Decides whether a group of `waiting` waiters starts; no sync is under way. `complete`: all clients wait
-    /// already, so none can join.
-    pub(crate) fn ask(&mut self, waiting: usize, complete: bool) -> Verdict {
+    /// Whether a group of `waiting` waiters starts; no sync is under way. `complete`: all clients wait already, so none
+    /// can join. If it does not start, the leader calls [`over`](Self::over) at the time that [`until`](Self::until)
+    /// returns.
+    pub(crate) fn starts(&mut self, waiting: usize, complete: bool) -> bool {
         let adaptive = self.wait == CommitWait::default();
         let enough = self.enough(waiting, complete);
         match self.phase {
-            Phase::Idle if enough => Verdict::Start,
+            Phase::Idle if enough => true,
             Phase::Idle if adaptive && self.skip > 0 => {
                 self.skip -= 1;
-                Verdict::Start
+                true
             }
             Phase::Idle => {
                 let longest = self.longest();
-                if longest.is_zero() {
-                    return Verdict::Start;
+                if !longest.is_zero() {
+                    self.phase = Phase::Waiting(sync::now() + longest);
                 }
-                self.phase = Phase::Waiting;
-                Verdict::Wait(longest)
+                longest.is_zero()
             }
-            Phase::Waiting if enough => {
+            Phase::Waiting(_) if enough => {
                 self.misses = 0;
                 self.phase = Phase::Idle;
-                Verdict::Start
+                true
             }
-            Phase::Waiting => Verdict::Hold,
+            Phase::Waiting(_) => false,
             Phase::Over => {
                 self.misses = if enough {
                     0
@@ -98,8 +88,16 @@ impl Gather {
                 };
                 self.skip = (1 << self.misses) - 1;
                 self.phase = Phase::Idle;
-                Verdict::Start
+                true
             }
+        }
+    }
+
+    /// The end of the wait that is under way, if one is.
+    pub(crate) fn until(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Waiting(until) => Some(until),
+            Phase::Idle | Phase::Over => None,
         }
     }
 
@@ -109,9 +107,9 @@ impl Gather {
         self.sync_time < QUICK && self.phase == Phase::Idle && self.enough(1, false)
     }
 
-    /// Whether a group only has to go on waiting; otherwise the leader calls [`ask`](Self::ask).
+    /// Whether a group only has to go on waiting; otherwise the leader calls [`starts`](Self::starts).
     pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
-        self.phase == Phase::Waiting && !self.enough(waiting, complete)
+        self.until().is_some() && !self.enough(waiting, complete)
     }
 
     /// Whether the expected waiters are there.
@@ -136,7 +134,7 @@ impl Gather {
 
     /// Notes that the wait, if one is under way, has lasted its time.
     pub(crate) fn over(&mut self) {
-        if self.phase == Phase::Waiting {
+        if self.until().is_some() {
             self.phase = Phase::Over;
         }
     }
@@ -163,8 +161,13 @@ mod tests {
 
     const SYNC: Duration = Duration::from_millis(1);
 
-    fn waited(gather: &mut Gather, waiting: usize) {
-        assert_eq!(gather.ask(waiting, false), Verdict::Wait(SYNC / 2));
+    /// A group of `waiting` waiters waits for `time`.
+    #[track_caller]
+    fn waits(gather: &mut Gather, waiting: usize, time: Duration) {
+        let before = sync::now();
+        assert!(!gather.starts(waiting, false));
+        let until = gather.until().expect("a wait");
+        assert!(before + time <= until && until <= sync::now() + time);
     }
 
     #[test]
@@ -190,7 +193,7 @@ mod tests {
     fn a_lone_client_never_waits() {
         let mut gather = Gather::default();
         for _ in 0..10 {
-            assert_eq!(gather.ask(1, false), Verdict::Start);
+            assert!(gather.starts(1, false));
             gather.ended(SYNC, 1, 0);
         }
     }
@@ -200,13 +203,13 @@ mod tests {
         let mut gather = Gather::default();
         // The group served four, and four more had come meanwhile: the next group expects eight.
         gather.ended(SYNC, 4, 4);
-        waited(&mut gather, 4);
-        assert_eq!(gather.ask(7, false), Verdict::Hold);
-        assert_eq!(gather.ask(8, false), Verdict::Start);
+        waits(&mut gather, 4, SYNC / 2);
+        assert!(!gather.starts(7, false));
+        assert!(gather.starts(8, false));
         gather.ended(SYNC, 8, 0);
-        waited(&mut gather, 1);
+        waits(&mut gather, 1, SYNC / 2);
         // No other client can join.
-        assert_eq!(gather.ask(3, true), Verdict::Start);
+        assert!(gather.starts(3, true));
     }
 
     #[test]
@@ -215,10 +218,10 @@ mod tests {
         let mut waits = 0;
         for _ in 0..1000 {
             gather.ended(SYNC, 4, 4);
-            if let Verdict::Wait(_) = gather.ask(4, false) {
+            if !gather.starts(4, false) {
                 waits += 1;
                 gather.over();
-                assert_eq!(gather.ask(5, false), Verdict::Start);
+                assert!(gather.starts(5, false));
             }
         }
         assert!(waits < 1000 / 40, "{waits}");
@@ -226,8 +229,8 @@ mod tests {
         let mut joined = 0;
         for _ in 0..100 {
             gather.ended(SYNC, 4, 4);
-            if let Verdict::Wait(_) = gather.ask(4, false) {
-                assert_eq!(gather.ask(8, false), Verdict::Start);
+            if !gather.starts(4, false) {
+                assert!(gather.starts(8, false));
                 joined += 1;
             }
         }
@@ -239,29 +242,29 @@ mod tests {
         let mut gather = Gather::default();
         gather.over();
         gather.ended(SYNC, 4, 4);
-        waited(&mut gather, 4);
-        assert_eq!(gather.ask(5, false), Verdict::Hold);
+        waits(&mut gather, 4, SYNC / 2);
+        assert!(!gather.starts(5, false));
         gather.over();
-        assert_eq!(gather.ask(5, false), Verdict::Start);
+        assert!(gather.starts(5, false));
     }
 
     #[test]
     fn fixed_waits_are_as_told() {
         let none = &mut Gather::new(CommitWait::NONE);
         none.ended(SYNC, 4, 4);
-        assert_eq!(none.ask(1, false), Verdict::Start);
+        assert!(none.starts(1, false));
         let fixed = &mut Gather::new(CommitWait {
             longest: Some(Duration::from_millis(7)),
             count: Some(3),
         });
-        assert_eq!(fixed.ask(3, false), Verdict::Start);
-        assert_eq!(fixed.ask(1, false), Verdict::Wait(Duration::from_millis(7)));
-        assert_eq!(fixed.ask(2, false), Verdict::Hold);
-        assert_eq!(fixed.ask(3, false), Verdict::Start);
+        assert!(fixed.starts(3, false));
+        waits(fixed, 1, Duration::from_millis(7));
+        assert!(!fixed.starts(2, false));
+        assert!(fixed.starts(3, false));
         let count = &mut Gather::new(CommitWait {
             longest: None,
             count: Some(2),
         });
-        assert_eq!(count.ask(1, false), Verdict::Wait(WAIT_FOR_COUNT));
+        waits(count, 1, WAIT_FOR_COUNT);
     }
 }

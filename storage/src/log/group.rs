@@ -8,12 +8,11 @@
 //! all pending records. The log's leader ([`Leader`](crate::log::leader::Leader)) runs the operations that sync, one
 //! group after the other; a batch that is only written is written by a port.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::format::{self, BatchHeader, Descriptor};
-use crate::log::gather::Verdict;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
@@ -36,18 +35,6 @@ const MOST_UNSYNCED: usize = 8;
 pub(crate) struct Group {
     batch: Option<Batch>,
     sync: Option<Syncing>,
-}
-
-/// The leader's next step.
-pub(crate) enum Next {
-    /// The leader carries out the operation, then calls [`Leader::end`](crate::log::leader::Leader::end) with the
-    /// group.
-    Run(Io, Group),
-    /// The leader waits this long for more waiters to join a group, then calls
-    /// [`Leader::over`](crate::log::leader::Leader::over). A call wakes it sooner.
-    Wait(Duration),
-    /// The leader does nothing until it is called.
-    Rest,
 }
 
 /// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
@@ -83,37 +70,27 @@ impl Syncing {
 }
 
 impl Log {
-    /// The next step of the log's leader.
-    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Next {
-        let mut otherwise = Next::Rest;
+    /// The next operation of the log's leader, if there is one now.
+    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) {
-            return otherwise;
+            return None;
         }
-        if state.waiters.lsns().len() > 0 {
-            match self.gather(state) {
-                Verdict::Start => {
-                    if let Some((io, group)) = self.serve(state, spare) {
-                        return Next::Run(io, group);
-                    }
-                }
-                Verdict::Wait(time) => otherwise = Next::Wait(time),
-                Verdict::Hold => {}
-            }
+        if state.waiters.lsns().len() > 0
+            && self.group_starts(state)
+            && let Some(group) = self.serve(state, spare)
+        {
+            return Some(group);
         }
         if state.pipeline.unsynced() >= MOST_UNSYNCED {
-            let (io, group) = self.sync_only(state);
-            return Next::Run(io, group);
+            return Some(self.sync_only(state));
         }
         // A port that began to wait while the leader wrote a batch does not look again: the leader writes its
         // records.
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
-        if (left || self.leader_alone)
-            && self.is_behind(state)
-            && let Some((io, group)) = self.batch(state, spare, false)
-        {
-            return Next::Run(io, group);
+        match (left || self.leader_alone) && self.is_behind(state) {
+            true => self.batch(state, spare, false),
+            false => None,
         }
-        otherwise
     }
 
     /// The next batch for a port to write, while the leader may be busy with a sync; `None` if there is none.
@@ -158,13 +135,13 @@ impl Log {
     }
 
     /// Whether a group starts now for the present waiters.
-    fn gather(&self, state: &mut State) -> Verdict {
+    fn group_starts(&self, state: &mut State) -> bool {
         if self.is_urgent(state) {
             state.gather.interrupt();
-            return Verdict::Start;
+            return true;
         }
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
-        state.gather.ask(waiting, complete)
+        state.gather.starts(waiting, complete)
     }
 
     /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their

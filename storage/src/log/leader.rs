@@ -1,22 +1,22 @@
 //! The leader, which makes the log durable: one thread at a time, which steps one state machine.
 //!
 //! ```text
-//!   begin ──▶ Next::Run: an operation and its group ──run──▶ end ──▶ begin again, or rest
-//!         ├─▶ Next::Wait: more may join the group; nothing is under way
-//!         └─▶ Next::Rest: until the leader is called
+//!   begin ──▶ an operation and its group ──run──▶ end ──▶ begin again, or rest
+//!         └─▶ none: rest until the leader is called, or until a wait for more waiters to join a group is over
 //! ```
 //! The log's writer thread does nothing else. A thread that would otherwise only wait leads its group itself if there
 //! is no other leader: the keeper for the records that it needs durable, and a port's thread for a lone FLUSH while
 //! syncs are quick. Crash tests drive the same machine one step at a time.
 
 use std::io;
+use std::time::Instant;
 
 use walvisor_block::short_slice;
 
-use crate::log::group::{Group, Next, Spare};
+use crate::log::group::{Group, Spare};
 use crate::log::state::{FailOnPanic, Log, State};
 use crate::log::waiters::Mailbox;
-use crate::medium::engine::Appended;
+use crate::medium::engine::{Appended, Io};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{self, Arc, MutexGuard};
@@ -27,6 +27,8 @@ pub(crate) struct Leader {
     spare: Spare,
     /// Whether this thread leads now.
     leads: bool,
+    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
+    until: Option<Instant>,
     /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
     own: Option<Arc<Mailbox>>,
 }
@@ -37,26 +39,29 @@ impl Leader {
             log,
             spare: Spare::default(),
             leads: false,
+            until: None,
             own,
         }
     }
 
-    /// Takes the lead, if no other thread has it and there is something to do.
-    pub(crate) fn begin(&mut self) -> Next {
+    /// Takes the lead, if no other thread has it and there is something to do: the operation to carry out, then to be
+    /// [`end`](Self::end)ed with its group.
+    pub(crate) fn begin(&mut self) -> Option<(Io, Group)> {
         let log = self.log.clone();
         self.begin_locked(log.lock())
     }
 
     /// As [`begin`](Self::begin), for a caller that has the log's lock.
-    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Next {
+    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Option<(Io, Group)> {
         if state.led && !self.leads {
-            return Next::Rest;
+            return None;
         }
         let next = self.log.lead(&mut state, &mut self.spare);
         state.check(&self.log);
-        self.leads = matches!(next, Next::Run(..));
+        self.leads = next.is_some();
         state.led = self.leads;
-        if matches!(next, Next::Rest) {
+        self.until = state.gather.until();
+        if next.is_none() {
             let stuck = state.take_stuck();
             drop(state);
             self.log.refuse_waiters(stuck);
@@ -64,11 +69,17 @@ impl Leader {
         next
     }
 
+    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look. The
+    /// writer calls [`over`](Self::over) then.
+    pub(crate) fn until(&self) -> Option<Instant> {
+        self.until
+    }
+
     /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
     /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
     pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
         self.spare.chunks = ran.list;
-        let log = &self.log;
+        let (log, until) = (&self.log, &mut self.until);
         let wanted = log.end_group(
             group,
             ran.result,
@@ -77,6 +88,7 @@ impl Leader {
             |state| {
                 let wanted = log.wants_leader(state);
                 state.led = wanted && goes_on;
+                *until = state.gather.until();
                 state.check(log);
                 wanted
             },
@@ -89,7 +101,8 @@ impl Leader {
     }
 
     /// Notes that the time for more waiters to join a group has passed.
-    pub(crate) fn over(&self) {
+    pub(crate) fn over(&mut self) {
+        self.until = None;
         self.log.lock().gather.over();
     }
 
@@ -101,8 +114,8 @@ impl Leader {
     }
 
     /// Carries out a step in the calling thread, if it is an operation.
-    pub(crate) fn run(&mut self, next: Next) -> bool {
-        let Next::Run(io, group) = next else {
+    pub(crate) fn run(&mut self, next: Option<(Io, Group)>) -> bool {
+        let Some((io, group)) = next else {
             return false;
         };
         let ran = self.log.medium.append(io);
@@ -144,31 +157,19 @@ impl Writer {
 /// The writer's loop.
 fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
     let mut leader = Leader::new(log.clone(), None);
-    // When the wait for more waiters to join a group ends.
-    let mut over = None;
     loop {
         // The call is cleared before the leader looks, so that its next look serves every call from here on.
         log.leader_called.clear();
-        let mut goes_on = true;
-        while goes_on {
-            goes_on = match leader.begin() {
-                Next::Run(io, group) => {
-                    over = None;
-                    leader.end(group, log.medium.append(io), true)
-                }
-                Next::Wait(time) => {
-                    over = Some(sync::now() + time);
-                    false
-                }
-                Next::Rest => false,
-            };
+        while let Some((io, group)) = leader.begin() {
+            if !leader.end(group, log.medium.append(io), true) {
+                break;
+            }
         }
         if stopping.load(Ordering::Acquire) {
             return;
         }
-        log.leader_called.sleep_until(over);
-        if over.is_some_and(|over| over <= sync::now()) {
-            over = None;
+        log.leader_called.sleep_until(leader.until());
+        if leader.until().is_some_and(|until| until <= sync::now()) {
             leader.over();
         }
     }

@@ -15,7 +15,7 @@ use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
-use crate::log::group::{Group, Next};
+use crate::log::group::Group;
 use crate::log::leader::Leader;
 use crate::log::state::Log;
 use crate::medium::engine::{Appended, Engine};
@@ -59,20 +59,15 @@ struct SteppedWriter {
     leader: Leader,
     engine: Box<dyn Engine>,
     under_way: Option<Group>,
-    /// Whether the group under way may still wait for more to join it.
-    waits: bool,
 }
 
 impl SteppedWriter {
     fn step(&mut self) {
         let Some(group) = self.under_way.take() else {
-            if self.waits && self.medium.lock().is_over() {
+            if self.leader.until().is_some() && self.medium.lock().is_over() {
                 self.leader.over();
             }
-            let next = self.leader.begin();
-            self.waits |= matches!(next, Next::Wait(_));
-            if let Next::Run(io, group) = next {
-                self.waits = false;
+            if let Some((io, group)) = self.leader.begin() {
                 self.under_way = Some(group);
                 self.engine.submit(0, io);
             }
@@ -190,7 +185,6 @@ impl Running {
             leader: Leader::new(log, None),
             engine: medium.simulated(&event).expect("an engine"),
             under_way: None,
-            waits: false,
         };
         Self {
             disks,

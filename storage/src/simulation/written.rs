@@ -1,5 +1,7 @@
 //! A port that waits until its records are written is notified even if the leader was in the way.
 
+use std::time::Duration;
+
 use super::fixture::{Fixture, Shape, filled};
 use super::medium::{Pace, World};
 use crate::mutant::{Mutant, PLANTED};
@@ -65,4 +67,34 @@ fn who_waits_behind_the_writers_batch_is_told() {
     let told = is_told();
     PLANTED.set(None);
     assert!(!told, "the planted fault was not noticed");
+}
+
+/// A FLUSH whose group waits for more to join it is answered also if the leader writes a batch meanwhile.
+#[test]
+fn a_groups_wait_outlives_a_batch_of_the_leader() {
+    let shape = Shape {
+        disks: 1,
+        sectors: 8,
+        segment_size: 64 << 10,
+        max_segments: 4,
+    };
+    let wait = CommitWait {
+        longest: Some(Duration::from_secs(3600)),
+        count: Some(3),
+    };
+    let fixture = Fixture::new(World::new(1), shape);
+    let mut running = fixture.open(false, wait).unwrap();
+    (0..4).for_each(|_| running.keeper.step(false).unwrap());
+    let [mut flushing, mut writing] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
+    write(&mut flushing, 1);
+    flushing.submit(12, Operation::Flush);
+    write(&mut writing, 2);
+    // The leader finds both: the group waits, and the written waiter's batch does not.
+    assert!(!writing.when_written(13));
+    let mut done = Vec::new();
+    for _ in 0..1000 {
+        running.step_writer();
+        flushing.completions(&mut done);
+    }
+    assert!(done.iter().any(|end| end.token == 12));
 }
