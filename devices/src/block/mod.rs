@@ -9,10 +9,8 @@
 //!   …  (served by the threads of a WorkerPool)             ┘
 //! ```
 
-mod chain;
 mod config;
 mod features;
-mod order;
 mod pool;
 mod request;
 mod tracker;

@@ -18,11 +18,10 @@ use virtio_bindings::virtio_blk::{
 };
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
-use super::chain::Chain;
 use super::config::MAX_ERASE_SECTORS;
 use super::features::Features;
 use super::tracker::Used;
-use super::virtqueue::QueueError;
+use super::virtqueue::{Chain, QueueError};
 use crate::backend::{Buffer, Operation, SECTOR_SIZE};
 use crate::latency::add;
 use crate::metrics::BlockMetrics;

@@ -16,11 +16,14 @@ use std::num::Wrapping;
 use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{AvailIter, Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryError};
 
-use super::chain::Chain;
 use super::tracker::{Tracker, Used};
+
+/// Length of a descriptor in bytes.
+const DESCRIPTOR_LEN: u32 = 16;
 
 /// The driver's settings in the registers of one queue, not checked yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -90,6 +93,82 @@ impl<'a, G: GuestMemory> Iterator for Available<'a, G> {
             }
         };
         Some(Chain::new(self.memory, self.table, self.size, head))
+    }
+}
+
+/// The descriptors of a chain, walked from its head (virtio 1.2, 2.7.5). `virtio-queue` gives only chains of the
+/// available ring. A chain that was in flight when a device died has left that ring already, and only its head is known.
+///
+/// The iterator ends early at an unreadable descriptor, a nested indirect table or a loop.
+pub(crate) struct Chain<'a, G> {
+    memory: &'a G,
+    head: u16,
+    table: GuestAddress,
+    /// Descriptors in the table.
+    entries: u16,
+    next: u16,
+    /// Descriptors that may still follow.
+    left: u16,
+    indirect: bool,
+    bytes: u32,
+}
+
+impl<'a, G: GuestMemory> Chain<'a, G> {
+    /// The chain that begins at `head` of a table of `entries` descriptors.
+    fn new(memory: &'a G, table: GuestAddress, entries: u16, head: u16) -> Self {
+        Self {
+            memory,
+            head,
+            table,
+            entries,
+            next: head,
+            left: entries,
+            indirect: false,
+            bytes: 0,
+        }
+    }
+
+    /// Index of the first descriptor in the queue's table.
+    pub(super) fn head(&self) -> u16 {
+        self.head
+    }
+
+    /// Goes on in the table that `descriptor` refers to (2.7.5.3).
+    fn enter(&mut self, descriptor: Descriptor) -> Option<()> {
+        if self.indirect || !descriptor.len().is_multiple_of(DESCRIPTOR_LEN) {
+            return None;
+        }
+        self.table = descriptor.addr();
+        self.entries = u16::try_from(descriptor.len() / DESCRIPTOR_LEN).ok()?;
+        (self.next, self.left, self.indirect) = (0, self.entries, true);
+        Some(())
+    }
+}
+
+impl<G: GuestMemory> Iterator for Chain<'_, G> {
+    type Item = Descriptor;
+
+    fn next(&mut self) -> Option<Descriptor> {
+        let descriptor = loop {
+            if self.left == 0 || self.next >= self.entries {
+                return None;
+            }
+            let offset = u64::from(self.next) * u64::from(DESCRIPTOR_LEN);
+            let address = self.table.checked_add(offset)?;
+            let descriptor: Descriptor = self.memory.read_obj(address).ok()?;
+            if !descriptor.refers_to_indirect_table() {
+                break descriptor;
+            }
+            self.enter(descriptor)?;
+        };
+        // 2.7.5.2: at most 2^32 bytes.
+        self.bytes = self.bytes.checked_add(descriptor.len())?;
+        self.left = match descriptor.has_next() {
+            true => self.left - 1,
+            false => 0,
+        };
+        self.next = descriptor.next();
+        Some(descriptor)
     }
 }
 
@@ -244,6 +323,67 @@ fn wants_event(event: Wrapping<u16>, new: Wrapping<u16>, old: Wrapping<u16>) -> 
     new - event - Wrapping(1) < new - old
 }
 
+/// The ended chains that are published next: all of them, or with IN_ORDER only those whose predecessors have all ended
+/// (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available"). Kept between
+/// batches for its memory.
+pub(super) struct UsedBatch {
+    used: Vec<Used>,
+    /// Chains in the order in which they were taken, each with its answer once it has ended. `None`: any order will do.
+    order: Option<VecDeque<(u16, Option<Used>)>>,
+}
+
+impl UsedBatch {
+    pub(super) fn new(in_order: bool) -> Self {
+        Self {
+            used: Vec::new(),
+            order: in_order.then(VecDeque::new),
+        }
+    }
+
+    /// Whether no more chains may be taken, because too many wait for one before them: as many as the queue has
+    /// descriptors, more than a driver may have in flight.
+    pub(super) fn is_full(&self, size: u16) -> bool {
+        self.order
+            .as_ref()
+            .is_some_and(|order| order.len() >= usize::from(size))
+    }
+
+    /// The chain that begins at `head` has been taken.
+    pub(super) fn taken(&mut self, head: u16) {
+        if let Some(order) = &mut self.order {
+            order.push_back((head, None));
+        }
+    }
+
+    /// A chain has been answered. A driver that offers one head twice gets the answers in the order of their ends.
+    pub(super) fn push(&mut self, used: Used) {
+        let Some(order) = &mut self.order else {
+            self.used.push(used);
+            return;
+        };
+        let waiting = order
+            .iter_mut()
+            .find(|(head, end)| *head == used.head && end.is_none());
+        if let Some((_, end)) = waiting {
+            *end = Some(used);
+        }
+        while let Some(&(_, Some(used))) = order.front() {
+            self.used.push(used);
+            order.pop_front();
+        }
+    }
+
+    /// The chains that can be published.
+    pub(super) fn ready(&self) -> &[Used] {
+        &self.used
+    }
+
+    /// Removes the ready chains: they have been published, or never will be.
+    pub(super) fn clear(&mut self) {
+        self.used.clear();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -260,5 +400,40 @@ mod tests {
         assert!(due(0xffff, 0, 0xffff));
         assert!(due(1, 3, 0xfffe));
         assert!(!due(0xfffd, 3, 0xfffe));
+    }
+
+    fn used(head: u16) -> Used {
+        Used { head, written: 1 }
+    }
+
+    fn heads(batch: &mut UsedBatch) -> Vec<u16> {
+        let heads = batch.ready().iter().map(|used| used.head).collect();
+        batch.clear();
+        heads
+    }
+
+    #[test]
+    fn in_any_order_everything_is_ready() {
+        let mut batch = UsedBatch::new(false);
+        [3, 1, 2].into_iter().for_each(|head| batch.taken(head));
+        batch.push(used(2));
+        batch.push(used(3));
+        assert_eq!(heads(&mut batch), [2, 3]);
+        assert!(heads(&mut batch).is_empty() && !batch.is_full(1));
+    }
+
+    #[test]
+    fn in_order_a_chain_waits_for_those_before_it() {
+        let mut batch = UsedBatch::new(true);
+        [3, 1, 2, 1].into_iter().for_each(|head| batch.taken(head));
+        assert!(batch.is_full(4) && !batch.is_full(5));
+        batch.push(used(2));
+        batch.push(used(1));
+        assert!(heads(&mut batch).is_empty());
+        batch.push(used(3));
+        assert_eq!(heads(&mut batch), [3, 1, 2]);
+        batch.push(used(1));
+        assert_eq!(heads(&mut batch), [1]);
+        assert!(!batch.is_full(1));
     }
 }

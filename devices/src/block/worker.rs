@@ -17,14 +17,13 @@ use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::features::Features;
-use super::order::UsedBatch;
 use super::pool::{Alone, Handle, QueueControl, Served, WorkerPool};
 use super::request::{
     BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
 };
 use super::tracker::Tracker;
 use super::tracker::Used;
-use super::virtqueue::{QueueError, QueueSetup, Virtqueue};
+use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
 use crate::backend::{Backend, Completion, Operation};
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
