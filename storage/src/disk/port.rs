@@ -52,12 +52,14 @@ pub struct Port {
     ended: Vec<Done>,
 }
 
-/// What a submitted request has come to.
-enum Ended {
-    /// It has ended, with the data of a READ.
-    Now(Option<Buffer>),
-    /// Its completion comes later.
-    Later,
+/// The state of a request after the port has taken it.
+enum Submitted {
+    /// The request has ended, with the data of a READ.
+    Ended(Option<Buffer>),
+    /// The completion comes later.
+    InFlight,
+    /// The full log took no record of this modification.
+    HeldBack(Modification),
 }
 
 impl Port {
@@ -84,7 +86,7 @@ impl BackendQueue for Port {
     }
 
     fn submit(&mut self, token: u64, operation: Operation) {
-        let ended = match operation {
+        let submitted = match operation {
             Operation::Read { sector, sectors } => self.read(token, sector, sectors),
             Operation::Write { sector, data } => self.write(token, sector, data),
             Operation::Discard { sector, sectors } => {
@@ -104,7 +106,7 @@ impl BackendQueue for Port {
             }
             Operation::Flush => self.flush(token),
         };
-        self.finish(token, ended);
+        self.settle(token, submitted);
     }
 
     fn when_written(&mut self, token: u64) -> bool {
@@ -147,11 +149,15 @@ impl BackendQueue for Port {
 }
 
 impl Port {
-    /// Queues the completion of a request that has ended already.
-    fn finish(&mut self, token: u64, ended: Result<Ended, Failure>) {
-        let result = match ended {
-            Ok(Ended::Later) => return,
-            Ok(Ended::Now(data)) => Ok(data),
+    /// Queues the completion of a request that has ended already, and parks one that the full log holds back.
+    fn settle(&mut self, token: u64, submitted: Result<Submitted, Failure>) {
+        let result = match submitted {
+            Ok(Submitted::InFlight) => return,
+            Ok(Submitted::HeldBack(modification)) => {
+                self.parked.push_back((token, modification));
+                return;
+            }
+            Ok(Submitted::Ended(data)) => Ok(data),
             Err(failure) => Err(failure),
         };
         self.done.push(Completion { token, result });
@@ -195,7 +201,7 @@ impl Port {
         }
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Ended, Failure> {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Submitted, Failure> {
         self.check_writable()?;
         let most = self.committer.log.max_request_bytes();
         if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
@@ -227,7 +233,7 @@ impl Port {
         kind: Kind,
         sector: u64,
         sectors: u32,
-    ) -> Result<Ended, Failure> {
+    ) -> Result<Submitted, Failure> {
         self.check_writable()?;
         self.check_range(sector, u64::from(sectors))?;
         self.modify(
@@ -241,73 +247,61 @@ impl Port {
         )
     }
 
-    /// Logs a modification, or parks it behind those that the full log holds back.
-    fn modify(&mut self, token: u64, modification: Modification) -> Result<Ended, Failure> {
+    /// Logs a modification. It is held back while earlier ones are parked.
+    fn modify(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
         if !self.parked.is_empty() {
-            self.parked.push_back((token, modification));
-            return Ok(Ended::Later);
+            return Ok(Submitted::HeldBack(modification));
         }
         self.append(token, modification)
-            .unwrap_or_else(|held_back| {
-                self.parked.push_back((token, held_back));
-                Ok(Ended::Later)
-            })
     }
 
-    /// Logs a modification. `Err`: the full log holds it back.
-    fn append(
-        &mut self,
-        token: u64,
-        modification: Modification,
-    ) -> Result<Result<Ended, Failure>, Modification> {
+    fn append(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
         self.committer.appended();
         let lsn = match self.committer.log.append(&self.disk, modification) {
             Ok(lsn) => lsn,
-            Err(Refused::Stuck) => return Ok(Err(Failure::Io)),
-            Err(Refused::HeldBack(modification)) => return Err(modification),
+            Err(Refused::Stuck) => return Err(Failure::Io),
+            Err(Refused::HeldBack(modification)) => return Ok(Submitted::HeldBack(modification)),
         };
         self.newest_lsn = lsn;
         if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
-            return Ok(Ok(Ended::Now(None)));
+            return Ok(Submitted::Ended(None));
         }
-        Ok(self.wait(token, lsn))
+        self.wait(token, lsn)
     }
 
+    /// Logs the parked modifications, in order, until the log holds one back again.
     fn unpark(&mut self) {
         while let Some((token, modification)) = self.parked.pop_front() {
-            let ended = match self.check_writable() {
-                Ok(()) => match self.append(token, modification) {
-                    Ok(ended) => ended,
-                    Err(modification) => {
-                        self.parked.push_front((token, modification));
-                        return;
-                    }
-                },
-                Err(failure) => Err(failure),
-            };
-            self.finish(token, ended);
+            let writable = self.check_writable();
+            match writable.and_then(|()| self.append(token, modification)) {
+                Ok(Submitted::HeldBack(modification)) => {
+                    self.parked.push_front((token, modification));
+                    return;
+                }
+                submitted => self.settle(token, submitted),
+            }
         }
     }
 
-    fn flush(&mut self, token: u64) -> Result<Ended, Failure> {
+    fn flush(&mut self, token: u64) -> Result<Submitted, Failure> {
         if self.disk.no_flush {
-            return Ok(Ended::Now(None));
+            return Ok(Submitted::Ended(None));
         }
         self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
     }
 
-    fn wait(&mut self, token: u64, lsn: u64) -> Result<Ended, Failure> {
+    fn wait(&mut self, token: u64, lsn: u64) -> Result<Submitted, Failure> {
         let waits = !self.committer.wait_for(lsn, token)?;
         let counters = &self.committer.log.counters;
         counters.flushes.fetch_add(1, Ordering::Relaxed);
         if !waits {
-            return Ok(Ended::Now(None));
+            return Ok(Submitted::Ended(None));
         }
         counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
-        Ok(Ended::Later)
+        Ok(Submitted::InFlight)
     }
 
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Ended, Failure> {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
         self.check_range(sector, u64::from(sectors))?;
         let len = sectors as usize * SECTOR_SIZE as usize;
         if len > MAX_REQUEST_BYTES {
@@ -360,7 +354,7 @@ impl Port {
         self.pieces = pieces;
         if open == 0 {
             let read = buffer.unwrap_or_else(|| Buffer::zeroed(len));
-            return Ok(Ended::Now(Some(read)));
+            return Ok(Submitted::Ended(Some(read)));
         }
         if !whole {
             // Parts without a read are zeroes.
@@ -373,7 +367,7 @@ impl Port {
             logged,
             failed: false,
         });
-        Ok(Ended::Later)
+        Ok(Submitted::InFlight)
     }
 
     fn end_part(&mut self, end: Done) {
