@@ -270,7 +270,7 @@ impl Growth {
 }
 
 /// The pace of a copy: it is to end before the log is full.
-struct Pace {
+struct CopyPace {
     growth: Cell<Growth>,
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
@@ -281,7 +281,7 @@ struct Pace {
     work: u64,
 }
 
-impl Pace {
+impl CopyPace {
     fn new(log: &Log, hurry: bool, work: u64) -> Self {
         let state = log.lock();
         let (pipeline, end) = (&state.pipeline, state.ring.end());
@@ -356,7 +356,7 @@ pub(crate) fn copy(
     let pieces = || layers.iter().flat_map(|(_, layer)| layer.iter());
     let copied: u64 = pieces().map(|piece| work(&piece)).sum();
     let ahead = Ahead::of(log, pieces());
-    let pace = Pace::new(log, hurry, ahead.bytes() + copied);
+    let pace = CopyPace::new(log, hurry, ahead.bytes() + copied);
     ahead.read(|read| {
         loop {
             tend();

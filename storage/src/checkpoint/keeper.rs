@@ -22,7 +22,7 @@ use crate::index::ExtentMap;
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
 use crate::log::leader::Leader;
-use crate::log::orders::{Order, Task};
+use crate::log::orders::{KeeperTask, Order};
 use crate::log::state::{Log, State};
 use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
@@ -478,8 +478,8 @@ impl Keeper {
         let orders = std::mem::take(&mut self.log.lock().keeper.orders);
         for Order { task, answer } in orders {
             let done = match task {
-                Task::Checkpoint(lsn) => self.checkpoint_to(lsn),
-                Task::Grow(disk, size) => self.grow(&disk, size),
+                KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn),
+                KeeperTask::Grow(disk, size) => self.grow(&disk, size),
             };
             // A client that has gone away needs no answer.
             let _ = answer.send(done);

@@ -9,7 +9,7 @@ use crate::disk::port::Port;
 use crate::error::{Error, Result, invalid};
 use crate::index::Place;
 use crate::log::disk_state::DiskState;
-use crate::log::orders::Task;
+use crate::log::orders::KeeperTask;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -39,7 +39,7 @@ impl Disk {
     /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
     pub fn checkpoint(&self) -> Result<u64> {
         let newest = self.log.lock().pipeline.appended();
-        self.log.order(Task::Checkpoint(newest))?;
+        self.log.order(KeeperTask::Checkpoint(newest))?;
         Ok(newest)
     }
 
@@ -59,7 +59,7 @@ impl Disk {
                 disk.path.display()
             )));
         }
-        self.log.order(Task::Grow(disk, size))?;
+        self.log.order(KeeperTask::Grow(disk, size))?;
         Ok(Resize { old_size, size })
     }
 

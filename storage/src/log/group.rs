@@ -33,7 +33,7 @@ const MOST_UNSYNCED: usize = 8;
 
 /// A batch being written, a sync, or both in one operation.
 pub(crate) struct Group {
-    batch: Option<Batch>,
+    batch: Option<GroupBatch>,
     sync: Option<Syncing>,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Spare {
     served: Vec<Waiter>,
 }
 
-struct Batch {
+struct GroupBatch {
     records: Vec<Record>,
     /// Byte offset of the first payload in the segment.
     payload_at: u64,
@@ -309,7 +309,7 @@ impl Log {
             false => SyncScope::None,
         };
         let group = Group {
-            batch: Some(Batch {
+            batch: Some(GroupBatch {
                 records,
                 payload_at,
                 segment: segment.clone(),
@@ -426,7 +426,7 @@ impl Log {
         if held_back {
             self.wake_ports();
         }
-        if let Some(Batch { mut records, .. }) = group.batch {
+        if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
             spare.records.push(records);
         }

@@ -13,7 +13,7 @@ use crate::log::disk_state::DiskState;
 use crate::sync::{Arc, mpsc};
 
 /// A task for the keeper.
-pub(crate) enum Task {
+pub(crate) enum KeeperTask {
     /// Bring the base images up to this LSN.
     Checkpoint(u64),
     /// Grow a disk to this many bytes; never fewer than it has.
@@ -22,7 +22,7 @@ pub(crate) enum Task {
 
 /// A task, and the channel to the caller that waits for it.
 pub(crate) struct Order {
-    pub task: Task,
+    pub task: KeeperTask,
     pub answer: mpsc::Sender<Result<()>>,
 }
 

@@ -14,7 +14,7 @@ use crate::index::Place;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
-use crate::log::orders::{KeeperState, Order, Task};
+use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::{Modification, Pipeline};
 use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
@@ -308,7 +308,7 @@ impl Log {
     ///
     /// # Errors
     /// Those of the task; or the log is being closed.
-    pub(crate) fn order(&self, task: Task) -> error::Result<()> {
+    pub(crate) fn order(&self, task: KeeperTask) -> error::Result<()> {
         let (answer, answered) = mpsc::channel();
         let mut state = self.lock();
         // The keeper sets `gone`, and drops the orders left, under the same lock: so every order is answered or

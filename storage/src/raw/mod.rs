@@ -2,9 +2,9 @@
 //! the same time. No log.
 //!
 //! ```text
-//!   RawQueue ──▶ Task: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
-//!      ▲           │                      └──▶ else a thread, one a queue  (threads.rs)
-//!      │           └──▶ sync ──▶ a thread, one a disk                      (sync.rs)
+//!   RawQueue ──▶ RawTask: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
+//!      ▲           │                         └──▶ else a thread, one a queue  (threads.rs)
+//!      │           └──▶ sync ──▶ a thread, one a disk                         (sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
 //! ```
 //! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
@@ -22,11 +22,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rustix::fd::AsRawFd;
-use shared::{Mailbox, Mover, Shared, Work, locked};
+use shared::{Mailbox, Mover, RawShared, Work, locked};
 use sync::Syncer;
-use task::{Step, Task};
-use threads::Threads;
-use uring::Uring;
+use task::{RawStep, RawTask};
+use threads::BlockingMover;
+use uring::UringMover;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::medium::engine::probe;
@@ -50,7 +50,7 @@ pub enum RawCache {
 /// A disk that is a raw image.
 #[derive(Debug)]
 pub struct RawDisk {
-    shared: Arc<Shared>,
+    shared: Arc<RawShared>,
     /// io_uring or threads.
     engine: EngineKind,
     /// `None` until it is first needed.
@@ -74,7 +74,7 @@ impl RawDisk {
     }
 
     fn build(image: Image, cache: RawCache, engine: EngineKind) -> Self {
-        let shared = Shared {
+        let shared = RawShared {
             no_sync: cache == RawCache::Unsafe,
             sectors: AtomicU64::new(image.bytes() / SECTOR_SIZE),
             write_cache: AtomicBool::new(cache != RawCache::Writethrough),
@@ -133,9 +133,9 @@ impl Backend for RawDisk {
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
         let mover: Box<dyn Mover> = match self.engine {
-            EngineKind::Blocking => Box::new(Threads::new(&mailbox, &self.shared)?),
+            EngineKind::Blocking => Box::new(BlockingMover::new(&mailbox, &self.shared)?),
             EngineKind::Auto | EngineKind::IoUring => {
-                Box::new(Uring::new(&mailbox.event, &self.shared)?)
+                Box::new(UringMover::new(&mailbox.event, &self.shared)?)
             }
         };
         Ok(Box::new(RawQueue {
@@ -174,12 +174,12 @@ impl Backend for RawDisk {
 
 /// One queue of a raw disk.
 struct RawQueue {
-    shared: Arc<Shared>,
+    shared: Arc<RawShared>,
     mover: Box<dyn Mover>,
     syncer: Arc<Syncer>,
     mailbox: Arc<Mailbox>,
     /// Tasks being looked at; empty between calls, kept for its memory.
-    moved: Vec<(Task, io::Result<()>)>,
+    moved: Vec<(RawTask, io::Result<()>)>,
     /// Requests that ended without the medium.
     done: Vec<Completion>,
 }
@@ -189,8 +189,8 @@ impl BackendQueue for RawQueue {
         let durably = !self.shared.write_cache.load(Ordering::Acquire) && !self.shared.no_sync;
         let result = match self.shared.begin(operation) {
             Ok(Work::Move(step)) => {
-                let durably = durably && !matches!(step, Step::Read { .. });
-                return self.mover.submit(Task {
+                let durably = durably && !matches!(step, RawStep::Read { .. });
+                return self.mover.submit(RawTask {
                     token,
                     step,
                     durably,

@@ -8,12 +8,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::task::{Step, Task};
+use super::task::{RawStep, RawTask};
 use crate::{Buffer, Completion, Failure, Image, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
 
 /// State shared by all queues of a disk.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct RawShared {
     pub(super) image: Image,
     pub(super) no_sync: bool,
     /// Capacity. It grows while the disk is open.
@@ -47,7 +47,7 @@ impl Mailbox {
     }
 }
 
-impl Shared {
+impl RawShared {
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.image.file().as_fd()
     }
@@ -87,7 +87,7 @@ impl Shared {
                     return Err(Failure::TooLarge);
                 }
                 // The read fills the whole buffer, or the client does not get it.
-                Step::read(offset, Buffer::for_overwrite(len as usize))
+                RawStep::read(offset, Buffer::for_overwrite(len as usize))
             }
             Operation::Write { sector, data } => {
                 if data.len() > MAX_REQUEST_BYTES
@@ -96,11 +96,11 @@ impl Shared {
                     return Err(Failure::TooLarge);
                 }
                 let (offset, _) = self.range(sector, data.len() as u64 / SECTOR_SIZE)?;
-                Step::write(offset, data)
+                RawStep::write(offset, data)
             }
             Operation::Discard { sector, sectors } => {
                 let (offset, len) = self.range(sector, sectors.into())?;
-                Step::zeroes(offset, len, true)
+                RawStep::zeroes(offset, len, true)
             }
             Operation::WriteZeroes {
                 sector,
@@ -108,7 +108,7 @@ impl Shared {
                 unmap,
             } => {
                 let (offset, len) = self.range(sector, sectors.into())?;
-                Step::zeroes(offset, len, unmap)
+                RawStep::zeroes(offset, len, unmap)
             }
             // Nothing was written, or durability is not wanted.
             Operation::Flush if self.image.read_only() || self.no_sync => {
@@ -119,10 +119,10 @@ impl Shared {
     }
 
     /// The completion of a task, for the client.
-    pub(super) fn end(&self, task: Task, result: io::Result<()>) -> Completion {
-        let Task { token, step, .. } = task;
+    pub(super) fn end(&self, task: RawTask, result: io::Result<()>) -> Completion {
+        let RawTask { token, step, .. } = task;
         let result = match (result, step) {
-            (Ok(()), Step::Read { buffer, .. }) => Ok(Some(buffer)),
+            (Ok(()), RawStep::Read { buffer, .. }) => Ok(Some(buffer)),
             (Ok(()), _) => Ok(None),
             (Err(error), step) => {
                 let (path, name) = (self.image.path().display(), step.name());
@@ -150,7 +150,7 @@ impl Shared {
 /// The work that a request needs.
 pub(super) enum Work {
     /// Move bytes.
-    Move(Step),
+    Move(RawStep),
     /// Make durable what was written.
     Sync,
     /// None.
@@ -160,9 +160,9 @@ pub(super) enum Work {
 /// Carries out tasks. Dropping it waits for those that the kernel has.
 pub(super) trait Mover: Send {
     /// Takes a task; it may start now or at the next [`enter`](Self::enter).
-    fn submit(&mut self, task: Task);
+    fn submit(&mut self, task: RawTask);
     /// Starts every task submitted.
     fn enter(&mut self);
     /// Appends the tasks that have ended to `moved`, with their results. Each end sets the mailbox's event.
-    fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>);
+    fn poll(&mut self, moved: &mut Vec<(RawTask, io::Result<()>)>);
 }

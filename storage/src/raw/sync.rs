@@ -16,19 +16,19 @@ use std::thread::{self, JoinHandle};
 
 use rustix::io::Errno;
 
-use super::shared::{Mailbox, Shared};
+use super::shared::{Mailbox, RawShared};
 use crate::{Completion, Failure};
 
 /// A waiter for a sync.
 #[derive(Debug)]
-enum Waiter {
+enum SyncWaiter {
     /// A request of a queue.
     Request { token: u64, mailbox: Arc<Mailbox> },
     /// A thread.
     Caller(Sender<Result<(), Failure>>),
 }
 
-impl Waiter {
+impl SyncWaiter {
     fn tell(self, result: Result<(), Failure>) {
         match self {
             Self::Request { token, mailbox } => mailbox.put(Completion {
@@ -45,12 +45,12 @@ impl Waiter {
 #[derive(Debug)]
 pub(super) struct Syncer {
     /// `None` only while dropping.
-    waiters: Option<Sender<Waiter>>,
+    waiters: Option<Sender<SyncWaiter>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Syncer {
-    pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
+    pub(super) fn start(shared: &Arc<RawShared>) -> io::Result<Self> {
         let (waiters, come) = channel();
         let shared = Arc::clone(shared);
         let thread = thread::Builder::new()
@@ -66,17 +66,17 @@ impl Syncer {
     /// mailbox.
     pub(super) fn submit(&self, token: u64, mailbox: &Arc<Mailbox>) {
         let mailbox = Arc::clone(mailbox);
-        self.send(Waiter::Request { token, mailbox });
+        self.send(SyncWaiter::Request { token, mailbox });
     }
 
     /// Makes durable what was written before the call, and waits for it.
     pub(super) fn wait(&self) -> Result<(), Failure> {
         let (answer, answered) = channel();
-        self.send(Waiter::Caller(answer));
+        self.send(SyncWaiter::Caller(answer));
         answered.recv().unwrap_or(Err(Failure::Io))
     }
 
-    fn send(&self, waiter: Waiter) {
+    fn send(&self, waiter: SyncWaiter) {
         let Some(waiters) = &self.waiters else {
             return;
         };
@@ -97,7 +97,7 @@ impl Drop for Syncer {
     }
 }
 
-fn run(shared: &Shared, waiters: &Receiver<Waiter>) {
+fn run(shared: &RawShared, waiters: &Receiver<SyncWaiter>) {
     let mut served = Vec::new();
     while let Ok(first) = waiters.recv() {
         // All waiters taken here came before the sync begins.
@@ -109,7 +109,7 @@ fn run(shared: &Shared, waiters: &Receiver<Waiter>) {
 }
 
 /// Makes durable what has been written. An error is final, because the kernel would not report it to the next sync.
-fn sync(shared: &Shared) -> Result<(), Failure> {
+fn sync(shared: &RawShared) -> Result<(), Failure> {
     while !shared.has_failed() {
         match rustix::fs::fdatasync(shared.fd()) {
             Ok(()) => return Ok(()),

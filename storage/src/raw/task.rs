@@ -13,16 +13,16 @@ const ZEROES: u64 = 1 << 20;
 
 /// A request that an engine carries out.
 #[derive(Debug)]
-pub(super) struct Task {
+pub(super) struct RawTask {
     pub token: u64,
-    pub step: Step,
+    pub step: RawStep,
     /// Whether a sync must follow before the request completes.
     pub durably: bool,
 }
 
 /// The next kernel operation. It owns the memory that the kernel uses meanwhile.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum RawStep {
     /// Fill `buffer` from its byte `done` on; its byte 0 is at `offset` of the file.
     Read {
         offset: u64,
@@ -45,7 +45,7 @@ pub(super) enum Step {
     },
 }
 
-impl Step {
+impl RawStep {
     pub(super) fn read(offset: u64, buffer: Buffer) -> Self {
         let done = 0;
         Self::Read {
@@ -116,15 +116,15 @@ impl Step {
     }
 }
 
-impl Task {
+impl RawTask {
     /// Goes on after a step that moved so many bytes: the result of the request, or `None` if another step follows.
     pub(super) fn advance(&mut self, moved: Result<usize, Errno>) -> Option<io::Result<()>> {
         let moved = match (moved, &self.step) {
             (Ok(moved), _) => moved,
             // Interrupted by a signal: repeat the step.
             (Err(Errno::INTR), _) => return None,
-            (Err(Errno::OPNOTSUPP), Step::Zero { offset, len, .. }) => {
-                self.step = Step::Fill {
+            (Err(Errno::OPNOTSUPP), RawStep::Zero { offset, len, .. }) => {
+                self.step = RawStep::Fill {
                     offset: *offset,
                     len: *len,
                     zeroes: Buffer::zeroed((*len).min(ZEROES) as usize),
@@ -135,24 +135,24 @@ impl Task {
         };
         match &mut self.step {
             // The file was truncated by another program.
-            Step::Read { .. } if moved == 0 => Some(Err(io::ErrorKind::UnexpectedEof.into())),
-            Step::Write { .. } | Step::Fill { .. } if moved == 0 => {
+            RawStep::Read { .. } if moved == 0 => Some(Err(io::ErrorKind::UnexpectedEof.into())),
+            RawStep::Write { .. } | RawStep::Fill { .. } if moved == 0 => {
                 Some(Err(io::ErrorKind::WriteZero.into()))
             }
-            Step::Read { buffer, done, .. } => {
+            RawStep::Read { buffer, done, .. } => {
                 *done += moved;
                 (*done >= buffer.len()).then_some(Ok(()))
             }
-            Step::Write { buffer, done, .. } => {
+            RawStep::Write { buffer, done, .. } => {
                 *done += moved;
                 (*done >= buffer.len()).then_some(Ok(()))
             }
-            Step::Fill { offset, len, .. } => {
+            RawStep::Fill { offset, len, .. } => {
                 *offset += moved as u64;
                 *len = len.saturating_sub(moved as u64);
                 (*len == 0).then_some(Ok(()))
             }
-            Step::Zero { .. } => Some(Ok(())),
+            RawStep::Zero { .. } => Some(Ok(())),
         }
     }
 }

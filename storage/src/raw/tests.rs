@@ -298,8 +298,8 @@ fn a_file_that_somebody_cut_off_is_an_error_and_no_more() {
 
 #[test]
 fn a_step_that_is_done_in_part_goes_on() {
-    let ends = |step: Step, moved| {
-        let mut task = Task {
+    let ends = |step: RawStep, moved| {
+        let mut task = RawTask {
             token: 0,
             step,
             durably: false,
@@ -308,16 +308,16 @@ fn a_step_that_is_done_in_part_goes_on() {
     };
     let done = Some(Ok(()));
     let data = || Buffer::zeroed(1024);
-    for step in [Step::write(0, data()), Step::read(0, data())] {
+    for step in [RawStep::write(0, data()), RawStep::read(0, data())] {
         assert_eq!(ends(step, Ok(1024)), done);
     }
-    assert_eq!(ends(Step::zeroes(0, 512, true), Ok(0)), done);
+    assert_eq!(ends(RawStep::zeroes(0, 512, true), Ok(0)), done);
     for moved in [Ok(512), Err(Errno::INTR)] {
-        for step in [Step::write(0, data()), Step::read(0, data())] {
+        for step in [RawStep::write(0, data()), RawStep::read(0, data())] {
             assert_eq!(ends(step, moved), None);
         }
     }
-    let broken = ends(Step::write(0, data()), Err(Errno::IO));
+    let broken = ends(RawStep::write(0, data()), Err(Errno::IO));
     assert!(matches!(broken, Some(Err(_))));
 }
 

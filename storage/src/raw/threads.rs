@@ -5,25 +5,25 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
-use super::shared::{Mailbox, Mover, Shared};
-use super::task::Task;
+use super::shared::{Mailbox, Mover, RawShared};
+use super::task::RawTask;
 
 /// A task with how it ended.
-type Moved = (Task, io::Result<()>);
+type Moved = (RawTask, io::Result<()>);
 
 /// See the module's documentation.
-pub(super) struct Threads {
+pub(super) struct BlockingMover {
     /// `None` only while dropping.
-    tasks: Option<Sender<Task>>,
+    tasks: Option<Sender<RawTask>>,
     ended: Receiver<Moved>,
     /// Tasks that the thread could not take, with their error.
     refused: Vec<Moved>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Threads {
-    pub(super) fn new(mailbox: &Arc<Mailbox>, shared: &Arc<Shared>) -> io::Result<Self> {
-        let (move_to, tasks) = channel::<Task>();
+impl BlockingMover {
+    pub(super) fn new(mailbox: &Arc<Mailbox>, shared: &Arc<RawShared>) -> io::Result<Self> {
+        let (move_to, tasks) = channel::<RawTask>();
         let (report, ended) = channel();
         let (mailbox, shared) = (Arc::clone(mailbox), Arc::clone(shared));
         let work = move || {
@@ -44,7 +44,7 @@ impl Threads {
     }
 }
 
-fn carry_out(mut task: Task, shared: &Shared) -> Moved {
+fn carry_out(mut task: RawTask, shared: &RawShared) -> Moved {
     loop {
         let moved = task.step.call(shared.fd());
         if let Some(result) = task.advance(moved) {
@@ -53,8 +53,8 @@ fn carry_out(mut task: Task, shared: &Shared) -> Moved {
     }
 }
 
-impl Mover for Threads {
-    fn submit(&mut self, task: Task) {
+impl Mover for BlockingMover {
+    fn submit(&mut self, task: RawTask) {
         let Some(tasks) = &self.tasks else {
             return;
         };
@@ -73,7 +73,7 @@ impl Mover for Threads {
     }
 }
 
-impl Drop for Threads {
+impl Drop for BlockingMover {
     fn drop(&mut self) {
         self.tasks = None;
         if let Some(thread) = self.thread.take() {

@@ -6,18 +6,18 @@ use std::sync::Arc;
 use io_uring::{opcode, types};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::shared::{Mover, Shared};
-use super::task::{Step, Task};
+use super::shared::{Mover, RawShared};
+use super::task::{RawStep, RawTask};
 use crate::medium::ring::Ring;
 
 /// See the module's documentation.
-pub(super) struct Uring {
-    ring: Ring<Task>,
-    shared: Arc<Shared>,
+pub(super) struct UringMover {
+    ring: Ring<RawTask>,
+    shared: Arc<RawShared>,
 }
 
-impl Uring {
-    pub(super) fn new(event: &EventFd, shared: &Arc<Shared>) -> io::Result<Self> {
+impl UringMover {
+    pub(super) fn new(event: &EventFd, shared: &Arc<RawShared>) -> io::Result<Self> {
         Ok(Self {
             ring: Ring::new(event)?,
             shared: Arc::clone(shared),
@@ -25,10 +25,10 @@ impl Uring {
     }
 
     /// Starts the next step of a task.
-    fn start(&mut self, mut task: Task) {
+    fn start(&mut self, mut task: RawTask) {
         let fd = types::Fd(self.shared.raw_fd());
         let entry = match &mut task.step {
-            Step::Read {
+            RawStep::Read {
                 offset,
                 buffer,
                 done,
@@ -38,7 +38,7 @@ impl Uring {
                     .offset(*offset + *done as u64)
                     .build()
             }
-            Step::Write {
+            RawStep::Write {
                 offset,
                 buffer,
                 done,
@@ -48,19 +48,19 @@ impl Uring {
                     .offset(*offset + *done as u64)
                     .build()
             }
-            Step::Zero { offset, len, unmap } => {
-                let mode = Step::zero_mode(*unmap).bits() as i32;
+            RawStep::Zero { offset, len, unmap } => {
+                let mode = RawStep::zero_mode(*unmap).bits() as i32;
                 opcode::Fallocate::new(fd, *len)
                     .offset(*offset)
                     .mode(mode)
                     .build()
             }
-            Step::Fill {
+            RawStep::Fill {
                 offset,
                 len,
                 zeroes,
             } => {
-                let part = Step::filling(zeroes, *len);
+                let part = RawStep::filling(zeroes, *len);
                 opcode::Write::new(fd, part.as_ptr(), part.len() as u32)
                     .offset(*offset)
                     .build()
@@ -72,8 +72,8 @@ impl Uring {
     }
 }
 
-impl Mover for Uring {
-    fn submit(&mut self, task: Task) {
+impl Mover for UringMover {
+    fn submit(&mut self, task: RawTask) {
         self.start(task);
     }
 
@@ -81,7 +81,7 @@ impl Mover for Uring {
         self.ring.enter();
     }
 
-    fn poll(&mut self, moved: &mut Vec<(Task, io::Result<()>)>) {
+    fn poll(&mut self, moved: &mut Vec<(RawTask, io::Result<()>)>) {
         while let Some((mut task, bytes)) = self.ring.next_ended() {
             match task.advance(bytes) {
                 None => self.start(task),

@@ -120,7 +120,7 @@ struct Candidate {
 }
 
 /// A batch with a valid header.
-struct Batch {
+struct ScannedBatch {
     header: BatchHeader,
     descriptors: Vec<Descriptor>,
     /// Checksums of the blocks of all payloads.
@@ -130,7 +130,7 @@ struct Batch {
     wrong: Vec<usize>,
 }
 
-impl Batch {
+impl ScannedBatch {
     fn last_lsn(&self) -> u64 {
         self.header
             .first_lsn
@@ -140,7 +140,7 @@ impl Batch {
 }
 
 /// Reads the batch header at `offset`. `None` if there is none with a valid CRC and this log's UUID.
-fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<Batch>> {
+fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<ScannedBatch>> {
     if offset + BLOCK as u64 > window.size() {
         return Ok(None);
     }
@@ -164,7 +164,7 @@ fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<B
     if header.version.get() != VERSION {
         return Err(unknown_version(window.path(), header.version.get()));
     }
-    Ok(Some(Batch {
+    Ok(Some(ScannedBatch {
         header,
         descriptors,
         checksums,
@@ -371,7 +371,7 @@ fn classify(
 /// The part of the log in one segment.
 struct Contents {
     /// Each batch with the byte offset of its first payload.
-    batches: Vec<(Batch, u64)>,
+    batches: Vec<(ScannedBatch, u64)>,
     /// The offset behind the last batch.
     end: u64,
     /// The error that ended the reading, if any.
@@ -470,7 +470,7 @@ struct Taker<'a> {
 struct Held {
     /// The index of its candidate.
     part: usize,
-    batch: Batch,
+    batch: ScannedBatch,
     /// Byte offset of its header in the segment.
     offset: u64,
 }
@@ -561,7 +561,7 @@ impl Taker<'_> {
 }
 
 /// Which blocks of the batch's payloads have a wrong checksum. The payloads begin at `payload_at`.
-fn wrong_blocks(window: &mut Window, batch: &Batch, payload_at: u64) -> Result<Vec<usize>> {
+fn wrong_blocks(window: &mut Window, batch: &ScannedBatch, payload_at: u64) -> Result<Vec<usize>> {
     let mut wrong = Vec::new();
     if planted(Mutant::RecoverySkipsChecksum) {
         return Ok(wrong);

@@ -28,11 +28,11 @@ pub(crate) struct Window {
     /// Offset behind the last byte at hand.
     end: u64,
     buffer: Buffer,
-    ahead: Option<Ahead>,
+    ahead: Option<ReaderThread>,
 }
 
 /// A thread that reads the pieces from the window's `end` on.
-struct Ahead {
+struct ReaderThread {
     /// Taken to make the thread end.
     pieces: Option<Receiver<io::Result<Buffer>>>,
     thread: Option<JoinHandle<()>>,
@@ -48,7 +48,7 @@ impl Window {
             at: 0,
             end: from,
             buffer: Buffer::for_overwrite(0),
-            ahead: Ahead::start(segment, from, size),
+            ahead: ReaderThread::start(segment, from, size),
         }
     }
 
@@ -109,7 +109,7 @@ fn read_piece(segment: &Segment, offset: u64, size: u64) -> io::Result<Buffer> {
     Ok(piece)
 }
 
-impl Ahead {
+impl ReaderThread {
     /// `None` if a thread would gain nothing, or the system can start none.
     fn start(segment: &Arc<Segment>, from: u64, size: u64) -> Option<Self> {
         if size - from <= PIECE as u64 {
@@ -144,7 +144,7 @@ impl Ahead {
     }
 }
 
-impl Drop for Ahead {
+impl Drop for ReaderThread {
     /// Waits for the thread, because a segment that the thread still holds can't be recycled.
     fn drop(&mut self) {
         self.pieces = None;

@@ -25,7 +25,7 @@ use crate::store::part::{Part, exists};
 
 /// The points where the creation of a disk can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum CreateStep {
     /// The image is complete, under another name.
     Filled,
     /// The log knows the disk.
@@ -35,7 +35,7 @@ pub(crate) enum Step {
 }
 
 /// Called at each step.
-type Reached<'a> = &'a mut dyn FnMut(Step);
+type Reached<'a> = &'a mut dyn FnMut(CreateStep);
 
 /// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
 /// created with `options`; an existing log ignores them. Leftovers of an earlier interrupted call are reused.
@@ -112,7 +112,7 @@ impl<'a> NewDisk<'a> {
             entry.marked = u8::from(marked);
             part.sync()?;
             entry.set_inode(&Identity::of(part.file(), part.path())?.inode);
-            reached(Step::Filled);
+            reached(CreateStep::Filled);
             Ok(())
         };
         let (mut control, made) = match self.log.take() {
@@ -139,12 +139,12 @@ impl<'a> NewDisk<'a> {
                 before
             }
         };
-        reached(Step::Registered);
+        reached(CreateStep::Registered);
         part.publish(false).inspect_err(|_| {
             // Best effort: the error of `publish` is the one to report.
             let _ = control.change(|control| control.disks = before);
         })?;
-        reached(Step::Named);
+        reached(CreateStep::Named);
         Ok(())
     }
 }
@@ -238,7 +238,11 @@ mod tests {
     #[test]
     fn cut_anywhere_it_is_finished_by_the_same_command() {
         for shared in [false, true] {
-            for cut in [Step::Filled, Step::Registered, Step::Named] {
+            for cut in [
+                CreateStep::Filled,
+                CreateStep::Registered,
+                CreateStep::Named,
+            ] {
                 let dir = tempfile::tempdir().unwrap();
                 let (top, left) = (dir.path().join("top"), dir.path().join("left"));
                 std::fs::create_dir(&top).unwrap();
@@ -257,7 +261,7 @@ mod tests {
                 std::fs::rename(&left, &top).unwrap();
                 let again = create_disk(&disk, MIB, &log, &options());
                 match cut {
-                    Step::Named => {
+                    CreateStep::Named => {
                         let error = again.unwrap_err();
                         assert_eq!(error.kind(), ErrorKind::AlreadyExists);
                         let text = error.to_string();

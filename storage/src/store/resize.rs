@@ -24,7 +24,7 @@ use crate::store::view::View;
 
 /// The points where a resize can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+enum ResizeStep {
     Announced,
     Sized,
 }
@@ -44,7 +44,7 @@ fn resize(
     size: u64,
     log_dir: &Path,
     lose_data: bool,
-    reached: &mut dyn FnMut(Step) -> Result<()>,
+    reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
     let view = View::open(path, log_dir, None)?;
@@ -88,13 +88,13 @@ fn resize(
     if !planted(Mutant::ResizeUnannounced) {
         control.write()?;
     }
-    reached(Step::Announced)?;
+    reached(ResizeStep::Announced)?;
     if view.base.size > smaller {
         // This also cuts off what an earlier, interrupted resize left: it must not come back as new space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
-    reached(Step::Sized)?;
+    reached(ResizeStep::Sized)?;
     let entry = &mut control.control.disks[found];
     (entry.size, entry.resizing) = (U64::new(size), 0);
     control.write()?;
@@ -183,7 +183,7 @@ pub(crate) mod tests {
     #[test]
     fn cut_anywhere_a_disk_opens_with_its_old_or_its_new_size() {
         for (size, left) in [(8 * MIB, 4 * MIB), (2 * MIB, 2 * MIB)] {
-            for cut in [Step::Announced, Step::Sized] {
+            for cut in [ResizeStep::Announced, ResizeStep::Sized] {
                 let dir = tempfile::tempdir().unwrap();
                 let disk = crashed(dir.path(), 2);
                 let log = default_log_dir(&disk);

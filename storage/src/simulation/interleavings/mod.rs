@@ -62,16 +62,16 @@ impl Total for Totals {
     }
 }
 
-type Shared = Arc<std::sync::Mutex<Judge>>;
+type SharedJudge = Arc<std::sync::Mutex<Judge>>;
 
-fn told<T>(judge: &Shared, tell: impl FnOnce(&mut Judge) -> T) -> T {
+fn told<T>(judge: &SharedJudge, tell: impl FnOnce(&mut Judge) -> T) -> T {
     tell(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
 /// Takes the requests that have ended; returns whether nothing is left to wait for.
 fn serve(
     port: &mut Port,
-    judge: &Shared,
+    judge: &SharedJudge,
     fixture: &Fixture,
     log: &Log,
     mine: &mut Vec<u64>,
@@ -104,7 +104,7 @@ fn serve(
     mine.is_empty() || fixture.medium.lock().crashed
 }
 
-fn work(mut port: Port, which: usize, judge: &Shared, fixture: &Fixture, log: &Log) {
+fn work(mut port: Port, which: usize, judge: &SharedJudge, fixture: &Fixture, log: &Log) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
@@ -150,7 +150,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     }
     let log = running.disks[0].log.clone();
     let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
-    let judge: Shared = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
+    let judge: SharedJudge = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
     let clients: Vec<_> = (0..plan.clients.len())
         .map(|which| {
             let port = store.disks()[plan.clients[which].disk]
