@@ -56,7 +56,7 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
             let worker = thread::Builder::new().name("walvisor-part".to_owned());
             worker
                 .spawn_scoped(scope, || shared.help(&work))
-                .inspect_err(|error| tracing::warn!("no more threads can be had: {error}"))
+                .inspect_err(|error| tracing::warn!("can't start another thread: {error}"))
                 .is_ok()
         };
         let alone = (0..threads).take_while(help).count() == 0;

@@ -166,7 +166,7 @@ fn refused(log: &Path, images: &[&Path], parts: &[&str]) {
     assert!(before == state(), "a refusal changes nothing: {text}");
 }
 
-const BOTH_WAYS: [&str; 3] = ["1 record", "bring", "disk check --discard-log"];
+const BOTH_WAYS: [&str; 3] = ["1 record", "back", "disk check --discard-log"];
 
 const CHILD: &str = "WALVISOR_TEST_CHILD";
 
@@ -260,7 +260,11 @@ fn a_copy_without_its_mark_is_no_place_for_records() {
         );
         // Opening the other disk alone is refused too.
         refused(&site.log(), &[&site.image(2)], &BOTH_WAYS);
-        refused(&site.log(), &[&site.image(2)], &["name both together"]);
+        refused(
+            &site.log(),
+            &[&site.image(2)],
+            &["open both disks together"],
+        );
         // The first remedy that the error names.
         std::fs::rename(&kept, &one).unwrap();
         site.expect(&site.log(), &[&one, &site.image(2)], &[(11, 1), (12, 2)]);
@@ -356,7 +360,7 @@ fn an_older_copy_written_over_the_image_is_noticed() {
         let newest = std::fs::read(&one).unwrap();
         std::fs::write(&one, std::fs::read(&backup).unwrap()).unwrap();
         refused(&site.log(), &[&one], &BOTH_WAYS);
-        refused(&site.log(), &[&one], &["written to by others"]);
+        refused(&site.log(), &[&one], &["another program wrote to it"]);
         std::fs::write(&one, &newest).unwrap();
         site.expect(&site.log(), &[&one], &[(11, 1)]);
     });
@@ -382,7 +386,7 @@ fn an_older_log_is_refused_by_a_newer_image() {
         let why = if site.attributes {
             "newer than the log expects"
         } else {
-            "written to by others"
+            "another program wrote to it"
         };
         refused(&site.log(), &[&one, &two], &BOTH_WAYS);
         refused(&site.log(), &[&one, &two], &[why]);
@@ -405,7 +409,7 @@ fn one_image_with_two_names_is_one_disk() {
         let error = try_open(&site.log(), &[&one, &two]).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::Locked);
         assert!(
-            error.to_string().contains("one image is one disk"),
+            error.to_string().contains("each disk needs its own image"),
             "{error}"
         );
         assert!(
@@ -502,7 +506,12 @@ fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
         std::fs::rename(image(&right, 1), image(&left, 1)).unwrap();
         std::fs::rename(&between, image(&right, 1)).unwrap();
         for dir in [&left, &right] {
-            let parts = ["went its own way", "2 records", BOTH_WAYS[1], BOTH_WAYS[2]];
+            let parts = [
+                "changed separately",
+                "2 records",
+                BOTH_WAYS[1],
+                BOTH_WAYS[2],
+            ];
             refused(&dir.join("log"), &[&image(dir, 1), &image(dir, 2)], &parts);
         }
         let own = |dir: &Path| [image(dir, 1), image(dir, 2)];
@@ -665,6 +674,6 @@ fn a_resize_and_a_file_that_is_written_through_another_name_keep_the_samples_rig
         write_and_die(&site.log(), &[&one], 21);
         let file = std::fs::File::options().write(true).open(&one).unwrap();
         file.write_all_at(&[9; 512], 0).unwrap();
-        refused(&site.log(), &[&one], &["written to by others"]);
+        refused(&site.log(), &[&one], &["another program wrote to it"]);
     });
 }

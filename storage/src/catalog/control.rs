@@ -102,7 +102,10 @@ impl ControlFile {
         if !next.counted() {
             return Err(Error::new(
                 ErrorKind::Damaged,
-                format!("{}: its numbers are at their end", self.path.display()),
+                format!(
+                    "{}: a counter of the log is at its maximum; restore the log from a copy",
+                    self.path.display()
+                ),
             ));
         }
         self.put(&next)?;
@@ -136,7 +139,8 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
         true => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: not empty, and no log (it has no control file); restore it, or name another directory",
+                "{}: the directory is not empty, and is no log (it has no control file); restore the log, or name \
+                 another directory",
                 log_dir.display()
             ),
         )),
@@ -301,7 +305,7 @@ pub(crate) fn read_control(
         None => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: truncated or damaged: no valid copy in it; restore the log from a copy",
+                "{}: truncated or damaged: neither of its two slots is valid; restore the log from a copy",
                 path.display()
             ),
         )),
@@ -326,7 +330,7 @@ pub(crate) fn register<'a>(
     let place = disks.iter().position(same).unwrap_or(disks.len());
     if place == MAX_DISKS {
         return Err(invalid(format!(
-            "{}: the log holds {MAX_DISKS} disks, its most; use another log",
+            "{}: the log has {MAX_DISKS} disks, which is the maximum; use another log",
             control.path.display()
         )));
     }
@@ -340,8 +344,8 @@ pub(crate) fn register<'a>(
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {
     let remedy = match version {
         1 => {
-            "copy what it holds to its disks with the program that wrote it ('walvisor disk checkpoint' for each), then \
-             remove the log's directory: opening a disk makes a new log"
+            "run 'walvisor disk checkpoint' for each of its disks with the program that wrote it, then remove the \
+             log's directory: opening a disk makes a new log"
         }
         _ => "use the program that wrote it",
     };

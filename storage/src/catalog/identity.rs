@@ -38,10 +38,10 @@ impl Identity {
     pub(crate) fn of(file: &dyn DataFile, path: &Path) -> Result<Self> {
         let inode = file
             .inode()
-            .map_err(|error| Error::io("look at", path, error))?;
+            .map_err(|error| Error::io("read its metadata", path, error))?;
         let mark = file
             .read_mark()
-            .map_err(|error| Error::io("read the mark of", path, error))?;
+            .map_err(|error| Error::io("read its mark", path, error))?;
         Ok(Self { mark, inode })
     }
 }
@@ -178,7 +178,7 @@ impl DiskEntry {
         let bytes = kept.as_os_str().as_bytes();
         let Some(into) = self.path.get_mut(..bytes.len()) else {
             return Err(crate::error::invalid(format!(
-                "{}: a path of more than 480 bytes; use a shorter one",
+                "{}: the path is longer than 480 bytes; use a shorter one",
                 path.display()
             )));
         };

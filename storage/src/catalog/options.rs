@@ -134,12 +134,12 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     let size = options.segment_size;
     if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
         return Err(invalid(format!(
-            "a segment of {size} bytes can't be: give 64 KiB to 1 GiB, a multiple of 4096"
+            "a segment size of {size} bytes is not valid; use a multiple of 4096 from 64 KiB to 1 GiB"
         )));
     }
     if !(4..=65536).contains(&options.max_segments) {
         return Err(invalid(format!(
-            "{} segments can't be: give 4 to 65536",
+            "a limit of {} segments is not valid; use 4 to 65536",
             options.max_segments
         )));
     }
@@ -160,7 +160,7 @@ pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
     match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
         false => Ok(()),
         true => Err(invalid(format!(
-            "{}: a disk of {size} bytes can't be: give a positive multiple of 512 below 2^63",
+            "{}: a disk size of {size} bytes is not valid; use a positive multiple of 512 below 2^63",
             path.display()
         ))),
     }

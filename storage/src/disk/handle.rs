@@ -55,7 +55,8 @@ impl Disk {
         let old_size = disk.sectors() * SECTOR_SIZE;
         if size < old_size {
             return Err(invalid(format!(
-                "{}: in use, so it cannot shrink from {old_size} to {size} bytes: stop its user, then 'walvisor disk resize'",
+                "{}: the disk is in use, so it cannot shrink from {old_size} to {size} bytes; stop the program that \
+                 uses it, then run 'walvisor disk resize'",
                 disk.path.display()
             )));
         }

@@ -304,8 +304,8 @@ pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()
 pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
     match error.kind() {
         std::io::ErrorKind::FileTooLarge => invalid(format!(
-            "{}: the file system holds no file of {size} bytes (ext4's longest has 16 TiB), or 'ulimit -f' allows none: \
-             use one that does, such as XFS, or a smaller disk, or raise the limit",
+            "{}: {size} bytes exceed the longest file that the file system (ext4: 16 TiB) or 'ulimit -f' allows; \
+             use another file system, such as XFS, make the disk smaller, or raise the limit",
             path.display()
         )),
         _ => Error::io("size the disk", path, error),
@@ -346,7 +346,7 @@ fn read_mark(file: &File) -> io::Result<Option<Mark>> {
         .and_then(Mark::decode);
     mark.map(Some).ok_or_else(|| {
         io::Error::other(format!(
-            "the attribute {ATTRIBUTE} is not one that this program writes"
+            "the extended attribute {ATTRIBUTE} was not written by this program"
         ))
     })
 }

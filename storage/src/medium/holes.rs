@@ -70,7 +70,7 @@ impl<F: AsFd> Iterator for DataRanges<'_, F> {
                 Ok(false) => return None,
                 Err(errno) => {
                     self.rest.start = self.rest.end;
-                    let error = Error::io("look for holes in", self.path, errno.into());
+                    let error = Error::io("find its holes", self.path, errno.into());
                     return Some(Err(error));
                 }
             }

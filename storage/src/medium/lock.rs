@@ -58,7 +58,11 @@ pub(crate) fn open_locked<F>(
     }
     Err(Error::new(
         ErrorKind::Locked,
-        format!("{}: replaced by others again and again", path.display()),
+        format!(
+            "{}: other processes replaced the file {PLACES} times while it was being opened; stop them, then try \
+             again",
+            path.display()
+        ),
     ))
 }
 
@@ -97,7 +101,7 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<(
         waited += LOCK_TRY;
         if waited == SILENCE && holder == Holder::Writes {
             tracing::warn!(
-                "{}: waiting for writes that a process which was killed still has in flight",
+                "{}: waiting for the writes that a killed process still has in flight",
                 path.display()
             );
         }
@@ -107,8 +111,8 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<(
             "already open elsewhere; close the other user of this disk or log first".to_owned()
         }
         Holder::Writes => format!(
-            "still locked after {} s, by writes in flight of a process that was killed, or by a user of another log; \
-             look at the device, or close the other user, then try again",
+            "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
+             open; check the device, or close the other user, then try again",
             WRITES_PATIENCE.as_secs()
         ),
     };

@@ -161,12 +161,12 @@ impl Backend for RawDisk {
         }
         let _growing = locked(&shared.growing);
         if !bytes.is_multiple_of(SECTOR_SIZE) || bytes / SECTOR_SIZE < shared.sectors() {
-            let why = "a disk's size is a multiple of 512, and no less than it was";
+            let why = "the new size must be a multiple of 512, and no smaller than the old one";
             return refuse(io::ErrorKind::InvalidInput, why);
         }
         shared.image.file().set_len(bytes)?;
         let synced = self.syncer()?.wait();
-        synced.map_err(|_| io::Error::other("its new length was not made durable"))?;
+        synced.map_err(|_| io::Error::other("the new length could not be made durable"))?;
         shared.sectors.store(bytes / SECTOR_SIZE, Ordering::Release);
         Ok(())
     }

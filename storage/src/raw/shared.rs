@@ -142,7 +142,7 @@ impl RawShared {
         self.failed.store(true, Ordering::Release);
         let path = self.image.path().display();
         tracing::error!(
-            "{path}: fdatasync failed: {error}: no write is taken until the disk is opened again"
+            "{path}: fdatasync failed: {error}; writes fail until the disk is opened again"
         );
     }
 }

@@ -94,7 +94,7 @@ pub(crate) fn read_log(
         Some(lsn) => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: record {lsn} names no place on a disk of this log; restore the log",
+                "{}: record {lsn} is for sectors that no disk of this log has; restore the log from a copy",
                 log_dir.display()
             ),
         )),
@@ -118,8 +118,8 @@ pub(crate) fn read_for_recovery(
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(
-            "{dir}: {count} blocks of 4096 bytes are not what was written, the first in record {}: reads of them fail; \
-             'walvisor disk check', with the disk closed, names sectors and LSNs",
+            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}: reads of them fail; close the \
+             disk, then 'walvisor disk check' lists sectors and LSNs",
             first.lsn
         );
     }

@@ -325,8 +325,7 @@ fn classify(
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
-                    "{}: the log has {} segments at most, with numbers below that: this is none of its files; move it \
-                     elsewhere",
+                    "{}: not a file of this log, whose segment numbers are below {}; move it elsewhere",
                     segment.path.display(),
                     root.max_segments
                 ),
@@ -337,7 +336,7 @@ fn classify(
         let len = segment
             .file
             .len()
-            .map_err(|e| Error::io("look at", &segment.path, e))?;
+            .map_err(|e| Error::io("read its metadata", &segment.path, e))?;
         if len != size {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -433,8 +432,8 @@ fn read_batches(
             return Err(Error::new(
                 ErrorKind::Damaged,
                 format!(
-                    "{}: damaged at byte {offset}: its records to LSN {last_lsn} go beyond where the next segment \
-                     begins; restore the log from a copy",
+                    "{}: damaged at byte {offset}: its records up to LSN {last_lsn} overlap those of the next \
+                     segment; restore the log from a copy",
                     candidate.segment.path.display()
                 ),
             ));

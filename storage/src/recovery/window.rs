@@ -137,7 +137,7 @@ impl ReaderThread {
 
     fn next(&self) -> io::Result<Buffer> {
         let piece = self.pieces.as_ref().map(Receiver::recv);
-        let ended = || Err(io::Error::other("nothing more came from its reader"));
+        let ended = || Err(io::Error::other("the thread that reads it has ended"));
         piece
             .and_then(std::result::Result::ok)
             .unwrap_or_else(ended)

@@ -66,8 +66,8 @@ impl OpenBase {
             Some(Mark {
                 open: true, disk, ..
             }) => Err(wrong(format!(
-                "{}: disk {} was not closed and its log is not at {}; name it with log=DIR, or give up what it holds \
-                 with: {}",
+                "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
+                 it holds with: {}",
                 self.options.path.display(),
                 hex(&disk),
                 log_dir.display(),
@@ -93,20 +93,22 @@ impl OpenBase {
         let why = match (&self.identity.mark, self.is_of(entry, home)) {
             (Some(mark), false) if mark.disk != entry.disk => "it is the image of another disk",
             (Some(mark), false) if mark.generation < entry.generation.get() => {
-                "it is older than the log expects, or a copy that went its own way"
+                "it is older than the log expects, or a copy that was changed separately"
             }
-            (Some(_), false) => "it is newer than the log expects, or a copy that went its own way",
+            (Some(_), false) => {
+                "it is newer than the log expects, or a copy that was changed separately"
+            }
             (None, false) if entry.marked != 0 => {
-                "it has no mark: another image, or a copy made without its attributes"
+                "it has no mark: it is another image, or a copy without the extended attributes"
             }
             (None, false) => {
-                "it is another file (without attributes in its file system a disk is known by its inode)"
+                "it is another file (on a file system without extended attributes a disk is identified by its inode)"
             }
-            (Some(Mark { open: false, .. }), true) => "it was closed, with a copy of the log",
+            (Some(Mark { open: false, .. }), true) => "it was closed with another copy of the log",
             (_, true) => match entry.samples_fit(self.file.as_ref(), &self.options.path)? {
                 true => return Ok(None),
                 false => {
-                    "its bytes are not those that the last checkpoint left: it was written to by others"
+                    "its bytes have changed since the last checkpoint: another program wrote to it"
                 }
             },
         };
@@ -157,7 +159,7 @@ fn find(
             };
             if let Some(other) = found.iter().position(|found| *found == Some(place)) {
                 return Err(wrong(format!(
-                    "{}: the disk that it would be is {}, which is open already: a copy is made a disk of its own with \
+                    "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with \
                      'walvisor disk import'",
                     base.options.path.display(),
                     bases[other].options.path.display(),
@@ -189,8 +191,8 @@ fn accept(
         Some(records) => {
             if let Some(why) = base.why_not(entry, home)? {
                 return Err(wrong(format!(
-                    "{}: {why}; the log in {} holds {} of its disk: bring the image that they belong to, or give them up \
-                     with: {}",
+                    "{}: {why}; the log in {} holds {} of its disk; put the image that they belong to back, or \
+                     discard them with: {}",
                     path.display(),
                     log_dir.display(),
                     count(records.records),
@@ -202,8 +204,8 @@ fn accept(
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
                 return Err(wrong(format!(
-                    "{}: a copy of the image of an open disk, whose newest bytes the log in {} does not hold any more: \
-                     bring the newest image, or take this one as it is with: {}",
+                    "{}: a copy of the image of an open disk, whose newest bytes the log in {} does not hold any \
+                     more; put the newest image back, or use this one as it is with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),
@@ -215,7 +217,7 @@ fn accept(
     match base.size_fits(entry) {
         true => Ok(()),
         false => Err(wrong(format!(
-            "{}: {} bytes, but its log in {} knows a disk of {}; restore the image's size (truncate -s {3})",
+            "{}: the image has {} bytes, but its log in {} expects {}; restore the image's size (truncate -s {3})",
             path.display(),
             base.size,
             log_dir.display(),
@@ -233,8 +235,8 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     });
     if let Some(entry) = marked.next() {
         return wrong(format!(
-            "{path}: a copy, from before or of its own way since, of the disk that the log in {} knows at {}: put it there \
-             to use it in its place, or make it a disk of its own with 'walvisor disk import'",
+            "{path}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
+             to use it instead, or make it a disk of its own with 'walvisor disk import'",
             log_dir.display(),
             entry.path(&control.home).display(),
         ));
@@ -272,7 +274,7 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
         Some(other) => Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: the same file as {}, which is open already: one image is one disk",
+                "{}: the same file as {}, which is open already; each disk needs its own image",
                 path.display(),
                 other.options.path.display()
             ),
@@ -353,8 +355,8 @@ fn open_absent(
     let path = entry.path(home);
     let refused = |kind, why: &dyn std::fmt::Display| {
         let message = format!(
-            "{}: holds {} of another disk, last at {}, which can't be opened ({why}): bring its image, name both together, \
-             or give those up with: {}",
+            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, \
+             open both disks together, or discard those with: {}",
             log_dir.display(),
             count(records.records),
             path.display(),

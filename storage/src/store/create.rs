@@ -154,16 +154,16 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     let real = real_path(path).unwrap_or_else(|_| path.to_owned());
     let what = match log {
         Some(log) if log.image_paths().contains(&real) => format!(
-            "exists already, a disk of the log in {}: use it, or name another",
+            "exists already, as a disk of the log in {}; use it, or choose another name",
             log_dir.display()
         ),
         Some(_) => format!(
-            "exists already, and the log in {} does not know it: remove it, or name another",
+            "exists already, and the log in {} does not know it; remove it, or choose another name",
             log_dir.display()
         ),
         None => format!(
-            "exists already, without a log at {}, which is made when it is first used as a disk: use it, remove it, or \
-             name another",
+            "exists already, without a log at {}; use it (the first use as a disk makes the log), remove it, or \
+             choose another name",
             log_dir.display()
         ),
     };
@@ -187,8 +187,8 @@ fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()
         true => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: the log in {} holds unapplied records of the disk that was here before; put that back, or give them \
-                 up with: {}",
+                "{}: the log in {} holds unapplied records of the disk that was here before; put that disk back, or \
+                 discard them with: {}",
                 path.display(),
                 log_dir.display(),
                 discard_command(path, log_dir),

@@ -114,8 +114,8 @@ fn find(
         Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: the log in {} knows no disk there: name the path where the disk was ('walvisor disk info' of another \
-                 disk of the log lists them), or the right log with --log DIR",
+                "{}: the log in {} has no disk at this path; name the path where the disk was ('walvisor disk info' \
+                 of another disk of the log lists them), or the right log with --log DIR",
                 path.display(),
                 log_dir.display(),
             ),
@@ -140,8 +140,8 @@ fn unmark(base: &OpenBase) -> Result<Discarded> {
         return Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: there is nothing to give up: the image is not marked as open, and has no log there; name its log \
-                 with --log DIR",
+                "{}: there is nothing to discard: the image is not marked as open, and there is no log; name its \
+                 log with --log DIR",
                 path.display()
             ),
         ));

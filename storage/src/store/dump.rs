@@ -86,7 +86,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
         return Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: no log (it has no control file); name a log directory, such as disk.img.wal",
+                "{}: this is no log (it has no control file); name a log directory, such as disk.img.wal",
                 log_dir.display()
             ),
         ));

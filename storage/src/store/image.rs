@@ -126,7 +126,7 @@ pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>,
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its disks, and a device has no attributes.
         return Err(invalid(format!(
-            "{}: a block device; a disk with a log is a raw image file, and backend=raw takes devices",
+            "{}: a block device; name a raw image file, or use backend=raw, which takes block devices",
             path.display()
         )));
     }
@@ -150,7 +150,7 @@ fn image_kind(path: &Path) -> Result<PathKind> {
     let kind = files().kind(path);
     match kind.map_err(|error| Error::io(OPEN, path, error))? {
         PathKind::Other => Err(invalid(format!(
-            "{}: not a regular file; a disk is a raw image file",
+            "{}: not a regular file; name a raw image file",
             path.display()
         ))),
         kind => Ok(kind),
@@ -161,7 +161,7 @@ fn check_size(path: &Path, size: u64) -> Result<()> {
     match size > 0 && size.is_multiple_of(SECTOR_SIZE) {
         true => Ok(()),
         false => Err(invalid(format!(
-            "{}: {size} bytes; a disk's size is a positive multiple of 512 (truncate -s makes it one)",
+            "{}: the size of {size} bytes is not a positive multiple of 512; change it with truncate -s",
             path.display()
         ))),
     }

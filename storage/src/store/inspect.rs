@@ -96,7 +96,7 @@ pub fn inspect_telling(
     let control = find_control(log_dir)?;
     let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
-    let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;
+    let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let size = base.size;
     let allocated = metadata.map_or(size, |metadata| metadata.blocks() * 512);
     let Some(control) = control else {

@@ -14,7 +14,7 @@ use crate::mutant::{Mutant, planted};
 /// Whether anything is at the path, including a dangling link.
 pub(crate) fn exists(path: &Path) -> Result<bool> {
     let exists = files().exists(path);
-    exists.map_err(|error| Error::io("look at", path, error))
+    exists.map_err(|error| Error::io("read its metadata", path, error))
 }
 
 /// Refuses a path that exists.
@@ -80,7 +80,7 @@ impl Part {
             }
             file.set_permissions(Permissions::from_mode(mode))
         };
-        resemble().map_err(|error| Error::io("set the mode of", &self.path, error))
+        resemble().map_err(|error| Error::io("set its mode", &self.path, error))
     }
 
     pub(crate) fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {

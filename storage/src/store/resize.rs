@@ -70,7 +70,7 @@ fn resize(
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: used by someone else meanwhile; close that and try again",
+                "{}: another process used the disk meanwhile; close it there, then try again",
                 path.display()
             ),
         ));
@@ -106,8 +106,8 @@ fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{}: holds data behind byte {size}, which shrinking from {} bytes would lose; shrink the file system first, or \
-         give it up with --shrink",
+        "{}: holds data behind byte {size}, which shrinking from {} bytes would lose; shrink the file system first, \
+         or discard the data with --shrink",
         view.base.options.path.display(),
         view.size
     )))

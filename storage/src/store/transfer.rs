@@ -122,7 +122,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
     let kind = files().kind(raw).map_err(open)?;
     if kind == PathKind::Other {
         return Err(invalid(format!(
-            "{}: not a regular file nor a block device; give a raw image",
+            "{}: neither a regular file nor a block device; name a raw image",
             raw.display()
         )));
     }
@@ -131,8 +131,8 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: a disk that was not closed: its newest bytes are in its log; export it ('walvisor disk export') \
-                 and import that",
+                "{}: a disk that was not closed, so its newest bytes are in its log; export it ('walvisor disk \
+                 export') and import the export",
                 raw.display()
             ),
         ));
@@ -140,7 +140,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
     let size = source.len().map_err(open)?;
     if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
         return Err(invalid(format!(
-            "{}: {size} bytes; a disk's size is a positive multiple of 512 ('truncate -s %512' rounds it up)",
+            "{}: the size of {size} bytes is not a positive multiple of 512; round it up with 'truncate -s %512'",
             raw.display()
         )));
     }
@@ -153,7 +153,7 @@ fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
         return Ok(OWNER);
     };
     let metadata = file.metadata();
-    let metadata = metadata.map_err(|error| Error::io("look at", path, error))?;
+    let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     Ok(metadata.mode() & 0o666)
 }
 
@@ -167,11 +167,11 @@ fn is_open(file: &dyn DataFile, path: &Path) -> Result<bool> {
 fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     match files().kind(raw) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io("look at", raw, error)),
+        Err(error) => return Err(Error::io("read its metadata", raw, error)),
         Ok(PathKind::File) => {}
         Ok(_) => {
             return Err(invalid(format!(
-                "{}: not a regular file; export to a file",
+                "{}: not a regular file; name a regular file to export to",
                 raw.display()
             )));
         }
@@ -182,7 +182,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
         true => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
-                "{}: a disk that was not closed, with records in its log: it is not replaced; name another file",
+                "{}: a disk that was not closed, with records in its log, is not replaced; name another file",
                 raw.display()
             ),
         )),
@@ -250,7 +250,7 @@ fn copy(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> 
             Ok(1..) => at = read_at,
             Err(Errno::INTR) => {}
             Err(errno @ (Errno::IO | Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
-                let doing = format!("copy {} to", from_path.display());
+                let doing = format!("copy {} to it", from_path.display());
                 return Err(Error::io(&doing, to.path(), errno.into()));
             }
             // The kernel can't copy between these files, or not at all.

@@ -15,7 +15,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     let parts = &[
         "disk.img: ",
         "5 records",
-        "bring",
+        "back",
         "walvisor disk check --discard-log disk.img",
     ];
     for command in ["check", "info", "checkpoint"] {
@@ -37,7 +37,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     let report = json(&done(&crashed, "disk check --discard-log disk.img --json"));
     assert_eq!(report["discarded_records"], 0);
     assert_eq!(report["image_fits"], true);
-    let parts = &["unknown.img", "knows no disk there"];
+    let parts = &["unknown.img", "has no disk at this path"];
     let command = "disk check --discard-log unknown.img --log disk.img.wal";
     refused(&crashed, command, 1, parts);
 }

@@ -234,7 +234,7 @@ fn bad_disks_are_told_and_stay_as_they_were() {
     refused(
         &run(&[twice.clone(), twice]),
         1,
-        &["a.img", "open already", "one disk"],
+        &["a.img", "open already", "its own image"],
     );
     assert_eq!(fs::read(at("a.img")).unwrap(), [7; 4096]);
 }
