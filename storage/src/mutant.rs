@@ -2,74 +2,92 @@
 //!
 //! [`planted`] is constant `false` outside this crate's own tests, so the compiler removes the code that it guards.
 
-/// The faults.
+/// The faults. A fault that the medium can make is planted in the simulated medium (the second half). The others are
+/// planted in the store's own code, because the medium cannot express them; each says why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A checkpoint frees log segments whose copies in the base image were not synced.
+    /// A checkpoint frees log segments whose copies in the base image were not synced. The medium cannot tell the
+    /// checkpoint's sync of an image from the syncs of opening, resizing and closing.
     SkipBaseSync,
-    /// Base images are synced while the last writes to them are still in flight.
+    /// Base images are synced while the last writes to them are still in flight. The medium does not know which
+    /// write of a checkpoint is the last.
     BaseSyncTooEarly,
-    /// A checkpoint copies records that are not durable in the log yet.
+    /// A checkpoint copies records that are not durable in the log yet. The medium does not know which records a
+    /// write to a base image copies.
     CopyBeforeDurable,
-    /// Segments are reused before the control file says that they are free.
+    /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,
-    /// LSNs of a torn tail are given out again.
+    /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.
     LsnRestart,
-    /// The payload changes after its checksum was computed.
+    /// The payload changes after its checksum was computed. That is before the medium gets either.
     ChecksumBeforeCopy,
-    /// A batch's header omits its last record.
+    /// A batch's header omits its last record. The medium does not know the format of a batch.
     DropLastDescriptor,
-    /// A DISCARD reaches the log but not the index.
+    /// A DISCARD reaches the log but not the index. The index is in memory.
     IndexSkipsDiscard,
-    /// A write is reported as written as soon as it has an LSN.
+    /// A write is reported as written as soon as it has an LSN. The report is not an operation of the medium.
     AnsweredUnwritten,
-    /// Recovery omits the last batch.
+    /// Recovery omits the last batch. The medium does not know where a batch ends.
     RecoveryStopsEarly,
-    /// Recovery takes recycled segments for part of the log.
+    /// Recovery takes recycled segments for part of the log. The check is of bytes that were read correctly.
     RecoveryAcceptsStale,
-    /// Recovery does not check payload checksums.
+    /// Recovery does not check payload checksums. The check is of bytes that were read already.
     RecoverySkipsChecksum,
-    /// Readers of the log and checkpoints do not check payload checksums.
+    /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read
+    /// already.
     ReadSkipsChecksum,
-    /// Every control write goes to the same slot.
+    /// Every control write goes to the same slot. Moving the bytes within the medium would not change the slot that
+    /// the store takes for the newest.
     ControlInPlace,
-    /// A control slot is used even if its checksum is wrong.
+    /// A control slot is used even if its checksum is wrong. The check is of bytes that were read already.
     ControlChecksumIgnored,
-    /// Recovery uses a control slot that may be in the cache only.
+    /// Recovery uses a control slot that may be in the cache only. The medium cannot tell the write that confirms a
+    /// slot from the others.
     RecoveryTrustsControl,
-    /// Requests that wait for room are not failed when the full ring can't be emptied.
+    /// Requests that wait for room are not failed when the full ring can't be emptied. Waiters are in memory.
     StuckWaitersForgotten,
-    /// Requests that wait when the log fails are never completed.
+    /// Requests that wait when the log fails are never completed. Waiters are in memory.
     WaiterLostOnError,
-    /// The writer does not write the records that ports wait for and that came while it wrote a batch.
+    /// The writer does not write the records that ports wait for and that came while it wrote a batch. The medium
+    /// does not know of waiters.
     WrittenForgotten,
-    /// A leader that leaves does not wake a waiter to take its place.
+    /// A leader that leaves does not wake a waiter to take its place. Wake-ups are not operations of the medium.
     LeaderLeavesSilently,
-    /// A port clears its wake-up signal after it looked for work, not before.
+    /// A port clears its wake-up signal after it looked for work, not before. Wake-ups are not operations of the
+    /// medium.
     SignalClearedLate,
-    /// A port that waits for a free segment is never woken.
+    /// A port that waits for a free segment is never woken. Wake-ups are not operations of the medium.
     SegmentFreedSilently,
-    /// A base image is marked as closed before everything is copied to it.
+    /// A base image is marked as closed before everything is copied to it. The medium does not know what is still to
+    /// be copied.
     ClosedEarly,
-    /// A base image's length changes before the log knows of it.
+    /// A base image's length changes before the log knows of it. The medium cannot tell the control write that
+    /// announces a length from the others.
     ResizeUnannounced,
-    /// A base image's new length is not made durable.
-    LengthUnsynced,
-    /// The cached bytes of a base image are trusted when its disk is attached.
+    /// The cached bytes of a base image are trusted when its disk is attached. The medium cannot tell the sync of
+    /// attaching from the others.
     AttachTrustsCache,
-    /// A log is opened without making the names in its directory durable.
+    /// A log is opened without making the names in its directory durable. The medium cannot tell this sync of a
+    /// directory from the one that follows a new name.
     OpenTrustsNames,
-    /// A control file gets its name before anything is written to it.
+    /// A control file gets its name before anything is written to it. The medium cannot write what it has not got yet.
     ControlNamedUnwritten,
-    /// A new log is used before its names are durable.
+    // The faults below are those of the medium: they are planted in the simulated medium.
+    /// The names of a new log, of its directory and its control file, never become durable.
+    #[cfg(test)]
     LogNamesUnsynced,
     /// A base image gets its name before its bytes are durable.
+    #[cfg(test)]
     ImageNamedUnsynced,
-    /// A base image is used before its name is durable.
+    /// The final name of a base image never becomes durable.
+    #[cfg(test)]
     ImageNameUnsynced,
-    /// A segment file is used before its name is durable.
+    /// The name of a segment file never becomes durable.
+    #[cfg(test)]
     SegmentNameUnsynced,
-    // The faults below are those of the medium: they are planted in the simulated medium.
+    /// A base image's new length is not made durable.
+    #[cfg(test)]
+    LengthUnsynced,
     /// A write that is to be durable is not made durable.
     #[cfg(test)]
     AckBeforeSync,

@@ -213,10 +213,8 @@ pub(crate) fn create_log(
     if planted(Mutant::ControlNamedUnwritten) {
         control.write()?;
     }
-    if !planted(Mutant::LogNamesUnsynced) {
-        filesystem::sync_dir(log_dir)?;
-        filesystem::sync_dir(filesystem::parent(log_dir))?;
-    }
+    filesystem::sync_dir(log_dir)?;
+    filesystem::sync_dir(filesystem::parent(log_dir))?;
     Ok(Some(control))
 }
 

@@ -14,7 +14,6 @@ use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::error::{Error, Result, invalid};
 use crate::medium::mark::{Inode, Mark};
-use crate::mutant::{Mutant, planted};
 use crate::{Buffer, SECTOR_SIZE, sync};
 
 /// The store's operations on a file that holds data: a segment, the control file, a base image.
@@ -292,11 +291,7 @@ pub(crate) fn write_zeroes(
 
 /// Sets the length of a base image, durably.
 pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()> {
-    let sized = file.set_len(size);
-    let sized = match planted(Mutant::LengthUnsynced) {
-        true => sized,
-        false => sized.and_then(|()| file.sync_all()),
-    };
+    let sized = file.set_len(size).and_then(|()| file.sync_all());
     sized.map_err(|error| size_error(path, size, error))
 }
 

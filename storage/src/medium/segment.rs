@@ -13,7 +13,6 @@ use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{FileSystem, Open};
 use crate::medium::lock;
 use crate::medium::lock::Holder;
-use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, RwLock};
 
 /// One segment file. Each `Arc` of it pins it: the segment is recycled only when no user holds one.
@@ -75,10 +74,8 @@ impl Segment {
             let _ = files.remove(&unfinished);
             return Err(Error::io("create a log segment", &path, error));
         }
-        if !planted(Mutant::SegmentNameUnsynced) {
-            let synced = files.sync_dir(dir);
-            synced.map_err(|error| Error::io("sync the directory", dir, error))?;
-        }
+        let synced = files.sync_dir(dir);
+        synced.map_err(|error| Error::io("sync the directory", dir, error))?;
         Self::open(files, path)
     }
 

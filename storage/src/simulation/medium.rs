@@ -27,7 +27,7 @@ pub(super) const SECTOR: usize = 512;
 pub(super) const LOG: &str = "/log";
 
 /// The last part of a path.
-fn last(path: &Path) -> Arc<str> {
+pub(super) fn last(path: &Path) -> Arc<str> {
     let name = path.file_name().expect("a path of a file");
     name.to_string_lossy().into()
 }
@@ -502,9 +502,13 @@ impl World {
 
     /// Makes a file durable, with its attribute.
     pub(super) fn sync_all(&mut self, file: usize) -> io::Result<()> {
-        let unfinished = self.is_segment(file) && self.files[file].name.ends_with(".new");
-        if unfinished && planted(Mutant::SegmentNamedUnsynced)
-            || !self.files[file].marks.is_empty() && planted(Mutant::MarkUnsynced)
+        let (segment, state) = (self.is_segment(file), &self.files[file]);
+        let (name, marked) = (&state.name, !state.marks.is_empty());
+        let resized_image = !segment && !name.starts_with("control") && !state.lengths.is_empty();
+        if segment && name.ends_with(".new") && planted(Mutant::SegmentNamedUnsynced)
+            || name.ends_with(".walvisor-part") && planted(Mutant::ImageNamedUnsynced)
+            || marked && planted(Mutant::MarkUnsynced)
+            || resized_image && !marked && planted(Mutant::LengthUnsynced)
         {
             return Ok(());
         }

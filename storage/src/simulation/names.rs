@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::medium::Random;
+use super::medium::{Random, last};
+use crate::mutant::{Mutant, planted};
 
 /// The value of a name that leads to a directory.
 pub(super) const DIRECTORY: usize = usize::MAX;
@@ -27,6 +28,19 @@ impl Change {
         match self {
             Self::Set(path, _) | Self::Rename(_, path, _) | Self::Unset(path) => path,
         }
+    }
+
+    /// Whether a planted fault keeps the change from becoming durable.
+    fn is_left_out(&self) -> bool {
+        planted(match self {
+            Self::Set(_, DIRECTORY) => Mutant::LogNamesUnsynced,
+            Self::Rename(_, to, _) if to.ends_with("control") => Mutant::LogNamesUnsynced,
+            Self::Rename(_, to, _) if last(to).starts_with("segment") => {
+                Mutant::SegmentNameUnsynced
+            }
+            Self::Rename(..) => Mutant::ImageNameUnsynced,
+            Self::Set(..) | Self::Unset(_) => return false,
+        })
     }
 
     /// `whole`: a rename also removes the old name.
@@ -118,7 +132,8 @@ impl Names {
 
     /// Makes the names in a directory durable.
     pub(super) fn sync(&mut self, dir: &Path) {
-        let here = |change: &mut Change| change.path().parent() == Some(dir);
+        let here =
+            |change: &mut Change| change.path().parent() == Some(dir) && !change.is_left_out();
         for change in self.changes.extract_if(.., here) {
             change.apply(&mut self.durable, true);
         }

@@ -9,7 +9,6 @@ use crate::medium::file::{DataFile, size_error};
 use crate::medium::filesystem::{Open, files};
 use crate::medium::lock::Holder;
 use crate::medium::{filesystem, lock};
-use crate::mutant::{Mutant, planted};
 
 /// Whether anything is at the path, including a dangling link.
 pub(crate) fn exists(path: &Path) -> Result<bool> {
@@ -100,9 +99,6 @@ impl Part {
 
     /// Makes what was written durable.
     pub(crate) fn sync(&self) -> Result<()> {
-        if planted(Mutant::ImageNamedUnsynced) {
-            return Ok(());
-        }
         let synced = self.file.sync_all();
         synced.map_err(|error| Error::io("write", &self.target, error))
     }
@@ -119,15 +115,12 @@ impl Part {
             _ => Error::io("write", &self.target, error),
         })?;
         self.published = true;
-        match planted(Mutant::ImageNameUnsynced) {
-            true => Ok(()),
-            // A new file is still locked, so no other process has it open yet: it can be removed.
-            false => filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
-                if !replace {
-                    let _ = files().remove(&self.target);
-                }
-            }),
-        }
+        // A new file is still locked, so no other process has it open yet: it can be removed.
+        filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
+            if !replace {
+                let _ = files().remove(&self.target);
+            }
+        })
     }
 }
 
