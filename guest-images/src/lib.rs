@@ -68,5 +68,5 @@ pub use machine::Machine;
 pub use metrics::Metrics;
 pub use packages::{install_missing, obstacle};
 pub use process::leash;
-pub use program::{program, walvisor_binary};
+pub use program::{program, walvisor_binary, without_cargo};
 pub use reporter::Reporter;

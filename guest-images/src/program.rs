@@ -17,6 +17,26 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
     }
 }
 
+/// Removes from the environment of `command` what `cargo test` tells a test of its package.
+///
+/// Build scripts say which variables they read, and cargo runs them again when one has changed. `ring` reads
+/// `CARGO_PKG_NAME`, so a cargo that a test starts would build all that depends on it, and the next `cargo test` too.
+pub fn without_cargo(command: &mut Command) -> &mut Command {
+    const TOLD: [&str; 4] = [
+        "CARGO_PKG_",
+        "CARGO_MANIFEST_",
+        "CARGO_CRATE_",
+        "CARGO_BIN_",
+    ];
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if TOLD.iter().any(|start| name.starts_with(start)) {
+            command.env_remove(&*name);
+        }
+    }
+    command
+}
+
 /// The program `name` of this workspace, built by cargo with `profile` (`dev` or `release`).
 ///
 /// # Errors
@@ -25,7 +45,7 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.toml");
     let mut command = Command::new(cargo);
-    command
+    without_cargo(&mut command)
         .args(["build", "--quiet", "--workspace", "--bin", name])
         .args(["--message-format=json-render-diagnostics"])
         .args(["--profile", profile, "--manifest-path"])
@@ -42,4 +62,28 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
         .filter(|message| message["target"]["name"] == name)
         .find_map(|message| message["executable"].as_str().map(PathBuf::from))
         .ok_or_else(|| Error::Unusable(format!("cargo built no program {name}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cargo_that_a_test_starts_is_not_told_of_the_tests_package() {
+        let mut command = Command::new("cargo");
+        let changed: Vec<_> = without_cargo(&mut command).get_envs().collect();
+        for name in [
+            "CARGO_PKG_NAME",
+            "CARGO_PKG_VERSION_PRE",
+            "CARGO_MANIFEST_DIR",
+        ] {
+            assert!(
+                changed.contains(&(name.as_ref(), None)),
+                "{name}: {changed:?}"
+            );
+        }
+        for name in ["CARGO", "CARGO_HOME", "CARGO_TARGET_DIR"] {
+            assert!(!changed.iter().any(|(other, _)| *other == name), "{name}");
+        }
+    }
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use walvisor_guest_images::without_cargo;
 use walvisor_tests::have;
 
 /// Runs `program` and returns its stdout and stderr.
@@ -12,13 +13,11 @@ fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
     let mut command = Command::new(program);
     // The commands must not see the environment of an outer make or cargo.
     command.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
-    for (name, _) in std::env::vars() {
-        let told = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_CRATE_"];
-        if told.iter().any(|start| name.starts_with(start)) {
-            command.env_remove(name);
-        }
-    }
-    let output = command.args(arguments).current_dir(dir).output().unwrap();
+    let output = without_cargo(&mut command)
+        .args(arguments)
+        .current_dir(dir)
+        .output()
+        .unwrap();
     let told = [output.stdout, output.stderr].concat();
     let told = String::from_utf8_lossy(&told).into_owned();
     assert!(
