@@ -61,6 +61,14 @@ pub(crate) enum Mutant {
     /// A base image is marked as closed before everything is copied to it. The medium does not know what is still to
     /// be copied.
     ClosedEarly,
+    /// A close that cuts a checkpoint carries on as if everything were copied. The medium does not know what is still
+    /// to be copied.
+    CutTakenForWhole,
+    /// A close that cuts a checkpoint marks the base images as closed. The medium does not know what is still to be
+    /// copied.
+    CutMarkedClosed,
+    /// A close that cuts a checkpoint leaves records that are not durable. The medium does not know of records.
+    CutUndrained,
     /// A base image's length changes before the log knows of it. The medium cannot tell the control write that
     /// announces a length from the others.
     ResizeUnannounced,

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
@@ -14,6 +15,9 @@ use crate::disk::OpenDisk;
 use crate::disk_spec::{BackendKind, DiskCache, DiskSpec, MAX_SERIAL_BYTES};
 use crate::progress::with_bar;
 
+/// How long closing a log may copy it to the images if no disk says.
+pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
+
 /// The logs of a command line's disks. Dropping them closes them too, but ignores errors.
 #[derive(Default)]
 pub struct OpenLogs {
@@ -21,14 +25,13 @@ pub struct OpenLogs {
 }
 
 impl OpenLogs {
-    /// Closes the logs, which copies their contents to the base images. The VM that used the disks must have
-    /// been dropped.
+    /// Closes the logs at the same time, which copies their contents to the base images, or as much as the time of
+    /// each log allows. The VM that used the disks must have been dropped.
     ///
     /// # Errors
     /// The error of the first log that cannot be closed; the other logs are closed all the same.
     pub fn close(self) -> Result<(), walvisor_storage::Error> {
-        let results: Vec<_> = self.stores.into_iter().map(Store::close).collect();
-        results.into_iter().collect()
+        Store::close_all(self.stores)
     }
 }
 
@@ -48,10 +51,8 @@ pub fn open(
             .iter()
             .map(|member| disk_options(&specs[*member]))
             .collect();
-        let store_options = StoreOptions {
-            commit_wait: commit_wait(specs, &members).unwrap_or_default(),
-            ..StoreOptions::default()
-        };
+        // `check` has refused disks that disagree.
+        let store_options = log_options(specs, &members).unwrap_or_default();
         let mut read = 0;
         let store = with_bar("recovering", |progress| {
             Store::open_telling(&log, &options, &store_options, &mut |passed, total| {
@@ -131,23 +132,33 @@ fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
 pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
     check_memory(specs)?;
     let groups = group_by_log(specs);
-    groups.iter().try_for_each(|(log, members)| match commit_wait(specs, members) {
-        Some(_) => Ok(()),
-        None => Err(format!(
-            "the disks on the log {} disagree about commit-wait-usec or commit-wait-count: it has one of each, give \
-             them once",
-            log.display()
-        )),
-    })
+    groups
+        .iter()
+        .try_for_each(|(log, members)| match log_options(specs, members) {
+            Ok(_) => Ok(()),
+            Err(key) => Err(format!(
+                "the disks on the log {} disagree about {key}: it has one, give it once",
+                log.display()
+            )),
+        })
 }
 
-/// How long commit groups wait in the log of these disks, as any of the disks says. `None` if two disks
-/// disagree.
-fn commit_wait(specs: &[DiskSpec], members: &[usize]) -> Option<CommitWait> {
-    let waits = || members.iter().map(|member| specs[*member].commit_wait);
-    Some(CommitWait {
-        longest: agreed(waits().filter_map(|wait| wait.longest))?,
-        count: agreed(waits().filter_map(|wait| wait.count))?,
+/// The options of the log of these disks, as any of the disks says them.
+///
+/// # Errors
+/// The key about which two disks disagree.
+fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'static str> {
+    let specs = || members.iter().map(|member| &specs[*member]);
+    let longest = agreed(specs().filter_map(|spec| spec.commit_wait.longest));
+    let count = agreed(specs().filter_map(|spec| spec.commit_wait.count));
+    let close_time = agreed(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
+    Ok(StoreOptions {
+        commit_wait: CommitWait {
+            longest: longest.ok_or("commit-wait-usec")?,
+            count: count.ok_or("commit-wait-count")?,
+        },
+        close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
+        ..StoreOptions::default()
     })
 }
 
@@ -241,8 +252,6 @@ fn default_serial(spec: &DiskSpec) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::disk_spec::DiskCommand;
 
@@ -298,24 +307,29 @@ mod tests {
     }
 
     #[test]
-    fn a_log_waits_as_its_disks_agree() {
+    fn a_log_has_the_options_that_its_disks_agree_about() {
         let agreed = specs(&[
             "path=a,log=l,commit-wait-usec=5",
-            "path=b,log=l,commit-wait-count=2",
+            "path=b,log=l,commit-wait-count=2,close-seconds=0",
             "path=c,log=l,commit-wait-usec=5",
             "path=d,commit-wait-usec=7",
         ]);
         check(&agreed).unwrap();
-        let wait = commit_wait(&agreed, &[0, 1, 2]).unwrap();
+        let options = log_options(&agreed, &[0, 1, 2]).unwrap();
+        let wait = options.commit_wait;
         assert_eq!(
             (wait.longest, wait.count),
             (Some(Duration::from_micros(5)), Some(2))
         );
-        let two = specs(&[
-            "path=a,log=l,commit-wait-usec=5",
-            "path=b,log=l,commit-wait-usec=6",
-        ]);
-        assert!(check(&two).unwrap_err().contains("log l disagree"));
+        assert_eq!(options.close_time, Some(Duration::ZERO));
+        let alone = log_options(&agreed, &[3]).unwrap();
+        assert_eq!(alone.close_time, Some(Duration::from_secs(10)));
+        for key in ["commit-wait-usec", "commit-wait-count", "close-seconds"] {
+            let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}"));
+            let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
+            let told = format!("the disks on the log l disagree about {key}: ");
+            assert!(error.starts_with(&told), "{error}");
+        }
     }
 
     #[test]

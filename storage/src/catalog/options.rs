@@ -37,6 +37,9 @@ pub struct StoreOptions {
     pub operations_per_second: Option<NonZeroU32>,
     /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
     pub operation_latency: Duration,
+    /// How long closing may copy the log to the base images. What is not copied by then stays in the log, and the
+    /// next open goes on with it; zero: nothing is copied. Default: closing copies everything, however long it takes.
+    pub close_time: Option<Duration>,
     /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
     /// processor.
     pub threads: Option<NonZeroUsize>,
@@ -54,6 +57,7 @@ impl Default for StoreOptions {
             sync_latency: Duration::ZERO,
             operations_per_second: None,
             operation_latency: Duration::ZERO,
+            close_time: None,
             threads: None,
         }
     }

@@ -57,12 +57,14 @@ impl Ahead {
     }
 
     /// Reads the segments. Calls `next` before each step with the number of bytes read so far. If it returns
-    /// `true`, the step is waited for, so that the medium has one step at a time.
-    pub(crate) fn read(&self, mut next: impl FnMut(u64) -> bool) {
+    /// `Some(true)`, the step is waited for, so that the medium has one step at a time; `None` ends the reading.
+    pub(crate) fn read(&self, mut next: impl FnMut(u64) -> Option<bool>) {
         let mut done = 0;
         for file in self.files.values() {
             for offset in (0..self.segment_size).step_by(STEP as usize) {
-                let wait = next(done);
+                let Some(wait) = next(done) else {
+                    return;
+                };
                 let len = STEP.min(self.segment_size - offset);
                 // If this fails, the part is read when it is wanted.
                 let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
@@ -132,9 +134,15 @@ mod tests {
             let mut steps = Vec::new();
             ahead.read(|done| {
                 steps.push(done);
-                byte % 2 == 0
+                Some(byte % 2 == 0)
             });
             assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
+            let mut cut = 0;
+            ahead.read(|_| {
+                cut += 1;
+                (cut < 2).then_some(true)
+            });
+            assert_eq!(cut, 2);
             let Source::Base(file) = ahead.source(segment.clone()) else {
                 panic!("16 parts of 1 MiB are worth it");
             };

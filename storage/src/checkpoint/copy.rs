@@ -220,7 +220,7 @@ impl Rest {
         Error::new(
             error.kind(),
             format!(
-                "{path}: {error}; reads of it fail, all else is in the base images, and the log keeps it until it is \
+                "{path}: {error}; reads of it fail, nothing else is affected, and the log keeps it until it is \
                  overwritten; once the disk is closed, 'walvisor disk check {path}' names sectors and LSNs"
             ),
         )
@@ -321,25 +321,35 @@ impl CopyPace {
     }
 }
 
+/// How a copy ended.
+pub(crate) enum Copied {
+    /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
+    Whole(Vec<Rest>),
+    /// The time was over. Part of the layers may be copied, nothing is in flight any more, and the images are
+    /// neither marked nor synced. The damaged extents are those found so far.
+    Cut(Vec<Rest>),
+}
+
 /// Copies the disks' frozen layers to their base images, then marks and syncs the images. `hurry`: a caller waits
-/// for the copy. `tend` is called repeatedly. Returns the extents that the medium has damaged: they stay in the log
-/// only, and everything else is copied.
+/// for the copy. `tend` is called repeatedly, `over` before each run: once it returns `true`, no more is copied.
 ///
 /// # Errors
-/// If anything else fails. Part of the layers may be copied then, and nothing is in flight any more.
+/// If anything but the checksum of an extent fails. Part of the layers may be copied then, and nothing is in flight
+/// any more.
 pub(crate) fn copy(
     log: &Log,
     disks: &[Arc<DiskState>],
     hurry: bool,
     mut tend: impl FnMut(),
-) -> Result<Vec<Rest>> {
+    mut over: impl FnMut() -> bool,
+) -> Result<Copied> {
     let layers: Vec<(&Arc<DiskState>, Arc<ExtentMap>)> = disks
         .iter()
         .filter_map(|disk| Some((disk, disk.index().frozen.clone()?)))
         .filter(|(_, layer)| !layer.is_empty())
         .collect();
     if layers.is_empty() {
-        return Ok(Vec::new());
+        return Ok(Copied::Whole(Vec::new()));
     }
     let done = Cell::new(0);
     let runs = layers.iter().flat_map(|(disk, layer)| {
@@ -357,12 +367,15 @@ pub(crate) fn copy(
     let copied: u64 = pieces().map(|piece| work(&piece)).sum();
     let ahead = Ahead::of(log, pieces());
     let pace = CopyPace::new(log, hurry, ahead.bytes() + copied);
+    let mut cut = false;
     ahead.read(|read| {
         loop {
             tend();
+            cut = over();
             match pace.runs(log, read) {
+                _ if cut => return None,
                 0 => sync::sleep(SHORT),
-                runs => break runs < IN_FLIGHT_RUNS,
+                runs => return Some(runs < IN_FLIGHT_RUNS),
             }
         }
     });
@@ -381,14 +394,17 @@ pub(crate) fn copy(
     loop {
         tend();
         let most = pace.runs(log, done.get());
-        while copier.failed.is_none() && copier.has_room(most) {
+        while copier.failed.is_none() && !cut && copier.has_room(most) {
             let Some((disk, run)) = runs.next() else {
                 break;
             };
-            copier.start(disk, run);
+            cut = over();
+            if !cut {
+                copier.start(disk, run);
+            }
         }
         if copier.flights.is_empty() {
-            if copier.failed.is_some() || runs.peek().is_none() {
+            if copier.failed.is_some() || cut || runs.peek().is_none() {
                 break;
             }
             sync::sleep(SHORT);
@@ -409,10 +425,11 @@ pub(crate) fn copy(
     }
     match copier.failed {
         Some(error) => return Err(error),
+        None if cut => return Ok(Copied::Cut(copier.rests)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => sync_bases(&layers)?,
     }
-    Ok(copier.rests)
+    Ok(Copied::Whole(copier.rests))
 }
 
 fn sync_bases(layers: &[(&Arc<DiskState>, Arc<ExtentMap>)]) -> Result<()> {

@@ -6,6 +6,9 @@
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that no reader holds any more.
 //!
+//! A close that may take only so long cuts the copy of step 2. That leaves what a kill would leave there, except that
+//! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open goes on.
+//!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
 
@@ -16,9 +19,9 @@ use zerocopy::little_endian::U64;
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
-use crate::checkpoint::copy::{Growth, Rest, copy};
+use crate::checkpoint::copy::{Copied, Growth, Rest, copy};
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::ExtentMap;
+use crate::index::{ExtentMap, Place};
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
 use crate::log::leader::Leader;
@@ -159,7 +162,7 @@ impl Keeper {
         })
     }
 
-    /// The thread's body. When told to stop, it makes everything durable, copies it to the base images and returns.
+    /// The thread's body. When told to stop, it closes the log and returns.
     pub(crate) fn run(mut self) -> Result<()> {
         let mut troubles = Troubles::default();
         let mut paused = false;
@@ -168,7 +171,7 @@ impl Keeper {
                 let closed = self.close();
                 // The keeper is going away: it can make no more room for a port that is still open.
                 self.log.refuse(self.log.lock());
-                return closed;
+                return closed.map(drop);
             }
             self.serve_orders();
             // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
@@ -229,7 +232,8 @@ impl Keeper {
         state.keeper.failed &= !due;
         drop(state);
         if due {
-            let done = self.checkpoint(false, forced);
+            // A checkpoint that was cut is left to the close.
+            let done = self.checkpoint(false, forced).map(drop);
             let mut state = self.log.lock();
             state.keeper.failed = done.is_err();
             state.keeper.checkpoint |= done.is_err();
@@ -242,11 +246,12 @@ impl Keeper {
         provided
     }
 
-    /// Makes everything durable and copies it to the base images. No port may use the log any more.
+    /// Makes everything durable and copies it to the base images, as long as that may take. No port may use the log
+    /// any more. Returns whether the base images have everything; otherwise the log keeps it.
     ///
     /// # Errors
     /// If the log had failed or the copy fails.
-    pub(crate) fn close(&mut self) -> Result<()> {
+    pub(crate) fn close(&mut self) -> Result<bool> {
         self.reclaim();
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Error::new(
@@ -259,17 +264,44 @@ impl Keeper {
         }
         // Everything goes to the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
-        self.drain(newest)?;
+        if !planted(Mutant::CutUndrained) {
+            self.drain(newest)?;
+        }
         if planted(Mutant::ClosedEarly) {
             self.disks
                 .iter()
                 .try_for_each(|disk| disk.mark(false).map(drop))?;
         }
-        self.checkpoint(true, true)?;
+        let whole = self.checkpoint(true, true)?;
+        if !whole {
+            self.tell_left();
+        }
+        if !whole && !planted(Mutant::CutMarkedClosed) {
+            return Ok(false);
+        }
         // The images are marked as closed only after the control file says that the log has no records of them.
         self.disks
             .iter()
-            .try_for_each(|disk| disk.mark(false).map(drop))
+            .try_for_each(|disk| disk.mark(false).map(drop))?;
+        Ok(whole)
+    }
+
+    /// Reports what a close leaves in the log.
+    fn tell_left(&self) {
+        let left = self.disks.iter().map(|disk| {
+            let index = disk.index();
+            let older = index
+                .frozen
+                .as_ref()
+                .map(|frozen| frozen.without(&index.active));
+            bytes(&index.active) + older.as_ref().map_or(0, bytes)
+        });
+        let bytes: u64 = left.sum();
+        tracing::warn!(
+            "log {}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
+             on copying them ('walvisor disk checkpoint' copies all)",
+            self.log.dir.display()
+        );
     }
 
     /// Gives segments back to the ring once no reader holds them.
@@ -290,11 +322,12 @@ impl Keeper {
     }
 
     /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
-    /// a caller waits for the checkpoint.
-    fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<()> {
+    /// a caller waits for the checkpoint. Returns `false` if the time that closing may take is over: the checkpoint
+    /// has not ended then.
+    fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
-        if self.frozen_at.is_some() && closing {
-            self.checkpoint_once(false, hurry)?;
+        if self.frozen_at.is_some() && closing && !self.checkpoint_once(false, hurry)? {
+            return Ok(false);
         }
         self.checkpoint_once(closing, hurry)
     }
@@ -393,15 +426,19 @@ impl Keeper {
         Ok(())
     }
 
-    fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<()> {
+    /// As [`checkpoint`](Self::checkpoint), up to one LSN.
+    fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         let mut state = self.log.lock();
+        if state.pipeline.unapplied() > 0 && state.keeper.is_over() {
+            return Ok(false);
+        }
         if state.ring.waits_for_readers() {
             // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
             // again soon. (Waiting here would never end, since only this thread takes the segments back.)
             state.keeper.checkpoint = true;
             let dir = self.log.dir.display();
             return match closing {
-                false => Ok(()),
+                false => Ok(true),
                 true => Err(Error::new(
                     ErrorKind::Io,
                     format!("{dir}: closed while a disk is being read"),
@@ -420,14 +457,25 @@ impl Keeper {
             self.drain(lsn)?;
         }
         self.announce(lsn)?;
-        let rests = copy(&self.log, &self.disks, hurry, || {
+        let tend = || {
             // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
             // copy.
             if !self.log.lock().ring.is_cramped() {
                 let _ = self.log.provide();
             }
-        })?;
-        self.keep(rests)?;
+        };
+        let over = || self.log.lock().keeper.is_over();
+        match copy(&self.log, &self.disks, hurry, tend, over)? {
+            Copied::Whole(rests) => self.keep(rests)?,
+            Copied::Cut(rests) => {
+                if let Some(rest) = rests.first() {
+                    return Err(rest.told());
+                }
+                if !planted(Mutant::CutTakenForWhole) {
+                    return Ok(false);
+                }
+            }
+        }
         let mut state = self.log.lock();
         if closing {
             state.ring.end_tail();
@@ -468,8 +516,16 @@ impl Keeper {
             .counters
             .checkpoints
             .fetch_add(1, Ordering::Relaxed);
-        Ok(())
+        Ok(true)
     }
+}
+
+/// Bytes of the extents that are to be written to a base image.
+fn bytes(layer: &ExtentMap) -> u64 {
+    let data = layer
+        .iter()
+        .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
+    data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
 }
 
 impl Keeper {
@@ -493,6 +549,12 @@ impl Keeper {
                 return Ok(());
             }
             done?;
+            if self.log.lock().keeper.is_over() {
+                return Err(Error::new(
+                    ErrorKind::Io,
+                    format!("{}: the log is being closed", self.log.dir.display()),
+                ));
+            }
             // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
             self.rest();
         }

@@ -8,9 +8,11 @@
 //! ```
 //! The keeper does both because it alone writes the control file and the base images.
 
+use std::time::Instant;
+
 use crate::error::Result;
 use crate::log::disk_state::DiskState;
-use crate::sync::{Arc, mpsc};
+use crate::sync::{self, Arc, mpsc};
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {
@@ -30,6 +32,11 @@ pub(crate) struct Order {
 #[derive(Default)]
 pub(crate) struct KeeperState {
     pub stop: bool,
+    /// Closing copies nothing more to the base images from this time on.
+    pub copy_until: Option<Instant>,
+    /// The same for the simulation: how many steps a copy may still take.
+    #[cfg(test)]
+    pub copy_steps: Option<u64>,
     pub checkpoint: bool,
     /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
     pub draining: Option<u64>,
@@ -39,6 +46,19 @@ pub(crate) struct KeeperState {
     pub orders: Vec<Order>,
     /// The keeper thread has ended.
     pub gone: bool,
+}
+
+impl KeeperState {
+    /// Whether the time in which closing may copy is over.
+    pub(crate) fn is_over(&mut self) -> bool {
+        #[cfg(test)]
+        if let Some(steps) = &mut self.copy_steps {
+            let left = steps.checked_sub(1);
+            *steps = left.unwrap_or(0);
+            return left.is_none();
+        }
+        self.copy_until.is_some_and(|until| sync::now() >= until)
+    }
 }
 
 #[cfg(test)]

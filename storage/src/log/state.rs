@@ -7,6 +7,7 @@
 //! ```
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::error::{self, Error, ErrorKind};
 use crate::format::{Kind, Uuid};
@@ -22,7 +23,7 @@ use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
 use crate::mutant::{Mutant, any_planted, is_forgotten, planted};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
+use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
 use crate::{Failure, MAX_REQUEST_BYTES};
 
 /// Bytes of payload that may wait in memory for the log; above this limit appends wait (backpressure). The limit is
@@ -54,7 +55,8 @@ impl State {
         stamps: Stamps,
     ) -> Self {
         let keeper = KeeperState {
-            checkpoint: ring.is_half_used(),
+            // What an earlier process left in the log is copied soon, not only when the log is full.
+            checkpoint: pipeline.unapplied() > 0,
             ..KeeperState::default()
         };
         Self {
@@ -142,6 +144,8 @@ pub(crate) struct Log {
     pub medium: Box<dyn Medium>,
     /// The leader makes every batch, not only those that sync.
     pub leader_alone: bool,
+    /// How long closing may copy the log to the base images; `None`: as long as it takes.
+    pub close_time: Option<Duration>,
     /// Most waiters that one group serves: no limit, or 1 without group commit.
     pub most_served: usize,
     /// [`Pipeline::written`], for ports that look without the lock.
@@ -304,6 +308,16 @@ impl Drop for FailOnPanic<'_> {
 }
 
 impl Log {
+    /// Tells the keeper to close the log. The time that closing may take begins now.
+    pub(crate) fn stop_keeper(&self) {
+        let mut state = self.lock();
+        if !std::mem::replace(&mut state.keeper.stop, true) {
+            let time = self.close_time;
+            state.keeper.copy_until = time.and_then(|time| sync::now().checked_add(time));
+        }
+        self.keeper_wanted.notify_all();
+    }
+
     /// Orders the keeper to carry out `task`, and waits until it has.
     ///
     /// # Errors

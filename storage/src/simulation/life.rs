@@ -34,6 +34,8 @@ pub(super) struct Totals {
     /// Disks that were grown while they were open.
     pub grown: u64,
     pub closed: u64,
+    /// Closes that left changes in the log.
+    pub cut_closes: u64,
     pub cuts: u64,
     pub kills: u64,
     /// Openings that were cut.
@@ -52,6 +54,7 @@ impl super::Total for Totals {
         self.resized += other.resized;
         self.grown += other.grown;
         self.closed += other.closed;
+        self.cut_closes += other.cut_closes;
         self.cuts += other.cuts;
         self.kills += other.kills;
         self.cut_openings += other.cut_openings;
@@ -327,16 +330,25 @@ impl Life {
         }
     }
 
-    /// After a close the base images alone have everything, even after a power loss.
+    /// After a close the base images alone have everything, even after a power loss; after one that was cut, the
+    /// base images and the log.
     fn close(&mut self, which: usize, mut running: Running) -> Result<(), Broken> {
-        let closed = running.keeper.close();
-        if self.excuse("closing", closed)?.is_none() {
-            return Ok(());
+        if self.random.one_in(2) {
+            let steps = self.random.below(4);
+            running.disks[which].log.lock().keeper.copy_steps = Some(steps);
         }
-        self.totals.closed += 1;
+        let closed = running.keeper.close();
+        let Some(whole) = self.excuse("closing", closed)? else {
+            return Ok(());
+        };
         self.disks[which].settle();
         drop(running);
         self.end_process();
+        if !whole {
+            self.totals.cut_closes += 1;
+            return Ok(());
+        }
+        self.totals.closed += 1;
         self.check_bases()
     }
 

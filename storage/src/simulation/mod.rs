@@ -12,6 +12,8 @@
 
 mod bytes;
 mod clients;
+#[cfg(not(feature = "shuttle"))]
+mod closing;
 mod crash_states;
 mod engine;
 mod exhaustive;
@@ -134,6 +136,10 @@ fn run(seeds: Range<u64>) {
             "too few processes work on with what others left"
         );
         assert!(
+            total.cut_closes > count / 10,
+            "too few closes leave something in the log"
+        );
+        assert!(
             total.late_writes > count / 20 && total.torn_slots > count / 100,
             "too little is late or torn"
         );
@@ -206,6 +212,7 @@ fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
             total.resized,
             total.grown,
             total.closed,
+            total.cut_closes,
         ];
         let cut = [
             total.cuts,
@@ -279,6 +286,9 @@ fn every_planted_fault_is_noticed() {
         Mutant::WaiterLostOnError,
         Mutant::StuckWaitersForgotten,
         Mutant::ReadSkipsChecksum,
+        Mutant::CutTakenForWhole,
+        Mutant::CutMarkedClosed,
+        Mutant::CutUndrained,
     ];
     let survivors = survivors(&all, 1..20_000, |seed| History::new(seed).run());
     assert!(survivors.is_empty(), "survived: {survivors:?}");
@@ -297,6 +307,8 @@ fn every_planted_fault_in_the_life_of_a_disk_is_noticed() {
         Mutant::SegmentNamedUnsynced,
         Mutant::MarkUnsynced,
         Mutant::ClosedEarly,
+        Mutant::CutTakenForWhole,
+        Mutant::CutMarkedClosed,
         Mutant::ResizeUnannounced,
         Mutant::LengthUnsynced,
         Mutant::SkipBaseSync,

@@ -247,6 +247,11 @@ impl Oracle {
         Ok(())
     }
 
+    /// After a close that left changes in the log, all of them must survive.
+    pub(super) fn left(&mut self) {
+        self.floor = self.order.len();
+    }
+
     /// Only the process has ended: its written changes are still there, and durable once recovered.
     pub(super) fn killed(&mut self) {
         self.floor = self.floor.max(self.kill_floor);

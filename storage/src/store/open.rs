@@ -141,7 +141,9 @@ impl Store {
     }
 
     /// Makes everything durable, copies the log to the base images, and closes. The base images are then plain raw
-    /// images. Every [`Port`](crate::Port) should have been dropped before.
+    /// images, unless [`StoreOptions::close_time`] has passed before: a warning in the log of the process then says
+    /// how much stays in the log, and the next open goes on copying it. Every [`Port`](crate::Port) should have been
+    /// dropped before.
     ///
     /// # Errors
     /// If the log had failed, or the copy fails. Nothing acknowledged is lost: the next open recovers it.
@@ -149,12 +151,21 @@ impl Store {
         self.stop()
     }
 
+    /// [Closes](Self::close) several logs at the same time.
+    ///
+    /// # Errors
+    /// The error of the first log that can't be closed; the others are closed all the same.
+    pub fn close_all(stores: Vec<Self>) -> Result<()> {
+        stores.iter().for_each(|store| store.log.stop_keeper());
+        let closed: Vec<_> = stores.into_iter().map(Self::close).collect();
+        closed.into_iter().collect()
+    }
+
     fn stop(&mut self) -> Result<()> {
         let Some(keeper) = self.keeper.take() else {
             return Ok(());
         };
-        self.log.lock().keeper.stop = true;
-        self.log.keeper_wanted.notify_all();
+        self.log.stop_keeper();
         let closed = keeper.join().unwrap_or_else(|_| {
             Err(Error::new(
                 ErrorKind::Io,
@@ -284,6 +295,7 @@ fn new_log(
         segment_size: header.segment_size.get(),
         medium,
         leader_alone: options.leader_alone(),
+        close_time: options.close_time,
         most_served: if options.group_commit { usize::MAX } else { 1 },
         written: AtomicU64::new(last_lsn),
         poisoned: AtomicBool::new(false),

@@ -171,6 +171,8 @@ pub struct DiskSpec {
     pub limits: Limits,
     /// How long the log's commit groups wait for more FLUSHes to join them.
     pub commit_wait: CommitWait,
+    /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
+    pub close_time: Option<Duration>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
     /// The TCP port at which a server offers the disk; 0 means any free port.
@@ -209,6 +211,7 @@ impl Default for DiskSpec {
             size: None,
             limits: Limits::default(),
             commit_wait: CommitWait::default(),
+            close_time: None,
             socket: None,
             port: None,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),

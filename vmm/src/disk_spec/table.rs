@@ -17,6 +17,8 @@ pub const MAX_QUEUES: u16 = 64;
 const MAX_COMMIT_WAIT_US: u64 = 1_000_000;
 /// Largest number of FLUSHes that a commit group can be configured to wait for.
 const MAX_COMMIT_WAIT_COUNT: u64 = 65_536;
+/// Longest time that closing can be given to fold the log, in seconds: a day.
+const MAX_CLOSE_SECONDS: u64 = 86_400;
 /// Largest number of a processor, beyond those that the kernel supports.
 const MAX_CPU: u16 = 1023;
 /// Longest name of a disk in the kernel's SCSI target, in bytes.
@@ -288,6 +290,18 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: LOGGED,
         help: "Number of FLUSHes at which a commit group stops waiting",
+    },
+    Key {
+        name: "close-seconds",
+        value: Value::Number {
+            least: 0,
+            most: MAX_CLOSE_SECONDS,
+            set: |spec, number| spec.close_time = Some(Duration::from_secs(number)),
+        },
+        default: "10 seconds",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log for the next open; 0: all of it stays",
     },
     Key {
         name: "socket",

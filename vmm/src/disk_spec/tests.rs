@@ -72,6 +72,16 @@ fn every_key_is_carried_out() {
         count: Some(8),
     };
     assert_eq!(waiting.commit_wait, wait);
+    for (text, close_time) in [
+        ("path=a", None),
+        ("path=a,close-seconds=0", Some(Duration::ZERO)),
+        (
+            "path=a,close-seconds=86400",
+            Some(Duration::from_secs(86_400)),
+        ),
+    ] {
+        assert_eq!(parse(text).unwrap().close_time, close_time, "{text}");
+    }
     for (text, answer) in [
         ("path=a", Answer::Written),
         ("path=a,answer=written", Answer::Written),
@@ -119,7 +129,8 @@ fn example(key: &Key) -> &'static str {
         "wwn" => "naa.0123456789abcdef",
         "worker-cpus" => "0",
         "ops-per-second" | "ops-burst" | "bytes-per-second" | "bytes-burst" => "1",
-        "commit-wait-usec" | "commit-wait-count" | "command-timeout" | "queues" | "port" => "1",
+        "commit-wait-usec" | "commit-wait-count" | "close-seconds" => "1",
+        "command-timeout" | "queues" | "port" => "1",
         "size" => "1M",
         _ => key.default,
     }
@@ -323,6 +334,9 @@ fn wrong_values_are_refused() {
         "path=a,commit-wait-usec=1000001",
         "path=a,commit-wait-usec=1.5",
         "path=a,commit-wait-count=0",
+        "path=a,close-seconds=86401",
+        "path=a,close-seconds=-1",
+        "path=a,backend=raw,close-seconds=1",
         "path=a,socket=",
         "path=a,socket=s,port=1",
         "path=a,fabric=none,wwn=naa.0123456789abcdef",

@@ -29,6 +29,7 @@ const SMALL: StoreOptions = StoreOptions {
     sync_latency: std::time::Duration::ZERO,
     operations_per_second: None,
     operation_latency: std::time::Duration::ZERO,
+    close_time: None,
     threads: None,
 };
 

@@ -248,3 +248,33 @@ fn bad_input_is_told_in_a_line() {
     }
     assert_eq!(fs::read(dir.join("file")).unwrap(), b"data");
 }
+
+/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and the next one has it.
+/// 'disk checkpoint' copies everything, whatever time the daemons had.
+#[test]
+fn a_close_without_time_says_what_it_leaves() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let none = "--disk path=disk.img,socket=s,close-seconds=0";
+    assert_eq!(Daemon::start(dir, none).stop(), "", "nothing is left");
+    let daemon = Daemon::start(dir, none);
+    RawClient::extended(&dir.join("s")).write(0, 4096, &[7; 8192]);
+    let left = daemon.stop();
+    assert_eq!(left.lines().count(), 1, "{left}");
+    let parts = [
+        "log disk.img.wal: closed with 8192 bytes that",
+        "next open goes on",
+    ];
+    assert!(parts.iter().all(|part| left.contains(part)), "{left}");
+    assert_eq!(fs::read(dir.join("disk.img")).unwrap(), [0; 1 << 20]);
+    let info = text(&walvisor(dir, "disk info disk.img").stdout);
+    assert!(info.contains("1 records, 8192 bytes"), "{info}");
+    let output = walvisor(dir, "disk checkpoint disk.img");
+    assert_eq!(
+        (output.status.code(), text(&output.stderr)),
+        (Some(0), String::new())
+    );
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    assert_eq!(image[4096..12288], [7; 8192]);
+}

@@ -10,9 +10,12 @@ use walvisor_tests::terminal;
 use super::raw_client::RawClient;
 use super::{Daemon, WALVISOR, create, noise};
 
+/// Its close copies everything, however slow the machine is.
+const DISK: &str = "path=disk.img,socket=s,close-seconds=86400";
+
 /// Leaves a log of more than one segment behind, as after a loss of power.
 fn killed_with_a_full_log(dir: &Path) {
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let daemon = Daemon::start(dir, &format!("--disk {DISK}"));
     let mut client = RawClient::extended(&dir.join("s"));
     let data = noise(4 << 20);
     for piece in 0..20 {
@@ -37,7 +40,7 @@ fn recovery_is_shown_on_a_terminal_alone() {
     });
     let serve = || {
         let mut command = Command::new(WALVISOR);
-        command.args(["serve", "nbd", "--disk", "path=disk.img,socket=s"]);
+        command.args(["serve", "nbd", "--disk", DISK]);
         // With an unknown TERM no progress bar is drawn.
         command.env("TERM", "xterm").stdin(Stdio::null());
         command
@@ -50,11 +53,11 @@ fn recovery_is_shown_on_a_terminal_alone() {
         "{text}"
     );
     // The log was closed, so there is nothing to recover.
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let daemon = Daemon::start(dir, &format!("--disk {DISK}"));
     assert_eq!(daemon.stop(), "");
 
     killed_with_a_full_log(dir);
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let daemon = Daemon::start(dir, &format!("--disk {DISK}"));
     assert_eq!(daemon.stop(), "");
     killed_with_a_full_log(dir);
     let daemon = Daemon::start_as(dir, serve().env("RUST_LOG", "info"), 1);
