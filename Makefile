@@ -123,7 +123,7 @@ GUESTS_BESIDE = test-emulated test-native
 .PHONY: test-all $(BESIDE) $(GUESTS_BESIDE) test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/tests/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/tests/*/main.rs))))
 GUESTS = $(call names,tests benches)
-EMULATED = linux linux_disks kill linux_boot vhost_user
+EMULATED = linux linux_disks kill linux_boot vhost_user jobs
 NATIVE = $(sort $(filter-out $(EMULATED),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
 WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))

@@ -15,6 +15,9 @@ pub(crate) enum Mutant {
     /// A checkpoint copies records that are not durable in the log yet. The medium does not know which records a
     /// write to a base image copies.
     CopyBeforeDurable,
+    /// A checkpoint writes a stripe without having read what lies between its extents. The medium does not know why a
+    /// base image is read.
+    StripeUnread,
     /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,
     /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.

@@ -19,7 +19,8 @@ use zerocopy::little_endian::U64;
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
-use crate::checkpoint::copy::{Copied, Growth, Rest, copy};
+use crate::checkpoint::copy::{Copied, Rest, copy};
+use crate::checkpoint::pace::{CopyPace, Growth};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Place};
 use crate::log::committer::Committer;
@@ -134,6 +135,8 @@ pub(crate) struct Keeper {
     leader: Leader,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     frozen_at: Option<u64>,
+    /// The price of an operation of the medium, in bytes, once it was measured.
+    operation: Option<u64>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
@@ -157,6 +160,7 @@ impl Keeper {
             control,
             committer,
             frozen_at,
+            operation: None,
             copying: None,
             announced: Vec::new(),
         })
@@ -334,7 +338,8 @@ impl Keeper {
 
     /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
     fn drain(&mut self, lsn: u64) -> Result<()> {
-        let provided = self.log.provide();
+        let needed = self.log.lock().ring.has_none_free();
+        let provided = if needed { self.log.provide() } else { Ok(()) };
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         // Writers that may use the last segment can have room now.
@@ -426,6 +431,37 @@ impl Keeper {
         Ok(())
     }
 
+    /// The price of an operation of the medium, in bytes, measured once.
+    fn operation_bytes(&mut self) -> u64 {
+        let segment = self.log.lock().ring.live().next().cloned();
+        let (medium, size) = (&self.log.medium, self.log.segment_size);
+        match (self.operation, segment) {
+            (Some(operation), _) => operation,
+            (None, None) => 0,
+            (None, Some(segment)) => *self
+                .operation
+                .insert(medium.operation_bytes(&segment, size)),
+        }
+    }
+
+    /// Makes the records up to `lsn`, the newest of the frozen layers, durable, and copies the layers.
+    fn copy_frozen(&mut self, lsn: u64, pace: CopyPace) -> Result<Copied> {
+        if !planted(Mutant::CopyBeforeDurable) {
+            self.drain(lsn)?;
+        }
+        self.announce(lsn)?;
+        let operation = self.operation_bytes();
+        let tend = || {
+            // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
+            // copy.
+            if !self.log.lock().ring.is_cramped() {
+                let _ = self.log.provide();
+            }
+        };
+        let over = || self.log.lock().keeper.is_over();
+        copy(&self.log, &self.disks, pace, operation, tend, over)
+    }
+
     /// As [`checkpoint`](Self::checkpoint), up to one LSN.
     fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         let mut state = self.log.lock();
@@ -452,20 +488,14 @@ impl Keeper {
             }
             state.pipeline.appended()
         });
+        let pace = CopyPace::new(&self.log, &mut state, hurry);
         drop(state);
-        if !planted(Mutant::CopyBeforeDurable) {
-            self.drain(lsn)?;
+        let copied = self.copy_frozen(lsn, pace);
+        // However it ended, it holds up no writer any more.
+        if self.log.lock().ring.allow(None) {
+            self.log.wake_ports();
         }
-        self.announce(lsn)?;
-        let tend = || {
-            // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
-            // copy.
-            if !self.log.lock().ring.is_cramped() {
-                let _ = self.log.provide();
-            }
-        };
-        let over = || self.log.lock().keeper.is_over();
-        match copy(&self.log, &self.disks, hurry, tend, over)? {
+        match copied? {
             Copied::Whole(rests) => self.keep(rests)?,
             Copied::Cut(rests) => {
                 if let Some(rest) = rests.first() {

@@ -3,3 +3,5 @@
 pub(crate) mod ahead;
 pub(crate) mod copy;
 pub(crate) mod keeper;
+pub(crate) mod pace;
+mod runs;

@@ -209,6 +209,7 @@ impl Log {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
         let found = match state.ring.make_room(bytes, draining) {
             Room::Tail => return true,
+            Room::Later => return false,
             Room::Next(segment) => {
                 let (salt, batched) = (self.medium.salt(), state.pipeline.batched());
                 state.ring.begin_tail(segment, self.uuid, salt, batched);

@@ -46,6 +46,8 @@ pub(crate) enum Room {
     Tail,
     /// In this segment, which was free and is to become the [next tail](SegmentRing::begin_tail).
     Next(Arc<Segment>),
+    /// There is room, but the checkpoint under way hands it on little by little.
+    Later,
     /// Nowhere yet. `left`: how many segments are free or can still be made. `reserved`: these are the keeper's.
     None { left: u32, reserved: bool },
 }
@@ -71,6 +73,10 @@ pub(crate) struct SegmentRing {
     starved: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
+    /// The log grows up to this end for now; `None`: as long as there is room.
+    allowed: Option<u64>,
+    /// A batch waits for [`allow`](Self::allow).
+    delayed: bool,
 }
 
 impl SegmentRing {
@@ -95,6 +101,8 @@ impl SegmentRing {
             free,
             starved: false,
             end: 0,
+            allowed: None,
+            delayed: false,
         }
     }
 
@@ -169,8 +177,20 @@ impl SegmentRing {
         !std::mem::replace(&mut self.cramped, true)
     }
 
+    /// Lets the log grow up to `end`, or, with `None`, as long as there is room. Returns whether a batch waited for
+    /// that.
+    pub(crate) fn allow(&mut self, end: Option<u64>) -> bool {
+        self.allowed = end;
+        std::mem::take(&mut self.delayed)
+    }
+
     /// Looks for room for a batch of `bytes`. `draining`: the batch is the keeper's.
     pub(crate) fn make_room(&mut self, bytes: u64, draining: bool) -> Room {
+        let allowed = self.allowed.is_none_or(|end| self.end + bytes <= end);
+        if !allowed && !draining {
+            self.delayed = true;
+            return Room::Later;
+        }
         // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
         // segment file can be made.
         let growing = self.free.is_empty() && self.files < self.most;
@@ -186,15 +206,15 @@ impl SegmentRing {
         // The last segment of the ring is reserved for the keeper: with it a checkpoint can always make the pending
         // records durable, however full the ring, and so free the other segments.
         let left = self.free.len() as u32 + self.to_come();
-        let allowed = left > 1 || draining;
-        let next = allowed.then(|| self.free.pop_front()).flatten();
+        let may = left > 1 || draining;
+        let next = may.then(|| self.free.pop_front()).flatten();
         // The log is not starved while a segment file is to come: that makes room without a checkpoint.
         self.starved = next.is_none() && self.to_come() == 0;
         match next {
             Some(segment) => Room::Next(segment),
             None => Room::None {
                 left,
-                reserved: !allowed,
+                reserved: !may,
             },
         }
     }
@@ -404,6 +424,22 @@ mod tests {
         assert!(ring.is_starved());
         assert!(matches!(ring.make_room(SIZE, true), Room::Next(_)));
         assert!(!ring.is_starved());
+    }
+
+    #[test]
+    fn a_batch_waits_until_the_log_may_grow() {
+        let (mut ring, _reader) = ring();
+        assert!(!ring.allow(Some(ring.end() + 8192)));
+        assert!(matches!(ring.make_room(8192, false), Room::Tail));
+        assert!(matches!(ring.make_room(8704, false), Room::Later));
+        assert!(!ring.is_starved());
+        // The keeper's batch does not wait.
+        assert!(matches!(ring.make_room(8704, true), Room::Tail));
+        assert!(ring.allow(Some(ring.end() + 8704)));
+        assert!(matches!(ring.make_room(8704, false), Room::Tail));
+        assert!(!ring.allow(None));
+        assert!(matches!(ring.make_room(SIZE, false), Room::Next(_)));
+        ring.check(9);
     }
 
     #[test]

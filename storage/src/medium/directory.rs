@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::Result;
+use crate::medium::cost;
 use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file;
 use crate::medium::filesystem::files;
 use crate::medium::pace::Slowed;
 use crate::medium::segment::Segment;
 use crate::parallel;
-use crate::sync::Event;
+use crate::sync::{Arc, Event};
 
 /// The place where a log lives. The store reaches its segments only through this trait, so that a simulated medium
 /// can stand in.
@@ -52,6 +53,10 @@ pub(crate) trait Medium: Send + Sync {
 
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
+
+    /// How many bytes the medium moves in the time that an operation without bytes takes it. `segment`, of `size` bytes,
+    /// is there to measure it with.
+    fn operation_bytes(&self, segment: &Arc<Segment>, size: u64) -> u64;
 
     /// Carries out an append of the log's leader, in the calling thread.
     fn append(&self, io: Io) -> Appended {
@@ -101,6 +106,14 @@ impl Medium for Directory {
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         engine::create(self.engine, event)
+    }
+
+    fn operation_bytes(&self, segment: &Arc<Segment>, size: u64) -> u64 {
+        let measured = Event::new().and_then(|event| {
+            let engine = engine::create(self.engine, &event)?;
+            cost::measure(segment, size, engine, &event)
+        });
+        measured.unwrap_or(cost::USUAL)
     }
 
     fn append(&self, io: Io) -> Appended {

@@ -340,6 +340,10 @@ impl Medium for Simulated {
         }
     }
 
+    fn operation_bytes(&self, _: &Arc<Segment>, _: u64) -> u64 {
+        self.lock().operation_bytes
+    }
+
     /// Lets other threads run before the sync.
     fn append(&self, io: Io) -> Appended {
         let mut queued = Queued::new(0, io);

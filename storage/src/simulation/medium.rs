@@ -212,6 +212,8 @@ pub(super) struct World {
     /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
     pub blocking: bool,
     pub pace: Pace,
+    /// What a checkpoint takes for the price of an operation: with a high price it copies in stripes.
+    pub operation_bytes: u64,
     /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
     /// also leave at the next of these moments or at the end.
     pub moments: Option<Vec<Stored>>,
@@ -250,6 +252,7 @@ impl World {
             base_blocked: false,
             blocking: false,
             pace: Pace::Random,
+            operation_bytes: if seed.is_multiple_of(4) { 1 << 20 } else { 0 },
             moments: None,
             late: Vec::new(),
             late_writes: 0,

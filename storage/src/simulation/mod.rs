@@ -140,7 +140,7 @@ fn run(seeds: Range<u64>) {
             "too few closes leave something in the log"
         );
         assert!(
-            total.late_writes > count / 20 && total.torn_slots > count / 100,
+            total.late_writes > count / 30 && total.torn_slots > count / 100,
             "too little is late or torn"
         );
     }
@@ -263,6 +263,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::SkipBaseSync,
         Mutant::BaseSyncTooEarly,
         Mutant::CopyBeforeDurable,
+        Mutant::StripeUnread,
         Mutant::RecycleEarly,
         Mutant::ReuseSalt,
         Mutant::LsnRestart,
