@@ -11,6 +11,7 @@
 //! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
 
 use std::collections::{HashMap, VecDeque};
+use std::iter::Peekable;
 use std::time::Duration;
 
 use crate::checkpoint::ahead::Ahead;
@@ -100,19 +101,29 @@ impl Rest {
     }
 }
 
-/// The runs in flight, and the results of those that ended.
-struct Copier<'a> {
+/// The runs to come and in flight, and the results of those that ended.
+struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
     ahead: Ahead,
+    pace: CopyPace,
+    /// The price of an operation of the medium, in bytes.
+    operation: u64,
+    runs: Peekable<R>,
+    /// Runs of stripes that can't be written as such.
+    again: VecDeque<(&'a Arc<DiskState>, Run)>,
+    /// The cost of what has begun.
+    done: u64,
     /// An engine of its own, held as long as the copy runs: the keeper's other one may lead commit groups.
     engine: Box<dyn Engine>,
+    /// Signalled when an operation of the engine ends.
+    event: Event,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
     flights: HashMap<u64, Flight<'a>>,
     next: u64,
     memory: usize,
     failed: Option<Error>,
-    /// Runs of stripes that can't be written as such.
-    again: VecDeque<(&'a Arc<DiskState>, Run)>,
+    /// The time for the copy is over.
+    cut: bool,
     /// The damaged extents, by disk.
     rests: Vec<Rest>,
 }
@@ -127,8 +138,8 @@ pub(crate) enum Copied {
 }
 
 /// Copies the disks' frozen layers to their base images, then marks and syncs the images. `operation`: the price of an
-/// operation of the medium, in bytes. `tend` is called repeatedly, `over` before each run: once it returns `true`, no
-/// more is copied.
+/// operation of the medium, in bytes. `tend` is called repeatedly, with a function that it may call to let the copy go on
+/// meanwhile; `over` before each run: once it returns `true`, no more is copied.
 ///
 /// # Errors
 /// If anything but the checksum of an extent fails. Part of the layers may be copied then, and nothing is in flight
@@ -138,7 +149,7 @@ pub(crate) fn copy(
     disks: &[Arc<DiskState>],
     mut pace: CopyPace,
     operation: u64,
-    mut tend: impl FnMut(),
+    mut tend: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<Copied> {
     let layers: Vec<(&Arc<DiskState>, Arc<ExtentMap>)> = disks
@@ -161,13 +172,11 @@ pub(crate) fn copy(
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
     let ahead = Ahead::of(log, pieces);
     let copied: u64 = runs().map(|(_, run)| run.cost(operation)).sum();
-    let mut done = 0;
-    let mut runs = runs().peekable();
     pace.plan(ahead.bytes() + copied);
     let mut cut = false;
     ahead.read(|read| {
         loop {
-            tend();
+            tend(&mut || {});
             cut = over();
             match pace.runs(log, read) {
                 _ if cut => return None,
@@ -176,56 +185,37 @@ pub(crate) fn copy(
             }
         }
     });
-    done += ahead.bytes();
     let mut copier = Copier {
         log,
+        done: ahead.bytes(),
         ahead,
+        pace,
+        operation,
+        runs: runs().peekable(),
+        again: VecDeque::new(),
         engine,
+        event,
         flights: HashMap::new(),
         next: 0,
         memory: 0,
         failed: None,
-        again: VecDeque::new(),
+        cut,
         rests: Vec::new(),
     };
-    let mut ended = Vec::new();
-    loop {
-        tend();
-        let most = pace.runs(log, done);
-        while copier.failed.is_none() && !cut && copier.has_room(most) {
-            let Some((disk, run)) = copier.again.pop_front().or_else(|| runs.next()) else {
-                break;
-            };
-            cut = over();
-            if !cut {
-                done += run.cost(operation);
-                copier.start(disk, run);
-            }
-        }
-        if copier.flights.is_empty() {
-            let ended = copier.again.is_empty() && runs.peek().is_none();
-            if copier.failed.is_some() || cut || ended {
-                break;
-            }
-            sync::sleep(SHORT);
-            continue;
-        }
+    while !copier.has_ended() {
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
             let _ = sync_bases(&layers);
         }
-        copier.engine.enter();
-        event.clear();
-        copier.engine.poll(&mut ended);
-        if ended.is_empty() {
-            event.sleep_until(Some(sync::now() + TEND));
-        }
-        for end in ended.drain(..) {
-            copier.end(end);
+        tend(&mut || {
+            copier.advance(&mut over);
+        });
+        if !copier.advance(&mut over) {
+            copier.sleep();
         }
     }
     match copier.failed {
         Some(error) => return Err(error),
-        None if cut => return Ok(Copied::Cut(copier.rests)),
+        None if copier.cut => return Ok(Copied::Cut(copier.rests)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => sync_bases(&layers)?,
     }
@@ -246,10 +236,57 @@ fn chunk(buffer: Buffer) -> Chunk {
     }
 }
 
-impl<'a> Copier<'a> {
-    /// Whether another run may begin, with at most `most` in flight.
-    fn has_room(&self, most: usize) -> bool {
-        self.flights.len() < most && self.memory < IN_FLIGHT_BYTES
+impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
+    /// Whether nothing is in flight, and nothing more is to be.
+    fn has_ended(&mut self) -> bool {
+        let last = self.again.is_empty() && self.runs.peek().is_none();
+        self.flights.is_empty() && (last || self.cut || self.failed.is_some())
+    }
+
+    /// Begins as many runs as the pace allows, and takes note of the operations that have ended. Returns whether there
+    /// was anything to do. Never waits for the medium.
+    fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
+        let most = self.pace.runs(self.log, self.done);
+        let mut begun = false;
+        while self.failed.is_none()
+            && !self.cut
+            && self.flights.len() < most
+            && self.memory < IN_FLIGHT_BYTES
+        {
+            // The cost of a run that was part of a stripe is counted already.
+            let again = self.again.pop_front().map(|run| (run, 0));
+            let next = || {
+                let (disk, run) = self.runs.next()?;
+                let cost = run.cost(self.operation);
+                Some(((disk, run), cost))
+            };
+            let Some(((disk, run), cost)) = again.or_else(next) else {
+                break;
+            };
+            self.cut = over();
+            if !self.cut {
+                self.done += cost;
+                self.start(disk, run);
+                begun = true;
+            }
+        }
+        self.engine.enter();
+        self.event.clear();
+        let mut ended = Vec::new();
+        self.engine.poll(&mut ended);
+        begun |= !ended.is_empty();
+        for end in ended {
+            self.end(end);
+        }
+        begun
+    }
+
+    /// Sleeps until an operation may have ended, or the pace may allow another.
+    fn sleep(&self) {
+        match self.flights.is_empty() {
+            true => sync::sleep(SHORT),
+            false => self.event.sleep_until(Some(sync::now() + TEND)),
+        }
     }
 
     fn start(&mut self, disk: &'a Arc<DiskState>, run: Run) {

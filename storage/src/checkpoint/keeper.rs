@@ -81,8 +81,8 @@ impl Troubles {
 }
 
 impl Log {
-    /// Makes the next segment file if too few are ready.
-    fn provide(&self) -> Result<()> {
+    /// Makes the next segment file if too few are ready. `meanwhile` is called between its steps.
+    fn provide(&self, mut meanwhile: impl FnMut()) -> Result<()> {
         let state = self.lock();
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
@@ -97,6 +97,7 @@ impl Log {
             if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
             }
+            meanwhile();
         };
         let size = self.segment_size;
         let made = self.medium.create_segment(slot, size, &mut give_way);
@@ -180,7 +181,7 @@ impl Keeper {
             self.serve_orders();
             // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
             let done = match paused {
-                true => self.log.provide(),
+                true => self.log.provide(|| {}),
                 false => self.step(false),
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
@@ -227,7 +228,7 @@ impl Keeper {
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
-        let provided = self.log.provide();
+        let provided = self.log.provide(|| {});
         // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
         // one.
         let mut state = self.log.lock();
@@ -339,7 +340,11 @@ impl Keeper {
     /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
     fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
-        let provided = if needed { self.log.provide() } else { Ok(()) };
+        let provided = if needed {
+            self.log.provide(|| {})
+        } else {
+            Ok(())
+        };
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         // Writers that may use the last segment can have room now.
@@ -451,11 +456,11 @@ impl Keeper {
         }
         self.announce(lsn)?;
         let operation = self.operation_bytes();
-        let tend = || {
+        let tend = |meanwhile: &mut dyn FnMut()| {
             // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
             // copy.
             if !self.log.lock().ring.is_cramped() {
-                let _ = self.log.provide();
+                let _ = self.log.provide(meanwhile);
             }
         };
         let over = || self.log.lock().keeper.is_over();
