@@ -45,9 +45,13 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
     let text = |row: &Value, key: &str| row[key].as_str().unwrap().to_owned();
     let told = rows.iter().map(|row| (text(row, "job"), text(row, "side")));
     let told: Vec<_> = told.collect();
-    let expected = jobs
-        .iter()
-        .flat_map(|job| sides.map(|side| ((*job).to_owned(), side.to_owned())));
+    let expected = jobs.iter().flat_map(|job| {
+        let price = *job == "8 connections, fsync each";
+        let sides = sides
+            .into_iter()
+            .chain(price.then_some("walvisor, cache=unsafe"));
+        sides.map(|side| ((*job).to_owned(), side.to_owned()))
+    });
     assert_eq!(told, expected.collect::<Vec<_>>());
     for row in rows {
         let figure = |key: &str| {
@@ -85,6 +89,7 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
             "median_beside_raw",
             "with_close_beside_peer",
             "with_close_beside_raw",
+            "median_beside_unsafe",
         ] {
             // There is no ratio to a side that ended no request within a second.
             assert!(row[key].is_number() || row[key].is_null(), "{key}: {row}");
@@ -119,7 +124,7 @@ fn all_sides_do_the_same_jobs_in_a_directory() {
     let plots = tempfile::tempdir().unwrap();
     let mut command = sustained(
         dir.path(),
-        &["--media", "directory", "--only", "fsync,disks,mix"],
+        &["--media", "directory", "--only", "fsync,disks,eight,mix"],
     );
     command.args(["--seconds", "1", "--svg"]).arg(plots.path());
     let report = report(dir.path(), &command.output().unwrap());
@@ -129,10 +134,11 @@ fn all_sides_do_the_same_jobs_in_a_directory() {
     let jobs = [
         "16 connections, fsync each",
         "4 disks x 4 clients, fsync each",
+        "8 connections, fsync each",
         "mix of a database, 32 in flight",
     ];
     check(section, &jobs, false);
-    for job in ["fsync", "disks", "mix"] {
+    for job in ["fsync", "disks", "eight", "mix"] {
         let plot = plots.path().join(format!("sustained-directory-{job}.svg"));
         assert!(std::fs::read_to_string(plot).unwrap().starts_with("<svg"));
     }

@@ -2,6 +2,7 @@
 
 use clap::ValueEnum;
 
+use super::side::Side;
 use crate::load::loops::Work;
 
 /// A job of closed loops over NBD.
@@ -15,6 +16,12 @@ pub enum Job {
     Connections,
     /// 4 disks with 4 connections each, each a write of 4 KiB and a FLUSH at a time
     Disks,
+    /// One connection, a write of 4 KiB and a FLUSH at a time; also beside cache=unsafe
+    One,
+    /// 8 connections, the same
+    Eight,
+    /// 32 connections, the same
+    ThirtyTwo,
     /// A database: 32 pages of 16 KiB in flight, 70 % reads, 80 % of them on a fifth of the pages
     Mix,
 }
@@ -27,8 +34,24 @@ impl Job {
             Self::Fsync => "16 connections, fsync each",
             Self::Connections => "64 connections, fsync each",
             Self::Disks => "4 disks x 4 clients, fsync each",
+            Self::One => "1 connection, fsync each",
+            Self::Eight => "8 connections, fsync each",
+            Self::ThirtyTwo => "32 connections, fsync each",
             Self::Mix => "mix of a database, 32 in flight",
         }
+    }
+
+    /// Whether it shows the price of an honest FLUSH, beside a disk that answers it without a sync.
+    pub fn shows_price(self) -> bool {
+        matches!(self, Self::One | Self::Eight | Self::ThirtyTwo)
+    }
+
+    /// The sides that do it.
+    pub fn sides(self) -> Vec<Side> {
+        let sides = Side::ALL.into_iter();
+        sides
+            .filter(|&side| side != Side::Unsafe || self.shows_price())
+            .collect()
     }
 
     /// Its name on the command line and in file names.
@@ -45,9 +68,11 @@ impl Job {
     /// Connections to each disk.
     pub fn connections(self) -> usize {
         match self {
-            Self::InFlight | Self::Mix => 1,
+            Self::InFlight | Self::One | Self::Mix => 1,
             Self::Disks => 4,
+            Self::Eight => 8,
             Self::Fsync => 16,
+            Self::ThirtyTwo => 32,
             Self::Connections => 64,
         }
     }
@@ -56,7 +81,7 @@ impl Job {
     pub fn depth(self) -> usize {
         match self {
             Self::InFlight | Self::Mix => 32,
-            Self::Disks | Self::Fsync | Self::Connections => 1,
+            _ => 1,
         }
     }
 
@@ -66,7 +91,7 @@ impl Job {
         Work {
             block: if mix { 16 << 10 } else { 4 << 10 },
             reads_per_cent: if mix { 70 } else { 0 },
-            flush: matches!(self, Self::Disks | Self::Fsync | Self::Connections),
+            flush: !matches!(self, Self::InFlight | Self::Mix),
             hot: mix,
         }
     }

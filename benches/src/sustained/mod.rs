@@ -29,7 +29,6 @@ use crate::report::Section;
 use crate::session::Session;
 use job::Job;
 use medium::{Medium, Place};
-use side::Side;
 use turn::{Row, measure};
 
 /// Arguments of `walvisor-bench sustained`.
@@ -41,6 +40,9 @@ pub struct SustainedArguments {
     /// Also the mix of a database
     #[arg(long)]
     mix: bool,
+    /// Also the price of an honest FLUSH: 1, 8 and 32 connections beside cache=unsafe
+    #[arg(long)]
+    price: bool,
     /// Only these media, with commas between [default: both, quickly the directory]
     #[arg(
         long,
@@ -78,7 +80,9 @@ impl SustainedArguments {
         match self.only.is_empty() {
             true => all
                 .enumerate()
-                .filter(|&(at, job)| at < most || (self.mix && job == Job::Mix))
+                .filter(|&(at, job)| {
+                    at < most || (self.mix && job == Job::Mix) || (self.price && job.shows_price())
+                })
                 .map(|(_, job)| job)
                 .collect(),
             false => all.filter(|job| self.only.contains(job)).collect(),
@@ -165,7 +169,8 @@ impl Run {
 
     /// Estimated time on a medium.
     fn expected(&self) -> Duration {
-        let turns = self.rounds * Side::ALL.len() * self.jobs.len();
+        let sides: usize = self.jobs.iter().map(|job| job.sides().len()).sum();
+        let turns = self.rounds * sides;
         self.images() + (self.time + AROUND) * turns as u32
     }
 
@@ -191,10 +196,11 @@ impl Run {
             });
             let Some(row) = rows.last_mut() else { continue };
             for round in 0..self.rounds {
-                for turn in 0..Side::ALL.len() {
-                    // The order rotates, so that no side is always the first.
-                    let at = (round + turn) % Side::ALL.len();
-                    let side = Side::ALL[at];
+                let mut sides = job.sides();
+                // The order rotates, so that no side is always the first.
+                let first = round % sides.len();
+                sides.rotate_left(first);
+                for side in sides {
                     let (round, rounds) = (round + 1, self.rounds);
                     let what = format!(
                         "{}: {}, round {round} of {rounds}",
@@ -204,7 +210,7 @@ impl Run {
                     let turn = session.step(&what, self.time + AROUND, || {
                         measure(&place, sockets.path(), (side, job), self.time, session)
                     })?;
-                    row.turns[at].extend(turn);
+                    row.turns[side.position()].extend(turn);
                 }
             }
         }

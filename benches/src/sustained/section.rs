@@ -11,7 +11,7 @@ use crate::report::{Cell, Section, Spread};
 /// Most points of a plot's line.
 const POINTS: usize = 300;
 
-const COLUMNS: [(&str, &str); 21] = [
+const COLUMNS: [(&str, &str); 22] = [
     ("job", "job"),
     ("side", "side"),
     ("answer", "answer="),
@@ -32,6 +32,7 @@ const COLUMNS: [(&str, &str); 21] = [
     ("median_beside_raw", "median / raw"),
     ("with_close_beside_peer", "with close / peer"),
     ("with_close_beside_raw", "with close / raw"),
+    ("median_beside_unsafe", "median / unsafe"),
     ("each_second_per_s", "each second"),
 ];
 
@@ -64,30 +65,22 @@ pub fn section(medium: Medium, rows: &[Row], time: Duration, missing: Option<Str
     let mut notes = vec![
         turns.as_str(),
         "All sides answer a write once a kill of the daemon cannot lose it (for walvisor answer=written), keep the host's page cache \
-         out (O_DIRECT, io_uring), and a FLUSH makes every write before it durable (fdatasync).",
+         out (O_DIRECT, io_uring), and a FLUSH makes every write before it durable (fdatasync), but for cache=unsafe.",
         counted,
     ];
     notes.extend(missing.as_deref());
     let mut section = Section::new(key, title, &notes, &COLUMNS);
     for row in rows {
-        for (at, side) in Side::ALL.into_iter().enumerate() {
-            section.table.rows.push(cells(row, at, side));
+        for side in row.job.sides() {
+            section.table.rows.push(cells(row, side));
         }
         section.plots.push(plot(key, title, row));
     }
     section
 }
 
-/// The position of a side in [`Side::ALL`].
-fn position(side: Side) -> usize {
-    Side::ALL
-        .iter()
-        .position(|other| *other == side)
-        .unwrap_or(0)
-}
-
-fn cells(row: &Row, at: usize, side: Side) -> Vec<Cell> {
-    let turns = &row.turns[at];
+fn cells(row: &Row, side: Side) -> Vec<Cell> {
+    let turns = &row.turns[side.position()];
     let of = |figure: &dyn Fn(&Turn) -> f64, decimals| {
         Cell::of(&turns.iter().map(figure).collect::<Vec<_>>(), decimals)
     };
@@ -96,7 +89,7 @@ fn cells(row: &Row, at: usize, side: Side) -> Vec<Cell> {
             let figures: Vec<f64> = turns.iter().map(figure).collect();
             Spread::of(&figures).map(|spread| spread.median)
         };
-        match (median(turns), median(&row.turns[position(other)])) {
+        match (median(turns), median(&row.turns[other.position()])) {
             (Some(this), Some(other)) if other > 0.0 => Cell::Number(this / other, 2),
             _ => Cell::None,
         }
@@ -127,6 +120,7 @@ fn cells(row: &Row, at: usize, side: Side) -> Vec<Cell> {
         beside(Side::Raw, Turn::median),
         beside(Side::QemuNbd, Turn::with_close),
         beside(Side::Raw, Turn::with_close),
+        beside(Side::Unsafe, Turn::median),
         match turns.first() {
             Some(turn) => Cell::Series(turn.seconds()),
             None => Cell::None,
@@ -136,8 +130,10 @@ fn cells(row: &Row, at: usize, side: Side) -> Vec<Cell> {
 
 /// The seconds of the first round. If there are many, a point stands for several and shows the slowest.
 fn plot(key: &str, title: &str, row: &Row) -> Plot {
-    let series = Side::ALL.into_iter().zip(&row.turns).map(|(side, turns)| {
-        let seconds = turns.first().map_or(Vec::new(), Turn::seconds);
+    let series = row.job.sides().into_iter().map(|side| {
+        let seconds = row.turns[side.position()]
+            .first()
+            .map_or(Vec::new(), Turn::seconds);
         let each = seconds.len().div_ceil(POINTS).max(1);
         let points = seconds.chunks(each).enumerate().map(|(at, part)| {
             let slowest = part.iter().copied().fold(f64::INFINITY, f64::min);

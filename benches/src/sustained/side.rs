@@ -21,11 +21,18 @@ pub enum Side {
     QemuNbd,
     /// The same daemon on the image alone.
     Raw,
+    /// The disk with its log, which answers a FLUSH without a sync.
+    Unsafe,
 }
 
 impl Side {
     /// All sides.
-    pub const ALL: [Self; 3] = [Self::Wal, Self::QemuNbd, Self::Raw];
+    pub const ALL: [Self; 4] = [Self::Wal, Self::QemuNbd, Self::Raw, Self::Unsafe];
+
+    /// Its position in [`Side::ALL`].
+    pub fn position(self) -> usize {
+        self as usize
+    }
 
     /// Its title in tables.
     pub fn title(self) -> &'static str {
@@ -33,6 +40,7 @@ impl Side {
             Self::Wal => "walvisor",
             Self::QemuNbd => "qemu-nbd",
             Self::Raw => "walvisor, backend=raw",
+            Self::Unsafe => "walvisor, cache=unsafe",
         }
     }
 
@@ -40,6 +48,7 @@ impl Side {
     pub fn cache(self) -> &'static str {
         match self {
             Self::Wal | Self::Raw => "writeback",
+            Self::Unsafe => "unsafe",
             Self::QemuNbd => "none, aio=io_uring",
         }
     }
@@ -78,7 +87,8 @@ impl Side {
                 _ => format!("path=wal-{disk}.img,log=log,answer=written"),
             };
             format!(
-                "{place},cache=writeback,serial=disk,socket={}",
+                "{place},cache={},serial=disk,socket={}",
+                self.cache(),
                 socket(disk).display()
             )
         });
