@@ -244,7 +244,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     }
 
     /// Begins as many runs as the pace allows, and takes note of the operations that have ended. Returns whether there
-    /// was anything to do. Never waits for the medium.
+    /// was anything to do. Does not wait for those in flight.
     fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
         let most = self.pace.runs(self.log, self.done);
         let mut begun = false;

@@ -28,6 +28,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::leader::Leader;
 use crate::log::orders::{KeeperTask, Order};
 use crate::log::state::{Log, State};
+use crate::medium::cost::USUAL;
 use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
@@ -37,6 +38,8 @@ use crate::sync::{self, Arc};
 /// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
 const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
+/// A checkpoint of more extents than this measures the medium first, which takes 200 reads.
+const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -436,16 +439,21 @@ impl Keeper {
         Ok(())
     }
 
-    /// The price of an operation of the medium, in bytes, measured once.
+    /// The price of an operation of the medium, in bytes. It is measured once, when it first decides about much work, and
+    /// not in the time that closing may take.
     fn operation_bytes(&mut self) -> u64 {
-        let segment = self.log.lock().ring.live().next().cloned();
-        let (medium, size) = (&self.log.medium, self.log.segment_size);
-        match (self.operation, segment) {
-            (Some(operation), _) => operation,
-            (None, None) => 0,
-            (None, Some(segment)) => *self
-                .operation
-                .insert(medium.operation_bytes(&segment, size)),
+        let state = self.log.lock();
+        let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
+        drop(state);
+        let layers = self.layers();
+        let mut pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
+        let much = pieces.nth(MUCH_WORK).is_some();
+        let (log, measured) = (&self.log, &mut self.operation);
+        match segment.filter(|_| measured.is_none() && much && !closing) {
+            Some(segment) => {
+                *measured.insert(log.medium.operation_bytes(&segment, log.segment_size))
+            }
+            None => measured.unwrap_or(USUAL),
         }
     }
 

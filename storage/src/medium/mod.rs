@@ -1,7 +1,7 @@
 //! The medium: files and their locks, segments, the engines that reach them. It knows nothing of disks.
 
 pub(crate) mod checksum;
-mod cost;
+pub(crate) mod cost;
 pub(crate) mod directory;
 pub(crate) mod engine;
 pub(crate) mod file;
