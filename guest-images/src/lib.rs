@@ -61,7 +61,7 @@ mod userland;
 pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
-pub use guest::{Guest, UserMode};
+pub use guest::{CableEnd, Guest, UserMode};
 pub use images::GuestImages;
 pub use job::{Job, Outcome};
 pub use machine::Machine;

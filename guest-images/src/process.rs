@@ -3,11 +3,14 @@
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
 use crate::error::{Error, Result};
@@ -78,6 +81,16 @@ pub fn leash(command: &mut Command) -> &mut Command {
             }
             Ok(())
         })
+    }
+}
+
+/// Makes the child keep `file` open, with the number that it has in this process.
+pub(crate) fn inherit(command: &mut Command, file: &Arc<OwnedFd>) {
+    let file = Arc::clone(file);
+    // SAFETY: between fork and exec the closure only makes a system call (fcntl), on a descriptor that the closure
+    // keeps open.
+    unsafe {
+        command.pre_exec(move || Ok(fcntl_setfd(&file, FdFlags::empty())?));
     }
 }
 

@@ -8,6 +8,7 @@
 //!
 //! Lines that a script prints should begin with `guest: `. The guest's last line is [`END`].
 
+mod cable;
 mod initramfs;
 mod qemu;
 mod user_mode;
@@ -18,6 +19,7 @@ use std::process::{ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+pub use cable::CableEnd;
 pub use qemu::vhost_user_disk;
 pub use user_mode::UserMode;
 

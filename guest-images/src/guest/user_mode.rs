@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::initramfs::initramfs;
-use super::{FINISH, Guest};
+use super::{CableEnd, FINISH, Guest};
 use crate::error::{Error, FileContext, Result};
 use crate::images::GuestImages;
 use crate::packages::install_missing;
@@ -42,6 +42,8 @@ pub struct UserMode {
     pub modules: Vec<String>,
     /// Files that the guest sees as block devices: /dev/ubda, /dev/ubdb, ...
     pub files: Vec<PathBuf>,
+    /// The cable in its network card, if it has one.
+    pub cable: Option<CableEnd>,
 }
 
 impl UserMode {
@@ -132,6 +134,9 @@ impl UserMode {
         }
         for (number, file) in self.files.iter().enumerate() {
             command.arg(format!("ubd{number}={}", file.display()));
+        }
+        if let Some(cable) = &self.cable {
+            cable.plug(&mut command);
         }
         command
     }
