@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
-use crate::{commit, database, notify, peers, store, sustained, tcmu};
+use crate::{commit, database, drbd, notify, peers, store, sustained, tcmu};
 
 const PROGRAM: &str = "walvisor-bench";
 
@@ -36,6 +36,8 @@ enum Command {
     Tcmu(tcmu::TcmuArguments),
     /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the longest wait, the time to close
     Sustained(sustained::SustainedArguments),
+    /// Group commit on a disk that DRBD replicates, by round trip and clients, and a failover under load
+    Drbd(drbd::DrbdArguments),
     /// The store without a guest, compared with a raw file
     Store(store::StoreArguments),
 }
@@ -54,6 +56,7 @@ pub fn main() -> ExitCode {
         Command::Peers(arguments) => peers::run(&arguments),
         Command::Tcmu(arguments) => tcmu::run(&arguments),
         Command::Sustained(arguments) => sustained::run(&arguments),
+        Command::Drbd(arguments) => drbd::run(&arguments),
         Command::Store(arguments) => store::run(&arguments),
     };
     end(PROGRAM, result)

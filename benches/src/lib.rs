@@ -7,6 +7,7 @@
 //!                  peers     the disk beside those of others: the same client and file system
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk for minutes: each second's rate, the longest wait, the time to close
+//!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
 //!                  store     the store alone, with no guest, beside a raw file
 //! ```
 //! All but the last give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. The
@@ -18,6 +19,7 @@ pub mod cli;
 mod commit;
 mod daemon;
 mod database;
+mod drbd;
 mod guests;
 mod linux;
 mod load;

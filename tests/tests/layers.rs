@@ -71,6 +71,7 @@ const BENCHES: &[&[&str]] = &[
     &["daemon", "guests", "output", "peer"],
     &["linux", "store"],
     &["commit", "database", "notify", "peers", "sustained", "tcmu"],
+    &["drbd"],
     &["cli"],
     &["main"],
 ];

@@ -1,9 +1,11 @@
 //! MySQL 5.6 under DRBD: a pair (off, on) for each latency and number of clients.
 
+use std::time::Duration;
+
 use super::cell::{
     CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
 };
-use crate::report::plot::{Axis, Series};
+use crate::report::plot::{Axis, Plot, Series};
 use crate::report::{Cell, Section};
 use crate::store::commit::{CommitPlan, Switch};
 
@@ -48,77 +50,107 @@ pub fn section(cells: &[CommitCell]) -> Section {
             "Here that latency S is added to each sync of the log. Off: 1/S at best. On, without a wait: N/2S.",
         ],
         &[
-            ("added_latency_ms", "added, ms"),
-            ("clients", "clients"),
-            ("off_syncs_per_commit", "off: syncs/commit"),
-            ("off_commits_per_s", "off: commits/s"),
-            ("off_ceiling_per_s", "1/S"),
-            ("on_syncs_per_commit", "on: syncs/commit"),
-            ("on_commits_per_s", "on: commits/s"),
-            ("on_ideal_per_s", "N/2S"),
-            ("gain", "on/off"),
-        ],
+            &[("added_latency_ms", "added, ms")],
+            &COLUMNS[..],
+            &[("on_ideal_per_s", "N/2S"), ("gain", "on/off")],
+        ]
+        .concat(),
     );
-    for pair in cells.chunks_exact(2) {
-        let [off, on] = pair else { continue };
-        let (clients, latency) = (f64::from(on.plan.clients), on.plan.medium.sync_latency);
-        let ceiling = |clients: f64| match latency.is_zero() {
-            true => Cell::None,
-            false => Cell::Number(clients / latency.as_secs_f64(), 0),
-        };
-        section.table.rows.push(vec![
-            Cell::count(latency.as_millis() as u64),
-            Cell::count(on.plan.clients.into()),
-            Cell::of(&off.of(syncs), 2),
-            Cell::of(&off.of(rate), 0),
-            ceiling(1.0),
-            Cell::of(&on.of(syncs), 3),
-            Cell::of(&on.of(rate), 0),
-            ceiling((clients / 2.0).max(1.0)),
-            ratio(on, off, rate),
-        ]);
-    }
-    let [off, on] = [0, 1].map(|at| every(cells, 2, at));
-    let by_latency = |cells: &[&CommitCell]| {
-        let lines = cells
-            .chunk_by(|one, other| one.plan.medium.sync_latency == other.plan.medium.sync_latency);
-        lines
-            .map(|line| {
-                let latency = line[0].plan.medium.sync_latency.as_millis();
-                let points = points(line.iter().copied(), by_clients, rate);
-                Series::measured(format!("{latency} ms added"), points)
-            })
-            .collect::<Vec<_>>()
-    };
-    let plot = |name, title, series| {
-        lines(
-            name,
-            title,
-            Axis::log("clients"),
-            Axis::log("commits per second"),
-            series,
-        )
-    };
-    let mut grouped = by_latency(&on);
-    let of_4_ms: Vec<&CommitCell> = on
-        .iter()
-        .copied()
-        .filter(|cell| cell.plan.medium.sync_latency.as_millis() == 4)
+    let lines: Vec<Line> = cells
+        .chunk_by(|one, other| one.plan.medium.sync_latency == other.plan.medium.sync_latency)
+        .map(|cells| {
+            let latency = cells[0].plan.medium.sync_latency;
+            Line {
+                name: format!("{} ms added", latency.as_millis()),
+                begin: vec![Cell::count(latency.as_millis() as u64)],
+                latency: Some(latency).filter(|latency| !latency.is_zero()),
+                cells,
+            }
+        })
         .collect();
-    grouped.push(curve("ideal at 4 ms: N/2S", &of_4_ms, |n| {
-        (n / 2.0).max(1.0) * 250.0
-    }));
+    // Two groups alternate, so that each serves half of the clients.
+    let served = |clients: f64| (clients / 2.0).max(1.0);
+    section.table.rows = lines.iter().flat_map(|line| line.rows(served)).collect();
+    let mut grouped = series(&lines, 1);
+    if let Some(of_4_ms) = lines.iter().find(|line| line.name.starts_with("4 ms")) {
+        let cells: Vec<&CommitCell> = every(of_4_ms.cells, 2, 1);
+        grouped.push(curve("ideal at 4 ms: N/2S", &cells, |n| served(n) * 250.0));
+    }
     section.plots = vec![
-        plot(
+        rates(
             "commit-latency-on",
             "Group commit: throughput grows with clients",
             grouped,
         ),
-        plot(
+        rates(
             "commit-latency-off",
             "A sync for each FLUSH: a ceiling of 1/S",
-            by_latency(&off),
+            series(&lines, 0),
         ),
     ];
     section
+}
+
+/// The columns of [`Line::rows`], after those of [`Line::begin`].
+pub const COLUMNS: [(&str, &str); 6] = [
+    ("clients", "clients"),
+    ("off_syncs_per_commit", "off: syncs/commit"),
+    ("off_commits_per_s", "off: commits/s"),
+    ("off_ceiling_per_s", "1/S"),
+    ("on_syncs_per_commit", "on: syncs/commit"),
+    ("on_commits_per_s", "on: commits/s"),
+];
+
+/// A line of the plots: the cells of one latency of a sync.
+pub struct Line<'a> {
+    /// Its name.
+    pub name: String,
+    /// The first cells of its rows.
+    pub begin: Vec<Cell>,
+    /// The least time of a sync, if it is known.
+    pub latency: Option<Duration>,
+    /// Pairs for each number of clients: group commit off, on.
+    pub cells: &'a [CommitCell],
+}
+
+impl Line<'_> {
+    /// A row for each number of clients. A group serves at best `served` of that number of clients.
+    pub fn rows(&self, served: impl Fn(f64) -> f64) -> impl Iterator<Item = Vec<Cell>> {
+        let row = move |pair: &[CommitCell]| {
+            let [off, on] = pair else { return Vec::new() };
+            let clients = on.plan.clients;
+            let ceiling = |served: f64| match self.latency {
+                None => Cell::None,
+                Some(latency) => Cell::Number(served / latency.as_secs_f64(), 0),
+            };
+            let mut row = self.begin.clone();
+            row.extend([
+                Cell::count(clients.into()),
+                Cell::of(&off.of(syncs), 2),
+                Cell::of(&off.of(rate), 0),
+                ceiling(1.0),
+                Cell::of(&on.of(syncs), 3),
+                Cell::of(&on.of(rate), 0),
+                ceiling(served(clients.into())),
+                ratio(on, off, rate),
+            ]);
+            row
+        };
+        self.cells.chunks_exact(2).map(row)
+    }
+}
+
+/// The rates of each line by clients: with group commit off if `at` is 0, on if it is 1.
+pub fn series(lines: &[Line], at: usize) -> Vec<Series> {
+    let of = |line: &Line| {
+        let cells = every(line.cells, 2, at);
+        Series::measured(&line.name, points(cells.into_iter(), by_clients, rate))
+    };
+    lines.iter().map(of).collect()
+}
+
+/// A plot of rates by clients.
+pub fn rates(name: &str, title: &str, series: Vec<Series>) -> Plot {
+    let (clients, commits) = (Axis::log("clients"), Axis::log("commits per second"));
+    lines(name, title, clients, commits, series)
 }

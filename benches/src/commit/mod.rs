@@ -1,11 +1,11 @@
 //! `walvisor-bench commit`: the results that this project's sources report of group commit, measured on a disk's log. A
 //! commit is a 4 KiB write and its FLUSH. Clients are closed loops, each in a thread of its own.
 
-mod cell;
+pub mod cell;
 mod clients;
 mod disks;
 mod experiments;
-mod latency;
+pub mod latency;
 mod medium;
 mod mode;
 mod wait;

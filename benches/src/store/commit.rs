@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use walvisor::commands::CommandError;
 use walvisor_storage::{
     Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, Store,
@@ -55,6 +55,9 @@ pub struct StoreCommitArguments {
     /// Number of disks on one log, over which the clients are spread
     #[arg(long, value_name = "D", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     disks: u16,
+    /// Without the raw file
+    #[arg(long, hide = true)]
+    no_baseline: bool,
     #[command(flatten)]
     output: StoreOutput,
 }
@@ -93,7 +96,7 @@ impl From<WaitArguments> for CommitWait {
 }
 
 /// Off or on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Switch {
     /// Off.
@@ -103,7 +106,7 @@ pub enum Switch {
 }
 
 /// What a commit is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// A WRITE and a FLUSH.
@@ -149,7 +152,7 @@ pub struct CommitPlan {
 }
 
 /// The results. Times are in microseconds; fields with `raw_` are for the baseline.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Deserialize, Serialize)]
 pub struct CommitReport {
     /// Number of clients.
     pub clients: u16,
@@ -234,7 +237,7 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
         mode: arguments.mode,
         disks: arguments.disks,
         logs: 1,
-        baseline: true,
+        baseline: !arguments.no_baseline,
     };
     let report = measure(&plan, &arguments.output.dir)?;
     arguments.output.print(&report)
@@ -334,7 +337,12 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         sites.push(site);
     }
     let raw_path = sites[0].path().join("raw");
-    let raw_file = raw::create(&raw_path, clients * CLIENT_BLOCKS * BLOCK as u64, BLOCK)?;
+    let raw_blocks = if plan.baseline {
+        clients * CLIENT_BLOCKS
+    } else {
+        0
+    };
+    let raw_file = raw::create(&raw_path, raw_blocks * BLOCK as u64, BLOCK)?;
     let mut committers = (0..clients)
         .map(|writer| Committer {
             client: None,

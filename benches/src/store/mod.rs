@@ -14,6 +14,7 @@ mod append;
 mod checkpoint;
 mod client;
 pub mod commit;
+mod failover;
 mod figures;
 mod load;
 mod output;
@@ -54,6 +55,12 @@ enum StoreAction {
     /// For `recover`: opens a log, says how long that took, and dies
     #[command(hide = true)]
     Open(recover::OpenArguments),
+    /// For `drbd`: clients that print each acknowledged commit, without end
+    #[command(hide = true)]
+    Acknowledge(failover::FailoverArguments),
+    /// For `drbd`: what is there of those commits
+    #[command(hide = true)]
+    Survivors(failover::FailoverArguments),
 }
 
 /// Runs `walvisor-bench store`.
@@ -70,5 +77,7 @@ pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
         StoreAction::Load(arguments) => load::run(arguments),
         StoreAction::Fill(arguments) => recover::fill(arguments),
         StoreAction::Open(arguments) => recover::open(arguments),
+        StoreAction::Acknowledge(arguments) => failover::acknowledge(arguments),
+        StoreAction::Survivors(arguments) => failover::survivors(arguments),
     }
 }

@@ -1,0 +1,69 @@
+//! `walvisor-bench drbd`: the disk and its log on a block device that DRBD copies to a second machine.
+//!
+//! ```text
+//!   mod.rs ─▶ matrix.rs    commits by round trip and clients  ─┐
+//!             failover.rs  the primary dies under load        ─┴─▶ pair.rs ─▶ two guests, DRBD, netem, a cable
+//! ```
+
+mod failover;
+mod matrix;
+mod pair;
+
+use clap::{Args, ValueEnum};
+use walvisor::commands::CommandError;
+
+use crate::output::Output;
+use failover::Failovers;
+use matrix::Matrix;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// No DRBD, DRBD disconnected, and round trips to 20 ms, with 1 to 64 clients, grouping off and on
+    Matrix,
+    /// The primary is killed under load, and the other machine takes over
+    Failover,
+}
+
+/// Arguments of `walvisor-bench drbd`.
+#[derive(Debug, Args)]
+pub struct DrbdArguments {
+    /// Only these parts, with commas between
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PART,PART")]
+    only: Vec<Part>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Runs `walvisor-bench drbd`.
+///
+/// # Errors
+/// If a program is missing, a machine or a measurement fails, a file can't be written, or a failover lost a commit.
+pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
+    let output = &arguments.output;
+    let wanted = |part| arguments.only.is_empty() || arguments.only.contains(&part);
+    let mut matrix =
+        wanted(Part::Matrix).then(|| Matrix::planned(output.quick, output.rounds(1, 1)));
+    let mut failovers = wanted(Part::Failover).then(|| Failovers::planned(output.rounds(5, 1)));
+    let expected = [
+        matrix.as_ref().map(Matrix::expected),
+        failovers.as_ref().map(Failovers::expected),
+    ];
+    let session = output.start(expected.into_iter().flatten().sum())?;
+    let mut sections = Vec::new();
+    if let Some(matrix) = &mut matrix {
+        matrix.measure(&session, &output.dir)?;
+        sections.push(matrix.section());
+    }
+    if let Some(failovers) = &mut failovers {
+        failovers.measure(&session, &output.dir)?;
+        sections.push(failovers.section());
+    }
+    output.give("Group commit on a replicated disk: DRBD", session, sections)?;
+    match failovers.map_or(0, |failovers| failovers.lost()) {
+        0 => Ok(()),
+        lost => Err(CommandError::Failed(format!(
+            "{lost} acknowledged commits were lost in a failover"
+        ))),
+    }
+}
