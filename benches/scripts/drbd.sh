@@ -34,6 +34,9 @@ format() { mkfs.ext4 -q -F -E nodiscard,lazy_itable_init=0,lazy_journal_init=0 "
 # Delays every frame that this machine sends by so many milliseconds.
 delay() { tc qdisc replace dev vec0 root netem delay "$1ms" limit 100000; }
 
+# Whether DRBD has this state, and the disk of this machine is up to date.
+state() { grep -q " cs:$1 ro:[^ ]* ds:UpToDate/" /proc/drbd || { cat /proc/drbd; false; }; }
+
 # Prints the shortest and the mean round trip in milliseconds.
 round_trip() { ping -q -c 20 -i 0.02 $peer | sed -n 's|^rtt .* = \([^/]*\)/\([^/]*\)/.*|guest: rtt \1 \2|p'; }
 

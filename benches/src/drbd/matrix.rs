@@ -166,9 +166,7 @@ impl Matrix {
                     })?;
                     cell.rounds.extend(report);
                 }
-                if row.link == Link::None {
-                    pair.first.run("umount plain")?;
-                }
+                row.verify(&mut pair)?;
             }
         }
         Ok(())
@@ -292,6 +290,16 @@ impl Row {
             }
         }
         Ok(())
+    }
+
+    /// Checks that the link lasted for the whole row.
+    fn verify(&self, pair: &mut Pair) -> Result<(), CommandError> {
+        let command = match self.link {
+            Link::None => "umount plain",
+            Link::Disconnected => "state StandAlone",
+            Link::RoundTrip(_) => "state Connected",
+        };
+        pair.first.run(command).map(drop)
     }
 }
 
