@@ -148,12 +148,31 @@ fn the_judge_of_a_failover_finds_all_commits_and_sees_damage() {
 }
 
 #[test]
-fn an_unknown_part_is_wrong_usage() {
-    let output = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"))
-        .args(["drbd", "--only", "everything"])
-        .output()
-        .unwrap();
-    let error = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{error}");
-    assert!(error.contains("invalid value 'everything'"), "{error}");
+fn what_cannot_be_done_is_told_and_no_table_printed() {
+    for (arguments, path, status, told) in [
+        (
+            &["--only", "everything"],
+            None,
+            2,
+            "invalid value 'everything'",
+        ),
+        (
+            &["--dir", "."],
+            Some("/nowhere"),
+            1,
+            " is missing: apt-get install ",
+        ),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+        command.arg("drbd").args(arguments);
+        path.map(|path| command.env("PATH", path));
+        let output = command.output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert!(
+            error.contains(told) && error.lines().count() == 1,
+            "{error}"
+        );
+        assert!(output.stdout.is_empty());
+    }
 }

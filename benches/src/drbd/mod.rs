@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 
 use crate::output::Output;
+use crate::report::Section;
 use failover::Failovers;
 use matrix::Matrix;
 
@@ -50,16 +51,23 @@ pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
         failovers.as_ref().map(Failovers::expected),
     ];
     let session = output.start(expected.into_iter().flatten().sum())?;
-    let mut sections = Vec::new();
+    let (mut sections, mut failed) = (Vec::new(), None);
     if let Some(matrix) = &mut matrix {
-        matrix.measure(&session, &output.dir)?;
+        failed = matrix.measure(&session, &output.dir).err();
         sections.push(matrix.section());
     }
-    if let Some(failovers) = &mut failovers {
-        failovers.measure(&session, &output.dir)?;
+    if let Some(failovers) = failovers.as_mut().filter(|_| failed.is_none()) {
+        failed = failovers.measure(&session, &output.dir).err();
         sections.push(failovers.section());
     }
-    output.give("Group commit on a replicated disk: DRBD", session, sections)?;
+    // What was measured before a failure is reported with it.
+    let measured = |section: &Section| !section.table.rows.is_empty();
+    if failed.is_none() || sections.iter().any(measured) {
+        output.give("Group commit on a replicated disk: DRBD", session, sections)?;
+    }
+    if let Some(error) = failed {
+        return Err(error);
+    }
     match failovers.map_or(0, |failovers| failovers.lost()) {
         0 => Ok(()),
         lost => Err(CommandError::Failed(format!(
