@@ -12,12 +12,13 @@ use walvisor_tests::{have, images};
 fn storm(loops: u32) -> String {
     format!(
         "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
-         # Told from a side, so that the kills come in the middle.
-         (while sleep 0.5; do echo guest: at work; done) &
+         # Told from a side, so that the kills come in the middle, and only when the disk has answered: QEMU 7.2 waits for
+         # ever if a daemon dies while the two shake hands.
+         (while sleep 0.5 && [ ! -e /over ]; do dd if=/dev/zero of=/mnt/beat bs=4k count=1 conv=fsync 2>/dev/null && echo guest: at work; done) &
          fio --name=storm --directory=/mnt --rw=randwrite --bs=4k --size=16M --loops={loops} --ioengine=libaio \\
              --iodepth=16 --direct=1 --fsync=16 --verify=crc32c --do_verify=1 --minimal >/dev/null
          echo guest: fio $?
-         umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?"
+         touch /over; wait; umount /mnt; e2fsck -fn /dev/vda >/dev/null 2>&1; echo guest: fsck $?"
     )
 }
 
