@@ -51,6 +51,24 @@ pub fn find(program: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
+/// The first of these programs, each with its package, that [`find`] does not find.
+pub fn missing<'a>(needs: &[(&'a str, &'a str)]) -> Option<(&'a str, &'a str)> {
+    let mut needs = needs.iter();
+    needs.find(|(program, _)| find(program).is_none()).copied()
+}
+
+/// Makes sure that these programs are there, each named with its package.
+///
+/// # Errors
+/// If one is missing; the error names its package.
+pub fn require(needs: &[(&str, &str)]) -> Result<(), CommandError> {
+    missing(needs).map_or(Ok(()), |(program, package)| {
+        Err(CommandError::Failed(format!(
+            "{program} is missing: apt-get install --no-install-recommends {package}"
+        )))
+    })
+}
+
 /// A process that is killed when this value is dropped.
 pub struct Killed(pub Child);
 

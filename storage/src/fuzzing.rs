@@ -253,10 +253,6 @@ impl Medium for Files {
         unreachable!("recovery makes no segments")
     }
 
-    fn operation_bytes(&self, _: &Arc<Segment>, _: u64) -> u64 {
-        1 << 20
-    }
-
     fn engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
         unreachable!("nothing is written behind recovery's back")
     }

@@ -15,7 +15,7 @@ use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 
 use super::job::{DatabaseDisk, DatabaseJob, DatabaseMeasured};
 use crate::output::failed;
-use crate::programs::{GUEST_IMAGES, Killed, find, guest_images, walvisor};
+use crate::programs::{GUEST_IMAGES, Killed, guest_images, require, walvisor};
 
 /// The guest's script.
 const SCRIPT: &str = include_str!("../../scripts/database.sh");
@@ -48,11 +48,7 @@ impl DatabaseSite {
     /// # Errors
     /// If a program is missing, a disk cannot be made, or the daemon or the guest does not start.
     pub fn start(dir: &Path) -> Result<Self, CommandError> {
-        if let Some((program, package)) = NEEDS.iter().find(|need| find(need.0).is_none()) {
-            return Err(CommandError::Failed(format!(
-                "{program} is missing: apt-get install --no-install-recommends {package}"
-            )));
-        }
+        require(&NEEDS)?;
         let guests = guest_images()?;
         let place = tempfile::Builder::new()
             .prefix("walvisor-compare-")

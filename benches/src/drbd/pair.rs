@@ -9,7 +9,7 @@ use walvisor::commands::CommandError;
 use walvisor_guest_images::{CableEnd, Guest, UserMode};
 
 use crate::output::failed;
-use crate::programs::find;
+use crate::programs::require;
 
 /// The script of both machines. It describes the commands.
 const SCRIPT: &str = include_str!("../../scripts/drbd.sh");
@@ -49,11 +49,7 @@ impl Pair {
     /// # Errors
     /// If a program is missing, a disk cannot be made, or a machine or DRBD does not start.
     pub fn start(dir: &Path, protocol: &str) -> Result<Self, CommandError> {
-        if let Some((program, package)) = NEEDS.iter().find(|need| find(need.0).is_none()) {
-            return Err(CommandError::Failed(format!(
-                "{program} is missing: apt-get install --no-install-recommends {package}"
-            )));
-        }
+        require(&NEEDS)?;
         let disks = tempfile::Builder::new()
             .prefix("walvisor-bench-")
             .tempdir_in(dir)

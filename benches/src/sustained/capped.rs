@@ -18,7 +18,7 @@ use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
 
 use crate::output::failed;
-use crate::programs::find;
+use crate::programs::{self, find};
 
 /// Programs, each with its package.
 const NEEDS: [(&str, &str); 5] = [
@@ -51,7 +51,7 @@ pub fn missing() -> Option<String> {
             "Not measured: the capped volume needs /dev/fuse and /dev/loop-control".to_owned(),
         );
     }
-    let (program, package) = NEEDS.iter().find(|need| find(need.0).is_none())?;
+    let (program, package) = programs::missing(&NEEDS)?;
     Some(format!(
         "Not measured: {program} is missing: install the package {package}"
     ))

@@ -128,6 +128,9 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     rests: Vec<Rest>,
 }
 
+/// A disk and its frozen index layer, which is not empty.
+pub(crate) type Layer = (Arc<DiskState>, Arc<ExtentMap>);
+
 /// How a copy ended.
 pub(crate) enum Copied {
     /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
@@ -137,7 +140,7 @@ pub(crate) enum Copied {
     Cut(Vec<Rest>),
 }
 
-/// Copies the disks' frozen layers to their base images, then marks and syncs the images. `operation`: the price of an
+/// Copies frozen layers to their base images, then marks and syncs the images. `operation`: the price of an
 /// operation of the medium, in bytes. `tend` is called repeatedly, with a function that it may call to let the copy go on
 /// meanwhile; `over` before each run: once it returns `true`, no more is copied.
 ///
@@ -146,23 +149,17 @@ pub(crate) enum Copied {
 /// any more.
 pub(crate) fn copy(
     log: &Log,
-    disks: &[Arc<DiskState>],
+    layers: &[Layer],
     mut pace: CopyPace,
     operation: u64,
     mut tend: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<Copied> {
-    let layers: Vec<(&Arc<DiskState>, Arc<ExtentMap>)> = disks
-        .iter()
-        .filter_map(|disk| Some((disk, disk.index().frozen.clone()?)))
-        .filter(|(_, layer)| !layer.is_empty())
-        .collect();
     if layers.is_empty() {
         return Ok(Copied::Whole(Vec::new()));
     }
     let runs = || {
         layers.iter().flat_map(|(disk, layer)| {
-            let disk: &Arc<DiskState> = disk;
             Stripes::new(layer.iter(), operation).map(move |run| (disk, run))
         })
     };
@@ -204,7 +201,7 @@ pub(crate) fn copy(
     };
     while !copier.has_ended() {
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
-            let _ = sync_bases(&layers);
+            let _ = sync_bases(layers);
         }
         tend(&mut || {
             copier.advance(&mut over);
@@ -217,12 +214,12 @@ pub(crate) fn copy(
         Some(error) => return Err(error),
         None if copier.cut => return Ok(Copied::Cut(copier.rests)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
-        None => sync_bases(&layers)?,
+        None => sync_bases(layers)?,
     }
     Ok(Copied::Whole(copier.rests))
 }
 
-fn sync_bases(layers: &[(&Arc<DiskState>, Arc<ExtentMap>)]) -> Result<()> {
+fn sync_bases(layers: &[Layer]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
         // The mark gets the image's new generation; the sync makes it durable together with the bytes.
         disk.mark(true).map(drop)

@@ -19,7 +19,7 @@ use zerocopy::little_endian::U64;
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
-use crate::checkpoint::copy::{Copied, Rest, copy};
+use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
 use crate::checkpoint::pace::{CopyPace, Growth};
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Place};
@@ -402,7 +402,7 @@ impl Keeper {
     }
 
     /// The frozen layers that are not empty, with their disks.
-    fn layers(&self) -> Vec<(Arc<DiskState>, Arc<ExtentMap>)> {
+    fn layers(&self) -> Vec<Layer> {
         let disks = self.disks.iter();
         let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
@@ -410,17 +410,16 @@ impl Keeper {
 
     /// Writes to the control file that the base images may from now on hold records up to `lsn`, and that the
     /// images which the frozen layers are copied to are about to get another generation.
-    fn announce(&mut self, lsn: u64) -> Result<()> {
+    fn announce(&mut self, lsn: u64, layers: &[Layer]) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
         }
-        let layers = self.layers();
         // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
         // log.
         for _ in 0..2 {
             self.control.change(|control| {
                 control.header.copying_lsn = U64::new(lsn);
-                for (disk, layer) in &layers {
+                for (disk, layer) in layers {
                     if let Some(entry) = control.disk_mut(disk.id) {
                         if entry.generation == entry.next_generation {
                             entry.announce(1);
@@ -441,11 +440,10 @@ impl Keeper {
 
     /// The price of an operation of the medium, in bytes. It is measured once, when it first decides about much work, and
     /// not in the time that closing may take.
-    fn operation_bytes(&mut self) -> u64 {
+    fn operation_bytes(&mut self, layers: &[Layer]) -> u64 {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
         drop(state);
-        let layers = self.layers();
         let mut pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
         let much = pieces.nth(MUCH_WORK).is_some();
         let (log, measured) = (&self.log, &mut self.operation);
@@ -462,8 +460,9 @@ impl Keeper {
         if !planted(Mutant::CopyBeforeDurable) {
             self.drain(lsn)?;
         }
-        self.announce(lsn)?;
-        let operation = self.operation_bytes();
+        let layers = self.layers();
+        self.announce(lsn, &layers)?;
+        let operation = self.operation_bytes(&layers);
         let tend = |meanwhile: &mut dyn FnMut()| {
             // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
             // copy.
@@ -472,7 +471,7 @@ impl Keeper {
             }
         };
         let over = || self.log.lock().keeper.is_over();
-        copy(&self.log, &self.disks, pace, operation, tend, over)
+        copy(&self.log, &layers, pace, operation, tend, over)
     }
 
     /// As [`checkpoint`](Self::checkpoint), up to one LSN.

@@ -6,7 +6,6 @@
 //! full before the copy ends. If even that is too slow, writers wait, but never until the copy ends: it hands on
 //! the room of the log in step with its progress, so that the log grows as fast as the copy can follow.
 
-use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use crate::log::state::{Log, State, UNAPPLIED_LIMIT};
@@ -56,7 +55,7 @@ impl Growth {
 
 /// The pace of a copy: it is to end before the log is full.
 pub(crate) struct CopyPace {
-    growth: Cell<Growth>,
+    growth: Growth,
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
@@ -65,7 +64,7 @@ pub(crate) struct CopyPace {
     /// What all reads and writes of the copy cost.
     work: u64,
     /// Up to where the log may grow for now.
-    allowed: Cell<u64>,
+    allowed: u64,
 }
 
 impl CopyPace {
@@ -76,8 +75,8 @@ impl CopyPace {
         // One segment is the keeper's.
         let room = state.ring.unused_bytes();
         let room = room.saturating_sub(log.segment_size);
-        let pace = Self {
-            growth: Cell::new(Growth::new(end)),
+        let mut pace = Self {
+            growth: Growth::new(end),
             hurry,
             bytes: (end, room),
             records: (
@@ -85,7 +84,7 @@ impl CopyPace {
                 UNAPPLIED_LIMIT.saturating_sub(pipeline.unapplied()),
             ),
             work: u64::MAX,
-            allowed: Cell::new(end),
+            allowed: end,
         };
         state.ring.allow(pace.allowed(0));
         pace
@@ -97,21 +96,21 @@ impl CopyPace {
     }
 
     /// Up to where the log may grow when `done` of the work is done; `None`: as long as there is room.
-    fn allowed(&self, done: u64) -> Option<u64> {
+    fn allowed(&mut self, done: u64) -> Option<u64> {
         if done >= self.work {
             return None;
         }
         let (end, room) = self.bytes;
         let share = FREE_SHARE + (1.0 - FREE_SHARE) * (done as f64 / self.work as f64);
         let allowed = end + (room as f64 * share) as u64;
-        if allowed >= self.allowed.get() + ROOM_STEP.min(room / 16) {
-            self.allowed.set(allowed);
+        if allowed >= self.allowed + ROOM_STEP.min(room / 16) {
+            self.allowed = allowed;
         }
-        Some(self.allowed.get())
+        Some(self.allowed)
     }
 
     /// How many runs may be in flight when `done` of the work is done. Hands on the log's room.
-    pub(super) fn runs(&self, log: &Log, done: u64) -> usize {
+    pub(super) fn runs(&mut self, log: &Log, done: u64) -> usize {
         let mut state = log.lock();
         if state.ring.allow(self.allowed(done)) {
             drop(state);
@@ -129,9 +128,7 @@ impl CopyPace {
             true => 1.0,
             false => used - done as f64 / self.work as f64,
         };
-        let mut growth = self.growth.get();
-        let disturbing = behind <= 0.0 && growth.is_under_way(end);
-        self.growth.set(growth);
+        let disturbing = behind <= 0.0 && self.growth.is_under_way(end);
         if disturbing {
             return 0;
         }

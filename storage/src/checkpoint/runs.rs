@@ -205,6 +205,9 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
         while let Some(run) = self.runs.next_if(&mut fits) {
             self.apart.push_back(run);
         }
+        if self.apart.is_empty() {
+            return Some(run);
+        }
         self.apart.push_front(run);
         let runs = || self.apart.iter();
         let parts = runs().flat_map(|run| match run {
