@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! DIR/control         slot A (64 KiB) | slot B (64 KiB)       written in turn, newest valid one counts
-//! DIR/segment-00000   segment header (4 KiB) | batch | batch | ... | stale or zero bytes
+//! DIR/segment-00000   segment header (4 KiB) | batch | batch | ... | stale or zero bytes | summary, if it is sealed
 //!                                              │
 //!                     batch header + descriptors + checksums, pad to 4 KiB | payloads, in order | pad to 4 KiB
 //! ```
@@ -38,6 +38,7 @@ pub(crate) const NUMBER_LIMIT: u64 = 1 << 62;
 pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
+pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
 
 /// 128 random bits that name a log or a disk.
 pub(crate) type Uuid = [u8; 16];
@@ -198,6 +199,26 @@ pub(crate) struct BatchHeader {
     pub payload_bytes: U64,
 }
 
+/// Last bytes of a segment that is sealed: no batch follows in it. The summary repeats the headers of all batches of the
+/// segment, with their descriptors and checksums, so that a log can be opened without reading its payloads.
+///
+/// The footer has a fixed place, the end of the segment, because a reader knows nothing else about the summary. The
+/// headers lie right before it, one behind the other and as they stand in the segment, so each brings its own CRC and
+/// the CRC of the one before. The summary is an optimisation: nothing is lost if it is missing or torn.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct SummaryFooter {
+    pub magic: [u8; 8],
+    pub version: U32,
+    /// CRC-32C of the headers and the footer with this field zero.
+    pub crc: U32,
+    pub log: Uuid,
+    pub sequence: U64,
+    pub salt: U64,
+    /// Bytes of the headers before the footer.
+    pub headers_len: U64,
+}
+
 /// One record: a request to a disk that changes its data. Payloads lie behind the header in the order of descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -246,7 +267,7 @@ impl Descriptor {
 }
 
 /// Bytes of a batch header with its descriptors and checksums, without padding.
-const fn header_len(descriptors: usize, checksums: usize) -> usize {
+pub(crate) const fn header_len(descriptors: usize, checksums: usize) -> usize {
     size_of::<BatchHeader>() + descriptors * size_of::<Descriptor>() + checksums * size_of::<U32>()
 }
 
@@ -254,6 +275,17 @@ const fn header_len(descriptors: usize, checksums: usize) -> usize {
 pub(crate) const fn batch_header_len(descriptors: usize, checksums: usize) -> usize {
     header_len(descriptors, checksums).next_multiple_of(BLOCK)
 }
+
+/// Bytes that the summary of batch headers of `headers_len` bytes takes at the end of a segment of `segment_size` bytes;
+/// `None`: too many. Where headers take so much of a segment, there is little payload that its readers could skip.
+pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize> {
+    let len = headers_len.checked_add(size_of::<SummaryFooter>())?;
+    let len = len.checked_next_multiple_of(BLOCK)?;
+    (len as u64 <= segment_size / SUMMARY_SHARE).then_some(len)
+}
+
+/// A summary takes at most one part in this many of a segment.
+const SUMMARY_SHARE: u64 = 16;
 
 /// CRC-32C of `bytes` as if the four at `at` were zero: how every structure here is sealed.
 pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
@@ -265,8 +297,13 @@ pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
 pub(crate) const CRC_AT: usize = 12;
 
 pub(crate) fn seal(bytes: &mut [u8]) -> u32 {
-    let crc = crc_without(bytes, CRC_AT);
-    bytes[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
+    seal_at(bytes, CRC_AT)
+}
+
+/// Puts the CRC of `bytes` into the four bytes at `at`, and returns it.
+pub(crate) fn seal_at(bytes: &mut [u8], at: usize) -> u32 {
+    let crc = crc_without(bytes, at);
+    bytes[at..at + 4].copy_from_slice(&crc.to_le_bytes());
     crc
 }
 
@@ -386,6 +423,53 @@ impl BatchHeader {
     }
 }
 
+impl SummaryFooter {
+    /// The footer of the summary of a segment.
+    pub(crate) fn new(log: Uuid, sequence: u64, salt: u64) -> Self {
+        Self {
+            magic: SUMMARY_MAGIC,
+            version: U32::new(VERSION),
+            crc: U32::new(0),
+            log,
+            sequence: U64::new(sequence),
+            salt: U64::new(salt),
+            headers_len: U64::new(0),
+        }
+    }
+
+    /// The summary of a segment with these batch headers, to be written at the segment's end; `None` if they are too
+    /// many for the segment.
+    pub(crate) fn encode(mut self, headers: &[u8], segment_size: u64) -> Option<Buffer> {
+        let mut summary = Buffer::zeroed(summary_len(headers.len(), segment_size)?);
+        self.headers_len = U64::new(headers.len() as u64);
+        let footer = summary.len() - size_of::<Self>();
+        let first = footer - headers.len();
+        summary[first..footer].copy_from_slice(headers);
+        summary[footer..].copy_from_slice(self.as_bytes());
+        seal_at(&mut summary[first..], headers.len() + CRC_AT);
+        Some(summary)
+    }
+
+    /// Reads the footer at the end of `block`, the last of a segment, and returns it with the length of the whole
+    /// summary in bytes. The CRC is not verified yet.
+    pub(crate) fn peek(block: &[u8], segment_size: u64) -> Option<(Self, usize)> {
+        let (_, footer) = Self::read_from_suffix(block).ok()?;
+        let headers_len = usize::try_from(footer.headers_len.get()).ok()?;
+        let known = footer.magic == SUMMARY_MAGIC && footer.version.get() == VERSION;
+        Some((footer, summary_len(headers_len, segment_size)?)).filter(|_| known)
+    }
+
+    /// The batch headers in `summary`, which has the length that [`peek`](Self::peek) returned. `None` if the CRC is
+    /// not right.
+    pub(crate) fn headers<'a>(&self, summary: &'a [u8]) -> Option<&'a [u8]> {
+        let footer = summary.len().checked_sub(size_of::<Self>())?;
+        let headers_len = self.headers_len.get() as usize;
+        let first = footer.checked_sub(headers_len)?;
+        let right = self.crc.get() == crc_without(&summary[first..], headers_len + CRC_AT);
+        right.then(|| &summary[first..footer])
+    }
+}
+
 /// The control slot's contents, decoded.
 #[derive(Clone, Debug)]
 pub(crate) struct Control {
@@ -468,6 +552,7 @@ mod tests {
         assert_eq!(size_of::<SegmentHeader>(), 64);
         assert_eq!(size_of::<BatchHeader>(), 96);
         assert_eq!(size_of::<Descriptor>(), 20);
+        assert_eq!(size_of::<SummaryFooter>(), 56);
         const { assert!(MAX_DISKS >= 100) };
     }
 
@@ -533,5 +618,31 @@ mod tests {
                 .is_none_or(|(header, len)| header.records(&bad[..len]).is_none());
             assert!(noticed, "bit {bit}");
         }
+    }
+
+    #[test]
+    fn every_flipped_bit_of_a_summary_is_noticed() {
+        const SIZE: u64 = 1 << 20;
+        for len in [0, 1, 200, BLOCK - 56, BLOCK - 55, 3 * BLOCK] {
+            let headers: Vec<u8> = (0..len).map(|at| at as u8).collect();
+            let summary = SummaryFooter::new([7; 16], 3, 9).encode(&headers, SIZE);
+            let summary = summary.unwrap().to_vec();
+            assert_eq!(summary.len(), (len + 56).next_multiple_of(BLOCK));
+            let read = |summary: &[u8]| {
+                let (footer, len) = SummaryFooter::peek(&summary[summary.len() - BLOCK..], SIZE)?;
+                let bytes = summary.get(summary.len().checked_sub(len)?..)?;
+                footer.headers(bytes).map(<[u8]>::to_vec)
+            };
+            assert_eq!(read(&summary).unwrap(), headers);
+            for bit in (summary.len() - 56 - len) * 8..summary.len() * 8 {
+                let mut bad = summary.clone();
+                bad[bit / 8] ^= 1 << (bit % 8);
+                assert!(read(&bad).is_none(), "{len}: bit {bit}");
+            }
+        }
+        let most = SIZE as usize / 16 - 56;
+        assert_eq!(summary_len(most, SIZE), Some(SIZE as usize / 16));
+        assert_eq!(summary_len(most + 1, SIZE), None);
+        assert_eq!(summary_len(usize::MAX, SIZE), None);
     }
 }

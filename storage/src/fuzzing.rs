@@ -16,8 +16,8 @@ use crate::catalog::control::read_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::Result;
 use crate::format::{
-    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, Descriptor, Kind, SEGMENT_MAGIC,
-    SegmentHeader,
+    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, Kind, SEGMENT_MAGIC,
+    SegmentHeader, SummaryFooter,
 };
 use crate::index::Place;
 use crate::log::disk_state::DiskState;
@@ -27,6 +27,7 @@ use crate::medium::engine::Engine;
 use crate::medium::file::DataFile;
 use crate::medium::mark::{Inode, Mark};
 use crate::medium::segment::Segment;
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
@@ -138,6 +139,27 @@ fn seal_segment(file: &mut [u8]) {
         at = usize::try_from(behind).map_or(file.len(), |at| at.min(file.len()));
         at = at.next_multiple_of(BLOCK);
     }
+    seal_summary(file);
+}
+
+/// Corrects all checksums of a segment's summary, as far as its batch headers follow each other.
+fn seal_summary(file: &mut [u8]) {
+    let Some((footer, _)) = SummaryFooter::peek(file, file.len() as u64) else {
+        return;
+    };
+    let end = file.len() - size_of::<SummaryFooter>();
+    let first = end - footer.headers_len.get() as usize;
+    let mut previous: [u8; 4] = file[CRC_AT..CRC_AT + 4].try_into().expect("four bytes");
+    let mut at = first;
+    while let Some((_, len)) = BatchHeader::peek(&file[at..end])
+        && at + len <= end
+    {
+        let field = at + offset_of!(BatchHeader, previous_crc);
+        file[field..field + 4].copy_from_slice(&previous);
+        previous = format::seal(&mut file[at..at + len]).to_le_bytes();
+        at += len;
+    }
+    format::seal_at(&mut file[first..], end - first + CRC_AT);
 }
 
 impl MemoryFile {
@@ -282,9 +304,12 @@ pub fn recover_input(input: &[u8]) {
 fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let path = Path::new("log");
     let mut control = read_control(Box::new(files.file(0)), path.into(), PathBuf::new())?;
-    // Reads the log first, as the commands that only inspect it do.
-    let looked =
-        read_log(files, path, &control.control, &mut |_, _| {}).map(|(scan, _)| scan.last_lsn);
+    // Reads the log first, as the commands that only inspect it do: with all payloads, and without.
+    let look = |verify| {
+        let (scan, _) = read_log(files, path, &control.control, verify, &mut |_, _| {})?;
+        Result::Ok((scan.last_lsn, scan.records, scan.batches, scan.max_lsn))
+    };
+    let (checked, looked) = (look(Verify::All), look(Verify::Tail));
     let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
     let disks = control.control.disks.iter();
     let states: Vec<Arc<DiskState>> = disks
@@ -295,7 +320,9 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
         .collect();
     let recovered = recover(&mut control, &states, read);
     let scan = recovered?;
-    assert_eq!(looked?, scan.last_lsn, "looking and recovering differ");
+    let found = (scan.last_lsn, scan.records, scan.batches, scan.max_lsn);
+    assert_eq!(looked?, found, "looking and recovering differ");
+    assert_eq!(checked?, found, "checking and recovering differ");
     let mut extents = Extents::new();
     let mut ends: HashMap<u32, u64> = HashMap::new();
     for state in &states {
@@ -330,7 +357,10 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
 mod tests {
     use std::path::PathBuf;
 
+    use zerocopy::little_endian::{U16, U32, U64};
+
     use super::*;
+    use crate::catalog::control::open_control;
     use crate::{
         BackendQueue, Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
         default_log_dir,
@@ -380,7 +410,77 @@ mod tests {
         done[0].result.as_ref().unwrap();
     }
 
-    /// Logs after some work: short ones, one over several segments, one of two disks, one closed.
+    /// A log of three segments with two records each. The first two segments are sealed.
+    fn sealed_log() -> Vec<u8> {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: SEGMENT as u64,
+            max_segments: SEGMENTS as u32,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let root = open_control(&log).unwrap().control;
+        let (uuid, disk_id) = (root.header.log, root.disks[0].id);
+        for slot in 0..3 {
+            let mut file = vec![0; SEGMENT];
+            let (sequence, salt) = (slot + 1, slot + 77);
+            let segment = SegmentHeader {
+                magic: SEGMENT_MAGIC,
+                version: U32::new(format::VERSION),
+                crc: U32::new(0),
+                log: uuid,
+                sequence: U64::new(sequence),
+                previous_sequence: U64::new(slot),
+                previous_lsn: U64::new(2 * slot),
+                salt: U64::new(salt),
+            };
+            let mut crc = segment.encode(&mut file);
+            let (mut at, mut headers) = (BLOCK, Vec::new());
+            for lsn in 2 * slot + 1..2 * slot + 3 {
+                let payload = &mut file[at + BLOCK..at + 2 * BLOCK];
+                payload[0] = lsn as u8;
+                let checksums = checksum::of(payload);
+                let header = BatchHeader {
+                    magic: format::BATCH_MAGIC,
+                    version: U32::new(format::VERSION),
+                    crc: U32::new(0),
+                    log: uuid,
+                    sequence: U64::new(sequence),
+                    salt: U64::new(salt),
+                    cid: U64::new(lsn),
+                    first_lsn: U64::new(lsn),
+                    durable_lsn: U64::new(lsn - 1),
+                    unix_us: U64::new(lsn),
+                    previous_crc: U32::new(crc),
+                    descriptor_count: U16::new(1),
+                    checksum_count: U16::new(1),
+                    payload_bytes: U64::new(BLOCK as u64),
+                };
+                let descriptor = Descriptor {
+                    disk_id,
+                    kind: U32::new(Kind::Write as u32),
+                    sector: U64::new(lsn * 8),
+                    sectors: U32::new(8),
+                };
+                let len = format::header_len(1, 1);
+                let head = &mut file[at..at + len];
+                crc = header.encode([descriptor].into_iter(), checksums.into_iter(), head);
+                headers.extend_from_slice(head);
+                at += 2 * BLOCK;
+            }
+            if slot < 2 {
+                let footer = SummaryFooter::new(uuid, sequence, salt);
+                let summary = footer.encode(&headers, SEGMENT as u64).unwrap();
+                file[SEGMENT - summary.len()..].copy_from_slice(&summary);
+            }
+            std::fs::write(log.join(format!("segment-{slot:05}")), file).unwrap();
+        }
+        input_of(&log)
+    }
+
+    /// Logs after some work: short ones, one over several segments, one of two disks, one closed, one of sealed
+    /// segments.
     fn real_logs() -> Vec<(String, Vec<u8>)> {
         let options = StoreOptions {
             segment_size: SEGMENT as u64,
@@ -428,6 +528,7 @@ mod tests {
             log("two-disks", 2, 5, 3, false),
             log("segments", 1, 6, 32, false),
             log("closed", 2, 5, 2, true),
+            ("sealed".to_string(), sealed_log()),
         ]
     }
 
@@ -441,6 +542,8 @@ mod tests {
             let found = recover_once(&Files::new(input)).unwrap();
             let records = matches!(name.as_str(), "one-write" | "some-writes" | "two-disks");
             assert!(!records || !found.2.is_empty(), "{name}: {found:?}");
+            let sealed = name == "sealed";
+            assert!(!sealed || (found.0, found.2.len()) == (6, 6), "{found:?}");
         }
         if std::env::var_os("WALVISOR_WRITE_CORPUS").is_some() {
             std::fs::create_dir_all(corpus()).unwrap();

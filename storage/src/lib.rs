@@ -66,7 +66,9 @@ pub use {
     store::discard::{Discarded, discard_log},
     store::dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
     store::image::Image,
-    store::inspect::{DamagedSectors, DiskReport, LogReport, inspect, inspect_telling},
+    store::inspect::{
+        DamagedHeader, DamagedSectors, DiskReport, LogReport, inspect, inspect_telling,
+    },
     store::open::Store,
     store::resize::resize_disk,
     store::transfer::{Transfer, export_disk, import_disk},

@@ -36,6 +36,16 @@ pub(crate) enum Mutant {
     RecoveryAcceptsStale,
     /// Recovery does not check payload checksums. The check is of bytes that were read already.
     RecoverySkipsChecksum,
+    /// Recovery trusts the summary of a segment although its batches may not be durable. The medium does not know of
+    /// summaries.
+    SummaryTrustedUnsynced,
+    /// Recovery trusts any summary with a right checksum, also one of an earlier use of its segment. The check is of
+    /// bytes that were read correctly.
+    SummaryTrustedStale,
+    /// Recovery omits the last batch of a summary. The medium does not know where a batch ends.
+    SummaryStopsEarly,
+    /// A segment's batches leave no room for its summary. The ring of segments is in memory.
+    SummaryUnreserved,
     /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read
     /// already.
     ReadSkipsChecksum,

@@ -96,28 +96,72 @@ class Batch:
         self.last_lsn = self.first_lsn + len(descriptors) - 1
 
 
-def batch_at(segment, offset, log):
-    """The batch whose header and descriptors at `offset` are right in themselves, or None."""
-    data = segment.data
-    if offset + BLOCK > len(data) or data[offset : offset + 8] != b"WALVBATC" or data[offset + 16 : offset + 32] != log:
+def batch_of(data, at, offset, segment, log):
+    """The batch whose header is in `data` at `at` and belongs at `offset` of the segment, and the header's length with
+    descriptors and checksums; None if they are not right in themselves."""
+    if len(data) < at + 96 or data[at : at + 8] != b"WALVBATC" or data[at + 16 : at + 32] != log:
         return None
-    fields = struct.unpack_from("<6QIHHQ", data, offset + 32)
+    fields = struct.unpack_from("<6QIHHQ", data, at + 32)
     first_lsn, count, checksum_count, payload_bytes = fields[3], *fields[7:10]
-    behind = offset + 96 + 20 * count
+    behind = at + 96 + 20 * count
     end = behind + 4 * checksum_count
     if first_lsn >= 1 << 62 or not 1 <= count <= 896 or checksum_count > 4096 or end > len(data):
         return None
-    if not sealed(data[offset:end], b"WALVBATC"):
+    if not sealed(data[at:end], b"WALVBATC"):
         return None
-    descriptors = [struct.unpack_from("<IIQI", data, offset + 96 + 20 * i) for i in range(count)]
+    descriptors = [struct.unpack_from("<IIQI", data, at + 96 + 20 * i) for i in range(count)]
     if any(kind not in KINDS for _, kind, _, _ in descriptors):
         return None
     payloads = [payload_len(kind, sectors) for _, kind, _, sectors in descriptors]
     if payload_bytes != sum(payloads) or checksum_count != sum(-(-size // BLOCK) for size in payloads):
         return None
-    check_version(data[offset:end], segment.name)
+    check_version(data[at:end], segment.name)
     checksums = struct.unpack_from(f"<{checksum_count}I", data, behind)
-    return Batch(fields, struct.unpack_from("<I", data, offset + 12)[0], descriptors, checksums, -(-end // BLOCK) * BLOCK)
+    payload_at = offset + blocks(end - at)
+    return Batch(fields, struct.unpack_from("<I", data, at + 12)[0], descriptors, checksums, payload_at), end - at
+
+
+def batch_at(segment, offset, log):
+    """The batch whose header and descriptors at `offset` are right in themselves, or None."""
+    found = batch_of(segment.data, offset, offset, segment, log) if offset + BLOCK <= len(segment.data) else None
+    return found and found[0]
+
+
+def follows(batch, segment, offset, previous_crc, last, room):
+    """Whether the batch at `offset` follows the one before. It must end at offset `room` or before."""
+    if (batch.sequence, batch.salt, batch.previous_crc) != (segment.sequence, segment.salt, previous_crc):
+        return False
+    in_order = batch.first_lsn > last if offset == BLOCK else batch.first_lsn == last + 1
+    return in_order and batch.payload_at + batch.payload_bytes <= room
+
+
+def summary_of(segment, log, limit):
+    """Offset and batch of each batch of the segment, by its summary; None if that is not valid."""
+    data, footer = segment.data, segment.data[-56:]
+    sequence, salt, headers_len = struct.unpack_from("<3Q", footer, 32)
+    start, first = len(data) - blocks(headers_len + 56), len(data) - 56 - headers_len
+    if footer[:8] != b"WALVSUMM" or struct.unpack_from("<I", footer, 8) != (2,) or footer[16:32] != log:
+        return None
+    if (sequence, salt) != (segment.sequence, segment.salt) or len(data) - start > len(data) // 16:
+        return None
+    if struct.unpack_from("<I", footer, 12)[0] != crc32c(data[first:-44] + bytes(4) + data[-40:]):
+        return None
+    headers, batches = data[first:-56], []
+    offset, previous_crc, last = BLOCK, segment.crc, segment.previous_lsn
+    while headers:
+        found = struct.unpack_from("<I", headers, 8) == (2,) and batch_of(headers, 0, offset, segment, log)
+        if not found or not follows(found[0], segment, offset, previous_crc, last, start):
+            return None
+        batch = found[0]
+        batches.append((offset, batch))
+        last, previous_crc = batch.last_lsn, batch.crc
+        offset, headers = blocks(batch.payload_at + batch.payload_bytes), headers[found[1] :]
+    return batches if last == limit else None
+
+
+def blocks(length):
+    """The length, rounded up to whole blocks."""
+    return -(-length // BLOCK) * BLOCK
 
 
 def payload_len(kind, sectors):
@@ -129,8 +173,7 @@ def records_of(batch, segment, control):
     at, checksums, found = batch.payload_at, iter(batch.checksums), []
     for lsn, (disk_id, kind, sector, sectors) in enumerate(batch.descriptors, batch.first_lsn):
         payload = segment.data[at : at + payload_len(kind, sectors)]
-        blocks = [payload[i : i + BLOCK] for i in range(0, len(payload), BLOCK)]
-        damaged = [crc32c(block) != next(checksums) for block in blocks]
+        damaged = [crc32c(payload[i : i + BLOCK]) != next(checksums) for i in range(0, len(payload), BLOCK)]
         found.append(
             {
                 "lsn": lsn,
@@ -153,30 +196,28 @@ def records_of(batch, segment, control):
     return found
 
 
-def read(directory):
-    control = Control(os.path.join(directory, "control"))
-    names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
-    segments = [Segment(directory, name, control) for name in names]
-    candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
-    behind = [(s, BLOCK, None) for s in segments if s.state == "suspect"]
-    last, durable = control.checkpoint_lsn, max(control.checkpoint_lsn, control.copying_lsn)
-    batches, ended = [], len(candidates)
-    for i, segment in enumerate(candidates):
-        if i == 0:
-            if segment.previous_sequence >= control.first_sequence or segment.previous_lsn > last:
-                ended = 0
-                break
-            last = segment.previous_lsn
+def read_from(first, candidates, control, durable, summaries):
+    """Reads the segments from `first` on. Returns the batches, with their segment and offset, whether they are doubtful,
+    and their records; how far the log was durable; the first segment that is not read; what to search where reading
+    ended; and the first segment whose summary is not to be trusted."""
+    batches, summarised = [], []
+    for i, segment in enumerate(candidates[first:], first):
+        last = segment.previous_lsn
+        if i == 0 and (segment.previous_sequence >= control.first_sequence or last > control.checkpoint_lsn):
+            return batches, durable, 0, [], None
         following = candidates[i + 1] if i + 1 < len(candidates) else None
         limit = following.previous_lsn if following and following.previous_sequence == segment.sequence else None
+        listed = summary_of(segment, control.log, limit) if summaries and limit is not None else None
+        if listed is not None:
+            summarised.append((i, limit))
+            for offset, batch in listed:
+                batches.append((i, offset, batch, False, records_of(batch, segment, control)))
+                durable = max(durable, batch.durable_lsn)
+            continue
         offset, previous_crc = BLOCK, segment.crc
         while limit is None or last < limit:
             batch = batch_at(segment, offset, control.log)
-            if batch is None or (batch.sequence, batch.salt, batch.previous_crc) != (segment.sequence, segment.salt, previous_crc):
-                break
-            in_order = batch.first_lsn > last if offset == BLOCK else batch.first_lsn == last + 1
-            end = batch.payload_at + batch.payload_bytes
-            if not in_order or end > len(segment.data):
+            if batch is None or not follows(batch, segment, offset, previous_crc, last, len(segment.data)):
                 break
             found = records_of(batch, segment, control)
             doubtful = any(record["damaged"] for record in found)
@@ -186,11 +227,27 @@ def read(directory):
                 raise Damaged(f"{segment.name}: a batch goes to record {batch.last_lsn}, beyond the next segment's begin")
             batches.append((i, offset, batch, doubtful, found))
             durable = max(durable, batch.durable_lsn)
-            last, previous_crc, offset = batch.last_lsn, batch.crc, -(-end // BLOCK) * BLOCK
+            last, previous_crc, offset = batch.last_lsn, batch.crc, blocks(batch.payload_at + batch.payload_bytes)
         if limit is None or last != limit:
-            ended = i + 1
-            behind.append((segment, offset, segment.salt))
             break
+    distrusted = next((i for i, limit in summarised if limit > durable), None)
+    if not candidates:
+        return batches, durable, 0, [], None
+    return batches, durable, i + 1, [(segment, offset, segment.salt)], distrusted
+
+
+def read(directory):
+    control = Control(os.path.join(directory, "control"))
+    names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
+    segments = [Segment(directory, name, control) for name in names]
+    candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
+    durable = max(control.checkpoint_lsn, control.copying_lsn)
+    batches, durable, ended, behind, distrusted = read_from(0, candidates, control, durable, True)
+    if distrusted is not None:
+        kept = [b for b in batches if b[0] < distrusted]
+        batches, durable, ended, behind, _ = read_from(distrusted, candidates, control, durable, False)
+        batches = kept + batches
+    behind += [(s, BLOCK, None) for s in segments if s.state == "suspect"]
     # What was durable by the headers read is no longer doubtful; from the rest on, all is looked at again.
     doubtful = next((b for b in batches if b[3] and b[2].last_lsn > durable), None)
     if doubtful:

@@ -16,6 +16,7 @@ use crate::format::{self, BatchHeader, Descriptor};
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
+use crate::log::tail::{BatchSize, Sealed};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::medium::engine::{Chunk, Io, SyncScope};
 use crate::medium::segment::Segment;
@@ -31,7 +32,7 @@ const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
 
-/// A batch being written, a sync, or both in one operation.
+/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
     sync: Option<Syncing>,
@@ -87,19 +88,45 @@ impl Log {
         // A port that began to wait while the leader wrote a batch does not look again: the leader writes its
         // records.
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
-        match (left || self.leader_alone) && self.is_behind(state) {
+        let batch = match (left || self.leader_alone) && self.is_behind(state) {
             true => self.batch(state, spare, false),
             false => None,
-        }
+        };
+        batch.or_else(|| self.seal(state, spare))
     }
 
-    /// The next batch for a port to write, while the leader may be busy with a sync; `None` if there is none.
+    /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
+    /// summary; `None` if there is none.
     pub(crate) fn write_behind(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
-        let poisoned = self.poisoned.load(Ordering::Acquire);
-        match poisoned || self.leader_alone || !self.is_behind(state) {
-            true => None,
-            false => self.batch(state, spare, false),
+        if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
+            return None;
         }
+        let batch = match self.is_behind(state) {
+            true => self.batch(state, spare, false),
+            false => None,
+        };
+        batch.or_else(|| self.seal(state, spare))
+    }
+
+    /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
+    /// is opened as well, only slower.
+    fn seal(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+        let Sealed {
+            segment,
+            offset,
+            summary,
+        } = state.ring.take_sealed()?;
+        let mut chunks = std::mem::take(&mut spare.chunks);
+        chunks.push(chunk(summary));
+        let io = Io::Append {
+            segment,
+            offset,
+            chunks,
+            payloads: 0..0,
+            sync: SyncScope::None,
+        };
+        let (batch, sync) = (None, None);
+        Some((io, Group { batch, sync }))
     }
 
     /// Whether pending records are to be written without a sync: there are many bytes of them, or a waiter waits for
@@ -117,6 +144,7 @@ impl Log {
         served
             || state.pipeline.unsynced() >= MOST_UNSYNCED
             || self.is_awaited(state)
+            || state.ring.has_sealed()
             || (self.leader_alone && self.is_behind(state))
     }
 
@@ -169,7 +197,8 @@ impl Log {
         }
     }
 
-    /// How many pending records make the next batch, and the bytes of its header and padded payloads.
+    /// How many pending records make the next batch, and the bytes of its header, without padding, and of its padded
+    /// payloads.
     fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
         // A batch takes all that may be pending, so that one sync serves all waiters, unless segments are small or a
@@ -198,16 +227,16 @@ impl Log {
         }
         (
             count,
-            format::batch_header_len(count, checksums),
+            format::header_len(count, checksums),
             payload.next_multiple_of(format::BLOCK),
         )
     }
 
-    /// Makes sure that the tail has room for `bytes`, taking a free segment into use if need be. Returns whether it
+    /// Makes sure that the tail has room for a batch, taking a free segment into use if need be. Returns whether it
     /// has.
-    fn make_room(&self, state: &mut State, bytes: u64) -> bool {
+    fn make_room(&self, state: &mut State, batch: BatchSize) -> bool {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
-        let found = match state.ring.make_room(bytes, draining) {
+        let found = match state.ring.make_room(batch, draining) {
             Room::Tail => return true,
             Room::Later => return false,
             Room::Next(segment) => {
@@ -237,10 +266,12 @@ impl Log {
     /// of its records; the caller asks for that only while no other batch is being written. `None` if nothing is
     /// pending, too many batches are being written already, or there is no room.
     fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Group)> {
-        let (count, header_len, payload_len) = self.batch_extent(state);
+        let (count, header, payload_len) = self.batch_extent(state);
+        let header_len = header.next_multiple_of(format::BLOCK);
+        let whole = (header_len + payload_len) as u64;
         if count == 0
             || state.pipeline.writing() >= MOST_WRITING
-            || !self.make_room(state, (header_len + payload_len) as u64)
+            || !self.make_room(state, BatchSize { header, whole })
         {
             return None;
         }
@@ -283,10 +314,12 @@ impl Log {
         });
         let mut head = Buffer::zeroed(header_len);
         let crc = header.encode(descriptors, checksums().copied(), &mut head);
+        let head = head.share();
+        let encoded = format::header_len(described.len(), checksums().count());
         let mut chunks = std::mem::take(&mut spare.chunks);
         chunks.reserve(count + 3);
         chunks.extend(tail.header.clone().map(chunk));
-        chunks.push(chunk(head.share()));
+        chunks.push(chunk(head.clone()));
         let heads = chunks.len();
         let payload_at = offset + chunks.iter().map(|chunk| chunk.len as u64).sum::<u64>();
         let payloads = records.iter().filter_map(|r| r.change.payload.as_ref());
@@ -304,7 +337,7 @@ impl Log {
             chunks.push(chunk(Buffer::zeroed(padding).share()));
         }
         let bytes = payload_at - offset + payload_len as u64;
-        ring.extend_tail(bytes, crc, last_lsn);
+        ring.extend_tail(bytes, (&head[..encoded], crc), last_lsn);
         let scope = match synced {
             true => pipeline.sync_batch(),
             false => SyncScope::None,

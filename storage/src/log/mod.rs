@@ -12,4 +12,5 @@ pub(crate) mod pipeline;
 pub(crate) mod ring;
 pub(crate) mod stamp;
 pub(crate) mod state;
+pub(crate) mod tail;
 pub(crate) mod waiters;

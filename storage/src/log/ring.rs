@@ -10,34 +10,26 @@ use std::collections::VecDeque;
 
 use zerocopy::little_endian::{U32, U64};
 
+use crate::Buffer;
 use crate::format::{self, SegmentHeader, Uuid};
+use crate::log::tail::{BatchSize, Sealed, Tail};
 use crate::medium::checksum::Table;
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
-use crate::{Buffer, SharedBuffer};
 
 /// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.
 const READY: usize = 2;
 /// Until the next segment file is made, one part in this many of a segment is used: the rest has room for all records
 /// that may be pending.
 const GROWING_SHARE: u64 = 8;
+/// Most summaries that wait to be written; when one more comes, the oldest is given up.
+const MOST_SEALED: usize = 2;
 
 /// A segment in use, with the LSN of its last record so far.
 pub(crate) struct Live {
     pub segment: Arc<Segment>,
     pub sequence: u64,
     pub last_lsn: u64,
-}
-
-/// The position in the log at which the next batch is written.
-pub(crate) struct Tail {
-    pub segment: Arc<Segment>,
-    pub sequence: u64,
-    pub salt: u64,
-    pub offset: u64,
-    pub previous_crc: u32,
-    /// The segment header while it is not written yet; it is written together with the first batch.
-    pub header: Option<SharedBuffer>,
 }
 
 /// Where there is room for a batch.
@@ -65,6 +57,8 @@ pub(crate) struct SegmentRing {
     tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
     live: VecDeque<Live>,
+    /// Summaries that are not written yet, oldest first.
+    sealed: VecDeque<Sealed>,
     /// Segments that are no longer needed. Readers may still hold them.
     retiring: Vec<Arc<Segment>>,
     /// Free segments; the one that was freed first is used first.
@@ -97,6 +91,7 @@ impl SegmentRing {
             next_sequence,
             tail: None,
             live,
+            sealed: VecDeque::new(),
             retiring: Vec::new(),
             free,
             starved: false,
@@ -184,8 +179,10 @@ impl SegmentRing {
         std::mem::take(&mut self.delayed)
     }
 
-    /// Looks for room for a batch of `bytes`. `draining`: the batch is the keeper's.
-    pub(crate) fn make_room(&mut self, bytes: u64, draining: bool) -> Room {
+    /// Looks for room for a batch, and for the summary of its segment. `draining`: the batch is the keeper's, which may
+    /// take the room of the summary.
+    pub(crate) fn make_room(&mut self, batch: BatchSize, draining: bool) -> Room {
+        let bytes = batch.whole;
         let allowed = self.allowed.is_none_or(|end| self.end + bytes <= end);
         if !allowed && !draining {
             self.delayed = true;
@@ -198,8 +195,10 @@ impl SegmentRing {
             true => self.segment_size / GROWING_SHARE,
             false => self.segment_size,
         };
-        let tail = self.tail.as_ref();
-        if tail.is_some_and(|tail| tail.offset + bytes <= usable) {
+        let has_room = |tail: &Tail| {
+            tail.offset + bytes <= usable && tail.has_room(batch, draining, self.segment_size)
+        };
+        if self.tail.as_ref().is_some_and(has_room) {
             self.starved = false;
             return Room::Tail;
         }
@@ -224,6 +223,7 @@ impl SegmentRing {
     pub(crate) fn begin_tail(&mut self, segment: Arc<Segment>, log: Uuid, salt: u64, batched: u64) {
         // The unused end of the previous segment counts as used.
         self.end = self.end.next_multiple_of(self.segment_size);
+        let headers = self.seal_tail(log);
         segment.note(Table::clear);
         let sequence = self.next_sequence;
         let header = SegmentHeader {
@@ -251,15 +251,44 @@ impl SegmentRing {
             offset: 0,
             previous_crc,
             header: Some(block.share()),
+            headers: Some(headers),
         });
     }
 
-    /// Moves the tail behind a batch of `bytes`, segment header included, whose header has the checksum `crc`.
-    pub(crate) fn extend_tail(&mut self, bytes: u64, crc: u32, last_lsn: u64) {
+    /// Makes the summary of the tail, which takes no more batches. Returns an empty list for the headers of the next
+    /// tail's batches.
+    fn seal_tail(&mut self, log: Uuid) -> Vec<u8> {
+        let Some(tail) = self.tail.take() else {
+            return Vec::new();
+        };
+        let (sealed, headers) = tail.seal(log, self.segment_size);
+        if sealed.is_some() && self.sealed.len() == MOST_SEALED {
+            self.sealed.pop_front();
+        }
+        self.sealed.extend(sealed);
+        headers
+    }
+
+    /// Whether a summary waits to be written.
+    pub(crate) fn has_sealed(&self) -> bool {
+        !self.sealed.is_empty()
+    }
+
+    /// Takes the oldest summary that waits to be written.
+    pub(crate) fn take_sealed(&mut self) -> Option<Sealed> {
+        self.sealed.pop_front()
+    }
+
+    /// Gives up the summaries that wait to be written, because the log has failed.
+    pub(crate) fn drop_sealed(&mut self) {
+        self.sealed.clear();
+    }
+
+    /// Moves the tail behind a batch of `bytes`, segment header included. `header`: the batch's header with descriptors
+    /// and checksums, and its CRC.
+    pub(crate) fn extend_tail(&mut self, bytes: u64, header: (&[u8], u32), last_lsn: u64) {
         let tail = self.tail.as_mut().expect("the batch is in it");
-        tail.header = None;
-        tail.offset += bytes;
-        tail.previous_crc = crc;
+        tail.extend(bytes, header, self.segment_size);
         self.end += bytes;
         self.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
     }
@@ -285,7 +314,12 @@ impl SegmentRing {
     /// Takes the oldest `count` segments out of use. They are free once they are [reclaimed](Self::reclaim).
     pub(crate) fn retire(&mut self, count: usize) {
         let retired = self.live.drain(..count).map(|live| live.segment);
+        let first = self.retiring.len();
         self.retiring.extend(retired);
+        // A segment that is not needed needs no summary.
+        let retired = &self.retiring[first..];
+        let is_live = |one: &Sealed| !retired.iter().any(|other| Arc::ptr_eq(other, &one.segment));
+        self.sealed.retain(is_live);
     }
 
     /// Frees the retired segments that no reader holds any more. Returns whether there was one.
@@ -377,6 +411,12 @@ mod tests {
 
     const SIZE: u64 = 64 << 10;
 
+    /// A batch of one record.
+    fn batch(whole: u64) -> BatchSize {
+        let header = format::header_len(1, 0);
+        BatchSize { header, whole }
+    }
+
     /// A ring of four files of at most five: one that a reader holds, two that are live, and a free one. The newest
     /// record in a batch is 9.
     fn ring() -> (SegmentRing, Arc<Segment>) {
@@ -384,12 +424,12 @@ mod tests {
         let mut ring = SegmentRing::new(SIZE, (4, 5), 1, VecDeque::new(), free);
         let mut batched = 0;
         for lsn in [3, 6, 9] {
-            let Room::Next(segment) = ring.make_room(SIZE, false) else {
+            let Room::Next(segment) = ring.make_room(batch(SIZE), false) else {
                 panic!("a segment is free");
             };
             ring.begin_tail(segment, [7; 16], 1, batched);
             ring.check(batched);
-            ring.extend_tail(8192, 1, lsn);
+            ring.extend_tail(8192, (&[0; 116], 1), lsn);
             batched = lsn;
             ring.check(batched);
         }
@@ -409,11 +449,11 @@ mod tests {
         assert!(ring.reclaim() && !ring.has_readers());
         ring.check(9);
         assert_eq!(ring.counts(), (4, 2));
-        assert!(matches!(ring.make_room(8192, false), Room::Tail));
+        assert!(matches!(ring.make_room(batch(8192), false), Room::Tail));
         // With no file to come the last segment is the keeper's.
         assert!(ring.cramp() && !ring.cramp());
-        assert!(matches!(ring.make_room(SIZE, false), Room::Next(_)));
-        let none = ring.make_room(SIZE, false);
+        assert!(matches!(ring.make_room(batch(SIZE), false), Room::Next(_)));
+        let none = ring.make_room(batch(SIZE), false);
         assert!(matches!(
             none,
             Room::None {
@@ -422,7 +462,7 @@ mod tests {
             }
         ));
         assert!(ring.is_starved());
-        assert!(matches!(ring.make_room(SIZE, true), Room::Next(_)));
+        assert!(matches!(ring.make_room(batch(SIZE), true), Room::Next(_)));
         assert!(!ring.is_starved());
     }
 
@@ -430,16 +470,80 @@ mod tests {
     fn a_batch_waits_until_the_log_may_grow() {
         let (mut ring, _reader) = ring();
         assert!(!ring.allow(Some(ring.end() + 8192)));
-        assert!(matches!(ring.make_room(8192, false), Room::Tail));
-        assert!(matches!(ring.make_room(8704, false), Room::Later));
+        assert!(matches!(ring.make_room(batch(8192), false), Room::Tail));
+        assert!(matches!(ring.make_room(batch(8704), false), Room::Later));
         assert!(!ring.is_starved());
         // The keeper's batch does not wait.
-        assert!(matches!(ring.make_room(8704, true), Room::Tail));
+        assert!(matches!(ring.make_room(batch(8704), true), Room::Tail));
         assert!(ring.allow(Some(ring.end() + 8704)));
-        assert!(matches!(ring.make_room(8704, false), Room::Tail));
+        assert!(matches!(ring.make_room(batch(8704), false), Room::Tail));
         assert!(!ring.allow(None));
-        assert!(matches!(ring.make_room(SIZE, false), Room::Next(_)));
+        assert!(matches!(ring.make_room(batch(SIZE), false), Room::Next(_)));
         ring.check(9);
+    }
+
+    /// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no summary.
+    #[test]
+    fn batches_leave_room_for_the_summary() {
+        let header = format::header_len(8, 64);
+        let whole = (format::batch_header_len(8, 64) + 64 * format::BLOCK) as u64;
+        let batch = BatchSize { header, whole };
+        let size = 2 * format::BLOCK as u64 + 16 * whole;
+        let ring = || {
+            let free = (0..4).map(|_| segment()).collect();
+            SegmentRing::new(size, (4, 4), 1, VecDeque::new(), free)
+        };
+        let begin = |ring: &mut SegmentRing, draining, batched| {
+            let Room::Next(segment) = ring.make_room(batch, draining) else {
+                panic!("a segment is free");
+            };
+            ring.begin_tail(segment, [7; 16], 1, batched);
+        };
+        // The offset of the summary, and where the last batch ends.
+        let fill = |draining| {
+            let (mut ring, mut lsn) = (ring(), 0);
+            begin(&mut ring, draining, 0);
+            let block = format::BLOCK as u64;
+            ring.extend_tail(block + whole, (&vec![7; header], 1), 1);
+            while let Room::Tail = ring.make_room(batch, draining) {
+                lsn += 1;
+                ring.extend_tail(whole, (&vec![7; header], 1), lsn + 1);
+            }
+            let end = ring.tail().expect("a tail").offset;
+            ring.begin_tail(segment(), [7; 16], 1, lsn + 1);
+            (ring.take_sealed(), end, lsn + 1)
+        };
+        let (sealed, end, batches) = fill(false);
+        let sealed = sealed.expect("a summary");
+        let len = format::summary_len(batches as usize * header, size);
+        assert_eq!(Some(sealed.summary.len()), len);
+        assert_eq!(sealed.offset + len.unwrap() as u64, size);
+        assert!(end <= sealed.offset && sealed.offset < end + whole);
+        // All that the keeper needs fits one segment, and nothing else has to.
+        let (sealed, end, _) = fill(true);
+        assert!(sealed.is_none() && end + whole > size && end <= size);
+    }
+
+    /// Summaries that nothing writes take no memory without end, and those of retired segments are given up.
+    #[test]
+    fn few_summaries_wait() {
+        let (mut ring, _reader) = ring();
+        assert_eq!(
+            ring.sealed.len(),
+            MOST_SEALED - 1,
+            "that of a retired one is gone"
+        );
+        for lsn in 10..20 {
+            ring.begin_tail(segment(), [7; 16], 1, lsn - 1);
+            ring.extend_tail(8192, (&[0; 116], 1), lsn);
+            assert!(ring.sealed.len() <= MOST_SEALED);
+        }
+        assert!(ring.has_sealed());
+        let newest = ring.live.len() - 2;
+        ring.take_sealed();
+        let sealed = ring.take_sealed().expect("two wait");
+        assert!(Arc::ptr_eq(&sealed.segment, &ring.live[newest].segment));
+        assert!(!ring.has_sealed());
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
+use crate::recovery::contents::Verify;
 use crate::recovery::scan::{self, Found, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -31,11 +32,12 @@ pub(crate) struct Waiting {
 /// The waiting records of all disks that have any, by disk id.
 pub(crate) type Indexes = HashMap<u32, Waiting>;
 
-/// Reads the whole log: what it holds, and where the newest bytes of each disk are.
+/// Reads the log: what it holds, and where the newest bytes of each disk are.
 pub(crate) fn read_log(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
+    verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     let mut indexes = Indexes::new();
@@ -49,6 +51,7 @@ pub(crate) fn read_log(
         medium,
         log_dir,
         control,
+        verify,
         &mut |Found {
                   lsn,
                   descriptor,
@@ -101,7 +104,7 @@ pub(crate) fn read_log(
     }
 }
 
-/// Reads the whole log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
+/// Reads the log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
 /// is on the medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
@@ -114,7 +117,7 @@ pub(crate) fn read_for_recovery(
         let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
-    let (scan, waiting) = read_log(medium, log_dir, &control.control, progress)?;
+    let (scan, waiting) = read_log(medium, log_dir, &control.control, Verify::Tail, progress)?;
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(

@@ -2,6 +2,7 @@
 //!
 //! Segments are read in the order of their sequence, and batches in order within them. A segment says where it
 //! begins, and the next one where it ends. So several segments are read and verified at a time, and taken in order.
+//! A sealed segment's summary repeats its headers: then only the summary is read.
 //!
 //! Every header says how far the log was durable when it was written. That distinguishes a torn write from rot:
 //! - A batch has a valid header and a wrong payload. If it was durable, the medium has changed it since: it stays
@@ -15,19 +16,16 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use zerocopy::little_endian::U64;
-
 use crate::catalog::control::unknown_version;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{
-    self, BLOCK, BatchHeader, Control, ControlHeader, Decoded, Descriptor, SegmentHeader, VERSION,
-};
+use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
 use crate::medium::directory::Medium;
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
-use crate::recovery::window::Window;
+use crate::recovery::batch::Batch;
+use crate::recovery::contents::{Behind, Candidate, Contents, Verify};
 use crate::{Buffer, SECTOR_SIZE, parallel};
 
 /// A segment that holds part of the log.
@@ -60,8 +58,18 @@ pub(crate) struct Scan {
     pub payload_bytes: u64,
     /// Whether a write that never completed was found behind the end.
     pub torn_tail: bool,
-    /// Blocks of records above the checkpoint LSN that the medium has changed.
+    /// Blocks of records above the checkpoint LSN that the medium has changed, as far as they were verified.
     pub damaged: Vec<DamagedBlock>,
+    /// Segment and byte offset of batch headers that the medium has changed, and that the segment's summary replaces.
+    pub damaged_headers: Vec<(Arc<Segment>, u64)>,
+}
+
+impl Scan {
+    /// Notes the numbers of a batch, which may be part of the log or not.
+    fn saw(&mut self, batch: &Batch) {
+        self.max_lsn = self.max_lsn.max(batch.last_lsn());
+        self.max_cid = self.max_cid.max(batch.header.cid.get());
+    }
 }
 
 /// A block of a record's payload that was durable and has changed since.
@@ -107,74 +115,16 @@ pub(crate) struct Found<'a> {
     pub offset: u64,
     /// Whether the base image has the record (it is at or below the checkpoint LSN), or the record was given up.
     pub in_base: bool,
-    /// Whether the payload is damaged.
+    /// Whether the payload is damaged, as far as it was verified.
     pub damaged: bool,
 }
 
 /// Called for each record found.
 pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Found<'_>);
 
-struct Candidate {
-    segment: Arc<Segment>,
-    header: SegmentHeader,
-}
-
-/// A batch with a valid header.
-struct ScannedBatch {
-    header: BatchHeader,
-    descriptors: Vec<Descriptor>,
-    /// Checksums of the blocks of all payloads.
-    checksums: Vec<u32>,
-    header_len: u64,
-    /// Indexes of the blocks whose checksum is wrong.
-    wrong: Vec<usize>,
-}
-
-impl ScannedBatch {
-    fn last_lsn(&self) -> u64 {
-        self.header
-            .first_lsn
-            .get()
-            .saturating_add(self.descriptors.len() as u64 - 1)
-    }
-}
-
-/// Reads the batch header at `offset`. `None` if there is none with a valid CRC and this log's UUID.
-fn batch_at(window: &mut Window, log: &[u8; 16], offset: u64) -> Result<Option<ScannedBatch>> {
-    if offset + BLOCK as u64 > window.size() {
-        return Ok(None);
-    }
-    let block = window.bytes(offset, BLOCK)?;
-    let Some((header, len)) = BatchHeader::peek(block) else {
-        return Ok(None);
-    };
-    let numbers = [
-        header.sequence,
-        header.cid,
-        header.first_lsn,
-        header.durable_lsn,
-    ];
-    // Counting never reaches a number near the end of u64, so this header is not ours.
-    if header.log != *log || !format::counted(&numbers) || offset + len as u64 > window.size() {
-        return Ok(None);
-    }
-    let Some((descriptors, checksums)) = header.records(window.bytes(offset, len)?) else {
-        return Ok(None);
-    };
-    if header.version.get() != VERSION {
-        return Err(unknown_version(window.path(), header.version.get()));
-    }
-    Ok(Some(ScannedBatch {
-        header,
-        descriptors,
-        checksums,
-        header_len: len.next_multiple_of(BLOCK) as u64,
-        wrong: Vec::new(),
-    }))
-}
-
 /// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order. Changes
-/// nothing. Calls `progress` after each segment.
+/// nothing. Calls `progress` after each segment. The result does not depend on `verify`, except for what it says of
+/// damage.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -182,6 +132,7 @@ pub(crate) fn scan(
     medium: &dyn Medium,
     dir: &Path,
     control: &Control,
+    verify: Verify,
     visit: Visitor<'_>,
     progress: Progress<'_>,
 ) -> Result<Scan> {
@@ -211,28 +162,44 @@ pub(crate) fn scan(
         visit,
     };
     let (mut read, mut read_end) = (0_usize, BLOCK as u64);
+    // Progress has been reported for so many segments.
+    let mut told = 0;
     if let (true, Some(first)) = (begins, candidates.first()) {
         scan.last_lsn = first.header.previous_lsn.get();
-        let parts = candidates.iter().enumerate().map(|(i, candidate)| {
+        let part = |i: usize| {
             let next = candidates.get(i + 1).map(|next| &next.header);
             let limit = next
-                .filter(|next| next.previous_sequence == candidate.header.sequence)
+                .filter(|next| next.previous_sequence == candidates[i].header.sequence)
                 .map(|next| next.previous_lsn.get());
-            (candidate, limit)
-        });
-        let read_part = |(candidate, limit)| (limit, read_segment(candidate, size, limit));
-        parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
-            (read, read_end) = (read + 1, contents.end);
-            let last_lsn = taker.take_segment(contents, &mut scan)?;
-            progress(read as u64 * size, total);
-            // Without a limit no segment follows this one.
-            Ok::<_, Error>(limit == Some(last_lsn))
-        })?;
+            (&candidates[i], limit)
+        };
+        for summaries in [true, false] {
+            let parts = (read..candidates.len()).map(part);
+            let read_part = |(candidate, limit)| {
+                let contents = Contents::read(candidate, size, limit, verify, summaries);
+                (limit, contents)
+            };
+            parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
+                (read, read_end) = (read + 1, contents.end);
+                let last_lsn = taker.take_segment(contents, &mut scan)?;
+                if read > told {
+                    told = read;
+                    progress(read as u64 * size, total);
+                }
+                // Without a limit no segment follows this one.
+                Ok::<_, Error>(limit == Some(last_lsn))
+            })?;
+            // From the first summary on whose batches may be torn, the segments are read again.
+            match taker.distrust(&mut scan) {
+                Some(part) => read = part,
+                None => break,
+            }
+        }
     }
 
     // The rest is stale bytes, a torn tail, or evidence that acknowledged records are missing.
     let taken = match taker.held.front() {
-        Some(held) => (held.part, held.offset),
+        Some(held) => (held.part, held.batch.offset),
         None => (read.saturating_sub(1), read_end),
     };
     let tails = candidates[..read].iter().enumerate().skip(taken.0);
@@ -250,7 +217,7 @@ pub(crate) fn scan(
         .map(|candidate| &candidate.segment);
     let behind = behind.chain(&suspects);
     let behind = behind.map(|segment| (segment, None, BLOCK as u64));
-    let look = |(segment, salt, offset)| look_behind(segment, root, salt, offset);
+    let look = |(segment, salt, offset)| Behind::look(segment, root, salt, offset);
     let mut passed = taken.0.min(read) as u64;
     parallel::in_order(medium.threads(), tails.chain(behind), look, |seen| {
         let seen = seen?;
@@ -260,8 +227,7 @@ pub(crate) fn scan(
         scan.max_cid = scan.max_cid.max(seen.max_cid);
         scan.max_sequence = scan.max_sequence.max(seen.max_sequence);
         passed += 1;
-        // Progress has been reported for the segments of the tails already.
-        if passed > read as u64 {
+        if passed > told as u64 {
             progress(passed * size, total);
         }
         Ok::<_, Error>(true)
@@ -270,10 +236,9 @@ pub(crate) fn scan(
     // Batches that are still held were never durable: the log ends before them.
     let (mut end, mut end_offset) = (read, read_end);
     for held in taker.held.iter().rev() {
-        (end, end_offset) = (held.part + 1, held.offset);
+        (end, end_offset) = (held.part + 1, held.batch.offset);
         scan.torn_tail = true;
-        scan.max_lsn = scan.max_lsn.max(held.batch.last_lsn());
-        scan.max_cid = scan.max_cid.max(held.batch.header.cid.get());
+        scan.saw(&held.batch);
     }
     let evidence = taker.durable;
     let lives = candidates[..end].iter().zip(&taker.last_lsns);
@@ -367,91 +332,6 @@ fn classify(
     Ok((candidates, suspects))
 }
 
-/// The part of the log in one segment.
-struct Contents {
-    /// Each batch with the byte offset of its first payload.
-    batches: Vec<(ScannedBatch, u64)>,
-    /// The offset behind the last batch.
-    end: u64,
-    /// The error that ended the reading, if any.
-    error: Option<Error>,
-}
-
-/// Reads the batches of one segment up to its end or to LSN `limit`, without looking at other segments.
-fn read_segment(candidate: &Candidate, size: u64, limit: Option<u64>) -> Contents {
-    let mut contents = Contents {
-        batches: Vec::new(),
-        end: BLOCK as u64,
-        error: None,
-    };
-    let mut window = Window::new(&candidate.segment, contents.end, size);
-    contents.error = read_batches(candidate, &mut window, limit, &mut contents).err();
-    contents
-}
-
-fn read_batches(
-    candidate: &Candidate,
-    window: &mut Window,
-    limit: Option<u64>,
-    contents: &mut Contents,
-) -> Result<()> {
-    let size = window.size();
-    let mut previous_crc = candidate.header.crc;
-    let mut previous_lsn = candidate.header.previous_lsn.get();
-    // Reads on to the first thing that is not the next batch, even where the next segment says that no batch
-    // follows.
-    loop {
-        let offset = contents.end;
-        let Some(mut batch) = batch_at(window, &candidate.header.log, offset)? else {
-            break;
-        };
-        let (header, last_lsn) = (batch.header, batch.last_lsn());
-        let first = offset == BLOCK as u64;
-        let in_order = match first {
-            // LSNs of a dropped torn tail are never given out again, so a gap is normal here.
-            true => header.first_lsn.get() > previous_lsn,
-            false => header.first_lsn.get() == previous_lsn + 1,
-        };
-        let payload_at = offset + batch.header_len;
-        let fits = header.payload_bytes.get() <= size.saturating_sub(payload_at);
-        let ours =
-            header.sequence == candidate.header.sequence && header.salt == candidate.header.salt;
-        let chained = header.previous_crc == previous_crc;
-        if !(in_order && fits && ours && chained) {
-            break;
-        }
-        batch.wrong = wrong_blocks(window, &batch, payload_at)?;
-        let beyond = limit.is_some_and(|limit| last_lsn > limit);
-        if beyond && !batch.wrong.is_empty() {
-            // The batch was dropped as torn when the log was recovered.
-            break;
-        }
-        if beyond {
-            // No crash leaves such a batch. If the next segment were missing, the batch would count, and the log
-            // would change its contents.
-            return Err(Error::new(
-                ErrorKind::Damaged,
-                format!(
-                    "{}: damaged at byte {offset}: its records up to LSN {last_lsn} overlap those of the next \
-                     segment; restore the log from a copy",
-                    candidate.segment.path.display()
-                ),
-            ));
-        }
-        let payload: u64 = batch.descriptors.iter().map(Descriptor::payload_len).sum();
-        let next = (payload_at + payload).next_multiple_of(BLOCK as u64);
-        if planted(Mutant::RecoveryStopsEarly)
-            && batch_at(window, &candidate.header.log, next)?.is_none()
-        {
-            break;
-        }
-        (previous_crc, previous_lsn) = (header.crc, last_lsn);
-        contents.batches.push((batch, payload_at));
-        contents.end = next;
-    }
-    Ok(())
-}
-
 /// Takes the batches that were read as part of the log, in order.
 struct Taker<'a> {
     candidates: &'a [Candidate],
@@ -469,9 +349,11 @@ struct Taker<'a> {
 struct Held {
     /// The index of its candidate.
     part: usize,
-    batch: ScannedBatch,
-    /// Byte offset of its header in the segment.
-    offset: u64,
+    batch: Batch,
+    /// The segment's summary has the batch: whether it is whole at its place does not count.
+    summarised: bool,
+    /// The batch is part of the log if that was durable up to here.
+    certain_from: u64,
 }
 
 impl Taker<'_> {
@@ -479,12 +361,21 @@ impl Taker<'_> {
     fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
         let part = self.last_lsns.len();
         self.last_lsns.push(scan.last_lsn);
-        for (batch, payload_at) in contents.batches {
+        let summarised = contents.summarised;
+        let segment_end = contents.batches.last().map_or(0, Batch::last_lsn);
+        for batch in contents.batches {
             self.durable = self.durable.max(batch.header.durable_lsn.get());
+            // A summary is trusted as a whole or not at all. Otherwise the next opening, which may find that the log
+            // ends in this segment and then does not use the summary, could find something else.
+            let certain_from = match summarised {
+                true => segment_end,
+                false => batch.last_lsn(),
+            };
             self.held.push_back(Held {
                 part,
-                offset: payload_at - batch.header_len,
                 batch,
+                summarised,
+                certain_from,
             });
             self.settle(scan);
         }
@@ -497,22 +388,41 @@ impl Taker<'_> {
     /// Takes the batches that are known to be part of the log: all up to the next one that may be torn.
     fn settle(&mut self, scan: &mut Scan) {
         let durable = self.durable;
-        let known =
-            |held: &mut Held| held.batch.wrong.is_empty() || held.batch.last_lsn() <= durable;
+        let known = |held: &mut Held| {
+            let whole = match held.summarised {
+                true => planted(Mutant::SummaryTrustedUnsynced),
+                false => held.batch.is_whole(),
+            };
+            whole || held.certain_from <= durable
+        };
         while let Some(held) = self.held.pop_front_if(known) {
             self.take(&held, scan);
         }
     }
 
+    /// Drops all batches from the first segment on whose summary has batches that may be torn. Returns that segment's
+    /// index.
+    fn distrust(&mut self, scan: &mut Scan) -> Option<usize> {
+        let durable = self.durable;
+        let mut held = self.held.iter();
+        let first = held.find(|held| held.summarised && held.certain_from > durable)?;
+        let part = first.part;
+        let dropped = self.held.iter().filter(|held| held.part >= part);
+        dropped.for_each(|held| scan.saw(&held.batch));
+        self.held.retain(|held| held.part < part);
+        self.last_lsns.truncate(part);
+        Some(part)
+    }
+
     fn take(&mut self, held: &Held, scan: &mut Scan) {
-        let Held {
-            part,
-            batch,
-            offset,
-        } = held;
+        let Held { part, batch, .. } = held;
         let (header, last_lsn) = (&batch.header, batch.last_lsn());
         let segment = &self.candidates[*part].segment;
-        let mut at = offset + batch.header_len;
+        let wrong = batch.verified.as_ref().map_or(&[][..], |v| &v.wrong);
+        if batch.verified.as_ref().is_some_and(|found| !found.in_place) {
+            scan.damaged_headers.push((segment.clone(), batch.offset));
+        }
+        let mut at = batch.payload_at;
         let mut first_block = 0;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
             let blocks = first_block..first_block + descriptor.checksums();
@@ -521,7 +431,7 @@ impl Taker<'_> {
             segment.note(|table| table.add(at, len, &batch.checksums[blocks.clone()]));
             let in_base = lsn <= self.control.applied_lsn(descriptor.disk_id.get())
                 && !planted(Mutant::RecoveryAcceptsStale);
-            let wrong = batch.wrong.iter().filter(|block| blocks.contains(block));
+            let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
             if !in_base {
                 scan.records += 1;
@@ -554,74 +464,8 @@ impl Taker<'_> {
         scan.last_lsn = last_lsn;
         self.last_lsns[*part..].fill(last_lsn);
         scan.last_unix_us = scan.last_unix_us.max(header.unix_us.get());
-        scan.max_lsn = scan.max_lsn.max(last_lsn);
-        scan.max_cid = scan.max_cid.max(header.cid.get());
+        scan.saw(batch);
     }
-}
-
-/// Which blocks of the batch's payloads have a wrong checksum. The payloads begin at `payload_at`.
-fn wrong_blocks(window: &mut Window, batch: &ScannedBatch, payload_at: u64) -> Result<Vec<usize>> {
-    let mut wrong = Vec::new();
-    if planted(Mutant::RecoverySkipsChecksum) {
-        return Ok(wrong);
-    }
-    let (mut at, mut number) = (payload_at, 0);
-    for descriptor in &batch.descriptors {
-        let end = at + descriptor.payload_len();
-        while at < end {
-            let block_end = end.min(at + BLOCK as u64);
-            let mut crc = 0;
-            while at < block_end {
-                let bytes = window.some(at, block_end)?;
-                crc = crc32c::crc32c_append(crc, bytes);
-                at += bytes.len() as u64;
-            }
-            if crc != batch.checksums[number] {
-                wrong.push(number);
-            }
-            number += 1;
-        }
-    }
-    Ok(wrong)
-}
-
-/// What a segment holds behind the end of the log.
-#[derive(Default)]
-struct Behind {
-    torn: bool,
-    /// How far the log was durable when the headers there were written.
-    durable_lsn: u64,
-    max_lsn: u64,
-    max_cid: u64,
-    max_sequence: u64,
-}
-
-/// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
-/// another salt are ignored.
-fn look_behind(
-    segment: &Arc<Segment>,
-    root: &ControlHeader,
-    salt: Option<U64>,
-    offset: u64,
-) -> Result<Behind> {
-    let size = root.segment_size.get();
-    let mut behind = Behind::default();
-    let mut window = Window::new(segment, offset, size);
-    for at in (offset..size).step_by(BLOCK) {
-        let Some(batch) = batch_at(&mut window, &root.log, at)? else {
-            continue;
-        };
-        let header = &batch.header;
-        if header.sequence < root.first_sequence || salt.is_some_and(|salt| salt != header.salt) {
-            continue;
-        }
-        behind.torn = true;
-        behind.durable_lsn = behind.durable_lsn.max(header.durable_lsn.get());
-        behind.max_lsn = behind.max_lsn.max(batch.last_lsn());
-        behind.max_cid = behind.max_cid.max(header.cid.get());
-        behind.max_sequence = behind.max_sequence.max(header.sequence.get());
-    }
-    Ok(behind)
 }
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.

@@ -132,6 +132,7 @@ impl DataFile for SimulatedFile {
             world.failed_read = true;
             world.fail("read")?;
         }
+        world.bytes_read += buffer.len() as u64;
         match world.files[self.index]
             .current
             .read(buffer, offset as usize)

@@ -411,6 +411,7 @@ fn times_in_a_log_never_go_back() {
         &fixture.medium,
         Path::new(LOG),
         &control.control,
+        crate::recovery::contents::Verify::All,
         &mut |found| times.push(found.batch.unix_us.get()),
         &mut |_, _| {},
     )

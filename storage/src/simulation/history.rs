@@ -1,16 +1,18 @@
 //! One random history: its requests, and when power is lost.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, filled};
-use super::medium::{Random, World};
+use super::medium::{LOG, Random, World};
 use super::oracle::{Broken, Oracle};
 use crate::catalog::control::read_control;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
+use crate::recovery::contents::Verify;
+use crate::recovery::replay::read_log;
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
@@ -273,6 +275,10 @@ impl History {
             let damages = 1 + self.random.below(3);
             (0..damages).for_each(|_| world.damage());
         }
+        // A check, which reads every payload, and an opening find the same log.
+        if self.scanned(Verify::All) != self.scanned(Verify::Tail) {
+            return Err("a check and an opening find different logs".into());
+        }
         match self.fixture.open(false, CommitWait::NONE) {
             Ok(mut running) => {
                 let durable = self.known_durable()?;
@@ -333,6 +339,17 @@ impl History {
         drop(running);
         self.end_process();
         Ok(None)
+    }
+
+    /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
+    fn scanned(&self, verify: Verify) -> Option<(u64, u64, u64)> {
+        let control = self.fixture.medium.file("control");
+        let control = read_control(control, "control".into(), PathBuf::new()).ok()?;
+        let medium = &self.fixture.medium;
+        let progress = &mut |_, _| {};
+        let read = read_log(medium, Path::new(LOG), &control.control, verify, progress);
+        read.map(|(scan, _)| (scan.last_lsn, scan.records, scan.batches))
+            .ok()
     }
 
     /// The last LSN that the medium shows to have been durable.

@@ -223,6 +223,8 @@ pub(super) struct World {
     pub late_writes: u64,
     /// Power cuts that left a control slot with only some of the sectors last written to it.
     pub torn_slots: u64,
+    /// Bytes that were read from all files.
+    pub bytes_read: u64,
     /// Signalled when power is lost: a thread that slept on would never wake.
     pub events: Vec<Arc<Event>>,
 }
@@ -230,6 +232,7 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(seed: u64) -> Self {
         Self {
+            bytes_read: 0,
             files: Vec::new(),
             names: Names::default(),
             locked: Vec::new(),

@@ -28,6 +28,8 @@ mod medium;
 mod names;
 mod oracle;
 #[cfg(not(feature = "shuttle"))]
+mod sealed;
+#[cfg(not(feature = "shuttle"))]
 mod space;
 #[cfg(not(feature = "shuttle"))]
 mod written;
@@ -276,6 +278,10 @@ fn every_planted_fault_is_noticed() {
         Mutant::RecoveryStopsEarly,
         Mutant::RecoveryAcceptsStale,
         Mutant::RecoverySkipsChecksum,
+        Mutant::SummaryTrustedUnsynced,
+        Mutant::SummaryTrustedStale,
+        Mutant::SummaryStopsEarly,
+        Mutant::SummaryUnreserved,
         Mutant::RecoverySkipsSync,
         Mutant::RecoveryTrustsCache,
         Mutant::RecoveryTrustsControl,

@@ -7,10 +7,10 @@ use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::{BackendQueue, CommitWait, Completion, Failure, Operation, Port, Store};
 
-const SECTORS: u64 = 512;
+const SECTORS: u64 = 504;
 const SEGMENTS: u32 = 4;
-/// Sectors of a write. With the header of its batch it takes 20 KiB: three fill a segment.
-const WRITE: u64 = 32;
+/// Sectors of a write. With the header of its batch it takes 16 KiB: three fill a segment, with its header and summary.
+const WRITE: u64 = 24;
 const WRITES_OF_A_SEGMENT: u32 = 3;
 
 fn open() -> (Fixture, Running) {

@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::mark::Mark;
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
 use crate::store::attach::discard_command;
 use crate::store::part::{Part, exists};
@@ -181,7 +182,7 @@ fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, waiting) = read_log(&medium, log_dir, &log.control, &mut |_, _| {})?;
+    let (_, waiting) = read_log(&medium, log_dir, &log.control, Verify::Tail, &mut |_, _| {})?;
     match waiting.contains_key(&old.id.get()) {
         false => Ok(()),
         true => Err(Error::new(

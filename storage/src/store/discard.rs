@@ -14,6 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::mark::{Mark, hex};
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::{Waiting, read_log};
 use crate::store::attach::OpenBase;
 
@@ -52,7 +53,13 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     };
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
+    let (scan, mut waiting) = read_log(
+        &medium,
+        log_dir,
+        &control.control,
+        Verify::Tail,
+        &mut |_, _| {},
+    )?;
     let entry = control.control.disks[place];
     let given_up = waiting.remove(&entry.id.get());
     let given_up = given_up.unwrap_or_else(Waiting::default);

@@ -9,6 +9,7 @@ use crate::format::Kind;
 use crate::medium::checksum;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
+use crate::recovery::contents::Verify;
 use crate::recovery::scan::{self, Found};
 
 /// A record's effect on its disk.
@@ -124,6 +125,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
         &medium,
         log_dir,
         &control.control,
+        Verify::All,
         &mut each,
         &mut |_, _| {},
     )

@@ -4,13 +4,16 @@ use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::catalog::control::find_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, Result};
 use crate::medium::directory::{Directory, directory};
 use crate::medium::engine::EngineKind;
+use crate::medium::segment::Segment;
 use crate::parallel::{Progress, thread_count};
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
 use crate::recovery::scan::DamagedBlock;
 use crate::store::attach::OpenBase;
@@ -42,6 +45,17 @@ pub struct LogReport {
     /// Sectors whose newest bytes are in the log and were changed there by the medium: reads of them fail. Empty if
     /// the log is clean.
     pub damaged: Vec<DamagedSectors>,
+    /// Batch headers that were changed by the medium. Their segments' summaries still have them, so no record is lost.
+    pub damaged_headers: Vec<DamagedHeader>,
+}
+
+/// The place of a batch header that is damaged in the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DamagedHeader {
+    /// The segment file that holds the batch.
+    pub segment: PathBuf,
+    /// Byte offset of the header in the segment file.
+    pub offset: u64,
 }
 
 /// Sectors of a disk whose newest bytes are damaged in the log.
@@ -111,7 +125,7 @@ pub fn inspect_telling(
         threads: thread_count(threads),
         ..directory(log_dir, EngineKind::Blocking)
     };
-    let (scan, waiting) = read_log(&medium, log_dir, &control.control, progress)?;
+    let (scan, waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
     let found = base.find(&control, log_dir, &waiting)?;
     let size = control.control.disks[found].size.get();
     let header = &control.control.header;
@@ -129,6 +143,10 @@ pub fn inspect_telling(
             offset: block.offset,
         }
     };
+    let header_of = |(segment, offset): &(Arc<Segment>, u64)| DamagedHeader {
+        segment: segment.path.clone(),
+        offset: *offset,
+    };
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
         max_segments: header.max_segments.get(),
@@ -141,6 +159,7 @@ pub fn inspect_telling(
         torn_tail: scan.torn_tail,
         disks: control.image_paths(),
         damaged: scan.damaged.iter().map(sectors).collect(),
+        damaged_headers: scan.damaged_headers.iter().map(header_of).collect(),
     };
     Ok(DiskReport {
         size,

@@ -16,6 +16,7 @@ use crate::medium::filesystem::{Open, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::{LogRead, Segment};
 use crate::parallel::thread_count;
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
 use crate::store::attach::OpenBase;
 use crate::{Buffer, SECTOR_SIZE};
@@ -65,7 +66,13 @@ impl View {
             threads: thread_count(threads),
             ..directory(log_dir, EngineKind::Blocking)
         };
-        let (_, mut waiting) = read_log(&medium, log_dir, &control.control, &mut |_, _| {})?;
+        let (_, mut waiting) = read_log(
+            &medium,
+            log_dir,
+            &control.control,
+            Verify::Tail,
+            &mut |_, _| {},
+        )?;
         let found = base.find(&control, log_dir, &waiting)?;
         let entry = &control.control.disks[found];
         let records = waiting.remove(&entry.id.get());

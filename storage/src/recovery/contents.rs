@@ -1,0 +1,261 @@
+//! The part of a log in one segment: its batches, from the segment's summary or from their places.
+//!
+//! The summary of a sealed segment is used only if it has the segment's log, sequence and salt, if its batches follow
+//! each other from the segment's header on, and if they end where the next segment begins. Otherwise the segment is
+//! read from front to back. A summary does not show that its batches ever reached the medium: the caller uses it only if all
+//! of them were durable.
+
+use std::sync::Arc;
+
+use zerocopy::little_endian::{U32, U64};
+
+use crate::Buffer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{BLOCK, ControlHeader, SegmentHeader, SummaryFooter, VERSION};
+use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
+use crate::recovery::batch::Batch;
+use crate::recovery::window::Window;
+
+/// How much of the log a scan verifies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verify {
+    /// The batches that may be torn. The payloads of the others are verified where their bytes are used.
+    Tail,
+    /// Every batch.
+    All,
+}
+
+/// A segment that claims to be part of the log.
+pub(crate) struct Candidate {
+    pub segment: Arc<Segment>,
+    pub header: SegmentHeader,
+}
+
+/// The part of the log in one segment.
+pub(crate) struct Contents {
+    pub batches: Vec<Batch>,
+    /// The batches are those of the segment's summary.
+    pub summarised: bool,
+    /// The offset behind the last batch.
+    pub end: u64,
+    /// The error that ended the reading, if any.
+    pub error: Option<Error>,
+}
+
+/// The place in a segment where the next batch is expected, and the properties that it must have to be that batch.
+struct Chain<'a> {
+    candidate: &'a Candidate,
+    offset: u64,
+    previous_crc: U32,
+    previous_lsn: u64,
+    /// Batches end at this offset at the latest.
+    room: u64,
+}
+
+impl<'a> Chain<'a> {
+    fn new(candidate: &'a Candidate, room: u64) -> Self {
+        Self {
+            candidate,
+            offset: BLOCK as u64,
+            previous_crc: candidate.header.crc,
+            previous_lsn: candidate.header.previous_lsn.get(),
+            room,
+        }
+    }
+
+    /// Whether this is the next batch.
+    fn follows(&self, batch: &Batch) -> bool {
+        let (header, segment) = (&batch.header, &self.candidate.header);
+        let in_order = match self.offset == BLOCK as u64 {
+            // LSNs of a dropped torn tail are never given out again, so a gap is normal here.
+            true => header.first_lsn.get() > self.previous_lsn,
+            false => header.first_lsn.get() == self.previous_lsn + 1,
+        };
+        let room = self.room.checked_sub(batch.payload_at);
+        let fits = room.is_some_and(|room| header.payload_bytes.get() <= room);
+        let ours = header.sequence == segment.sequence && header.salt == segment.salt;
+        in_order && fits && ours && header.previous_crc == self.previous_crc
+    }
+
+    /// Goes on behind this batch.
+    fn advance(&mut self, batch: &Batch) {
+        self.offset = batch.end();
+        self.previous_crc = batch.header.crc;
+        self.previous_lsn = batch.last_lsn();
+    }
+}
+
+impl Contents {
+    /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`, without looking at other
+    /// segments. The next segment of the log begins behind the limit; `None`: there is none. `summaries`: the segment's
+    /// summary may be used.
+    pub(crate) fn read(
+        candidate: &Candidate,
+        size: u64,
+        limit: Option<u64>,
+        verify: Verify,
+        summaries: bool,
+    ) -> Self {
+        let mut contents = Self {
+            batches: Vec::new(),
+            summarised: false,
+            end: BLOCK as u64,
+            error: None,
+        };
+        let limit_of_summary = limit.filter(|_| summaries);
+        let summary = limit_of_summary.and_then(|limit| summary(candidate, size, limit));
+        // A window begins to read at once.
+        let window = || Window::new(&candidate.segment, BLOCK as u64, size);
+        let read = match summary {
+            Some(batches) => {
+                contents.end = batches.last().map_or(contents.end, Batch::end);
+                (contents.batches, contents.summarised) = (batches, true);
+                match verify {
+                    Verify::Tail => Ok(()),
+                    Verify::All => contents.verify(&mut window()),
+                }
+            }
+            None => contents.read_batches(candidate, &mut window(), limit),
+        };
+        contents.error = read.err();
+        contents
+    }
+
+    fn verify(&mut self, window: &mut Window) -> Result<()> {
+        let mut batches = self.batches.iter_mut();
+        batches.try_for_each(|batch| batch.verify(window))
+    }
+
+    fn read_batches(
+        &mut self,
+        candidate: &Candidate,
+        window: &mut Window,
+        limit: Option<u64>,
+    ) -> Result<()> {
+        let log = &candidate.header.log;
+        let mut chain = Chain::new(candidate, window.size());
+        // Reads on to the first thing that is not the next batch, even where the next segment says that no batch
+        // follows.
+        while let Some(mut batch) = Batch::at(window, log, chain.offset)? {
+            if !chain.follows(&batch) {
+                break;
+            }
+            batch.verify_payloads(window, true)?;
+            let whole = batch.is_whole();
+            let (offset, last_lsn) = (batch.offset, batch.last_lsn());
+            let beyond = limit.is_some_and(|limit| last_lsn > limit);
+            if beyond && !whole {
+                // The batch was dropped as torn when the log was recovered.
+                break;
+            }
+            if beyond {
+                // No crash leaves such a batch. If the next segment were missing, the batch would count, and the log
+                // would change its contents.
+                return Err(Error::new(
+                    ErrorKind::Damaged,
+                    format!(
+                        "{}: damaged at byte {offset}: its records up to LSN {last_lsn} overlap those of the next \
+                         segment; restore the log from a copy",
+                        candidate.segment.path.display()
+                    ),
+                ));
+            }
+            chain.advance(&batch);
+            if planted(Mutant::RecoveryStopsEarly)
+                && Batch::at(window, log, chain.offset)?.is_none()
+            {
+                break;
+            }
+            self.batches.push(batch);
+            self.end = chain.offset;
+        }
+        Ok(())
+    }
+}
+
+/// The batches of a segment by its summary, if it has a valid one, and if the next segment of the log begins behind
+/// LSN `limit`, the last one of the summary.
+fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
+    let file = &candidate.segment.file;
+    // A summary that can't be read is as good as none.
+    let read = |len: usize| {
+        let mut bytes = Buffer::for_overwrite(len);
+        file.read_exact_at(&mut bytes, size - len as u64).ok()?;
+        Some(bytes)
+    };
+    let block = read(BLOCK)?;
+    let (footer, len) = SummaryFooter::peek(&block, size)?;
+    let header = &candidate.header;
+    let stale = planted(Mutant::SummaryTrustedStale);
+    let ours = footer.log == header.log
+        && footer.sequence == header.sequence
+        && footer.salt == header.salt;
+    if !ours && !stale {
+        return None;
+    }
+    let bytes = if len > BLOCK { read(len)? } else { block };
+    let mut rest = footer.headers(&bytes)?;
+    let mut chain = Chain::new(candidate, size - len as u64);
+    let mut batches = Vec::new();
+    while !rest.is_empty() {
+        let (batch, len) = Batch::parse(rest, &header.log, chain.offset)?;
+        let follows = batch.header.version.get() == VERSION && chain.follows(&batch);
+        if !follows && !stale {
+            return None;
+        }
+        chain.advance(&batch);
+        batches.push(batch);
+        rest = &rest[len..];
+    }
+    // A segment whose last batches were dropped as torn may have a summary that still names them.
+    if chain.previous_lsn != limit && !stale {
+        return None;
+    }
+    if planted(Mutant::SummaryStopsEarly) {
+        batches.pop();
+    }
+    Some(batches)
+}
+
+/// What a segment holds behind the end of the log.
+#[derive(Default)]
+pub(crate) struct Behind {
+    pub torn: bool,
+    /// How far the log was durable when the headers there were written.
+    pub durable_lsn: u64,
+    pub max_lsn: u64,
+    pub max_cid: u64,
+    pub max_sequence: u64,
+}
+
+impl Behind {
+    /// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
+    /// another salt are ignored.
+    pub(crate) fn look(
+        segment: &Arc<Segment>,
+        root: &ControlHeader,
+        salt: Option<U64>,
+        offset: u64,
+    ) -> Result<Self> {
+        let size = root.segment_size.get();
+        let mut behind = Self::default();
+        let mut window = Window::new(segment, offset, size);
+        for at in (offset..size).step_by(BLOCK) {
+            let Some(batch) = Batch::at(&mut window, &root.log, at)? else {
+                continue;
+            };
+            let header = &batch.header;
+            if header.sequence < root.first_sequence || salt.is_some_and(|salt| salt != header.salt)
+            {
+                continue;
+            }
+            behind.torn = true;
+            behind.durable_lsn = behind.durable_lsn.max(header.durable_lsn.get());
+            behind.max_lsn = behind.max_lsn.max(batch.last_lsn());
+            behind.max_cid = behind.max_cid.max(header.cid.get());
+            behind.max_sequence = behind.max_sequence.max(header.sequence.get());
+        }
+        Ok(behind)
+    }
+}
