@@ -8,7 +8,7 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use path::{DiskPath, print};
 use serde_json::json;
-use walvisor_storage::{self as storage, DiskOptions, DiskReport, Store, StoreOptions};
+use walvisor_storage::{self as storage, DiskOptions, DiskReport, LogReport, Store, StoreOptions};
 
 use super::CommandError;
 use super::threads::Threads;
@@ -160,6 +160,25 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             disk.log().display(),
         )));
     }
+    let headers = report.log.iter().flat_map(|log| &log.damaged_headers);
+    if let Some(first) = headers.clone().next() {
+        if json {
+            println!("{}", to_json(&disk.path, &disk.log(), &report));
+        }
+        for header in headers.clone().filter(|_| !json) {
+            println!(
+                "{}: damaged: the batch header at byte {}",
+                header.segment.display(),
+                header.offset
+            );
+        }
+        return Err(CommandError::Failed(format!(
+            "{}: damaged: {} batch headers are not what was written; summaries have copies of them, so no record is lost: \
+             'walvisor disk checkpoint' copies the records to the base image",
+            first.segment.display(),
+            headers.count(),
+        )));
+    }
     match (&report.log, json) {
         (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
         (None, _) => println!("{name}: clean: a plain raw image without a log"),
@@ -247,8 +266,13 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
                 "segment": block.segment,
                 "offset": block.offset,
             })).collect::<Vec<_>>(),
+            "damaged_headers": log.damaged_headers.iter().map(|header| json!({
+                "segment": header.segment,
+                "offset": header.offset,
+            })).collect::<Vec<_>>(),
         })
     });
-    let clean = report.log.as_ref().is_none_or(|log| log.damaged.is_empty());
+    let log_is_clean = |log: &LogReport| log.damaged.is_empty() && log.damaged_headers.is_empty();
+    let clean = report.log.as_ref().is_none_or(log_is_clean);
     json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "clean": clean, "log": log })
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use walvisor_storage::{DiskOptions, Operation, Port, Store, create_disk};
+use walvisor_storage::{DiskOptions, Operation, Port, Store, StoreOptions, create_disk};
 use walvisor_tests::have_python;
 
 use crate::{
@@ -201,6 +201,90 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     }
     assert_eq!(both_read(&second, "log").unwrap(), records);
     println!("{FLIPS} flipped bits, {damaged} of them damage");
+}
+
+/// Both readers take the batches of sealed segments from the summaries, and read a segment whose summary is damaged.
+#[test]
+fn both_readers_use_and_refuse_the_same_summaries() {
+    const SEGMENT: u64 = 128 << 10;
+    const FOOTER: u64 = SEGMENT - 56;
+    if !have_python() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("a.img");
+    let log = dir.path().join("log");
+    let options = StoreOptions {
+        segment_size: SEGMENT,
+        max_segments: 64,
+        ..SMALL
+    };
+    create_disk(&disk, MIB, &log, &options).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    let open = |path: &Path| {
+        let mut options = File::options();
+        options.read(true).write(true).open(path).unwrap()
+    };
+    for i in 0..30 {
+        write(&mut port, i * 40, i as u8 + 1, 24);
+        end(&mut port, Operation::Flush);
+    }
+    // No request waits for a summary to be written.
+    let magic = |slot: usize| {
+        let mut magic = [0; 8];
+        let file = open(&log.join(format!("segment-{slot:05}")));
+        file.read_exact_at(&mut magic, FOOTER).unwrap();
+        &magic == b"WALVSUMM"
+    };
+    while !(0..3).all(magic) {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let crashed = dir.path().join("crashed");
+    crash(&log, &[&disk], &crashed);
+    drop(port);
+    store.close().unwrap();
+    let records = both_read(&crashed, "log").unwrap();
+    assert_eq!(records.len(), 30);
+
+    let sealed = crashed.join("log/segment-00001");
+    let first = records
+        .iter()
+        .find(|record| record["segment"] == "segment-00001")
+        .unwrap();
+    let payload = first["payload_offset"].as_u64().unwrap();
+    let changes = [
+        // Fields of the footer, and the headers before it: the summary is not used.
+        (FOOTER, true),
+        (FOOTER + 12, true),
+        (FOOTER + 17, true),
+        (FOOTER + 33, true),
+        (FOOTER + 41, true),
+        (FOOTER + 49, true),
+        (FOOTER - 30, true),
+        // A header in its place: the summary replaces it.
+        (payload - 4096 + 60, true),
+        // A payload.
+        (payload + 5000, false),
+    ];
+    for (at, same) in changes {
+        let mut byte = [0];
+        open(&sealed).read_exact_at(&mut byte, at).unwrap();
+        open(&sealed).write_all_at(&[byte[0] ^ 4], at).unwrap();
+        let found = both_read(&crashed, "log").unwrap();
+        assert_eq!(found.len(), records.len(), "byte {at}");
+        assert_eq!(found == records, same, "byte {at}");
+        let check = walvisor(&crashed, "disk check a.img --log log");
+        let clean = at >= FOOTER - 30;
+        assert_eq!(check.status.success(), clean, "byte {at}");
+        open(&sealed).write_all_at(&byte, at).unwrap();
+    }
+    // A damaged header whose copy is damaged too: the record is missing, which both notice.
+    open(&sealed)
+        .write_all_at(&[0xff], payload - 4096 + 60)
+        .unwrap();
+    open(&sealed).write_all_at(&[0xff; 2], FOOTER - 30).unwrap();
+    assert!(both_read(&crashed, "log").is_none());
 }
 
 #[test]
