@@ -118,6 +118,8 @@ pub struct LogCounters {
     /// Operations of checkpoints on base images, zeroing included: fewer than records, since adjacent records are
     /// copied together.
     pub base_writes: u64,
+    /// Bytes of memory that the log's index takes now.
+    pub index_bytes: u64,
     /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
     /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups
     /// without waiters do not count.

@@ -152,13 +152,17 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
     let longest = agreed(specs().filter_map(|spec| spec.commit_wait.longest));
     let count = agreed(specs().filter_map(|spec| spec.commit_wait.count));
     let close_time = agreed(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
+    let index_memory = agreed(specs().filter_map(|spec| spec.index_memory));
+    let index_memory = index_memory.ok_or("index-memory")?;
+    let usual = StoreOptions::default();
     Ok(StoreOptions {
         commit_wait: CommitWait {
             longest: longest.ok_or("commit-wait-usec")?,
             count: count.ok_or("commit-wait-count")?,
         },
         close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
-        ..StoreOptions::default()
+        index_memory: index_memory.unwrap_or(usual.index_memory),
+        ..usual
     })
 }
 
@@ -312,7 +316,7 @@ mod tests {
             "path=a,log=l,commit-wait-usec=5",
             "path=b,log=l,commit-wait-count=2,close-seconds=0",
             "path=c,log=l,commit-wait-usec=5",
-            "path=d,commit-wait-usec=7",
+            "path=d,commit-wait-usec=7,index-memory=3M",
         ]);
         check(&agreed).unwrap();
         let options = log_options(&agreed, &[0, 1, 2]).unwrap();
@@ -324,8 +328,17 @@ mod tests {
         assert_eq!(options.close_time, Some(Duration::ZERO));
         let alone = log_options(&agreed, &[3]).unwrap();
         assert_eq!(alone.close_time, Some(Duration::from_secs(10)));
-        for key in ["commit-wait-usec", "commit-wait-count", "close-seconds"] {
-            let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}"));
+        assert_eq!(
+            (options.index_memory, alone.index_memory),
+            (64 << 20, 3 << 20)
+        );
+        for (key, unit) in [
+            ("commit-wait-usec", ""),
+            ("commit-wait-count", ""),
+            ("close-seconds", ""),
+            ("index-memory", "M"),
+        ] {
+            let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
             let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
             let told = format!("the disks on the log l disagree about {key}: ");
             assert!(error.starts_with(&told), "{error}");

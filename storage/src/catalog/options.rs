@@ -40,6 +40,11 @@ pub struct StoreOptions {
     /// How long closing may copy the log to the base images. What is not copied by then stays in the log, and the
     /// next open goes on with it; zero: nothing is copied. Default: closing copies everything, however long it takes.
     pub close_time: Option<Duration>,
+    /// Most bytes of memory that the index of a log takes, at least 1: it knows where the log has the newest bytes of each
+    /// sector, and takes about 17 bytes for each written range until a checkpoint has copied that to the base image.
+    /// From half of this on, the log is copied; at all of it, writes wait for that. (The checksums of what the log
+    /// holds take about 8 bytes more for each 4 KiB.) Default 64 MiB.
+    pub index_memory: u64,
     /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
     /// processor.
     pub threads: Option<NonZeroUsize>,
@@ -58,6 +63,7 @@ impl Default for StoreOptions {
             operations_per_second: None,
             operation_latency: Duration::ZERO,
             close_time: None,
+            index_memory: 64 << 20,
             threads: None,
         }
     }

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::log::state::{Log, State, UNAPPLIED_LIMIT};
+use crate::log::state::{Log, State};
 use crate::sync;
 use crate::sync::atomic::Ordering;
 
@@ -59,8 +59,8 @@ pub(crate) struct CopyPace {
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
-    /// Records when it began, and how many more there was room for.
-    records: (u64, u64),
+    /// Bytes of memory that the index took when it began, and how many more it may take.
+    index: (u64, u64),
     /// What all reads and writes of the copy cost.
     work: u64,
     /// Up to where the log may grow for now.
@@ -71,7 +71,7 @@ impl CopyPace {
     /// The pace of a copy that begins now. `hurry`: a caller waits for it. Until more is known of its work, writers have
     /// the first share of the room.
     pub(super) fn new(log: &Log, state: &mut State, hurry: bool) -> Self {
-        let (pipeline, end) = (&state.pipeline, state.ring.end());
+        let (end, index) = (state.ring.end(), log.counters.index.bytes());
         // One segment is the keeper's.
         let room = state.ring.unused_bytes();
         let room = room.saturating_sub(log.segment_size);
@@ -79,10 +79,7 @@ impl CopyPace {
             growth: Growth::new(end),
             hurry,
             bytes: (end, room),
-            records: (
-                pipeline.appended(),
-                UNAPPLIED_LIMIT.saturating_sub(pipeline.unapplied()),
-            ),
+            index: (index, log.index_limit.saturating_sub(index)),
             work: u64::MAX,
             allowed: end,
         };
@@ -123,7 +120,7 @@ impl CopyPace {
             now.saturating_sub(began) as f64 / (room.max(1) as f64 * USABLE_SHARE)
         };
         let end = state.ring.end();
-        let used = used(end, self.bytes).max(used(state.pipeline.appended(), self.records));
+        let used = used(end, self.bytes).max(used(log.counters.index.bytes(), self.index));
         let behind = match hurry {
             true => 1.0,
             false => used - done as f64 / self.work as f64,

@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 
+use super::memory::{IndexMemory, Share};
 use super::place::{Piece, Place};
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
@@ -137,12 +138,18 @@ impl Leaf {
     }
 
     /// Gives memory back once most of it is unused. Not earlier, so that a leaf that shrinks and grows keeps its
-    /// memory.
-    fn trim(&mut self) {
-        let needed = self.extents.len().max(STEP);
+    /// memory. Returns how many bytes.
+    fn trim(&mut self) -> u64 {
+        let (needed, before) = (self.extents.len().max(STEP), self.bytes());
         if self.extents.capacity() > 4 * needed {
             self.extents.shrink_to(2 * needed);
         }
+        before - self.bytes()
+    }
+
+    /// Bytes of memory that the leaf takes.
+    fn bytes(&self) -> u64 {
+        (size_of::<Self>() + self.extents.capacity() * size_of::<Extent>()) as u64
     }
 }
 
@@ -163,9 +170,26 @@ pub(crate) struct ExtentMap {
     segments: Vec<Arc<Segment>>,
     /// Payloads that are not in the log yet, by LSN.
     pending: VecDeque<Pending>,
+    /// Bytes of memory that the leaves take.
+    bytes: u64,
+    share: Share,
 }
 
 impl ExtentMap {
+    /// An empty map whose memory is counted where the memory of this one is.
+    pub(crate) fn successor(&self) -> Self {
+        Self {
+            share: Share::new(&self.share.memory),
+            ..Self::default()
+        }
+    }
+
+    /// Counts the memory of this map in `memory` from now on.
+    pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
+        self.share = Share::new(memory);
+        self.share.set(self.bytes);
+    }
+
     /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let end = sector + sectors;
@@ -201,17 +225,18 @@ impl ExtentMap {
                 }
             }
             leaf.extents.drain(first..last);
-            leaf.trim();
+            self.bytes -= leaf.trim();
         }
         // Emptied leaves go, but the leaf in which the range begins stays: it gets the extent.
         let emptied = |leaf: &mut Leaf| leaf.extents.is_empty() && leaf.base > sector;
         self.leaves
             .extract_if(from.min(until)..until, emptied)
-            .for_each(drop);
+            .for_each(|leaf| self.bytes -= leaf.bytes());
         self.put(sector, sectors, word);
         if let Some((sectors, word)) = rest {
             self.put(end, sectors, word);
         }
+        self.share.set(self.bytes);
     }
 
     /// Inserts an extent into a range that holds none.
@@ -225,25 +250,26 @@ impl ExtentMap {
         let mut number = self.leaves_before(sector + 1);
         match number.checked_sub(1) {
             Some(last) if self.leaves[last].base >= base => number = last,
-            _ => self.leaves.insert(
-                number,
-                Leaf {
-                    base,
-                    extents: Vec::new(),
-                },
-            ),
+            _ => {
+                let extents = Vec::new();
+                let leaf = Leaf { base, extents };
+                self.bytes += leaf.bytes();
+                self.leaves.insert(number, leaf);
+            }
         }
         let mut at = self.leaves[number].position(sector);
         if self.leaves[number].extents.len() == LEAF {
             // Ascending writes leave full leaves behind them.
             let kept = if at == LEAF { LEAF } else { LEAF / 2 };
             let leaf = &mut self.leaves[number];
+            self.bytes -= leaf.bytes();
             let extents = leaf.extents.split_off(kept);
             leaf.extents.shrink_to(kept + STEP);
             let right = Leaf {
                 base: extents.first().map_or(sector, |first| leaf.start(first)),
                 extents,
             };
+            self.bytes += leaf.bytes() + right.bytes();
             if sector >= right.base {
                 at -= kept;
                 number += 1;
@@ -254,7 +280,9 @@ impl ExtentMap {
         }
         let leaf = &mut self.leaves[number];
         if leaf.extents.len() == leaf.extents.capacity() {
+            self.bytes -= leaf.bytes();
             leaf.extents.reserve_exact(STEP);
+            self.bytes += leaf.bytes();
         }
         leaf.extents.insert(at, extent);
         leaf.join(at, at + 1);
@@ -325,8 +353,9 @@ impl ExtentMap {
                 }
             }
             leaf.join(first, last);
-            leaf.trim();
+            self.bytes -= leaf.trim();
         }
+        self.share.set(self.bytes);
     }
 
     /// All extents in order of their sectors.
@@ -341,7 +370,7 @@ impl ExtentMap {
 
     /// The parts of this map that lie in no extent of `newer`. This map has no payloads that wait for the log.
     pub(crate) fn without(&self, newer: &Self) -> Self {
-        let mut left = Self::default();
+        let mut left = self.successor();
         for piece in self.iter() {
             let Piece {
                 sector,
@@ -449,9 +478,12 @@ impl ExtentMap {
         self.pending.len()
     }
 
-    /// Panics if an extent is in a place where no look-up finds it.
-    pub(super) fn check(&self) {
+    /// Panics if an extent is in a place where no look-up finds it, or if memory is counted wrongly. Returns how many
+    /// bytes of it the leaves take.
+    pub(super) fn check(&self) -> u64 {
         let (mut last_end, mut last_start) = (0, None);
+        let bytes = self.leaves.iter().map(Leaf::bytes).sum();
+        assert_eq!(self.bytes, bytes);
         for leaf in &self.leaves {
             assert!((1..=LEAF).contains(&leaf.extents.len()));
             assert!(last_start.is_none_or(|last| last < leaf.base));
@@ -463,5 +495,6 @@ impl ExtentMap {
                 last_start = Some(start);
             }
         }
+        bytes
     }
 }

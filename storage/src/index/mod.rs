@@ -9,11 +9,13 @@
 //! a new active layer: the copy is exactly the disk as of that LSN.
 
 mod extents;
+mod memory;
 mod place;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use extents::ExtentMap;
+pub(crate) use memory::IndexMemory;
 pub(crate) use place::{Piece, Place};
 
 use crate::medium::segment::Segment;
@@ -27,6 +29,14 @@ pub(crate) struct Index {
 }
 
 impl Index {
+    /// Counts the memory of this index, and of all that follow it, in `memory`.
+    pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
+        self.active.count_in(memory);
+        if let Some(frozen) = self.frozen.as_mut().and_then(Arc::get_mut) {
+            frozen.count_in(memory);
+        }
+    }
+
     /// Adds the range to `pieces`, cut into pieces, newest layer first; `None` places are in the base image.
     pub(crate) fn pieces(&self, sector: u64, sectors: u64, pieces: &mut Vec<Piece>) {
         let add = &mut |piece: Piece| pieces.push(piece);
@@ -60,7 +70,8 @@ impl Index {
     pub(crate) fn freeze(&mut self) -> bool {
         let free = self.frozen.is_none();
         if free {
-            self.frozen = Some(Arc::new(std::mem::take(&mut self.active)));
+            let empty = self.active.successor();
+            self.frozen = Some(Arc::new(std::mem::replace(&mut self.active, empty)));
         }
         free
     }

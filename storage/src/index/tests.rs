@@ -95,6 +95,7 @@ type Held = (Arc<Segment>, Vec<(u64, u64)>);
 /// The index, and what it should return.
 struct Model {
     index: Index,
+    memory: IndexMemory,
     /// Active layer and frozen layer.
     layers: [Vec<Origin>; 2],
     waiting: Vec<Waiting>,
@@ -104,8 +105,11 @@ struct Model {
 
 impl Model {
     fn new() -> Self {
+        let (mut index, memory) = (Index::default(), IndexMemory::default());
+        index.count_in(&memory);
         Self {
-            index: Index::default(),
+            index,
+            memory,
             layers: [(), ()].map(|()| vec![Origin::Base; SECTORS as usize]),
             waiting: Vec::new(),
             log: vec![(segment(), Vec::new())],
@@ -243,6 +247,12 @@ impl Model {
         }
     }
 
+    fn check_memory(&self) {
+        let Index { active, frozen } = &self.index;
+        let frozen = frozen.as_ref().map_or(0, |frozen| frozen.check());
+        assert_eq!(self.memory.bytes(), active.check() + frozen);
+    }
+
     fn check(&self, sector: u64, sectors: u64) {
         let mut pieces = Vec::new();
         self.index.pieces(sector, sectors, &mut pieces);
@@ -271,10 +281,10 @@ proptest! {
         for (number, step) in steps.into_iter().enumerate() {
             model.run(step);
             if number % 16 == 0 {
-                model.index.active.check();
+                model.check_memory();
             }
         }
-        model.index.active.check();
+        model.check_memory();
         model.check(FIRST, SECTORS);
         // Beyond both ends, too.
         model.index.pieces(0, 1 << 40, &mut Vec::new());
@@ -376,7 +386,13 @@ fn a_logged_block_takes_less_than_24_bytes() {
                 worst = worst.max((heap::bytes() - before) as f64 / blocks as f64);
             }
         }
-        let bytes = (heap::bytes() - before) as f64 / BLOCKS as f64;
+        let heap = heap::bytes() - before;
+        let counted = map.check() as f64 / heap as f64;
+        assert!(
+            (0.9..=1.0).contains(&counted),
+            "{name}: {counted} of the memory is counted"
+        );
+        let bytes = heap as f64 / BLOCKS as f64;
         println!("{name}: {bytes:.2} bytes a block, {worst:.2} at most on the way");
         assert_eq!(map.iter().count() as u64, BLOCKS, "nothing is adjacent");
         assert!(

@@ -1,5 +1,6 @@
 //! The counters of a log.
 
+use crate::index::IndexMemory;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{GROUP_SIZE_CLASSES, LogCounters};
 
@@ -16,6 +17,8 @@ pub(crate) struct Counters {
     pub base_bytes: AtomicU64,
     pub base_writes: AtomicU64,
     pub group_sizes: [AtomicU64; GROUP_SIZE_CLASSES],
+    /// The memory of all disks' indexes.
+    pub index: IndexMemory,
 }
 
 impl Counters {
@@ -38,6 +41,7 @@ impl Counters {
             checkpoints: get(&self.checkpoints),
             base_bytes: get(&self.base_bytes),
             base_writes: get(&self.base_writes),
+            index_bytes: self.index.bytes(),
             group_sizes: std::array::from_fn(|class| get(&self.group_sizes[class])),
         }
     }

@@ -30,9 +30,6 @@ use crate::{Failure, MAX_REQUEST_BYTES};
 /// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
 /// are then copied into memory that the processor's caches have long evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
-/// Most records that may wait for a checkpoint. Each takes one or two index extents, about 40 bytes. A guest that
-/// only discards adds no payloads, so this limit bounds the memory that it can use.
-pub(crate) const UNAPPLIED_LIMIT: u64 = 1 << 20;
 
 /// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
 pub(crate) struct State {
@@ -146,6 +143,8 @@ pub(crate) struct Log {
     pub leader_alone: bool,
     /// How long closing may copy the log to the base images; `None`: as long as it takes.
     pub close_time: Option<Duration>,
+    /// See [`StoreOptions::index_memory`](crate::StoreOptions::index_memory).
+    pub index_limit: u64,
     /// Most waiters that one group serves: no limit, or 1 without group commit.
     pub most_served: usize,
     /// [`Pipeline::written`], for ports that look without the lock.
@@ -180,21 +179,22 @@ impl Log {
     /// Gives a record of a port its LSN, makes it visible to readers and queues it for the log.
     ///
     /// # Errors
-    /// If too much is pending or waits for a checkpoint.
+    /// If too much is pending, or the index takes too much memory.
     pub(crate) fn append(
         &self,
         disk: &Arc<DiskState>,
         change: Modification,
     ) -> Result<u64, Refused> {
         let mut state = self.lock();
-        let unapplied = state.pipeline.unapplied();
-        if unapplied >= UNAPPLIED_LIMIT / 2 && !state.keeper.checkpoint {
+        // A guest that only discards adds no payloads, so the index would grow for as long as there is room in the log.
+        let index = self.counters.index.bytes();
+        if index >= self.index_limit / 2 && !state.keeper.checkpoint {
             state.keeper.checkpoint = true;
             self.keeper_wanted.notify_one();
         }
         // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(self.segment_size as usize / 2);
-        let many = unapplied >= UNAPPLIED_LIMIT;
+        let many = index >= self.index_limit;
         if (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(Refused::Stuck);
         }

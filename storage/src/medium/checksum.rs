@@ -2,7 +2,8 @@
 //!
 //! The log is read in parts: a later write may have replaced half of an earlier one. So a payload has a checksum for
 //! each [`BLOCK`] of it, and a reader of a part reads and verifies the whole blocks that hold this part. A segment
-//! keeps the checksums of its payloads in memory, 8 bytes a block.
+//! keeps the checksums of its payloads in memory: 4 bytes a block, and 8 for each run of blocks without a gap, which is
+//! mostly a batch.
 
 use std::ops::Range;
 
@@ -37,66 +38,99 @@ pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
     })
 }
 
-/// One block of a payload in a segment.
+/// Blocks of payload that lie without a gap in a segment. All of them but the last are whole.
+///
+/// One word: the first sector in the segment, the number of sectors, and the index of the first block's checksum. A
+/// segment has at most 2^21 sectors.
 #[derive(Clone, Copy, Debug)]
-struct Block {
-    /// The block's first sector in the segment, shifted by [`LENGTH_BITS`], plus its number of sectors less one. A
-    /// segment has at most 2^21 sectors.
-    place: u32,
-    crc: u32,
-}
+struct Run(u64);
 
-const LENGTH_BITS: u32 = 3;
-const _: () = assert!(BLOCK as u64 / SECTOR_SIZE == 1 << LENGTH_BITS);
+/// The bits of each of a run's numbers.
+const BITS: u32 = 21;
 
-impl Block {
-    fn start(self) -> u64 {
-        u64::from(self.place >> LENGTH_BITS) * SECTOR_SIZE
+impl Run {
+    fn new(start: u64, len: u64, checksum: usize) -> Self {
+        let (first, sectors) = (start / SECTOR_SIZE, len / SECTOR_SIZE);
+        debug_assert!(first.max(sectors).max(checksum as u64) < 1 << BITS);
+        Self((first << BITS | sectors) << BITS | checksum as u64)
+    }
+
+    fn number(self, position: u32) -> u64 {
+        self.0 >> (position * BITS) & ((1 << BITS) - 1)
+    }
+
+    fn checksum(self) -> usize {
+        self.number(0) as usize
     }
 
     fn len(self) -> u64 {
-        (u64::from(self.place & ((1 << LENGTH_BITS) - 1)) + 1) * SECTOR_SIZE
+        self.number(1) * SECTOR_SIZE
+    }
+
+    fn start(self) -> u64 {
+        self.number(2) * SECTOR_SIZE
     }
 
     fn end(self) -> u64 {
         self.start() + self.len()
     }
+
+    /// Where the block that holds the byte before `at` ends.
+    fn block_end(self, at: u64) -> u64 {
+        let blocks = (at - self.start()).next_multiple_of(BLOCK as u64);
+        self.start() + blocks.min(self.len())
+    }
 }
 
-/// The blocks of a segment that hold payload, in their order.
+/// The checksums of the payloads that a segment holds.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
-    blocks: Vec<Block>,
+    runs: Vec<Run>,
+    checksums: Vec<u32>,
 }
 
 impl Table {
     /// Empties the table, because the segment is taken into use again.
     pub(crate) fn clear(&mut self) {
-        self.blocks.clear();
+        self.runs.clear();
+        self.checksums.clear();
     }
 
     /// Adds a payload of `len` bytes at byte `offset` of the segment, behind all payloads added before.
     pub(crate) fn add(&mut self, offset: u64, len: u64, checksums: &[u32]) {
-        debug_assert!(self.blocks.last().is_none_or(|last| last.end() <= offset));
+        debug_assert!(self.runs.last().is_none_or(|last| last.end() <= offset));
         debug_assert_eq!(checksums.len() as u64, len.div_ceil(BLOCK as u64));
-        for (at, &crc) in (0..len).step_by(BLOCK).zip(checksums) {
-            let sectors = (len - at).min(BLOCK as u64) / SECTOR_SIZE;
-            let first = (offset + at) / SECTOR_SIZE;
-            let place = (first as u32) << LENGTH_BITS | (sectors as u32 - 1);
-            self.blocks.push(Block { place, crc });
+        if len == 0 {
+            return;
         }
+        let goes_on =
+            |run: &&mut Run| run.end() == offset && run.len().is_multiple_of(BLOCK as u64);
+        match self.runs.last_mut().filter(goes_on) {
+            Some(run) => *run = Run::new(run.start(), run.len() + len, run.checksum()),
+            None => {
+                grow(&mut self.runs, 1);
+                self.runs.push(Run::new(offset, len, self.checksums.len()));
+            }
+        }
+        grow(&mut self.checksums, checksums.len());
+        self.checksums.extend_from_slice(checksums);
+    }
+
+    /// The first run that ends behind `offset`.
+    fn run(&self, offset: u64) -> Option<Run> {
+        let passed = self.runs.partition_point(|run| run.end() <= offset);
+        self.runs.get(passed).copied()
     }
 
     /// The byte range of the whole blocks that hold `len` bytes at `offset`. Bytes outside any payload are in the
     /// range too, which then fails to be [verified](Self::verify).
     pub(crate) fn cover(&self, offset: u64, len: u64) -> Range<u64> {
-        let first = self.blocks.partition_point(|block| block.end() <= offset);
-        let behind = self
-            .blocks
-            .partition_point(|block| block.start() < offset + len);
-        let start = self.blocks.get(first).map_or(offset, |block| block.start());
-        let last = behind.checked_sub(1).map(|last| self.blocks[last].end());
-        start.min(offset)..last.unwrap_or(0).max(offset + len)
+        let end = offset + len;
+        let holds = |run: &Run, at: u64| run.start() < at;
+        let first = self.run(offset).filter(|run| holds(run, offset));
+        let last = self.run(end - 1).filter(|run| holds(run, end));
+        let start = first.map_or(offset, |run| offset - (offset - run.start()) % BLOCK as u64);
+        start..last.map_or(end, |run| run.block_end(end))
     }
 
     /// Checks that `bytes`, which were read at `offset`, are whole blocks, each with the checksum of what was
@@ -108,21 +142,26 @@ impl Table {
         if planted(Mutant::ReadSkipsChecksum) {
             return Ok(());
         }
-        let end = offset + bytes.len() as u64;
-        let first = self.blocks.partition_point(|block| block.start() < offset);
-        let mut at = offset;
-        for block in &self.blocks[first..] {
-            if at == end {
-                break;
-            }
-            let from = (block.start() - offset) as usize;
-            let part = bytes.get(from..from + block.len() as usize);
-            if block.start() != at || part.map(crc32c::crc32c) != Some(block.crc) {
+        let (mut at, mut left) = (offset, bytes);
+        while !left.is_empty() {
+            let run = self.run(at).filter(|run| run.start() <= at).ok_or(at)?;
+            let skipped = at - run.start();
+            let len = (run.block_end(at + 1) - at) as usize;
+            let (block, rest) = left.split_at_checked(len).ok_or(at)?;
+            let checksum = self.checksums[run.checksum() + (skipped / BLOCK as u64) as usize];
+            if !skipped.is_multiple_of(BLOCK as u64) || crc32c::crc32c(block) != checksum {
                 return Err(at);
             }
-            at = block.end();
+            (at, left) = (at + len as u64, rest);
         }
-        if at == end { Ok(()) } else { Err(at) }
+        Ok(())
+    }
+}
+
+/// Makes room for `more` items, and for few beyond them: the table of a full segment stays in memory for long.
+fn grow<T>(items: &mut Vec<T>, more: usize) {
+    if items.len() + more > items.capacity() {
+        items.reserve_exact(more.max(items.len() / 8));
     }
 }
 

@@ -118,6 +118,11 @@ impl Fixture {
     pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
         let options = StoreOptions {
             commit_wait,
+            // Sometimes so little that writes wait for checkpoints.
+            index_memory: match self.medium.lock().random.one_in(4) {
+                true => 1000,
+                false => StoreOptions::default().index_memory,
+            },
             ..StoreOptions::default()
         };
         if self.moves && self.medium.lock().random.one_in(3) {

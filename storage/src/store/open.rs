@@ -247,6 +247,9 @@ fn assemble(
     })?;
     let recovered = (scan.records > 0).then_some(scan.last_lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
+    for state in states {
+        state.index_mut().count_in(&log.counters.index);
+    }
     let keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     Ok((log, keeper))
 }
@@ -296,6 +299,7 @@ fn new_log(
         medium,
         leader_alone: options.leader_alone(),
         close_time: options.close_time,
+        index_limit: options.index_memory,
         most_served: if options.group_commit { usize::MAX } else { 1 },
         written: AtomicU64::new(last_lsn),
         poisoned: AtomicBool::new(false),

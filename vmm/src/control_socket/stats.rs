@@ -124,6 +124,7 @@ fn log(log: LogCounters) -> Value {
         "checkpoints": log.checkpoints,
         "base_bytes": log.base_bytes,
         "base_writes": log.base_writes,
+        "index_bytes": log.index_bytes,
     })
 }
 

@@ -173,6 +173,8 @@ pub struct DiskSpec {
     pub commit_wait: CommitWait,
     /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
     pub close_time: Option<Duration>,
+    /// Most bytes of memory that the log's index takes; `None`: as another disk of the log says, or 64 MiB.
+    pub index_memory: Option<u64>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
     /// The TCP port at which a server offers the disk; 0 means any free port.
@@ -212,6 +214,7 @@ impl Default for DiskSpec {
             limits: Limits::default(),
             commit_wait: CommitWait::default(),
             close_time: None,
+            index_memory: None,
             socket: None,
             port: None,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),

@@ -304,6 +304,17 @@ pub const KEYS: &[Key] = &[
         help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log for the next open; 0: all of it stays",
     },
     Key {
+        name: "index-memory",
+        value: Value::Size {
+            multiple: 1 << 20,
+            set: |spec, bytes| spec.index_memory = Some(bytes),
+        },
+        default: "64 MiB",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that",
+    },
+    Key {
         name: "socket",
         value: Value::Text {
             expected: "a path",

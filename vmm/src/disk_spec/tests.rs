@@ -131,7 +131,7 @@ fn example(key: &Key) -> &'static str {
         "ops-per-second" | "ops-burst" | "bytes-per-second" | "bytes-burst" => "1",
         "commit-wait-usec" | "commit-wait-count" | "close-seconds" => "1",
         "command-timeout" | "queues" | "port" => "1",
-        "size" => "1M",
+        "size" | "index-memory" => "1M",
         _ => key.default,
     }
 }
@@ -337,6 +337,9 @@ fn wrong_values_are_refused() {
         "path=a,close-seconds=86401",
         "path=a,close-seconds=-1",
         "path=a,backend=raw,close-seconds=1",
+        "path=a,index-memory=0",
+        "path=a,index-memory=1000000",
+        "path=a,backend=raw,index-memory=1M",
         "path=a,socket=",
         "path=a,socket=s,port=1",
         "path=a,fabric=none,wwn=naa.0123456789abcdef",

@@ -30,6 +30,7 @@ const SMALL: StoreOptions = StoreOptions {
     operations_per_second: None,
     operation_latency: std::time::Duration::ZERO,
     close_time: None,
+    index_memory: 64 << 20,
     threads: None,
 };
 

@@ -1,0 +1,47 @@
+//! How much memory the indexes of a log take.
+
+use crate::sync::Arc;
+use crate::sync::atomic::{AtomicU64, Ordering};
+
+/// The bytes of memory that the extents of all disks of a log take.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct IndexMemory(Arc<AtomicU64>);
+
+impl IndexMemory {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The part of one map, which is taken off when the map is dropped.
+#[derive(Debug, Default)]
+pub(super) struct Share {
+    pub memory: IndexMemory,
+    bytes: u64,
+}
+
+impl Share {
+    pub(super) fn new(memory: &IndexMemory) -> Self {
+        Self {
+            memory: memory.clone(),
+            bytes: 0,
+        }
+    }
+
+    /// The map takes so many bytes now.
+    pub(super) fn set(&mut self, bytes: u64) {
+        let all = &self.memory.0;
+        match bytes.checked_sub(self.bytes) {
+            Some(0) => {}
+            Some(more) => drop(all.fetch_add(more, Ordering::Relaxed)),
+            None => drop(all.fetch_sub(self.bytes - bytes, Ordering::Relaxed)),
+        }
+        self.bytes = bytes;
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
