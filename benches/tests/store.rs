@@ -193,6 +193,10 @@ fn append_read_and_recover_stand_beside_their_baselines() {
     assert_eq!(number(&recover, "records"), 2048.0);
     assert!(number(&recover, "log_bytes") > (8 << 20) as f64);
     assert!(number(&recover, "recover_us") > 0.0 && number(&recover, "raw_read_us") > 0.0);
+    // The index alone takes 16 bytes.
+    assert!(number(&recover, "memory_bytes_per_record") >= 16.0);
+    let sparse = report(&["recover", "--bytes", "600M", "--sparse"]);
+    assert!(number(&sparse, "recover_us") > 0.0 && sparse["ratio"].is_null());
 }
 
 #[test]

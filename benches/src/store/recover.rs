@@ -15,10 +15,10 @@ use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
 use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
-use super::figures::{BLOCK, scattered, thousandths};
+use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
-use super::site::{self, StoreSite, ring};
+use super::site::{self, SEGMENT_SIZE, StoreSite, ring};
 use super::timing::median;
 
 /// Number of turns of store and baseline.
@@ -27,6 +27,8 @@ const ROUNDS: usize = 3;
 const BURST: u64 = 256;
 /// Bytes of each read of the baseline.
 const RAW_BYTES: usize = 1 << 20;
+/// Full segments in which holes are dug together.
+const DUG_TOGETHER: usize = 16;
 /// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
 
@@ -36,6 +38,10 @@ pub struct RecoverArguments {
     /// Bytes of payload in the log, in records of 4 KiB
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size)]
     bytes: u64,
+    /// The payloads are zeroes, and their room in the log is given back to the file system: for a log that is larger
+    /// than the free space
+    #[arg(long)]
+    sparse: bool,
     #[command(flatten)]
     output: StoreOutput,
 }
@@ -45,6 +51,8 @@ pub struct RecoverArguments {
 pub struct FillArguments {
     site: PathBuf,
     bytes: u64,
+    #[arg(long)]
+    sparse: bool,
 }
 
 /// Arguments of the process that opens the log.
@@ -55,6 +63,9 @@ pub struct OpenArguments {
     /// Read back what was acknowledged
     #[arg(long)]
     verify: bool,
+    /// Print by how many bytes the memory of the process has grown, in place of the time
+    #[arg(long)]
+    memory: bool,
     #[command(flatten)]
     threads: Threads,
 }
@@ -66,8 +77,10 @@ struct RecoverReport {
     log_bytes: u64,
     rounds: usize,
     recover_us: f64,
-    raw_read_us: f64,
-    ratio: f64,
+    memory_bytes_per_record: f64,
+    /// `None` for a sparse log, which is not read from the medium.
+    raw_read_us: Option<f64>,
+    ratio: Option<f64>,
 }
 
 /// Runs `walvisor-bench store recover`.
@@ -83,22 +96,32 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
     }
     let site = StoreSite::new(&arguments.output.dir)?;
     site.create(1, bytes, &ring(2 * bytes))?;
-    let log_bytes = child(&site, "fill", bytes, &[])? as u64;
+    let sparse: &[&str] = if arguments.sparse { &["--sparse"] } else { &[] };
+    let log_bytes = child(&site, "fill", bytes, sparse)? as u64;
     let (mut recovered, mut read) = (Vec::new(), Vec::new());
-    for round in 0..ROUNDS {
-        read.push(raw_read(&site::log(site.path()), log_bytes)?);
-        let last = round + 1 == ROUNDS;
-        let verify: &[&str] = if last { &["--verify"] } else { &[] };
-        recovered.push(child(&site, "open", bytes, verify)?);
+    for _ in 0..ROUNDS {
+        if !arguments.sparse {
+            read.push(raw_read(&site::log(site.path()), log_bytes)?);
+        }
+        recovered.push(child(&site, "open", bytes, &[])?);
     }
-    let (recover_us, raw_read_us) = (median(recovered), median(read));
+    if !arguments.sparse {
+        child(&site, "open", bytes, &["--verify"])?;
+    }
+    let (records, memory) = (
+        bytes / BLOCK as u64,
+        child(&site, "open", bytes, &["--memory"])?,
+    );
+    let recover_us = median(recovered);
+    let raw_read_us = (!read.is_empty()).then(|| median(read));
     arguments.output.print(&RecoverReport {
-        records: bytes / BLOCK as u64,
+        records,
         log_bytes,
         rounds: ROUNDS,
         recover_us: recover_us.round(),
-        raw_read_us: raw_read_us.round(),
-        ratio: thousandths(recover_us / raw_read_us),
+        memory_bytes_per_record: tenths(memory / records as f64),
+        raw_read_us: raw_read_us.map(f64::round),
+        ratio: raw_read_us.map(|raw| thousandths(recover_us / raw)),
     })
 }
 
@@ -138,6 +161,7 @@ pub fn child(
 pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     let store = open_store(&arguments.site, arguments.bytes, None)?;
     let blocks = arguments.bytes / BLOCK as u64;
+    let mut holes = Holes::default();
     let mut queue = QueueClient::open(&store.disks()[0], BURST as usize)?;
     for first in (0..blocks).step_by(BURST as usize) {
         let mut record = first;
@@ -146,11 +170,17 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
             record += 1;
             (record <= blocks.min(first + BURST)).then(|| Operation::Write {
                 sector: block * BLOCK as u64 / SECTOR_SIZE,
-                data: stamped(BLOCK, 1, block),
+                data: match arguments.sparse {
+                    true => Buffer::zeroed(BLOCK),
+                    false => stamped(BLOCK, 1, block),
+                },
             })
         };
         while queue.step(&mut write)?.is_some() {}
         queue.flush()?;
+        if arguments.sparse {
+            holes.dig(&site::log(&arguments.site), store.log_counters().log_bytes)?;
+        }
     }
     println!("{}", store.log_counters().log_bytes);
     exit(0)
@@ -161,9 +191,14 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
 /// # Errors
 /// If the store fails, or an acknowledged write does not read back.
 pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
+    let before = resident()?;
     let began = Instant::now();
     let store = open_store(&arguments.site, arguments.bytes, arguments.threads.get())?;
     let time = began.elapsed();
+    if arguments.memory {
+        println!("{}", resident()?.saturating_sub(before));
+        exit(0);
+    }
     if arguments.verify {
         let mut client = Client::open(&store.disks()[0])?;
         for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH as usize) {
@@ -188,8 +223,49 @@ fn open_store(
     site::open(site, 1, CacheMode::Writeback, &options)
 }
 
-/// Reads `bytes` of the log's segment files in order. Returns the time in microseconds.
-fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
+/// Bytes of memory that this process uses.
+fn resident() -> Result<u64, CommandError> {
+    let path = Path::new("/proc/self/statm");
+    let text = std::fs::read_to_string(path).map_err(raw::failed("read", path))?;
+    let pages = text.split_whitespace().nth(1).and_then(|n| n.parse().ok());
+    let pages: u64 = pages.ok_or_else(|| CommandError::Failed(format!("{text}: not a size")))?;
+    Ok(pages * rustix::param::page_size() as u64)
+}
+
+/// Gives the zeroes in full segments back to the file system.
+#[derive(Default)]
+struct Holes {
+    /// Segments in which holes were dug.
+    dug: usize,
+}
+
+impl Holes {
+    /// `written`: bytes of the log so far.
+    fn dig(&mut self, log: &Path, written: u64) -> Result<(), CommandError> {
+        let full = written / SEGMENT_SIZE;
+        if full < (self.dug + 2 * DUG_TOGETHER) as u64 {
+            return Ok(());
+        }
+        let segments = segments(log)?;
+        let next = segments.iter().skip(self.dug).take(DUG_TOGETHER);
+        for segment in next {
+            let mut dig = Command::new("fallocate");
+            let dug = dig.arg("--dig-holes").arg(segment).status();
+            let dug = dug.map_err(raw::failed("dig holes with fallocate in", segment))?;
+            if !dug.success() {
+                return Err(CommandError::Failed(format!(
+                    "{}: fallocate --dig-holes failed: take a file system that has holes",
+                    segment.display()
+                )));
+            }
+        }
+        self.dug += DUG_TOGETHER;
+        Ok(())
+    }
+}
+
+/// The segment files of a log, in order.
+fn segments(log: &Path) -> Result<Vec<PathBuf>, CommandError> {
     let entries = std::fs::read_dir(log).map_err(raw::failed("list", log))?;
     let mut segments = Vec::new();
     for entry in entries {
@@ -200,6 +276,12 @@ fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
         }
     }
     segments.sort();
+    Ok(segments)
+}
+
+/// Reads `bytes` of the log's segment files in order. Returns the time in microseconds.
+fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
+    let segments = segments(log)?;
     let mut buffer = Buffer::zeroed(RAW_BYTES);
     let (mut left, began) = (bytes, Instant::now());
     for path in segments {
@@ -227,7 +309,11 @@ impl fmt::Display for RecoverReport {
         )?;
         writeln!(f, "                    ms")?;
         writeln!(f, "open and recover {:>9.1}", self.recover_us / 1000.0)?;
-        writeln!(f, "raw read         {:>9.1}", self.raw_read_us / 1000.0)?;
-        writeln!(f, "ratio            {:>9.3}", self.ratio)
+        if let (Some(raw), Some(ratio)) = (self.raw_read_us, self.ratio) {
+            writeln!(f, "raw read         {:>9.1}", raw / 1000.0)?;
+            writeln!(f, "ratio            {ratio:>9.3}")?;
+        }
+        let bytes = self.memory_bytes_per_record;
+        writeln!(f, "\n{bytes} bytes of memory for each record")
     }
 }

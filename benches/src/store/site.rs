@@ -81,12 +81,15 @@ impl StoreSite {
     }
 }
 
+/// Bytes of a segment of a [`ring`].
+pub const SEGMENT_SIZE: u64 = 16 << 20;
+
 /// A ring of small segments, with room for `bytes` of log before a checkpoint begins.
 pub fn ring(bytes: u64) -> StoreOptions {
-    let segment_size = 16 << 20;
-    let segments = (2 * bytes).div_ceil(segment_size) + 8;
+    let segments = (2 * bytes).div_ceil(SEGMENT_SIZE) + 8;
     StoreOptions {
-        segment_size,
+        segment_size: SEGMENT_SIZE,
+        index_memory: u64::MAX,
         max_segments: segments.clamp(64, 65536) as u32,
         engine: EngineKind::Auto,
         ..StoreOptions::default()

@@ -1,5 +1,4 @@
-//! Extents of a disk in few bytes: 16 each, in a sorted list of leaves. That is a B-tree of two levels, which suffices
-//! for the millions of extents that a log holds, and is searched faster than a deeper one.
+//! Extents of a disk in few bytes: 16 each, in leaves that a B-tree keeps in order.
 //!
 //! ```text
 //!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
@@ -7,7 +6,7 @@
 //! An extent's place takes one word. The segments, and the payloads that wait for the log, which words name are kept
 //! in two small tables beside the leaves.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::memory::{IndexMemory, Share};
 use super::place::{Piece, Place};
@@ -121,6 +120,36 @@ impl Leaf {
             .partition_point(|extent| u64::from(extent.start) < limit)
     }
 
+    /// Whether a range lies between two neighbouring extents, of which the second has this index.
+    fn has_gap(&self, at: usize, sector: u64, end: u64) -> bool {
+        let (Some(before), Some(after)) = (at.checked_sub(1), self.extents.get(at)) else {
+            return false;
+        };
+        let before = &self.extents[before];
+        self.start(before) + u64::from(before.sectors) <= sector && end <= self.start(after)
+    }
+
+    /// Adds an extent, which overlaps none. Returns the last extents as a leaf of their own if they are too many.
+    fn put(&mut self, sector: u64, extent: Extent) -> Option<Self> {
+        let at = self.position(sector);
+        if self.extents.len() == self.extents.capacity() {
+            self.extents.reserve_exact(STEP);
+        }
+        self.extents.insert(at, extent);
+        self.join(at, at + 1);
+        if self.extents.len() <= LEAF {
+            return None;
+        }
+        // Ascending writes leave full leaves behind them.
+        let kept = if at == LEAF { LEAF } else { LEAF / 2 };
+        let extents = self.extents.split_off(kept);
+        self.extents.shrink_to(kept + STEP);
+        Some(Self {
+            base: self.start(&extents[0]),
+            extents,
+        })
+    }
+
     /// Joins adjacent extents around and in `first..last`, where that is possible.
     fn join(&mut self, first: usize, mut last: usize) {
         let extents = &mut self.extents;
@@ -166,7 +195,8 @@ struct Pending {
 /// Non-overlapping extents in the order of their sectors. The map pins every segment that it has ever named.
 #[derive(Debug, Default)]
 pub(crate) struct ExtentMap {
-    leaves: Vec<Leaf>,
+    /// By their bases.
+    leaves: BTreeMap<u64, Leaf>,
     segments: Vec<Arc<Segment>>,
     /// Payloads that are not in the log yet, by LSN.
     pending: VecDeque<Pending>,
@@ -194,9 +224,9 @@ impl ExtentMap {
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let end = sector + sectors;
         let word = self.word(sector, lsn, place);
-        let from = self.leaf_of(sector);
-        // The commonest case: the same range was written before.
-        if let Some(leaf) = self.leaves.get_mut(from) {
+        let mut free = false;
+        if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
+            // The commonest case: the same range was written before.
             let (at, zone) = (leaf.position(sector), zone(leaf.base));
             if let Some(old) = leaf.extents.get_mut(at)
                 && (zone + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
@@ -204,8 +234,19 @@ impl ExtentMap {
                 old.word = word;
                 return;
             }
+            free = leaf.has_gap(at, sector, end);
         }
-        // The part of an old extent that reaches beyond the range.
+        let rest = if free { None } else { self.clear(sector, end) };
+        self.put(sector, sectors, word);
+        if let Some((sectors, word)) = rest {
+            self.put(end, sectors, word);
+        }
+        self.share.set(self.bytes);
+    }
+
+    /// Removes all that is in a range. Returns the part of an extent that reached beyond the range: its sectors and its
+    /// place.
+    fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, Word)> {
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
             let before_end = start + u64::from(before.sectors);
@@ -214,8 +255,8 @@ impl ExtentMap {
             }
             before.sectors = (before_end.min(sector) - start) as u32;
         }
-        let until = self.leaves_before(end);
-        for leaf in &mut self.leaves[from.min(until)..until] {
+        let mut freed = 0;
+        for leaf in self.leaves_in(sector, end) {
             let (first, last) = (leaf.position(sector), leaf.position(end));
             if let Some(old) = leaf.extents[first..last].last() {
                 let start = leaf.start(old);
@@ -225,18 +266,14 @@ impl ExtentMap {
                 }
             }
             leaf.extents.drain(first..last);
-            self.bytes -= leaf.trim();
+            freed += leaf.trim();
         }
         // Emptied leaves go, but the leaf in which the range begins stays: it gets the extent.
-        let emptied = |leaf: &mut Leaf| leaf.extents.is_empty() && leaf.base > sector;
         self.leaves
-            .extract_if(from.min(until)..until, emptied)
-            .for_each(|leaf| self.bytes -= leaf.bytes());
-        self.put(sector, sectors, word);
-        if let Some((sectors, word)) = rest {
-            self.put(end, sectors, word);
-        }
-        self.share.set(self.bytes);
+            .extract_if(sector + 1..end, |_, leaf| leaf.extents.is_empty())
+            .for_each(|(_, leaf)| freed += leaf.bytes());
+        self.bytes -= freed;
+        rest
     }
 
     /// Inserts an extent into a range that holds none.
@@ -247,53 +284,34 @@ impl ExtentMap {
             word,
         };
         let base = zone(sector);
-        let mut number = self.leaves_before(sector + 1);
-        match number.checked_sub(1) {
-            Some(last) if self.leaves[last].base >= base => number = last,
-            _ => {
-                let extents = Vec::new();
-                let leaf = Leaf { base, extents };
+        let made = match self.leaves.range_mut(base..=sector).next_back() {
+            Some((_, leaf)) => {
+                self.bytes -= leaf.bytes();
+                let right = leaf.put(sector, extent);
                 self.bytes += leaf.bytes();
-                self.leaves.insert(number, leaf);
+                right
             }
-        }
-        let mut at = self.leaves[number].position(sector);
-        if self.leaves[number].extents.len() == LEAF {
-            // Ascending writes leave full leaves behind them.
-            let kept = if at == LEAF { LEAF } else { LEAF / 2 };
-            let leaf = &mut self.leaves[number];
-            self.bytes -= leaf.bytes();
-            let extents = leaf.extents.split_off(kept);
-            leaf.extents.shrink_to(kept + STEP);
-            let right = Leaf {
-                base: extents.first().map_or(sector, |first| leaf.start(first)),
-                extents,
-            };
-            self.bytes += leaf.bytes() + right.bytes();
-            if sector >= right.base {
-                at -= kept;
-                number += 1;
-                self.leaves.insert(number, right);
-            } else {
-                self.leaves.insert(number + 1, right);
-            }
-        }
-        let leaf = &mut self.leaves[number];
-        if leaf.extents.len() == leaf.extents.capacity() {
-            self.bytes -= leaf.bytes();
-            leaf.extents.reserve_exact(STEP);
+            None => Some(Leaf {
+                base,
+                extents: vec![extent],
+            }),
+        };
+        if let Some(leaf) = made {
             self.bytes += leaf.bytes();
+            self.leaves.insert(leaf.base, leaf);
         }
-        leaf.extents.insert(at, extent);
-        leaf.join(at, at + 1);
     }
 
     /// Calls `each` with the pieces of the range, in order, gaps included.
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        for leaf in &self.leaves[self.leaf_of(sector)..] {
-            if at == end || leaf.base >= end {
+        // Extents of the leaf before may reach into the range, if no extent of this leaf begins before it.
+        let mut before = self.leaves.range(..=sector).rev();
+        let from = before.find(|(_, leaf)| leaf.position(sector + 1) > 0);
+        let from = from.map_or(0, |(&base, _)| base);
+        for (_, leaf) in self.leaves.range(from..end) {
+            if at == end {
                 break;
             }
             self.visit_leaf(leaf, &mut at, end, each);
@@ -343,8 +361,8 @@ impl ExtentMap {
         while self.pending.pop_front_if(|p| p.payload.is_none()).is_some() {}
         let word = Word::log(self.slot(segment), offset / SECTOR_SIZE);
         let end = sector + sectors;
-        let (from, until) = (self.leaf_of(sector), self.leaves_before(end));
-        for leaf in &mut self.leaves[from.min(until)..until] {
+        let mut freed = 0;
+        for leaf in self.leaves_in(sector, end) {
             let (first, last) = (leaf.position(sector), leaf.position(end));
             let zone = zone(leaf.base);
             for extent in &mut leaf.extents[first..last] {
@@ -353,14 +371,15 @@ impl ExtentMap {
                 }
             }
             leaf.join(first, last);
-            self.bytes -= leaf.trim();
+            freed += leaf.trim();
         }
+        self.bytes -= freed;
         self.share.set(self.bytes);
     }
 
     /// All extents in order of their sectors.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
-        self.leaves.iter().flat_map(move |leaf| {
+        self.leaves.values().flat_map(move |leaf| {
             leaf.extents.iter().map(move |extent| {
                 let start = leaf.start(extent);
                 self.piece(start, start + u64::from(extent.sectors), extent.word)
@@ -395,24 +414,17 @@ impl ExtentMap {
         self.leaves.is_empty()
     }
 
-    /// How many leaves have their first sector before `sector`.
-    fn leaves_before(&self, sector: u64) -> usize {
-        self.leaves.partition_point(|leaf| leaf.base < sector)
-    }
-
-    /// The leaf with the last extent that begins at or before `sector`; the first if there is none.
-    fn leaf_of(&self, sector: u64) -> usize {
-        let leaves = &self.leaves[..self.leaves_before(sector + 1)];
-        let found = leaves
-            .iter()
-            .rposition(|leaf| leaf.position(sector + 1) > 0);
-        found.unwrap_or(0)
+    /// The leaves of all extents that begin in a range.
+    fn leaves_in(&mut self, sector: u64, end: u64) -> impl Iterator<Item = &mut Leaf> {
+        let from = self.leaves.range(..=sector).next_back();
+        let from = from.map_or(sector, |(&base, _)| base);
+        self.leaves.range_mut(from..end).map(|(_, leaf)| leaf)
     }
 
     /// The last extent that begins before `sector`, and its first sector.
     fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
-        let leaves = self.leaves_before(sector);
-        self.leaves[..leaves].iter_mut().rev().find_map(|leaf| {
+        let mut leaves = self.leaves.range_mut(..sector).rev();
+        leaves.find_map(|(_, leaf)| {
             let last = leaf.position(sector).checked_sub(1)?;
             let start = leaf.start(&leaf.extents[last]);
             Some((start, &mut leaf.extents[last]))
@@ -482,9 +494,10 @@ impl ExtentMap {
     /// bytes of it the leaves take.
     pub(super) fn check(&self) -> u64 {
         let (mut last_end, mut last_start) = (0, None);
-        let bytes = self.leaves.iter().map(Leaf::bytes).sum();
+        let bytes = self.leaves.values().map(Leaf::bytes).sum();
         assert_eq!(self.bytes, bytes);
-        for leaf in &self.leaves {
+        for (&base, leaf) in &self.leaves {
+            assert_eq!(base, leaf.base);
             assert!((1..=LEAF).contains(&leaf.extents.len()));
             assert!(last_start.is_none_or(|last| last < leaf.base));
             assert!(leaf.start(&leaf.extents[0]) >= leaf.base);

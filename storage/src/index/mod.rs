@@ -8,12 +8,14 @@
 //! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new writes go to
 //! a new active layer: the copy is exactly the disk as of that LSN.
 
+mod bulk;
 mod extents;
 mod memory;
 mod place;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use bulk::Builder;
 pub(crate) use extents::ExtentMap;
 pub(crate) use memory::IndexMemory;
 pub(crate) use place::{Piece, Place};

@@ -297,6 +297,23 @@ proptest! {
         model.check(FIRST, SECTORS);
         prop_assert_eq!(model.index.active.waiting(), 0);
     }
+
+    /// An index that was built is the one that has got the records one by one.
+    #[test]
+    fn what_is_built_is_what_was_inserted(records in prop::collection::vec((0..SECTORS, 1..60_u32), 0..200)) {
+        let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+        let segment = segment();
+        for (lsn, &(at, sectors)) in (0..).zip(&records) {
+            let (segment, offset) = (segment.clone(), lsn * 100 * SECTOR_SIZE);
+            let place = Place::Log { segment, offset };
+            built.add(FIRST + at, sectors, place.clone());
+            inserted.insert(FIRST + at, u64::from(sectors), lsn, place);
+        }
+        let built = built.finish();
+        built.check();
+        let all = |map: &ExtentMap| map.iter().map(|piece| format!("{piece:?}")).collect::<Vec<_>>();
+        prop_assert_eq!(all(&built), all(&inserted));
+    }
 }
 
 #[test]

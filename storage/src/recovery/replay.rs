@@ -9,7 +9,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Kind};
-use crate::index::{Index, Place};
+use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::mutant::{Mutant, planted};
@@ -22,11 +22,43 @@ use crate::sync::atomic::Ordering;
 /// The records of one disk in a log that are not in its base image.
 #[derive(Default)]
 pub(crate) struct Waiting {
-    pub index: Index,
+    pub extents: ExtentMap,
     /// LSN of the newest record.
     pub last_lsn: u64,
     pub records: u64,
     pub payload_bytes: u64,
+}
+
+/// A disk while the log is read.
+struct Reading {
+    /// Its capacity.
+    sectors: u64,
+    extents: Builder,
+    /// Its extents are still missing.
+    waiting: Waiting,
+}
+
+impl Reading {
+    fn new(sectors: u64) -> Self {
+        Self {
+            sectors,
+            extents: Builder::default(),
+            waiting: Waiting::default(),
+        }
+    }
+
+    /// Whether the disk has these sectors, at least one.
+    fn has(&self, sector: u64, sectors: u32) -> bool {
+        let end = sector.checked_add(u64::from(sectors));
+        sectors > 0 && end.is_some_and(|end| end <= self.sectors)
+    }
+
+    fn finish(self) -> Waiting {
+        Waiting {
+            extents: self.extents.finish(),
+            ..self.waiting
+        }
+    }
 }
 
 /// The waiting records of all disks that have any, by disk id.
@@ -40,11 +72,9 @@ pub(crate) fn read_log(
     verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
-    let mut indexes = Indexes::new();
-    let sizes: HashMap<u32, u64> = control
-        .disks
-        .iter()
-        .map(|d| (d.id.get(), d.size.get()))
+    let disks = control.disks.iter();
+    let mut disks: HashMap<u32, Reading> = disks
+        .map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)))
         .collect();
     let mut stray = None;
     let scan = scan::scan(
@@ -63,12 +93,12 @@ pub(crate) fn read_log(
             if in_base {
                 return;
             }
-            let (sector, sectors) = (descriptor.sector.get(), u64::from(descriptor.sectors.get()));
-            let size = sizes.get(&descriptor.disk_id.get()).copied().unwrap_or(0) / SECTOR_SIZE;
-            if sectors == 0 || sector.checked_add(sectors).is_none_or(|end| end > size) {
+            let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+            let disk = disks.get_mut(&descriptor.disk_id.get());
+            let Some(disk) = disk.filter(|disk| disk.has(sector, sectors)) else {
                 stray.get_or_insert(lsn);
                 return;
-            }
+            };
             let place = match Kind::from_raw(descriptor.kind.get()) {
                 Some(Kind::Write) => Place::Log {
                     segment: segment.clone(),
@@ -78,18 +108,20 @@ pub(crate) fn read_log(
                     unmap: kind == Some(Kind::Discard),
                 },
             };
-            let waiting = indexes.entry(descriptor.disk_id.get()).or_default();
-            waiting.index.active.insert(sector, sectors, lsn, place);
-            waiting.last_lsn = lsn;
-            waiting.records += 1;
-            waiting.payload_bytes += descriptor.payload_len();
+            disk.extents.add(sector, sectors, place);
+            disk.waiting.last_lsn = lsn;
+            disk.waiting.records += 1;
+            disk.waiting.payload_bytes += descriptor.payload_len();
         },
         progress,
     )?;
+    let disks = disks.into_iter();
+    let disks = disks.filter(|(_, disk)| disk.waiting.records > 0);
+    let indexes: Indexes = disks.map(|(id, disk)| (id, disk.finish())).collect();
     let mut scan = scan;
     // Readers need no block that a later record has replaced.
     scan.damaged.retain(|damaged| {
-        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.index.active);
+        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)
     });
     match stray {
@@ -139,8 +171,9 @@ pub(crate) fn recover(
     // meanwhile, and so needs no room in a ring that may be full.
     for state in states {
         if let Some(waiting) = indexes.remove(&state.id) {
-            *state.index_mut() = waiting.index;
-            state.index_mut().freeze();
+            let mut index = state.index_mut();
+            index.active = waiting.extents;
+            index.freeze();
             state.last_lsn.store(waiting.last_lsn, Ordering::Release);
         }
     }

@@ -80,7 +80,7 @@ impl View {
             size: entry.size.get(),
             base,
             log: Some((control, found)),
-            extents: records.map_or_else(ExtentMap::default, |records| records.index.active),
+            extents: records.map_or_else(ExtentMap::default, |records| records.extents),
             reader,
         })
     }
