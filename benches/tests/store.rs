@@ -225,6 +225,16 @@ fn reads_do_not_wait_for_the_syncs_of_another_disk() {
 }
 
 #[test]
+fn reads_are_measured_beside_writes_that_keep_the_log_full() {
+    let small = ["read", "--bytes", "64M", "--reads", "2000", "--depth", "1"];
+    let read = report(&[&small[..], &["--beside-writes"]].concat());
+    let beside = &read["beside_writes"];
+    for medium in ["store", "raw"] {
+        assert!(number(&beside[medium], "p99_ratio") > 0.0, "{read}");
+    }
+}
+
+#[test]
 fn a_checkpoint_copies_all_and_stands_beside_its_baseline() {
     for more in [&[][..], &["--sequential", "--block", "64K"]] {
         let report = report(&[&["checkpoint", "--bytes", "4M"], more].concat());

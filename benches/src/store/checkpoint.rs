@@ -23,8 +23,6 @@ const DEPTH: usize = 64;
 /// Size and number of the baseline's requests in flight: first reads, then writes.
 const RAW_BLOCK: usize = 256 << 10;
 const RAW_DEPTH: usize = 8;
-/// Most records that can wait in the log without starting a checkpoint.
-const MOST_RECORDS: u64 = 400_000;
 /// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
 
@@ -73,12 +71,6 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         )));
     }
     let blocks = bytes / block;
-    if blocks > MOST_RECORDS {
-        return Err(CommandError::Usage(format!(
-            "--bytes {bytes} --block {block}: a log checkpoints by itself beyond {MOST_RECORDS} records; give larger \
-             records, or fewer"
-        )));
-    }
     let site = StoreSite::new(&arguments.output.dir)?;
     // In the worst case each write needs a descriptor block, and batches leave space unused at the end of segments. No
     // checkpoint begins before the log is closed.

@@ -22,6 +22,10 @@ use super::timing::{Timing, closed_loops, shares};
 const ROUNDS: u64 = 4;
 /// Writes between two FLUSHes while the log is filled.
 const FILL_DEPTH: usize = 64;
+/// Writes in flight beside the reads.
+const WRITES: usize = 32;
+/// A log that has copied nothing in this time is idle.
+const REST: Duration = Duration::from_millis(300);
 
 /// Arguments of `walvisor-bench store read`.
 #[derive(Debug, Args)]
@@ -42,6 +46,10 @@ pub struct ReadArguments {
     /// added to each sync
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     beside_sync_us: Option<u32>,
+    /// Also measure while 32 writes are in flight to another disk, whose log is full and is copied all the time, and
+    /// beside as many writes to a raw file
+    #[arg(long)]
+    beside_writes: bool,
     #[command(flatten)]
     output: StoreOutput,
 }
@@ -77,16 +85,35 @@ struct ReadReport {
     checkpointed_ratio: f64,
     logged_ratio: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    beside_syncs: Option<Beside>,
+    beside_syncs: Option<BesideSyncs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside_writes: Option<BesideWrites>,
 }
 
-/// Reads of one disk while another disk is synced, in turns with the same reads without syncs.
+/// Reads while something else goes on, and the same reads alone, in turns.
 #[derive(Debug, Serialize)]
 struct Beside {
-    sync_latency_us: u32,
-    syncs: u64,
     alone: Figures,
     beside: Figures,
+    /// How many times as long the slowest reads but 1 % take.
+    p99_ratio: f64,
+}
+
+/// Reads of one disk while another disk is synced.
+#[derive(Debug, Serialize)]
+struct BesideSyncs {
+    sync_latency_us: u32,
+    syncs: u64,
+    #[serde(flatten)]
+    reads: Beside,
+}
+
+/// Reads of one disk while another disk is written as fast as its log is copied.
+#[derive(Debug, Serialize)]
+struct BesideWrites {
+    checkpoints: u64,
+    store: Beside,
+    raw: Beside,
 }
 
 /// Runs `walvisor-bench store read`.
@@ -263,9 +290,77 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                 ..options
             };
             let store = site.open(2, CacheMode::Writeback, &options)?;
-            let beside = beside(&store, &mut readers(&store, 2)?, &rounds, latency)?;
+            let syncs = store.log_counters().syncs;
+            let mut client = Client::open(&store.disks()[1])?;
+            let flush = || {
+                let data = stamped(BLOCK, 0, 0);
+                client.run(Operation::Write { sector: 0, data })?;
+                client.run(Operation::Flush).map(drop)
+            };
+            let reads = beside(
+                &mut readers(&store, 2)?,
+                &rounds,
+                Reader::read,
+                flush,
+                || (),
+            )?;
+            let syncs = store.log_counters().syncs - syncs;
             store.close().map_err(CommandError::failed)?;
-            Ok::<_, CommandError>(beside)
+            Ok::<_, CommandError>(BesideSyncs {
+                sync_latency_us: latency,
+                syncs,
+                reads,
+            })
+        })
+        .transpose()?;
+    let beside_writes = arguments
+        .beside_writes
+        .then(|| {
+            let little = StoreOptions {
+                max_segments: 8,
+                ..options
+            };
+            let full = StoreSite::new(&arguments.output.dir)?;
+            full.create(2, bytes, &little)?;
+            let store = full.open(1, CacheMode::Writeback, &little)?;
+            fill(&store, blocks, 1)?;
+            store.close().map_err(CommandError::failed)?;
+            let store = full.open(2, CacheMode::Writeback, &little)?;
+            let checkpoints = store.log_counters().checkpoints;
+            let mut queue = QueueClient::open(&store.disks()[1], WRITES)?;
+            let mut places = scatter(clients);
+            let write = || {
+                let write = |_| {
+                    let block = places.next();
+                    Some(Operation::Write {
+                        sector: block * BLOCK as u64 / SECTOR_SIZE,
+                        data: stamped(BLOCK, 1, block),
+                    })
+                };
+                queue.step(write).map(drop)
+            };
+            let rest = || {
+                // A checkpoint goes on for a while.
+                let copied = || store.log_counters().base_writes;
+                let mut before = u64::MAX;
+                while copied() != before {
+                    before = copied();
+                    thread::sleep(REST);
+                }
+            };
+            let of_store = beside(&mut readers(&store, 1)?, &rounds, Reader::read, write, rest)?;
+            let checkpoints = store.log_counters().checkpoints - checkpoints;
+            drop(queue);
+            store.close().map_err(CommandError::failed)?;
+            let written = raw::create(&site.path().join("written"), bytes, BLOCK)?;
+            let mut queue = RawQueue::new(&written, Direction::Write, BLOCK, WRITES)?;
+            let write = || queue.step(|_| Some(places.next() * BLOCK as u64)).map(drop);
+            let of_raw = beside(&mut raw_readers, &rounds, RawReader::read, write, || ())?;
+            Ok::<_, CommandError>(BesideWrites {
+                checkpoints,
+                store: of_store,
+                raw: of_raw,
+            })
         })
         .transpose()?;
     Ok(ReadReport {
@@ -279,47 +374,46 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
         checkpointed_ratio: thousandths(checkpointed_ratio),
         logged_ratio: thousandths(logged_ratio),
         beside_syncs,
+        beside_writes,
     })
 }
 
-/// Reads the first disk, alone and beside a client of the second disk that writes and flushes repeatedly.
-fn beside(
-    store: &Store,
-    readers: &mut [Reader],
+/// Reads alone and while another thread does `work` repeatedly, in turns. `rest` waits until nothing of the work goes on.
+fn beside<R: Send>(
+    readers: &mut [R],
     rounds: &[u64],
-    sync_latency_us: u32,
+    read: impl Fn(&mut R) -> Result<Duration, CommandError> + Sync,
+    mut work: impl FnMut() -> Result<(), CommandError> + Send,
+    rest: impl Fn(),
 ) -> Result<Beside, CommandError> {
-    let syncs = store.log_counters().syncs;
     let (mut alone, mut beside) = (Timing::default(), Timing::default());
     for &share in rounds {
-        alone.add(closed_loops(readers, share, Reader::read, |_| ())?);
+        rest();
+        alone.add(closed_loops(readers, share, &read, |_| ())?);
         let over = AtomicBool::new(false);
-        let mut client = Client::open(&store.disks()[1])?;
         thread::scope(|scope| {
-            let over = &over;
-            let flusher = scope.spawn(move || {
+            let (over, work) = (&over, &mut work);
+            let working = scope.spawn(move || {
                 // The loop runs at least once: all reads may have ended before this thread first runs.
                 loop {
-                    let data = stamped(BLOCK, 0, 0);
-                    client.run(Operation::Write { sector: 0, data })?;
-                    client.run(Operation::Flush)?;
+                    work()?;
                     if over.load(Ordering::Relaxed) {
                         return Ok(());
                     }
                 }
             });
-            let read = closed_loops(readers, share, Reader::read, |_| ());
+            let read = closed_loops(readers, share, &read, |_| ());
             over.store(true, Ordering::Relaxed);
-            let flushed: Result<(), CommandError> = flusher.join().expect("no panic");
+            let worked: Result<(), CommandError> = working.join().expect("no panic");
             beside.add(read?);
-            flushed
+            worked
         })?;
     }
+    let (alone, beside) = (Figures::new(alone), Figures::new(beside));
     Ok(Beside {
-        sync_latency_us,
-        syncs: store.log_counters().syncs - syncs,
-        alone: Figures::new(alone),
-        beside: Figures::new(beside),
+        p99_ratio: thousandths(beside.p99_us / alone.p99_us),
+        alone,
+        beside,
     })
 }
 
@@ -364,21 +458,37 @@ impl fmt::Display for ReadReport {
             f,
             "\neach ratio against the raw reads that took turns with it"
         )?;
-        let Some(beside) = &self.beside_syncs else {
-            return Ok(());
-        };
-        writeln!(
-            f,
-            "\nbeside {} syncs of another disk, each {} us longer than the medium needs; taking turns with none",
-            beside.syncs, beside.sync_latency_us
-        )?;
-        for (name, row) in [("none", &beside.alone), ("syncs", &beside.beside)] {
+        if let Some(beside) = &self.beside_syncs {
+            writeln!(
+                f,
+                "\nbeside {} syncs of another disk, each {} us longer than the medium needs; taking turns with none",
+                beside.syncs, beside.sync_latency_us
+            )?;
+            write!(f, "{}", beside.reads)?;
+        }
+        if let Some(beside) = &self.beside_writes {
+            writeln!(
+                f,
+                "\nbeside {WRITES} writes in flight to another disk, with {} checkpoints; taking turns with none",
+                beside.checkpoints
+            )?;
+            write!(f, "{}", beside.store)?;
+            writeln!(f, "\nraw files, beside as many writes")?;
+            write!(f, "{}", beside.raw)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Beside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, row) in [("alone", &self.alone), ("beside", &self.beside)] {
             writeln!(
                 f,
                 "{name:<12} {:>11.1} {:>9.1} {:>9.1}",
                 row.reads_per_s, row.p50_us, row.p99_us
             )?;
         }
-        Ok(())
+        writeln!(f, "p99 {:.2} times as long", self.p99_ratio)
     }
 }
