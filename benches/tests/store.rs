@@ -226,7 +226,7 @@ fn reads_do_not_wait_for_the_syncs_of_another_disk() {
 
 #[test]
 fn reads_are_measured_beside_writes_that_keep_the_log_full() {
-    let small = ["read", "--bytes", "64M", "--reads", "2000", "--depth", "1"];
+    let small = ["read", "--bytes", "8M", "--reads", "1000", "--depth", "1"];
     let read = report(&[&small[..], &["--beside-writes"]].concat());
     let beside = &read["beside_writes"];
     for medium in ["store", "raw"] {
