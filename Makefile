@@ -116,15 +116,17 @@ check:
 	exit $$status
 
 # Tests that mostly wait run beside those that compute; each prints at its end. Then the guests that QEMU emulates, one after
-# the other, run beside all other tests with guests or clients, most of which use one processor. Test targets that have one
-# name in several crates run together: with the guests, if one of them is a guests'.
+# the other, run beside all other tests with guests or clients, most of which use one processor: the longest first, and two at
+# a time once the emulated ones have ended. Test targets that have one name in several crates run together: with the guests,
+# if one of them is a guests'.
 BESIDE = test-waiting test-computing
-GUESTS_BESIDE = test-emulated test-native
-.PHONY: test-all $(BESIDE) $(GUESTS_BESIDE) test-workspace test-interleavings test-embedded
+GUESTS_BESIDE = test-emulated $(NATIVE:%=test-of-%)
+.PHONY: test-all $(BESIDE) test-emulated test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/tests/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/tests/*/main.rs))))
 GUESTS = $(call names,tests benches)
 EMULATED = linux linux_disks kill linux_boot vhost_user jobs
-NATIVE = $(sort $(filter-out $(EMULATED),$(GUESTS)))
+LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
+NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
 WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))
 
@@ -138,9 +140,6 @@ test-all:
 
 test-emulated:
 	+@$(call each,$(EMULATED:%=test-of-%))
-
-test-native:
-	+@$(call each,$(NATIVE:%=test-of-%))
 
 # Each of these targets, whether or not one before it failed.
 each = failed=; for part in $(1); do $(MAKE) --no-print-directory $$part || failed=1; done; [ -z "$$failed" ]
@@ -201,8 +200,7 @@ fuzz-tcmu_ring: fuzz-build
 
 fuzz-build:
 	@cd vmm/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \
-	export RUSTFLAGS='$(COVERAGE)' CARGO_TARGET_DIR=$(FUZZ_DIR) && \
-	$(CARGO) clippy --workspace --release --locked --target $$host -- -D warnings && \
+	export RUSTFLAGS='$(COVERAGE) -D warnings' RUSTC_WORKSPACE_WRAPPER=clippy-driver CARGO_TARGET_DIR=$(FUZZ_DIR) && \
 	$(CARGO) build --workspace --release --locked --target $$host
 
 # Of the package in $(1) the target $(2), for $(3) seconds, on inputs of at most $(4) bytes.
