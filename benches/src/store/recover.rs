@@ -18,7 +18,7 @@ use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
-use super::site::{self, SEGMENT_SIZE, StoreSite, ring};
+use super::site::{self, StoreSite, ring};
 use super::timing::median;
 
 /// Number of turns of store and baseline.
@@ -161,7 +161,10 @@ pub fn child(
 pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     let store = open_store(&arguments.site, arguments.bytes, None)?;
     let blocks = arguments.bytes / BLOCK as u64;
-    let mut holes = Holes::default();
+    let mut holes = Holes {
+        segment_size: ring(2 * arguments.bytes).segment_size,
+        dug: 0,
+    };
     let mut queue = QueueClient::open(&store.disks()[0], BURST as usize)?;
     for first in (0..blocks).step_by(BURST as usize) {
         let mut record = first;
@@ -233,8 +236,8 @@ fn resident() -> Result<u64, CommandError> {
 }
 
 /// Gives the zeroes in full segments back to the file system.
-#[derive(Default)]
 struct Holes {
+    segment_size: u64,
     /// Segments in which holes were dug.
     dug: usize,
 }
@@ -242,7 +245,7 @@ struct Holes {
 impl Holes {
     /// `written`: bytes of the log so far.
     fn dig(&mut self, log: &Path, written: u64) -> Result<(), CommandError> {
-        let full = written / SEGMENT_SIZE;
+        let full = written / self.segment_size;
         if full < (self.dug + 2 * DUG_TOGETHER) as u64 {
             return Ok(());
         }

@@ -81,14 +81,12 @@ impl StoreSite {
     }
 }
 
-/// Bytes of a segment of a [`ring`].
-pub const SEGMENT_SIZE: u64 = 16 << 20;
-
-/// A ring of small segments, with room for `bytes` of log before a checkpoint begins.
+/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small, unless it is large.
 pub fn ring(bytes: u64) -> StoreOptions {
-    let segments = (2 * bytes).div_ceil(SEGMENT_SIZE) + 8;
+    let segment_size = if bytes > 8 << 30 { 64 << 20 } else { 16 << 20 };
+    let segments = (2 * bytes).div_ceil(segment_size) + 8;
     StoreOptions {
-        segment_size: SEGMENT_SIZE,
+        segment_size,
         index_memory: u64::MAX,
         max_segments: segments.clamp(64, 65536) as u32,
         engine: EngineKind::Auto,

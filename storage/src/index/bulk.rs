@@ -1,43 +1,31 @@
 //! Building an index from the records of a whole log.
+//!
+//! In a large index each record in the order of the log is a search that misses the processor's caches. So records are
+//! collected, and inserted in the order of their sectors: each leaf is found once, and merged with all that belong into it.
 
-use super::extents::ExtentMap;
+use super::extents::{Addition, ExtentMap};
 use super::place::Place;
 
-/// Records that are inserted together. In a large index neighbours are found much faster than records in any order.
-const TOGETHER: usize = if cfg!(test) { 32 } else { 1 << 17 };
-
-/// A record, in a list in the order of the log.
-struct Record {
-    sector: u64,
-    sectors: u32,
-    /// Its position in the list.
-    number: u32,
-    place: Place,
-}
-
-impl Record {
-    fn end(&self) -> u64 {
-        self.sector + u64::from(self.sectors)
-    }
-}
+/// Least records that are inserted together, and how many of those in the index: a larger index takes more at a time.
+const LEAST: usize = if cfg!(test) { 16 } else { 1 << 16 };
+const SHARE: usize = 8;
 
 /// An index under construction.
 #[derive(Default)]
 pub(crate) struct Builder {
     map: ExtentMap,
-    records: Vec<Record>,
+    /// In the order of the log.
+    additions: Vec<Addition>,
+    inserted: usize,
 }
 
 impl Builder {
     /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones put into its range.
     pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Place) {
-        self.records.push(Record {
-            sector,
-            sectors,
-            number: self.records.len() as u32,
-            place,
-        });
-        if self.records.len() == TOGETHER {
+        let number = self.additions.len() as u32;
+        let addition = self.map.addition(sector, sectors, number, place);
+        self.additions.push(addition);
+        if self.additions.len() >= LEAST.max(self.inserted / SHARE) {
             self.insert();
         }
     }
@@ -48,24 +36,38 @@ impl Builder {
         self.map
     }
 
-    /// Inserts the records in the order of their sectors, and those that overlap in the order of the log.
+    /// Inserts what was collected: in the order of the sectors, and what overlaps in the order of the log.
     fn insert(&mut self) {
-        let records = &mut self.records;
-        records.sort_unstable_by_key(|record| (record.sector, record.number));
-        let mut rest = &mut records[..];
-        while let Some(first) = rest.first() {
-            let (mut end, mut count) = (first.end(), 1);
-            while let Some(next) = rest.get(count).filter(|next| next.sector < end) {
+        let additions = &mut self.additions;
+        additions.sort_unstable_by_key(|addition| (addition.sector, addition.number));
+        // Of several for the same range only the last counts. The later one is the first argument.
+        additions.dedup_by(|later, kept| {
+            let same = (later.sector, later.sectors) == (kept.sector, kept.sectors);
+            if same {
+                *kept = *later;
+            }
+            same
+        });
+        self.inserted += additions.len();
+        let mut rest = &mut additions[..];
+        while !rest.is_empty() {
+            let alone = rest.windows(2).position(|two| two[0].end() > two[1].sector);
+            let (apart, others) = rest.split_at_mut(alone.unwrap_or(rest.len()));
+            self.map.merge(apart);
+            let (mut end, mut count) = (0, 0);
+            while let Some(next) = others
+                .get(count)
+                .filter(|next| count == 0 || next.sector < end)
+            {
                 (end, count) = (end.max(next.end()), count + 1);
             }
-            let (overlapping, others) = rest.split_at_mut(count);
-            overlapping.sort_unstable_by_key(|record| record.number);
-            for record in overlapping {
-                let (sectors, place) = (u64::from(record.sectors), record.place.clone());
-                self.map.insert(record.sector, sectors, 0, place);
+            let (overlapping, later) = others.split_at_mut(count);
+            overlapping.sort_unstable_by_key(|addition| addition.number);
+            for addition in overlapping {
+                self.map.insert_addition(addition);
             }
-            rest = others;
+            rest = later;
         }
-        records.clear();
+        additions.clear();
     }
 }

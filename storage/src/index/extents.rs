@@ -7,6 +7,7 @@
 //! in two small tables beside the leaves.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound;
 
 use super::memory::{IndexMemory, Share};
 use super::place::{Piece, Place};
@@ -93,6 +94,22 @@ impl Extent {
     }
 }
 
+/// A record that a map is to get.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Addition {
+    pub sector: u64,
+    pub sectors: u32,
+    /// Its position in a list in the order of the log.
+    pub number: u32,
+    word: Word,
+}
+
+impl Addition {
+    pub(super) fn end(&self) -> u64 {
+        self.sector + u64::from(self.sectors)
+    }
+}
+
 /// The first of all sectors whose numbers have the same high half.
 fn zone(sector: u64) -> u64 {
     sector & !u64::from(u32::MAX)
@@ -113,6 +130,11 @@ impl Leaf {
         zone(self.base) + u64::from(extent.start)
     }
 
+    /// Where an extent ends.
+    fn end(&self, extent: &Extent) -> u64 {
+        self.start(extent) + u64::from(extent.sectors)
+    }
+
     /// How many extents begin before `sector`.
     fn position(&self, sector: u64) -> usize {
         let limit = sector.saturating_sub(zone(self.base));
@@ -125,8 +147,60 @@ impl Leaf {
         let (Some(before), Some(after)) = (at.checked_sub(1), self.extents.get(at)) else {
             return false;
         };
-        let before = &self.extents[before];
-        self.start(before) + u64::from(before.sectors) <= sector && end <= self.start(after)
+        self.end(&self.extents[before]) <= sector && end <= self.start(after)
+    }
+
+    /// Merges the extents with additions in the order of their sectors, up to the first one that overlaps an extent
+    /// without having its whole range. `reach`: where the last extent before this leaf ends. `limit`: the next leaf begins
+    /// there. Returns how many were merged.
+    fn merge(
+        &self,
+        additions: &[Addition],
+        mut reach: u64,
+        limit: u64,
+        merged: &mut Vec<Extent>,
+    ) -> usize {
+        let mut add = |extent: Extent| {
+            let joined = merged.last().and_then(|last| last.joined(extent));
+            match (joined, merged.last_mut()) {
+                (Some(joined), Some(last)) => *last = joined,
+                _ => merged.push(extent),
+            }
+        };
+        let mut old = self.extents.iter().peekable();
+        let mut count = 0;
+        for addition in additions {
+            let Addition {
+                sector,
+                sectors,
+                word,
+                ..
+            } = *addition;
+            while let Some(before) = old.next_if(|old| self.start(old) < sector) {
+                reach = self.end(before);
+                add(*before);
+            }
+            let same = |old: &&Extent| self.start(old) == sector && old.sectors == sectors;
+            let free_until = match old.peek() {
+                Some(next) if same(next) => u64::MAX,
+                Some(next) => self.start(next),
+                None => limit,
+            };
+            if reach > sector || free_until < addition.end() {
+                break;
+            }
+            old.next_if(same);
+            let start = sector as u32;
+            add(Extent {
+                start,
+                sectors,
+                word,
+            });
+            reach = addition.end();
+            count += 1;
+        }
+        old.for_each(|extent| add(*extent));
+        count
     }
 
     /// Adds an extent, which overlaps none. Returns the last extents as a leaf of their own if they are too many.
@@ -222,8 +296,12 @@ impl ExtentMap {
 
     /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
-        let end = sector + sectors;
         let word = self.word(sector, lsn, place);
+        self.insert_word(sector, sectors, word);
+    }
+
+    fn insert_word(&mut self, sector: u64, sectors: u64, word: Word) {
+        let end = sector + sectors;
         let mut free = false;
         if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
             // The commonest case: the same range was written before.
@@ -300,6 +378,74 @@ impl ExtentMap {
             self.bytes += leaf.bytes();
             self.leaves.insert(leaf.base, leaf);
         }
+    }
+
+    /// A record for [`merge`](Self::merge), whose payload, if it has one, is in the log.
+    pub(super) fn addition(
+        &mut self,
+        sector: u64,
+        sectors: u32,
+        number: u32,
+        place: Place,
+    ) -> Addition {
+        let word = self.word(sector, 0, place);
+        Addition {
+            sector,
+            sectors,
+            number,
+            word,
+        }
+    }
+
+    /// Inserts a record, which replaces all that was in its range.
+    pub(super) fn insert_addition(&mut self, addition: &Addition) {
+        self.insert_word(addition.sector, addition.sectors.into(), addition.word);
+    }
+
+    /// Inserts records that are in the order of their sectors, and of which no two overlap.
+    pub(super) fn merge(&mut self, mut additions: &[Addition]) {
+        let mut merged = Vec::new();
+        while let Some(first) = additions.first() {
+            let count = self.merge_leaf(additions, &mut merged).unwrap_or(0);
+            if count == 0 {
+                self.insert_addition(first);
+            }
+            additions = &additions[count.max(1)..];
+        }
+        self.share.set(self.bytes);
+    }
+
+    /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no such leaf.
+    fn merge_leaf(&mut self, additions: &[Addition], merged: &mut Vec<Extent>) -> Option<usize> {
+        let sector = additions.first()?.sector;
+        let mut leaves = self.leaves.range(..=sector).rev();
+        let (&base, leaf) = leaves.next().filter(|&(&base, _)| base >= zone(sector))?;
+        let before = leaves
+            .next()
+            .and_then(|(_, before)| Some(before.end(before.extents.last()?)));
+        let mut later = self.leaves.range((Bound::Excluded(base), Bound::Unbounded));
+        // A leaf has extents of one zone.
+        let limit = later.next().map_or(u64::MAX, |(&base, _)| base);
+        let limit = limit.min(zone(sector) | u64::from(u32::MAX));
+        merged.clear();
+        let count = leaf.merge(additions, before.unwrap_or(0), limit, merged);
+        if count == 0 {
+            return Some(0);
+        }
+        let parts = merged.len().div_ceil(LEAF);
+        let mut parts = merged.chunks(merged.len().div_ceil(parts));
+        let leaf = self.leaves.get_mut(&base)?;
+        self.bytes -= leaf.bytes();
+        leaf.extents = parts.next().unwrap_or_default().to_vec();
+        self.bytes += leaf.bytes();
+        for part in parts {
+            let base = zone(base) + u64::from(part[0].start);
+            let extents = part.to_vec();
+            let leaf = Leaf { base, extents };
+            self.bytes += leaf.bytes();
+            self.leaves.insert(base, leaf);
+        }
+        Some(count)
     }
 
     /// Calls `each` with the pieces of the range, in order, gaps included.

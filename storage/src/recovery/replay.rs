@@ -1,6 +1,6 @@
 //! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use zerocopy::little_endian::U64;
@@ -73,7 +73,7 @@ pub(crate) fn read_log(
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     let disks = control.disks.iter();
-    let mut disks: HashMap<u32, Reading> = disks
+    let mut disks: BTreeMap<u32, Reading> = disks
         .map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)))
         .collect();
     let mut stray = None;

@@ -422,13 +422,20 @@ impl Taker<'_> {
         if batch.verified.as_ref().is_some_and(|found| !found.in_place) {
             scan.damaged_headers.push((segment.clone(), batch.offset));
         }
+        segment.note(|table| {
+            let (mut at, mut checksums) = (batch.payload_at, &batch.checksums[..]);
+            for descriptor in &batch.descriptors {
+                let of_record = checksums.split_off(..descriptor.checksums());
+                table.add(at, descriptor.payload_len(), of_record.unwrap_or_default());
+                at += descriptor.payload_len();
+            }
+        });
         let mut at = batch.payload_at;
         let mut first_block = 0;
         for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
             let blocks = first_block..first_block + descriptor.checksums();
             first_block = blocks.end;
             let len = descriptor.payload_len();
-            segment.note(|table| table.add(at, len, &batch.checksums[blocks.clone()]));
             let in_base = lsn <= self.control.applied_lsn(descriptor.disk_id.get())
                 && !planted(Mutant::RecoveryAcceptsStale);
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
