@@ -3,7 +3,8 @@
 //! In a large index each record in the order of the log is a search that misses the processor's caches. So records are
 //! collected, and inserted in the order of their sectors: each leaf is found once, and merged with all that belong into it.
 
-use super::extents::{Addition, ExtentMap};
+use super::extents::ExtentMap;
+use super::leaf::Addition;
 use super::place::Place;
 
 /// Least records that are inserted together, and how many of those in the index: a larger index takes more at a time.

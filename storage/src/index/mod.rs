@@ -10,6 +10,7 @@
 
 mod bulk;
 mod extents;
+mod leaf;
 mod memory;
 mod place;
 #[cfg(test)]
