@@ -220,7 +220,7 @@ impl DataFile for MemoryFile {
         Ok(())
     }
 
-    fn try_lock(&self) -> io::Result<bool> {
+    fn try_lock(&self, _shared: bool) -> io::Result<bool> {
         Ok(true)
     }
 

@@ -1,12 +1,14 @@
 //! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
 
 mod daemon;
+mod qemu_nbd;
 pub mod vhost_user_client;
 
 use std::fs::File;
 use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
+pub use qemu_nbd::QemuNbd;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use walvisor_guest_images::leash;

@@ -13,7 +13,7 @@ use crate::format::{
 };
 use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{OWNER, Open, files};
-use crate::medium::lock::Holder;
+use crate::medium::lock::{Holder, Use};
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
 
@@ -169,7 +169,7 @@ pub(crate) fn create_log(
     let create = |error| Error::io(DOING, &path, error);
     // If several processes create the log at once, the one that locks this file does it, and the others look again.
     let how = Open::Kept { mode: OWNER };
-    let file = lock::open_store_file(&unfinished, DOING, how, |_| Holder::User)?;
+    let file = lock::open_store_file(&unfinished, DOING, how, Use::Log, |_| Holder::User)?;
     if has_control(log_dir) {
         files().remove(&unfinished).map_err(create)?;
         return Ok(None);
@@ -250,7 +250,8 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
 /// Opens, locks and reads the control file.
 pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
     let path = log_dir.join("control");
-    let file = lock::open_store_file(&path, "open the log", Open::Existing, |_| Holder::User)?;
+    let holder = |_: &dyn DataFile| Holder::User;
+    let file = lock::open_store_file(&path, "open the log", Open::Existing, Use::Log, holder)?;
     // The names too may be in memory only.
     filesystem::settle_name(&path)?;
     filesystem::settle_name(&real_path(log_dir)?)?;

@@ -45,8 +45,9 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     fn allocate(&self, len: u64) -> io::Result<()>;
     /// Makes everything written durable, length and attributes too.
     fn sync_all(&self) -> io::Result<()>;
-    /// Takes the exclusive lock that every opener takes (`flock`). `false`: another opener has it.
-    fn try_lock(&self) -> io::Result<bool>;
+    /// Takes the lock that every opener takes (`flock`), with other openers if `shared`, else alone. `false`: another
+    /// opener is in the way.
+    fn try_lock(&self, shared: bool) -> io::Result<bool>;
     /// Makes a range read as zeroes, giving its space back if `unmap`.
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
     /// The file's identity, by the file system's numbers.
@@ -112,17 +113,22 @@ impl DataFile for File {
         File::sync_all(self)
     }
 
-    fn try_lock(&self) -> io::Result<bool> {
+    fn try_lock(&self, shared: bool) -> io::Result<bool> {
         let lock = |operation| match rustix::fs::flock(self, operation) {
             Err(Errno::WOULDBLOCK) => Ok(false),
             locked => locked.map(|()| true),
         };
-        match lock(FlockOperation::NonBlockingLockExclusive) {
-            // NFS gives an exclusive lock only to a descriptor that is open for writing, and this one is read-only: a
-            // shared lock keeps writers out.
-            Err(Errno::BADF) => Ok(lock(FlockOperation::NonBlockingLockShared)?),
-            locked => Ok(locked?),
-        }
+        let shared_lock = || lock(FlockOperation::NonBlockingLockShared);
+        let locked = match shared {
+            true => shared_lock(),
+            false => match lock(FlockOperation::NonBlockingLockExclusive) {
+                // NFS gives an exclusive lock only to a descriptor that is open for writing, and this one is read-only:
+                // a shared lock keeps writers out.
+                Err(Errno::BADF) => shared_lock(),
+                locked => locked,
+            },
+        };
+        Ok(locked?)
     }
 
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {

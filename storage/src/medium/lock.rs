@@ -1,4 +1,4 @@
-//! Opening a file for one user at a time: it is locked, and is then still the one at its path.
+//! Opening a file for one writer, or only readers, at a time: it is locked, and is then still the one at its path.
 
 use std::io;
 use std::path::Path;
@@ -7,6 +7,18 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
+use crate::medium::qemu::{self, Conflict};
+
+/// What a file is opened for, and so who else may have it open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// A part of a log, which other programs do not use: no other opener has it.
+    Log,
+    /// An image that is written: nobody else has it open, and no program of QEMU.
+    Write,
+    /// An image that is only read: others may read it too.
+    Read,
+}
 
 /// The holder that an opener waits for when a file is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +44,7 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// How often an opener opens a file anew because another file took its place while the opener waited for the lock.
 const PLACES: u32 = 100;
 
-/// Opens a file, for `doing` something, and takes its lock as [`lock`] does. While this function waits, the file may
+/// Opens a file, for `doing` something, and takes its locks as [`lock`] does. While this function waits, the file may
 /// be renamed over or removed. A lock on that file does not protect the one that is at the path now, so that one is
 /// opened instead.
 ///
@@ -43,12 +55,13 @@ pub(crate) fn open_locked<F>(
     doing: &str,
     open: impl Fn() -> io::Result<F>,
     data: impl Fn(&F) -> &dyn DataFile,
+    using: Use,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<F> {
     let failed = |error| Error::io(doing, path, error);
     for _ in 0..PLACES {
         let file = open().map_err(failed)?;
-        lock(data(&file), path, holder(data(&file)))?;
+        lock(data(&file), path, using, holder(data(&file)))?;
         let locked = data(&file).inode().map_err(failed)?;
         match files().open(path, Open::Read).and_then(|file| file.inode()) {
             Ok(there) if there == locked => return Ok(file),
@@ -71,55 +84,93 @@ pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
     how: Open,
+    using: Use,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<Box<dyn DataFile>> {
     let open = || files().open(path, how);
-    open_locked(path, doing, open, |file| file.as_ref(), holder)
+    open_locked(path, doing, open, |file| file.as_ref(), using, holder)
 }
 
-/// Takes the exclusive lock that every opener of a disk or log takes (`flock`, released with the last descriptor of
-/// the open file). A write that a process had in flight in an io_uring keeps the file open, and so locked, after the
-/// process was killed.
+/// Takes the lock that every opener of a disk or log takes (`flock`, released with the last descriptor of the open
+/// file), and QEMU's on an image. A write that a process had in flight in an io_uring keeps the file open, and so locked,
+/// after the process was killed.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
 /// [`ErrorKind::Io`] if the file system has no locks.
-pub(crate) fn lock(file: &dyn DataFile, path: &Path, holder: Holder) -> Result<()> {
+pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, holder: Holder) -> Result<()> {
+    let failed = |error| Error::io("lock", path, error);
     let mut waited = Duration::ZERO;
-    let patience = match holder {
-        Holder::User => USER_PATIENCE,
-        Holder::Writes => WRITES_PATIENCE,
-    };
     loop {
-        match file.try_lock() {
-            Ok(true) => return Ok(()),
-            Ok(false) if waited < patience => {}
-            Ok(false) => break,
-            Err(error) => return Err(Error::io("lock", path, error)),
+        let Some(other) = try_lock(file, using).map_err(failed)? else {
+            return Ok(());
+        };
+        let writes = matches!(other, Other::Opener) && holder == Holder::Writes;
+        let patience = if writes {
+            WRITES_PATIENCE
+        } else {
+            USER_PATIENCE
+        };
+        if waited >= patience {
+            return Err(other.refusal(path, holder));
         }
         std::thread::sleep(LOCK_TRY);
         waited += LOCK_TRY;
-        if waited == SILENCE && holder == Holder::Writes {
+        if waited == SILENCE && writes {
             tracing::warn!(
                 "{}: waiting for the writes that a killed process still has in flight",
                 path.display()
             );
         }
     }
-    let why = match holder {
-        Holder::User => {
-            "already open elsewhere; close the other user of this disk or log first".to_owned()
+}
+
+/// Who has a file open that is to be locked.
+enum Other {
+    /// An opener that takes this program's lock.
+    Opener,
+    /// A program that takes QEMU's locks.
+    Qemu(Conflict),
+}
+
+/// Tries to take the locks once; returns who is in the way.
+fn try_lock(file: &dyn DataFile, using: Use) -> io::Result<Option<Other>> {
+    if !file.try_lock(using == Use::Read)? {
+        return Ok(Some(Other::Opener));
+    }
+    match file.host() {
+        Some(host) if using != Use::Log => {
+            let conflict = qemu::try_lock(host, using == Use::Write)?;
+            Ok(conflict.map(Other::Qemu))
         }
-        Holder::Writes => format!(
-            "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
-             open; check the device, or close the other user, then try again",
-            WRITES_PATIENCE.as_secs()
-        ),
-    };
-    Err(Error::new(
-        ErrorKind::Locked,
-        format!("{}: {why}", path.display()),
-    ))
+        _ => Ok(None),
+    }
+}
+
+impl Other {
+    /// The error for an opener who has waited long enough.
+    fn refusal(&self, path: &Path, holder: Holder) -> Error {
+        let name = path.display();
+        let why = match (self, holder) {
+            (Self::Qemu(conflict), _) => format!(
+                "QEMU, qemu-nbd or another program with QEMU's locks has it open for {}; end that program first \
+                 ('fuser -v {name}' names it), then try again",
+                match conflict {
+                    Conflict::Writes => "writing",
+                    Conflict::Reads => "reading",
+                }
+            ),
+            (Self::Opener, Holder::User) => {
+                "already open elsewhere; close the other user of this disk or log first".to_owned()
+            }
+            (Self::Opener, Holder::Writes) => format!(
+                "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
+                 open; check the device, or close the other user, then try again",
+                WRITES_PATIENCE.as_secs()
+            ),
+        };
+        Error::new(ErrorKind::Locked, format!("{name}: {why}"))
+    }
 }
 
 #[cfg(test)]
@@ -135,7 +186,7 @@ mod tests {
         let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
         std::fs::write(&path, "old").unwrap();
         std::fs::write(&newer, "new").unwrap();
-        let open = || open_store_file(&path, "open", Open::Existing, |_| Holder::Writes);
+        let open = || open_store_file(&path, "open", Open::Existing, Use::Log, |_| Holder::Writes);
         let first = open().unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(open);

@@ -10,5 +10,6 @@ pub(crate) mod holes;
 pub(crate) mod lock;
 pub(crate) mod mark;
 pub(crate) mod pace;
+pub(crate) mod qemu;
 pub(crate) mod ring;
 pub(crate) mod segment;

@@ -11,8 +11,7 @@ use crate::format::SegmentHeader;
 use crate::medium::checksum::Table;
 use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{FileSystem, Open};
-use crate::medium::lock;
-use crate::medium::lock::Holder;
+use crate::medium::lock::{self, Holder, Use};
 use crate::sync::{Arc, RwLock};
 
 /// One segment file. Each `Arc` of it pins it: the segment is recycled only when no user holds one.
@@ -84,7 +83,7 @@ impl Segment {
     fn open(files: &dyn FileSystem, path: PathBuf) -> Result<Self> {
         let file = files.open(&path, Open::Direct);
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        lock::lock(file.as_ref(), &path, Holder::Writes)?;
+        lock::lock(file.as_ref(), &path, Use::Log, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 

@@ -204,7 +204,7 @@ impl DataFile for SimulatedFile {
         self.medium.lock().sync_all(self.index)
     }
 
-    fn try_lock(&self) -> io::Result<bool> {
+    fn try_lock(&self, _shared: bool) -> io::Result<bool> {
         let mut world = self.medium.lock();
         if world.locked.contains(&self.index) {
             return Ok(false);

@@ -19,6 +19,7 @@ use crate::format::DiskEntry;
 use crate::log::disk_state::DiskState;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, Open, PathKind, files};
+use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
@@ -38,8 +39,8 @@ pub(crate) struct OpenBase {
 impl OpenBase {
     /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
     /// image that is marked as open.
-    pub(crate) fn open(options: &DiskOptions, in_log: bool) -> Result<Self> {
-        let (file, size) = open_base(&options.path, in_log)?;
+    pub(crate) fn open(options: &DiskOptions, using: Use, in_log: bool) -> Result<Self> {
+        let (file, size) = open_base(&options.path, using, in_log)?;
         Ok(Self {
             path: real_path(&options.path)?,
             identity: Identity::of(file.as_ref(), &options.path)?,
@@ -54,7 +55,7 @@ impl OpenBase {
         let mut opened = Vec::new();
         for options in disks {
             refuse_twice(&options.path, &opened)?;
-            opened.push(Self::open(options, in_log)?);
+            opened.push(Self::open(options, Use::Write, in_log)?);
         }
         Ok(opened)
     }
@@ -370,7 +371,7 @@ fn open_absent(
     };
     let open = || {
         refuse_twice(&path, opened)?;
-        OpenBase::open(&options, true)
+        OpenBase::open(&options, Use::Write, true)
     };
     let base = open().map_err(|error| refused(error.kind(), &error))?;
     match base.why_not(entry, home)? {

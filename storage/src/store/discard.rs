@@ -13,6 +13,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
+use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{Waiting, read_log};
@@ -44,10 +45,10 @@ pub struct Discarded {
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let options = DiskOptions::new(path);
     if !has_control(log_dir) {
-        return unmark(&OpenBase::open(&options, false)?);
+        return unmark(&OpenBase::open(&options, Use::Write, false)?);
     }
     let mut control = open_control(log_dir)?;
-    let base = match OpenBase::open(&options, true) {
+    let base = match OpenBase::open(&options, Use::Write, true) {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         base => Some(base?),
     };

@@ -11,13 +11,12 @@ use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{Open, PathKind, files};
-use crate::medium::lock;
-use crate::medium::lock::Holder;
+use crate::medium::lock::{self, Holder, Use};
 use crate::medium::mark::{Mark, hex};
 use crate::{Extent, SECTOR_SIZE};
 
-/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that no other process of this
-/// program opens it meanwhile.
+/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that neither another process of this
+/// program nor one of QEMU's programs opens it meanwhile, except that readers live beside each other.
 #[derive(Debug)]
 pub struct Image {
     path: PathBuf,
@@ -28,8 +27,8 @@ pub struct Image {
 
 impl Image {
     /// Opens the image at `path`, a file or a block device: with O_DIRECT if the file takes direct I/O of single
-    /// sectors, else through the page cache. A block device is opened exclusively (O_EXCL), which fails if a file
-    /// system on it is mounted.
+    /// sectors, else through the page cache. A block device must not be in use, by a mounted file system for instance;
+    /// a writer keeps it so (O_EXCL).
     ///
     /// # Errors
     /// If it is neither, its size is no positive multiple of 512 bytes, another process has it open
@@ -107,12 +106,20 @@ const OPEN: &str = "open the disk";
 
 /// Opens and locks the file or block device of an image without a log; returns it with its length in bytes.
 fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
-    let flags = match image_kind(path)? {
+    let claim = match image_kind(path)? {
         PathKind::BlockDevice => OFlags::EXCL,
         _ => OFlags::empty(),
     };
-    let open = || file::open_direct_with(path, write, flags);
-    let file = lock::open_locked(path, OPEN, open, |file| file, |_| Holder::User)?;
+    let open = || {
+        let claimed = file::open_direct_with(path, write, claim)?;
+        match write {
+            true => Ok(claimed),
+            // Other readers may come: that the device could be claimed is enough.
+            false => file::open_direct_with(path, write, OFlags::empty()),
+        }
+    };
+    let using = if write { Use::Write } else { Use::Read };
+    let file = lock::open_locked(path, OPEN, open, |file| file, using, |_| Holder::User)?;
     // Under the lock no other process changes the length.
     let size = DataFile::len(&file);
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;
@@ -122,7 +129,7 @@ fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
 
 /// Opens and locks a base image; returns it with its length in bytes. `in_log`: see
 /// [`OpenBase::open`](crate::store::attach::OpenBase::open).
-pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
+pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its disks, and a device has no attributes.
         return Err(invalid(format!(
@@ -137,7 +144,7 @@ pub(crate) fn open_base(path: &Path, in_log: bool) -> Result<(Box<dyn DataFile>,
             false => Holder::User,
         }
     };
-    let file = lock::open_store_file(path, OPEN, Open::Direct, holder)?;
+    let file = lock::open_store_file(path, OPEN, Open::Direct, using, holder)?;
     // Under the lock no other process changes the length.
     let size = file.len();
     let size = size.map_err(|error| Error::io(OPEN, path, error))?;

@@ -11,6 +11,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, Result};
 use crate::medium::directory::{Directory, directory};
 use crate::medium::engine::EngineKind;
+use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
 use crate::parallel::{Progress, thread_count};
 use crate::recovery::contents::Verify;
@@ -108,7 +109,7 @@ pub fn inspect_telling(
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
     let control = find_control(log_dir)?;
-    let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
+    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let size = base.size;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::filesystem::{Open, files};
-use crate::medium::lock::Holder;
+use crate::medium::lock::{Holder, Use};
 use crate::medium::{filesystem, lock};
 
 /// Whether anything is at the path, including a dangling link.
@@ -49,7 +49,7 @@ impl Part {
         let path = PathBuf::from(path);
         // A file that an interrupted run left is reused; one that a running process writes is locked.
         let how = Open::Kept { mode };
-        let file = lock::open_store_file(&path, "write", how, |_| Holder::User)?;
+        let file = lock::open_store_file(&path, "write", how, Use::Write, |_| Holder::User)?;
         file.set_len(0)
             .and_then(|()| file.set_len(size))
             .map_err(|error| size_error(&target, size, error))?;

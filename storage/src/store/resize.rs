@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::file::set_size;
+use crate::medium::lock::Use;
 use crate::mutant::{Mutant, planted};
 use crate::store::open::open_log;
 use crate::store::view::View;
@@ -47,7 +48,7 @@ fn resize(
     reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
-    let view = View::open(path, log_dir, None)?;
+    let view = View::open(path, log_dir, Use::Write, None)?;
     let view = match size < view.size && !view.extents.is_empty() {
         false => view,
         // No record may reach behind the new end, so all records go to the base image first.
@@ -62,7 +63,7 @@ fn resize(
             keeper.close()?;
             // This also releases the locks.
             drop((log, disks, keeper));
-            View::open(path, log_dir, None)?
+            View::open(path, log_dir, Use::Write, None)?
         }
     };
     refuse_loss(&view, size, lose_data)?;

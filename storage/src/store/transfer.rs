@@ -17,8 +17,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, PathKind, files};
 use crate::medium::holes::DataRanges;
-use crate::medium::lock;
-use crate::medium::lock::Holder;
+use crate::medium::lock::{self, Holder, Use};
 use crate::parallel::{self, Progress, thread_count};
 use crate::store::create::NewDisk;
 use crate::store::part::{Part, refuse_existing};
@@ -84,7 +83,7 @@ pub fn export_disk(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open(path, log_dir, threads)?;
+    let view = View::open(path, log_dir, Use::Read, threads)?;
     // The lock is held to the end: no other process may open the file that is about to be replaced.
     let replaced = match replace {
         true => lock_replaced(raw)?,
@@ -126,7 +125,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
             raw.display()
         )));
     }
-    let source = lock::open_store_file(raw, "open the image", Open::Read, |_| Holder::User)?;
+    let source = open_locked(raw, "open the image", Use::Read)?;
     if is_open(source.as_ref(), raw)? {
         return Err(Error::new(
             ErrorKind::WrongLog,
@@ -145,6 +144,11 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
         )));
     }
     Ok((source, size))
+}
+
+/// Opens a file for reading, for `doing` something, and locks it.
+fn open_locked(path: &Path, doing: &str, using: Use) -> Result<Box<dyn DataFile>> {
+    lock::open_store_file(path, doing, Open::Read, using, |_| Holder::User)
 }
 
 /// The mode bits of a file: its copy must not be accessible to more users.
@@ -176,7 +180,8 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
             )));
         }
     }
-    let file = lock::open_store_file(raw, "open", Open::Read, |_| Holder::User)?;
+    // It loses its name: who has it open would go on with a file that nobody else sees.
+    let file = open_locked(raw, "open", Use::Write)?;
     match is_open(file.as_ref(), raw)? {
         false => Ok(Some(file)),
         true => Err(Error::new(

@@ -14,6 +14,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
 use crate::medium::holes::DataRanges;
+use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
 use crate::parallel::thread_count;
 use crate::recovery::contents::Verify;
@@ -46,10 +47,15 @@ pub(crate) enum Data {
 }
 
 impl View {
-    /// Opens the disk; reads the log on `threads` threads.
-    pub(crate) fn open(path: &Path, log_dir: &Path, threads: Option<NonZeroUsize>) -> Result<Self> {
+    /// Opens the disk, for reading or also for a resize; reads the log on `threads` threads.
+    pub(crate) fn open(
+        path: &Path,
+        log_dir: &Path,
+        using: Use,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<Self> {
         let control = find_control(log_dir)?;
-        let base = OpenBase::open(&DiskOptions::new(path), control.is_some())?;
+        let base = OpenBase::open(&DiskOptions::new(path), using, control.is_some())?;
         let reader = files().open(path, Open::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
         let Some(control) = control else {

@@ -4,6 +4,8 @@ use std::ffi::OsStr;
 use std::fs;
 use std::process::Output;
 
+use walvisor_tests::{QemuNbd, have};
+
 use crate::kernel::{self, Then};
 use crate::{has_kvm, stderr, walvisor};
 
@@ -225,6 +227,12 @@ fn bad_disks_are_told_and_stay_as_they_were() {
         &["odd.img", "512"],
     );
     assert_eq!(fs::read(at("odd.img")).unwrap(), [7; 513]);
+    if have("qemu-nbd", "qemu-utils") {
+        fs::write(at("held.img"), [7; 1024]).unwrap();
+        let _held = QemuNbd::start(directory.path(), "held.img");
+        let parts = &["held.img", "QEMU", "open for writing", "fuser -v"];
+        refused(&run(&[format!("path={}", at("held.img"))]), 1, parts);
+    }
     assert!(
         !fs::exists(at("odd.img.wal")).unwrap(),
         "a log was made for a refused disk"

@@ -14,14 +14,14 @@ use walvisor_tests::have;
 use super::{Daemon, create, foreign, text};
 
 /// A third-party program that does a step for each line it reads, and reports when it is done.
-struct Stepping {
+pub(super) struct Stepping {
     child: Child,
     commands: ChildStdin,
     said: ChildStdout,
 }
 
 impl Stepping {
-    fn start(command: &mut Command) -> Self {
+    pub(super) fn start(command: &mut Command) -> Self {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("timeout(1) starts");
         Self {
@@ -37,7 +37,7 @@ impl Stepping {
 
     /// Waits until the program's output ends with `end`, and returns the output up to there.
     #[track_caller]
-    fn wait_for(&mut self, end: &str) -> String {
+    pub(super) fn wait_for(&mut self, end: &str) -> String {
         let mut all = Vec::new();
         while !all.ends_with(end.as_bytes()) {
             let mut byte = [0];

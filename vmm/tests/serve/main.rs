@@ -9,6 +9,7 @@ mod hostile;
 mod kill;
 mod largest;
 mod lifecycle;
+mod qemu_locks;
 mod raw_client;
 mod recovery;
 mod slow_holes;
