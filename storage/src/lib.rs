@@ -54,7 +54,9 @@ pub use walvisor_block::{
 };
 pub use {
     catalog::control::log_images,
-    catalog::options::{CacheMode, CommitWait, DiskOptions, Resize, StoreOptions, default_log_dir},
+    catalog::options::{
+        CacheMode, CommitWait, DiskOptions, ImageFormat, Resize, StoreOptions, default_log_dir,
+    },
     disk::handle::Disk,
     disk::port::Port,
     error::{Error, ErrorKind, Result},
@@ -71,7 +73,7 @@ pub use {
     },
     store::open::Store,
     store::resize::resize_disk,
-    store::transfer::{Transfer, export_disk, import_disk},
+    store::transfer::{Transfer, export_disk, import_disk, import_disk_as},
 };
 
 pub(crate) use walvisor_block::SharedBuffer;

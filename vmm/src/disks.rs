@@ -211,6 +211,7 @@ pub(crate) fn real_path(path: &Path) -> PathBuf {
 fn disk_options(spec: &DiskSpec) -> DiskOptions {
     let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
     options.read_only = spec.read_only;
+    options.format = spec.format;
     options.cache = match spec.cache {
         DiskCache::Writeback => walvisor_storage::CacheMode::Writeback,
         DiskCache::Writethrough => walvisor_storage::CacheMode::Writethrough,
@@ -229,7 +230,7 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
             DiskCache::Writethrough => RawCache::Writethrough,
             DiskCache::Unsafe => RawCache::Unsafe,
         };
-        let image = Image::open(&path, spec.read_only)?;
+        let image = Image::open_as(&path, spec.read_only, spec.format)?;
         return Ok(Arc::new(RawDisk::new(image, cache)));
     }
     let bytes = spec.size.unwrap_or(0);

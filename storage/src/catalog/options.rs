@@ -108,6 +108,8 @@ pub struct DiskOptions {
     pub read_only: bool,
     /// The meaning of FLUSH and of a completed WRITE.
     pub cache: CacheMode,
+    /// Whether the image is known to be raw.
+    pub format: ImageFormat,
 }
 
 impl DiskOptions {
@@ -117,8 +119,20 @@ impl DiskOptions {
             path: path.into(),
             read_only: false,
             cache: CacheMode::Writeback,
+            format: ImageFormat::Unknown,
         }
     }
+}
+
+/// What is known of an image's format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ImageFormat {
+    /// Nothing. An image that has never been a disk of a log is refused if it begins as a qcow2, VMDK, VDI, VHD, VHDX, QED
+    /// or LUKS image does.
+    #[default]
+    Unknown,
+    /// It is raw, whatever its first bytes are.
+    Raw,
 }
 
 /// The log directory of a disk for which none is given: `disk.img` has `disk.img.wal`.

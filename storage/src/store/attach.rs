@@ -23,7 +23,8 @@ use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
-use crate::store::image::open_base;
+use crate::store::image::{disk_len, open_base};
+use crate::store::other_format::refuse_other_format;
 use crate::sync::Arc;
 
 /// A base image that is open and locked, not yet known to the log.
@@ -40,10 +41,17 @@ impl OpenBase {
     /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
     /// image that is marked as open.
     pub(crate) fn open(options: &DiskOptions, using: Use, in_log: bool) -> Result<Self> {
-        let (file, size) = open_base(&options.path, using, in_log)?;
+        let path = &options.path;
+        let file = open_base(path, using, in_log)?;
+        let identity = Identity::of(file.as_ref(), path)?;
+        let size = disk_len(file.as_ref(), path);
+        // The files of other formats have any size.
+        let size = size.or_else(|error| {
+            refuse_other_format(path, identity.mark.as_ref(), options.format).and(Err(error))
+        })?;
         Ok(Self {
-            path: real_path(&options.path)?,
-            identity: Identity::of(file.as_ref(), &options.path)?,
+            path: real_path(path)?,
+            identity,
             options: options.clone(),
             file,
             size,
@@ -60,17 +68,19 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// Refuses an image that is marked as open. Its newest bytes are, or were, in a log, and a new log must not
-    /// hide that.
-    pub(crate) fn refuse_open(&self, log_dir: &Path) -> Result<()> {
-        match self.identity.mark {
+    /// Refuses an image that may not be taken for a raw one as it is: one of another format, and one that is marked as
+    /// open. The newest bytes of the latter are, or were, in a log, and a new log must not hide that.
+    pub(crate) fn refuse_foreign(&self, log_dir: &Path) -> Result<()> {
+        let mark = self.identity.mark.as_ref();
+        refuse_other_format(&self.options.path, mark, self.options.format)?;
+        match mark {
             Some(Mark {
                 open: true, disk, ..
             }) => Err(wrong(format!(
                 "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
                  it holds with: {}",
                 self.options.path.display(),
-                hex(&disk),
+                hex(disk),
                 log_dir.display(),
                 discard_command(&self.options.path, log_dir),
             ))),
@@ -212,19 +222,21 @@ fn accept(
                     discard_command(path, log_dir),
                 )));
             }
-            _ => base.refuse_open(log_dir)?,
+            _ => base.refuse_foreign(log_dir)?,
         },
     }
-    match base.size_fits(entry) {
-        true => Ok(()),
-        false => Err(wrong(format!(
-            "{}: the image has {} bytes, but its log in {} expects {}; restore the image's size (truncate -s {3})",
-            path.display(),
-            base.size,
-            log_dir.display(),
-            entry.size.get(),
-        ))),
+    if base.size_fits(entry) {
+        return Ok(());
     }
+    let (path, size, want) = (path.display(), base.size, entry.size.get());
+    let remedy = match size < want {
+        true => format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes"),
+        false => "make it a disk of its own with 'walvisor disk import'".to_owned(),
+    };
+    Err(wrong(format!(
+        "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image back, or {remedy}",
+        log_dir.display(),
+    )))
 }
 
 /// The error for an image that is nowhere in the table.

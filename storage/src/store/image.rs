@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 
 use crate::catalog::identity::Identity;
+use crate::catalog::options::ImageFormat;
 use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{Open, PathKind, files};
 use crate::medium::lock::{self, Holder, Use};
 use crate::medium::mark::{Mark, hex};
+use crate::store::other_format::refuse_other_format;
 use crate::{Extent, SECTOR_SIZE};
 
 /// A raw image, open for I/O without a log. It is locked as disks with a log are, so that neither another process of this
@@ -31,14 +33,25 @@ impl Image {
     /// a writer keeps it so (O_EXCL).
     ///
     /// # Errors
-    /// If it is neither, its size is no positive multiple of 512 bytes, another process has it open
-    /// ([`ErrorKind::Locked`]), or its newest bytes may be in a log ([`ErrorKind::WrongLog`]).
+    /// If it is neither, its size is no positive multiple of 512 bytes, it seems to be of another format than raw
+    /// ([`ImageFormat::Unknown`]), another process has it open ([`ErrorKind::Locked`]), or its newest bytes may be in a
+    /// log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
-        let (file, bytes) = open_file(path, !read_only)?;
-        match Identity::of(&file, path)?.mark {
-            Some(Mark {
-                open: true, disk, ..
-            }) => Err(Error::new(
+        Self::open_as(path, read_only, ImageFormat::Unknown)
+    }
+
+    /// As [`open`](Self::open), for an image whose format may be known.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_as(path: &Path, read_only: bool, format: ImageFormat) -> Result<Self> {
+        let file = open_file(path, !read_only)?;
+        let mark = Identity::of(&file, path)?.mark;
+        if let Some(Mark {
+            open: true, disk, ..
+        }) = mark
+        {
+            return Err(Error::new(
                 ErrorKind::WrongLog,
                 format!(
                     "{}: disk {} was not closed: its newest bytes may be in its log; use backend=wal, or copy them to \
@@ -46,14 +59,15 @@ impl Image {
                     path.display(),
                     hex(&disk),
                 ),
-            )),
-            _ => Ok(Self {
-                path: path.to_owned(),
-                file,
-                bytes,
-                read_only,
-            }),
+            ));
         }
+        refuse_other_format(path, mark.as_ref(), format)?;
+        Ok(Self {
+            path: path.to_owned(),
+            bytes: disk_len(&file, path)?,
+            file,
+            read_only,
+        })
     }
 
     /// The image's path.
@@ -104,8 +118,8 @@ impl Image {
 /// What errors name as the failed action.
 const OPEN: &str = "open the disk";
 
-/// Opens and locks the file or block device of an image without a log; returns it with its length in bytes.
-fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
+/// Opens and locks the file or block device of an image without a log.
+fn open_file(path: &Path, write: bool) -> Result<File> {
     let claim = match image_kind(path)? {
         PathKind::BlockDevice => OFlags::EXCL,
         _ => OFlags::empty(),
@@ -119,17 +133,11 @@ fn open_file(path: &Path, write: bool) -> Result<(File, u64)> {
         }
     };
     let using = if write { Use::Write } else { Use::Read };
-    let file = lock::open_locked(path, OPEN, open, |file| file, using, |_| Holder::User)?;
-    // Under the lock no other process changes the length.
-    let size = DataFile::len(&file);
-    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
-    check_size(path, size)?;
-    Ok((file, size))
+    lock::open_locked(path, OPEN, open, |file| file, using, |_| Holder::User)
 }
 
-/// Opens and locks a base image; returns it with its length in bytes. `in_log`: see
-/// [`OpenBase::open`](crate::store::attach::OpenBase::open).
-pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<(Box<dyn DataFile>, u64)> {
+/// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
+pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its disks, and a device has no attributes.
         return Err(invalid(format!(
@@ -144,12 +152,7 @@ pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<(Box<dy
             false => Holder::User,
         }
     };
-    let file = lock::open_store_file(path, OPEN, Open::Direct, using, holder)?;
-    // Under the lock no other process changes the length.
-    let size = file.len();
-    let size = size.map_err(|error| Error::io(OPEN, path, error))?;
-    check_size(path, size)?;
-    Ok((file, size))
+    lock::open_store_file(path, OPEN, Open::Direct, using, holder)
 }
 
 /// The kind of file at an image's path; refuses a kind that can't be an image.
@@ -164,12 +167,19 @@ fn image_kind(path: &Path) -> Result<PathKind> {
     }
 }
 
-fn check_size(path: &Path, size: u64) -> Result<()> {
-    match size > 0 && size.is_multiple_of(SECTOR_SIZE) {
-        true => Ok(()),
+/// The length of an image in bytes; refuses one that no disk can have. Under its lock no other process changes it.
+pub(crate) fn disk_len(file: &dyn DataFile, path: &Path) -> Result<u64> {
+    let size = file.len();
+    let size = size.map_err(|error| Error::io("read its length", path, error))?;
+    let path = path.display();
+    match size.is_multiple_of(SECTOR_SIZE) {
+        true if size > 0 => Ok(size),
+        true => Err(invalid(format!(
+            "{path}: empty, and a disk has a positive multiple of 512 bytes; give it a size with 'truncate -s SIZE {path}'"
+        ))),
         false => Err(invalid(format!(
-            "{}: the size of {size} bytes is not a positive multiple of 512; change it with truncate -s",
-            path.display()
+            "{path}: the size of {size} bytes is not a multiple of 512; round it up with 'truncate -s %512 {path}', which \
+             keeps all bytes"
         ))),
     }
 }

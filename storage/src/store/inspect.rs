@@ -115,7 +115,7 @@ pub fn inspect_telling(
     let size = base.size;
     let allocated = metadata.map_or(size, |metadata| metadata.blocks() * 512);
     let Some(control) = control else {
-        base.refuse_open(log_dir)?;
+        base.refuse_foreign(log_dir)?;
         return Ok(DiskReport {
             size,
             allocated,

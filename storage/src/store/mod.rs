@@ -7,6 +7,7 @@ pub(crate) mod dump;
 pub(crate) mod image;
 pub(crate) mod inspect;
 pub(crate) mod open;
+pub(crate) mod other_format;
 pub(crate) mod part;
 pub(crate) mod resize;
 pub(crate) mod transfer;

@@ -11,18 +11,21 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
+use crate::Buffer;
 use crate::catalog::identity::Identity;
-use crate::catalog::options::StoreOptions;
+use crate::catalog::options::{ImageFormat, StoreOptions};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, PathKind, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Holder, Use};
+use crate::medium::mark::Mark;
 use crate::parallel::{self, Progress, thread_count};
 use crate::store::create::NewDisk;
+use crate::store::image::disk_len;
+use crate::store::other_format::refuse_other_format;
 use crate::store::part::{Part, refuse_existing};
 use crate::store::view::{Data, View, parts};
-use crate::{Buffer, SECTOR_SIZE};
 
 /// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported
 /// after each such part.
@@ -43,8 +46,8 @@ pub struct Transfer {
 /// in `log_dir`. If there is no log, it is created with `options`; an existing log ignores them.
 ///
 /// # Errors
-/// If `path` exists, the image's size is no positive multiple of 512, or the image or the log is open elsewhere.
-/// Nothing is left behind.
+/// If `path` exists, the image's size is no positive multiple of 512, it seems to be of another format than raw
+/// ([`ImageFormat::Unknown`]), or the image or the log is open elsewhere. Nothing is left behind.
 pub fn import_disk(
     path: &Path,
     raw: &Path,
@@ -52,9 +55,24 @@ pub fn import_disk(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
+    import_disk_as(path, raw, ImageFormat::Unknown, log_dir, options, progress)
+}
+
+/// As [`import_disk`], from an image whose format may be known.
+///
+/// # Errors
+/// As [`import_disk`].
+pub fn import_disk_as(
+    path: &Path,
+    raw: &Path,
+    format: ImageFormat,
+    log_dir: &Path,
+    options: &StoreOptions,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
     // The log is opened, and so locked, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
-    let (source, size) = open_source(raw)?;
+    let (source, size) = open_source(raw, format)?;
     let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
     let ranges = DataRanges::new(source.host(), raw, 0..size, KERNEL_COPY_BYTES);
     let ranges = ranges.map(|range| range.map(|range| (range, ())));
@@ -116,7 +134,7 @@ pub fn export_disk(
 }
 
 /// Opens and locks the image to import; returns it with its length in bytes.
-fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
+fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u64)> {
     let open = |error| Error::io("open the image", raw, error);
     let kind = files().kind(raw).map_err(open)?;
     if kind == PathKind::Other {
@@ -126,7 +144,9 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
         )));
     }
     let source = open_locked(raw, "open the image", Use::Read)?;
-    if is_open(source.as_ref(), raw)? {
+    let mark = Identity::of(source.as_ref(), raw)?.mark;
+    refuse_other_format(raw, mark.as_ref(), format)?;
+    if mark.is_some_and(|mark| mark.open) {
         return Err(Error::new(
             ErrorKind::WrongLog,
             format!(
@@ -136,13 +156,7 @@ fn open_source(raw: &Path) -> Result<(Box<dyn DataFile>, u64)> {
             ),
         ));
     }
-    let size = source.len().map_err(open)?;
-    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) {
-        return Err(invalid(format!(
-            "{}: the size of {size} bytes is not a positive multiple of 512; round it up with 'truncate -s %512'",
-            raw.display()
-        )));
-    }
+    let size = disk_len(source.as_ref(), raw)?;
     Ok((source, size))
 }
 
@@ -161,12 +175,6 @@ fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     Ok(metadata.mode() & 0o666)
 }
 
-/// Whether the newest bytes of an image may be in a log.
-fn is_open(file: &dyn DataFile, path: &Path) -> Result<bool> {
-    let mark = Identity::of(file, path)?.mark;
-    Ok(mark.is_some_and(|mark| mark.open))
-}
-
 /// Locks the file that an export replaces, if it exists; refuses the image of a disk that was not closed.
 fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     match files().kind(raw) {
@@ -182,15 +190,15 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
     // It loses its name: who has it open would go on with a file that nobody else sees.
     let file = open_locked(raw, "open", Use::Write)?;
-    match is_open(file.as_ref(), raw)? {
-        false => Ok(Some(file)),
-        true => Err(Error::new(
+    match Identity::of(file.as_ref(), raw)?.mark {
+        Some(Mark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: a disk that was not closed, with records in its log, is not replaced; name another file",
                 raw.display()
             ),
         )),
+        _ => Ok(Some(file)),
     }
 }
 

@@ -59,7 +59,7 @@ impl View {
         let reader = files().open(path, Open::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
         let Some(control) = control else {
-            base.refuse_open(log_dir)?;
+            base.refuse_foreign(log_dir)?;
             return Ok(Self {
                 size: base.size,
                 base,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::throttle::Limits;
-use walvisor_storage::CommitWait;
+use walvisor_storage::{CommitWait, ImageFormat};
 
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
@@ -140,6 +140,8 @@ pub struct DiskSpec {
     pub log: Option<PathBuf>,
     /// The backend that keeps the data.
     pub backend: BackendKind,
+    /// What is known of the image's format.
+    pub format: ImageFormat,
     /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
     /// Request queues; `None` is one per vCPU.
@@ -198,6 +200,7 @@ impl Default for DiskSpec {
             path: None,
             log: None,
             backend: BackendKind::default(),
+            format: ImageFormat::Unknown,
             transport: TransportKind::default(),
             queues: None,
             queue_size: DEFAULT_QUEUE_SIZE,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
+use walvisor_storage::ImageFormat;
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric, Notifications, TransportKind};
@@ -73,6 +74,14 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: ANY,
         help: "Where data is stored: in an image with a log, in an image alone, or in memory, which is lost at the end",
+    },
+    Key {
+        name: "format",
+        value: Value::Choice(&[("raw", |spec| spec.format = ImageFormat::Raw)]),
+        default: "raw, but a new image that begins as another format does is refused",
+        commands: EVERYWHERE,
+        backends: IMAGE,
+        help: "The image is raw, whatever its first bytes are",
     },
     Key {
         name: "size",

@@ -132,6 +132,7 @@ fn example(key: &Key) -> &'static str {
         "commit-wait-usec" | "commit-wait-count" | "close-seconds" => "1",
         "command-timeout" | "queues" | "port" => "1",
         "size" | "index-memory" => "1M",
+        "format" => "raw",
         _ => key.default,
     }
 }

@@ -5,6 +5,7 @@ mod clients;
 mod control;
 mod crash;
 mod documents;
+mod formats;
 mod hostile;
 mod kill;
 mod largest;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use walvisor_storage::{self as storage, StoreOptions};
+use walvisor_storage::{self as storage, ImageFormat, StoreOptions};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
@@ -20,6 +20,9 @@ pub(super) struct ImportArguments {
     disk: DiskPath,
     /// The raw image, or block device, to copy.
     raw: PathBuf,
+    /// The format of RAW: raw, whatever its first bytes are.
+    #[arg(long, value_parser = ["raw"])]
+    format: Option<String>,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -78,15 +81,20 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
     let ImportArguments {
         disk,
         raw,
+        format,
         threads,
         json,
     } = arguments;
+    let known = match format {
+        Some(_) => ImageFormat::Raw,
+        None => ImageFormat::Unknown,
+    };
     let done = with_bar("importing", |progress| {
         let options = StoreOptions {
             threads: threads.get(),
             ..StoreOptions::default()
         };
-        storage::import_disk(&disk.path, raw, &disk.log(), &options, progress)
+        storage::import_disk_as(&disk.path, raw, known, &disk.log(), &options, progress)
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: imported {}", disk.path.display(), raw.display());

@@ -1,0 +1,163 @@
+//! Images of other formats than raw, made by qemu-img: none is taken for a raw image.
+
+use std::path::Path;
+use std::process::Command;
+
+use walvisor_tests::have;
+
+use crate::{MIB, done, names, refused};
+
+/// Runs a third-party program in `dir`, and asserts that it succeeds.
+#[track_caller]
+fn run(dir: &Path, program: &str, arguments: &str) {
+    let mut command = Command::new(program);
+    command.args(arguments.split_whitespace()).current_dir(dir);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {output:?}");
+}
+
+/// Makes an image of 4 MiB of each format; returns its name, how errors call it, and the command that makes it raw.
+fn images(dir: &Path) -> Vec<(String, &'static str, String)> {
+    std::fs::write(dir.join("key"), "secret").unwrap();
+    let secret = "--object secret,id=key,file=key";
+    let made = [
+        ("qcow", "qcow2", ""),
+        ("qcow2", "qcow2", ""),
+        ("vmdk", "VMDK", ""),
+        ("vmdk", "VMDK", "-o subformat=monolithicFlat"),
+        ("vmdk", "VMDK", "-o subformat=streamOptimized"),
+        ("vdi", "VDI", ""),
+        ("vhdx", "VHDX", ""),
+        ("vpc", "VHD", "-o force_size=on"),
+        ("luks", "LUKS", "-o key-secret=key,iter-time=10"),
+    ];
+    let made = made.into_iter().enumerate().map(|(number, made)| {
+        let (format, called, options) = made;
+        let name = format!("{number}.{format}");
+        let create = format!("create -q {secret} -f {format} {options} {name} 4M");
+        run(dir, "qemu-img", &create);
+        let convert = match format {
+            "luks" => format!(
+                "qemu-img convert -O raw --object secret,id=key,file=KEYFILE --image-opts \
+                 driver=luks,key-secret=key,file.filename={name} NEW"
+            ),
+            _ => format!("qemu-img convert -O raw {name} NEW"),
+        };
+        (name, called, convert)
+    });
+    made.collect()
+}
+
+#[test]
+fn images_of_other_formats_are_told_and_converted() {
+    if !have("qemu-img", "qemu-utils") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for (name, called, convert) in images(dir) {
+        let before = names(dir);
+        let parts = [
+            &format!("{name}: "),
+            &format!("begins as a {called} image does"),
+            &format!("'{convert}'"),
+            "format=raw",
+            "--format raw",
+        ];
+        for command in [
+            format!("disk import new.img {name}"),
+            format!("serve nbd --disk path={name},socket=s"),
+            format!("serve vhost-user --disk path={name},socket=s"),
+            format!("serve nbd --disk path={name},backend=raw,socket=s"),
+            format!("serve nbd --disk path={name},backend=raw,readonly=on,socket=s"),
+            format!("disk info {name}"),
+            format!("disk check {name}"),
+            format!("disk checkpoint {name}"),
+            format!("disk export {name} out"),
+            format!("disk resize {name} --size 8M"),
+        ] {
+            refused(dir, &command, 1, &parts);
+        }
+        assert_eq!(names(dir), before, "nothing is made");
+        // The command that the message names.
+        let convert = convert.replace("KEYFILE", "key");
+        run(dir, "qemu-img", convert.strip_prefix("qemu-img ").unwrap());
+        let text = done(dir, "disk import new.img NEW");
+        assert!(text.contains("4194304 bytes"), "{text}");
+        for made in ["new.img", "NEW"] {
+            std::fs::remove_file(dir.join(made)).unwrap();
+        }
+        std::fs::remove_dir_all(dir.join("new.img.wal")).unwrap();
+    }
+}
+
+/// A disk's own first bytes may be those of another format: then the person says that it is raw, once.
+#[test]
+fn a_raw_image_that_begins_as_another_is_had_by_saying_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut bytes = vec![0; MIB as usize];
+    bytes[..6].copy_from_slice(b"LUKS\xba\xbe");
+    std::fs::write(dir.join("raw"), &bytes).unwrap();
+    refused(
+        dir,
+        "disk import disk.img raw",
+        1,
+        &["LUKS", "--format raw"],
+    );
+    refused(
+        dir,
+        "disk import disk.img raw --format qcow2",
+        2,
+        &["--format", "raw"],
+    );
+    done(dir, "disk import disk.img raw --format raw");
+    assert!(std::fs::read(dir.join("disk.img")).unwrap() == bytes);
+    // Its mark says from now on that it is a disk.
+    done(dir, "disk info disk.img");
+    done(dir, "disk import again.img disk.img");
+    done(dir, "disk export disk.img out");
+    refused(dir, "disk info out", 1, &["LUKS"]);
+}
+
+/// A size that is no whole number of sectors: every advice keeps all bytes.
+#[test]
+fn an_odd_size_is_rounded_up_never_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let bytes = [7; 1000];
+    std::fs::write(dir.join("odd"), bytes).unwrap();
+    let advice = "truncate -s %512 odd";
+    for command in [
+        "disk import disk.img odd",
+        "serve nbd --disk path=odd,socket=s",
+        "serve nbd --disk path=odd,backend=raw,socket=s",
+        "disk info odd",
+    ] {
+        let parts = &["odd: ", "1000 bytes", "512", advice, "keeps all bytes"];
+        refused(dir, command, 1, parts);
+    }
+    run(
+        dir,
+        advice.split(' ').next().unwrap(),
+        &advice["truncate ".len()..],
+    );
+    let text = done(dir, "disk import disk.img odd");
+    assert!(text.contains("1024 bytes"), "{text}");
+    let disk = std::fs::read(dir.join("disk.img")).unwrap();
+    assert!(disk[..1000] == bytes && disk[1000..] == [0; 24]);
+    // A disk with a log whose image another program has made longer, or shorter.
+    for (len, parts) in [
+        (1536, ["1536 bytes", "expects 1024", "walvisor disk import"]),
+        (
+            512,
+            ["512 bytes", "expects 1024", "truncate -s 1024 disk.img"],
+        ),
+    ] {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(dir.join("disk.img"));
+        file.unwrap().set_len(len).unwrap();
+        refused(dir, "disk info disk.img", 1, &parts);
+    }
+}
