@@ -404,12 +404,14 @@ fn count(records: u64) -> String {
 
 /// The command that gives up the records of a disk.
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
-    let path_shown = path.display();
+    let discard = format!("walvisor disk check --discard-log {}", path.display());
+    with_log(discard, path, log_dir)
+}
+
+/// The command for the disk at `path`, which names the disk's log if it must.
+pub(crate) fn with_log(command: String, path: &Path, log_dir: &Path) -> String {
     match default_log_dir(path) == log_dir {
-        true => format!("walvisor disk check --discard-log {path_shown}"),
-        false => format!(
-            "walvisor disk check --discard-log {path_shown} --log {}",
-            log_dir.display()
-        ),
+        true => command,
+        false => format!("{command} --log {}", log_dir.display()),
     }
 }

@@ -159,12 +159,12 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
             log_dir.display()
         ),
         Some(_) => format!(
-            "exists already, and the log in {} does not know it; remove it, or choose another name",
+            "exists already, and the log in {} does not know it; choose another name, or move it away",
             log_dir.display()
         ),
         None => format!(
-            "exists already, without a log at {}; use it (the first use as a disk makes the log), remove it, or \
-             choose another name",
+            "exists already, without a log at {}; use it (the first use as a disk makes the log), choose another \
+             name, or move it away",
             log_dir.display()
         ),
     };

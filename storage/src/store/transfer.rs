@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::Buffer;
 use crate::catalog::identity::Identity;
-use crate::catalog::options::{ImageFormat, StoreOptions};
+use crate::catalog::options::{ImageFormat, StoreOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, PathKind, files};
@@ -21,10 +21,11 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Holder, Use};
 use crate::medium::mark::Mark;
 use crate::parallel::{self, Progress, thread_count};
+use crate::store::attach::with_log;
 use crate::store::create::NewDisk;
 use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
-use crate::store::part::{Part, refuse_existing};
+use crate::store::part::{Part, exists, refuse_existing};
 use crate::store::view::{Data, View, parts};
 
 /// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported
@@ -70,6 +71,9 @@ pub fn import_disk_as(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
+    if exists(path)? && !exists(raw)? {
+        return Err(swapped(path, raw, log_dir));
+    }
     // The log is opened, and so locked, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw, format)?;
@@ -85,6 +89,28 @@ pub fn import_disk_as(
     new.finish(part, size, options, &mut |_| {})?;
     progress(size, size);
     Ok(Transfer { size, copied })
+}
+
+/// The error for a new disk that exists, and a source that does not: cp(1) takes them in the other order.
+fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
+    let (disk, source) = (path.display(), raw.display());
+    // A log was named, unless it is the one that the command's disk has by default.
+    let log_dir = match default_log_dir(path) == log_dir {
+        true => &default_log_dir(raw),
+        false => log_dir,
+    };
+    let import = with_log(
+        format!("walvisor disk import {source} {disk}"),
+        raw,
+        log_dir,
+    );
+    Error::new(
+        ErrorKind::AlreadyExists,
+        format!(
+            "{disk}: exists already, and {source} does not: the new disk comes first, then the image to copy; are they \
+             swapped? Then say '{import}'"
+        ),
+    )
 }
 
 /// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. The disk is not

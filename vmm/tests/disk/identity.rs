@@ -2,7 +2,7 @@
 
 use walvisor_storage::default_log_dir;
 
-use crate::{copy_image, crash, done, json, refused, unclosed};
+use crate::{copy_image, crash, done, json, refused, unclosed, walvisor};
 
 #[test]
 fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
@@ -54,8 +54,49 @@ fn a_disk_that_is_there_already_is_told_apart() {
     ];
     refused(dir, "disk create disk.img --size 1M", 1, parts);
     std::fs::write(dir.join("plain.img"), [0; 512]).unwrap();
-    let parts = &["plain.img", "exists already", "without a log"];
+    let parts = &[
+        "plain.img",
+        "exists already",
+        "without a log",
+        "move it away",
+    ];
     refused(dir, "disk create plain.img --size 1M", 1, parts);
+}
+
+/// cp(1) takes the source first. Its order never leads to advice that would cost the source.
+#[test]
+fn an_import_in_the_order_of_cp_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
+    done(dir, "disk create disk.img --size 1M");
+    for (arguments, right) in [
+        ("raw new.img", "'walvisor disk import new.img raw'"),
+        (
+            "disk.img new.img",
+            "'walvisor disk import new.img disk.img'",
+        ),
+        (
+            "raw new.img --log disk.img.wal",
+            "'walvisor disk import new.img raw --log disk.img.wal'",
+        ),
+    ] {
+        let command = format!("disk import {arguments}");
+        let parts = ["exists already, and new.img does not", "swapped?", right];
+        refused(dir, &command, 1, &parts);
+    }
+    // Both are there.
+    std::fs::write(dir.join("other"), [7; 512]).unwrap();
+    for arguments in ["raw other", "raw other --log disk.img.wal"] {
+        let output = walvisor(dir, &format!("disk import {arguments}"));
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains("raw: exists already"), "{error}");
+        assert!(error.contains("move it away"), "{error}");
+        assert!(!error.contains("remove"), "{error}");
+    }
+    assert_eq!(std::fs::read(dir.join("raw")).unwrap(), [7; 1024]);
+    done(dir, "disk import new.img raw");
 }
 
 /// A shell's file size limit causes a clear error instead of a kill by SIGXFSZ.
