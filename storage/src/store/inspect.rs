@@ -83,7 +83,10 @@ pub struct DiskReport {
     pub size: u64,
     /// Bytes that the base image takes on the file system.
     pub allocated: u64,
-    /// The log; `None` for a plain raw image that has none.
+    /// Whether the image carries a disk's mark. One without a log is then complete: the disk was closed. Without a mark
+    /// that is unknown: a copy may have lost it.
+    pub marked: bool,
+    /// The log; `None` for a raw image that has none.
     pub log: Option<LogReport>,
 }
 
@@ -112,13 +115,14 @@ pub fn inspect_telling(
     let base = OpenBase::open(&DiskOptions::new(path), Use::Read, control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
-    let size = base.size;
+    let (size, marked) = (base.size, base.identity.mark.is_some());
     let allocated = metadata.map_or(size, |metadata| metadata.blocks() * 512);
     let Some(control) = control else {
         base.refuse_foreign(log_dir)?;
         return Ok(DiskReport {
             size,
             allocated,
+            marked,
             log: None,
         });
     };
@@ -165,6 +169,7 @@ pub fn inspect_telling(
     Ok(DiskReport {
         size,
         allocated,
+        marked,
         log: Some(log),
     })
 }

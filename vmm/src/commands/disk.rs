@@ -109,7 +109,7 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         report.size, report.allocated
     );
     let Some(log) = report.log else {
-        println!("log        none: a plain raw image");
+        println!("log        none: {}", without_log(&report));
         return Ok(());
     };
     println!("log        {}", disk.log().display());
@@ -129,6 +129,16 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         println!("serves     {}", path.display());
     }
     Ok(())
+}
+
+/// What is known of an image without a log.
+fn without_log(report: &DiskReport) -> &'static str {
+    match report.marked {
+        true => "a raw image of a disk that was closed, with all bytes in the image",
+        false => {
+            "a raw image without a log or a mark: a copy of a disk that was not closed lacks its newest bytes"
+        }
+    }
 }
 
 fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
@@ -181,7 +191,15 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
     }
     match (&report.log, json) {
         (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
-        (None, _) => println!("{name}: clean: a plain raw image without a log"),
+        (None, _) => println!(
+            "{name}: {}: {}",
+            if report.marked {
+                "clean"
+            } else {
+                "nothing to verify"
+            },
+            without_log(&report)
+        ),
         (Some(log), _) => println!(
             "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the base image{}",
             log.batches,
@@ -274,5 +292,5 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
     });
     let log_is_clean = |log: &LogReport| log.damaged.is_empty() && log.damaged_headers.is_empty();
     let clean = report.log.as_ref().is_none_or(log_is_clean);
-    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "clean": clean, "log": log })
+    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "marked": report.marked, "clean": clean, "log": log })
 }

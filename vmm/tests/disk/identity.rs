@@ -1,8 +1,11 @@
 //! Messages about an image that is not the one that a log's records belong to, and the commands that resolve it.
 
-use walvisor_storage::default_log_dir;
+use std::process::Command;
 
-use crate::{copy_image, crash, done, json, refused, unclosed, walvisor};
+use walvisor_storage::default_log_dir;
+use walvisor_tests::have;
+
+use crate::{copy_image, crash, done, json, refused, unclosed, unclosed_bytes, walvisor};
 
 #[test]
 fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
@@ -63,6 +66,101 @@ fn a_disk_that_is_there_already_is_told_apart() {
     refused(dir, "disk create plain.img --size 1M", 1, parts);
 }
 
+/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or told, and the
+/// commands of the manual's page copy everything.
+#[test]
+fn a_copy_of_an_image_alone_is_not_called_clean() {
+    let dir = tempfile::tempdir().unwrap();
+    let crashed = unclosed(dir.path());
+    let at = |name: &str| crashed.join(name);
+    // `cp -a`, without the log: the mark tells.
+    copy_image(&at("disk.img"), &at("marked.img"));
+    for command in [
+        "disk info marked.img",
+        "disk check marked.img",
+        "serve nbd --disk path=marked.img,socket=s",
+        "serve nbd --disk path=marked.img,backend=raw,socket=s",
+        "disk import new.img marked.img",
+        "disk export marked.img out",
+    ] {
+        refused(&crashed, command, 1, &["marked.img: ", "was not closed"]);
+    }
+    // `cp`: nothing in the file tells, so nothing is claimed.
+    std::fs::copy(at("disk.img"), at("copy.img")).unwrap();
+    let lacks =
+        "without a log or a mark: a copy of a disk that was not closed lacks its newest bytes";
+    assert!(done(&crashed, "disk info copy.img").contains(lacks));
+    let text = done(&crashed, "disk check copy.img");
+    assert!(
+        text.contains("nothing to verify") && text.contains(lacks),
+        "{text}"
+    );
+    assert!(!text.contains("clean"), "{text}");
+    let report = json(&done(&crashed, "disk info copy.img --json"));
+    assert_eq!(report["marked"], false);
+    // With an export the copy has everything; a checkpoint makes the image complete.
+    done(&crashed, "disk export disk.img export.img");
+    done(&crashed, "disk checkpoint disk.img");
+    copy_image(&at("disk.img"), &at("closed.img"));
+    for name in ["export.img", "closed.img"] {
+        assert!(
+            std::fs::read(at(name)).unwrap() == unclosed_bytes(),
+            "{name}"
+        );
+    }
+    for command in ["info", "check"] {
+        let text = done(&crashed, &format!("disk {command} closed.img"));
+        assert!(
+            text.contains("closed, with all bytes in the image"),
+            "{text}"
+        );
+    }
+    let report = json(&done(&crashed, "disk info closed.img --json"));
+    assert_eq!(report["marked"], true);
+}
+
+/// What docs/operations says to type, on a disk that was killed: the copy has every byte.
+#[test]
+fn the_commands_of_the_manual_copy_everything() {
+    let rsync = have("rsync", "rsync");
+    let ways: [&[&str]; 7] = [
+        &["walvisor disk export disk.img new/disk.img"],
+        &[
+            "walvisor disk export disk.img copy.img",
+            "walvisor disk import new/disk.img copy.img",
+        ],
+        &["mv disk.img disk.img.wal new/"],
+        &["walvisor disk checkpoint disk.img", "cp -a disk.img new/"],
+        &["cp -a disk.img disk.img.wal new/"],
+        &[
+            "walvisor disk checkpoint disk.img",
+            "rsync -aXS disk.img new/",
+        ],
+        &["rsync -aXS disk.img disk.img.wal new/"],
+    ];
+    for way in ways {
+        if way.iter().any(|line| line.starts_with("rsync")) && !rsync {
+            continue;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let crashed = unclosed(dir.path());
+        std::fs::create_dir(crashed.join("new")).unwrap();
+        for line in way {
+            let (program, arguments) = line.split_once(' ').unwrap();
+            if program == "walvisor" {
+                done(&crashed, arguments);
+                continue;
+            }
+            let mut command = Command::new(program);
+            command.args(arguments.split(' ')).current_dir(&crashed);
+            assert!(command.status().unwrap().success(), "{line}");
+        }
+        done(&crashed.join("new"), "disk export disk.img out");
+        let bytes = std::fs::read(crashed.join("new/out")).unwrap();
+        assert!(bytes == unclosed_bytes(), "{way:?}");
+    }
+}
+
 /// cp(1) takes the source first. Its order never leads to advice that would cost the source.
 #[test]
 fn an_import_in_the_order_of_cp_is_told() {
@@ -103,7 +201,7 @@ fn an_import_in_the_order_of_cp_is_told() {
 #[test]
 fn a_disk_longer_than_the_limit_of_the_shell_is_told() {
     let dir = tempfile::tempdir().unwrap();
-    let output = std::process::Command::new("sh")
+    let output = Command::new("sh")
         .args([
             "-c",
             "ulimit -f 1000; exec \"$0\" disk create disk.img --size 64M",
