@@ -46,7 +46,7 @@ enum Command {
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return report_usage(PROGRAM, &error),
+        Err(error) => return report_usage::<Cli>(&error),
     };
     show_warnings(WARNINGS);
     let result = match cli.command {

@@ -5,11 +5,12 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
 use crate::commands::{self, CommandError};
+use crate::disk_spec::{DiskCommand, disk_help};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -28,6 +29,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Boot a Linux guest.
+    #[command(after_long_help = disk_help(DiskCommand::Run))]
     Run(commands::run::RunArguments),
     /// Run the embedded guest on new disks, and show what a request costs over MMIO and PCI
     Demo(commands::demo::DemoArguments),
@@ -49,7 +51,7 @@ pub fn main(started: Instant) -> ExitCode {
         Err(error) => {
             return match moved(&error) {
                 Some(told) => end("walvisor", Err(CommandError::Usage(told))),
-                None => report_usage("walvisor", &error),
+                None => report_usage::<Cli>(&error),
             };
         }
     };
@@ -114,9 +116,12 @@ fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
     asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
 }
 
-/// Prints help and version of `program` as clap does, and every other error as one line on stderr. Returns the
-/// exit status.
-pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
+/// Prints help and version of the program `P` as clap does, and every other error as one line on stderr, which names the
+/// command whose help explains more. Returns the exit status.
+pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
+    let command = P::command();
+    let program = command.get_name();
+    let asked = asked(&command, std::env::args().skip(1));
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             // A failed write is ignored: the reader closed the pipe. Clap reports '--disk help' as an error, so
@@ -129,15 +134,28 @@ pub fn report_usage(program: &str, error: &clap::Error) -> ExitCode {
             ExitCode::SUCCESS
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            eprintln!("{program}: a command is missing: see '{program} --help'");
+            eprintln!("{program}: a command is missing: see '{asked} --help'");
             ExitCode::from(2)
         }
         _ => {
             let told = one_line(&error.to_string());
-            eprintln!("{program}: {told}; see '{program} --help'");
+            eprintln!("{program}: {told}; see '{asked} --help'");
             ExitCode::from(2)
         }
     }
+}
+
+/// The program and the subcommands that `arguments` begin with.
+fn asked(program: &clap::Command, arguments: impl Iterator<Item = String>) -> String {
+    let (mut command, mut asked) = (program, program.get_name().to_owned());
+    for argument in arguments {
+        let Some(subcommand) = command.find_subcommand(&argument) else {
+            break;
+        };
+        command = subcommand;
+        asked = format!("{asked} {argument}");
+    }
+    asked
 }
 
 /// The message for a command that has moved to another program.
@@ -163,14 +181,13 @@ fn one_line(message: &str) -> String {
         .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
         .filter(|line| !line.is_empty())
         .collect();
-    let text = lines.join(" ");
+    let text = lines.join(" ").replace(" tip: ", "; ");
     text.strip_prefix("error: ").unwrap_or(&text).to_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_grammar_is_consistent() {

@@ -110,11 +110,16 @@ pub fn make_logs(specs: &[DiskSpec]) -> Result<(), walvisor_storage::Error> {
     Ok(())
 }
 
-/// Refuses RAM disks that are larger than this machine's memory and swap together.
-fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
+/// This machine's memory and swap together, in bytes.
+pub(crate) fn machine_memory() -> u64 {
     let told = rustix::system::sysinfo();
     let unit = u64::from(told.mem_unit);
-    let most = (told.totalram + told.totalswap).saturating_mul(unit);
+    (told.totalram + told.totalswap).saturating_mul(unit)
+}
+
+/// Refuses RAM disks that are larger than this machine's memory and swap together.
+fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
+    let most = machine_memory();
     let sizes = specs.iter().filter_map(|spec| spec.size);
     let all = sizes.fold(0, u64::saturating_add);
     match all > most {

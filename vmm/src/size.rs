@@ -1,36 +1,61 @@
-//! Sizes as the command line takes them: a number of bytes with an optional K, M, G, T, P or E (powers of 1024).
+//! Sizes as the command line takes them: a number of bytes, or one with a unit. K, M, G, T, P and E, also written KiB and
+//! so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's programs.
 
 /// Why a size was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "'{text}' is not a size: give a number of bytes, or one with K, M, G, T, P or E, such as 512M"
-)]
+#[error("'{text}' is not a size: give {SIZE}")]
 pub struct SizeError {
     text: String,
 }
 
-/// Parses `text` into bytes.
+/// What a size may be, for people.
+pub const SIZE: &str =
+    "a number of bytes, or one with K, M, G, T, P or E, such as 512M, 1.5G, 4GiB or 10GB";
+
+/// The units, by their power of 1024 or 1000.
+const UNITS: &[u8] = b"KMGTPE";
+
+/// Parses `text` into bytes. A fraction of a byte is rounded up to a multiple of 4096 bytes, which fits sectors and pages.
 ///
 /// # Errors
 /// If `text` is no number with an optional unit, or does not fit 64 bits.
 pub fn parse_size(text: &str) -> Result<u64, SizeError> {
-    let error = || SizeError {
+    size(text).ok_or_else(|| SizeError {
         text: text.to_owned(),
-    };
-    let (digits, shift) = match text.chars().last() {
-        Some('K' | 'k') => (&text[..text.len() - 1], 10),
-        Some('M' | 'm') => (&text[..text.len() - 1], 20),
-        Some('G' | 'g') => (&text[..text.len() - 1], 30),
-        Some('T' | 't') => (&text[..text.len() - 1], 40),
-        Some('P' | 'p') => (&text[..text.len() - 1], 50),
-        Some('E' | 'e') => (&text[..text.len() - 1], 60),
-        _ => (text, 0),
-    };
-    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(error());
+    })
+}
+
+fn size(text: &str) -> Option<u64> {
+    let digit = |character: char| character.is_ascii_digit();
+    let end = text.find(|character| !digit(character) && character != '.');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    if whole.is_empty() || fraction.is_empty() || !fraction.chars().all(digit) {
+        return None;
     }
-    let number: u64 = digits.parse().map_err(|_| error())?;
-    number.checked_mul(1 << shift).ok_or_else(error)
+    let parts = 10_u128.checked_pow(u32::try_from(fraction.len()).ok()?)?;
+    let number = whole.parse::<u128>().ok()?.checked_mul(parts)?;
+    let number = number.checked_add(fraction.parse().ok()?)?;
+    let bytes = number.checked_mul(scale(unit)?)?;
+    let bytes = match bytes.is_multiple_of(parts) {
+        true => bytes / parts,
+        false => (bytes / parts + 1).next_multiple_of(4096),
+    };
+    u64::try_from(bytes).ok()
+}
+
+/// The bytes of a unit.
+fn scale(unit: &str) -> Option<u128> {
+    let Some((letter, rest)) = unit.as_bytes().split_first() else {
+        return Some(1);
+    };
+    let letter = letter.to_ascii_uppercase();
+    let power = UNITS.iter().position(|unit| *unit == letter)? as u32 + 1;
+    match rest.to_ascii_uppercase().as_slice() {
+        b"" | b"IB" => Some(1 << (10 * power)),
+        b"B" => Some(1000_u128.pow(power)),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -39,13 +64,40 @@ mod tests {
 
     #[test]
     fn numbers_and_units() {
-        assert_eq!(parse_size("512"), Ok(512));
-        assert_eq!(parse_size("4k"), Ok(4096));
-        assert_eq!(parse_size("512M"), Ok(512 << 20));
-        assert_eq!(parse_size("3G"), Ok(3 << 30));
-        assert_eq!(parse_size("1T"), Ok(1 << 40));
-        assert_eq!(parse_size("2P"), Ok(2 << 50));
-        assert_eq!(parse_size("15E"), Ok(15 << 60));
+        for (text, bytes) in [
+            ("512", 512),
+            ("4k", 4096),
+            ("512M", 512 << 20),
+            ("3G", 3 << 30),
+            ("1T", 1 << 40),
+            ("2P", 2 << 50),
+            ("15E", 15 << 60),
+            ("4GiB", 4 << 30),
+            ("4gib", 4 << 30),
+            ("10GB", 10_000_000_000),
+            ("1kB", 1000),
+            ("1.5G", 3 << 29),
+            ("0.5K", 512),
+            ("1.5GiB", 3 << 29),
+            ("2.50TB", 2_500_000_000_000),
+            ("1.000", 1),
+            ("15.5E", 31 << 59),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+    }
+
+    /// A size that is no whole number of bytes still fits sectors and pages.
+    #[test]
+    fn a_fraction_of_a_byte_is_rounded_up_to_a_page() {
+        for (text, exact) in [("1.3G", 1.3 * f64::from(1 << 30)), ("0.1M", 104_857.6)] {
+            let bytes = parse_size(text).unwrap();
+            assert!(bytes.is_multiple_of(4096), "{text}: {bytes}");
+            assert!(
+                (0.0..4096.0).contains(&(bytes as f64 - exact)),
+                "{text}: {bytes}"
+            );
+        }
     }
 
     #[test]
@@ -55,13 +107,22 @@ mod tests {
             "M",
             "-1",
             "+1",
-            "1.5G",
+            ".5G",
+            "1.G",
+            "1.5.5G",
+            "1,5G",
             "12Q",
+            "12i",
+            "12B",
+            "12iB",
             "1 G",
             "0x10",
             "99999999999999999999",
+            "1.99999999999999999999999999999999999999999G",
             "17179869184G",
             "16E",
+            "15.9999999999999999999E",
+            "19EB",
             "é",
         ] {
             assert!(parse_size(text).is_err(), "{text:?} was taken");

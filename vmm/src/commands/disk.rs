@@ -28,7 +28,7 @@ enum DiskAction {
     Create {
         #[command(flatten)]
         disk: DiskPath,
-        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
+        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
     },

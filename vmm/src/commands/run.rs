@@ -69,6 +69,9 @@ pub struct RunArguments {
     /// Guest memory, with K, M or G
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
     pub memory: u64,
+    /// Allow more guest memory than this machine has memory and swap
+    #[arg(long)]
+    pub overcommit: bool,
     /// A disk: path=FILE[,key=value ...]; may be given several times; 'help' lists the keys
     #[arg(long = "disk", value_name = "SPEC", value_parser = DiskArgument(DiskCommand::Run))]
     pub disks: Vec<DiskSpec>,
@@ -137,6 +140,13 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     {
         return Err(CommandError::Usage(format!(
             "--memory {memory}: give a multiple of 4K from 1M to 1T, such as 512M"
+        )));
+    }
+    let machine = disks::machine_memory();
+    if memory > machine && !arguments.overcommit {
+        return Err(CommandError::Usage(format!(
+            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or give --overcommit if \
+             the guest will not use all of it"
         )));
     }
     Ok(())

@@ -26,7 +26,7 @@ impl TypedValueParser for DiskArgument {
     ) -> Result<DiskSpec, clap::Error> {
         if value == "help" {
             // As with --help, clap prints the text of this error as help, and the command succeeds.
-            return Err(clap::Error::raw(ErrorKind::DisplayHelp, help(self.0)));
+            return Err(clap::Error::raw(ErrorKind::DisplayHelp, disk_help(self.0)));
         }
         let disk = self.0;
         StringValueParser::new()
@@ -35,11 +35,12 @@ impl TypedValueParser for DiskArgument {
     }
 }
 
-/// The text that `--disk help` prints.
-fn help(command: DiskCommand) -> String {
+/// The keys of `command`, as `--disk help` and `--help` print them.
+pub fn disk_help(command: DiskCommand) -> String {
     let words = command.words();
     let mut text = format!(
-        "A disk of 'walvisor {words}': path=FILE[,key=value ...] or backend=ram,size=SIZE[,key=value ...]\n\n"
+        "A disk of 'walvisor {words}': path=FILE[,key=value ...] or backend=ram,size=SIZE[,key=value ...]\n\
+         A comma in a value is written ',,'.\n\n"
     );
     for key in keys_of(command) {
         let backends = key.backends.iter().map(|backend| backend.name());

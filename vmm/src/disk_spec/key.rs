@@ -1,7 +1,7 @@
 //! A row of the table: a key, its values, and the commands and backends that it applies to.
 
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
-use crate::size::parse_size;
+use crate::size::{SIZE, parse_size};
 
 /// A key of `--disk`.
 pub struct Key {
@@ -78,14 +78,8 @@ impl Value {
             Self::PowerOfTwo { least, most, .. } => {
                 format!("a power of two from {least} to {most}")
             }
-            Self::Size { multiple: 1, .. } => {
-                "a number of bytes, or one with K, M, G, T, P or E".to_owned()
-            }
-            Self::Size { multiple, .. } => {
-                format!(
-                    "a positive multiple of {multiple} bytes, or a number with K, M, G, T, P or E"
-                )
-            }
+            Self::Size { multiple: 1, .. } => SIZE.to_owned(),
+            Self::Size { multiple, .. } => format!("a positive multiple of {multiple}: {SIZE}"),
             Self::Text { expected, .. } => (*expected).to_owned(),
         }
     }

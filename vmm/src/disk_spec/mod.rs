@@ -16,7 +16,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use argument::DiskArgument;
+pub use argument::{DiskArgument, disk_help};
 pub use parse::DiskSpecError;
 pub use spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric, Notifications, TransportKind,

@@ -13,7 +13,10 @@ pub enum DiskSpecError {
     #[error("'{0}' has no '=': a disk is path=FILE[,key=value ...] ('--disk help' lists the keys)")]
     NoValue(String),
     /// A key that does not exist.
-    #[error("unknown key '{key}': 'walvisor {}' takes {} ('--disk help' explains them)", command.words(), names(*command))]
+    #[error(
+        "unknown key '{key}': {}'walvisor {}' takes {} ('--disk help' explains them)",
+        hint(key, *command), command.words(), names(*command)
+    )]
     UnknownKey {
         /// The key.
         key: String,
@@ -67,6 +70,30 @@ pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key
         .filter(move |key| key.commands.contains(&command))
 }
 
+/// The key that was probably meant, as a question. The measure and its limit are those of clap for its own arguments.
+fn hint(mistyped: &str, command: DiskCommand) -> String {
+    let likeness = |key: &Key| strsim::jaro(mistyped, key.name);
+    let alike = keys_of(command).filter(|key| likeness(key) > 0.7);
+    match alike.max_by(|a, b| likeness(a).total_cmp(&likeness(b))) {
+        Some(key) => format!("did you mean '{}'? ", key.name),
+        None => String::new(),
+    }
+}
+
+/// The `key=value` parts of a SPEC. Commas separate them; a doubled comma is one of a value.
+fn parts(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut rest = text.chars().peekable();
+    while let Some(character) = rest.next() {
+        if character == ',' && rest.next_if_eq(&',').is_none() {
+            parts.push(String::new());
+        } else if let Some(part) = parts.last_mut() {
+            part.push(character);
+        }
+    }
+    parts
+}
+
 fn names(command: DiskCommand) -> String {
     let names: Vec<_> = keys_of(command).map(|key| key.name).collect();
     names.join(", ")
@@ -81,9 +108,9 @@ impl DiskSpec {
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
         let mut spec = Self::default();
         let mut given: Vec<&'static Key> = Vec::new();
-        for part in text.split(',') {
+        for part in parts(text) {
             let Some((name, value)) = part.split_once('=') else {
-                return Err(DiskSpecError::NoValue(part.to_owned()));
+                return Err(DiskSpecError::NoValue(part));
             };
             let Some(key) = KEYS.iter().find(|key| key.name == name) else {
                 let key = name.to_owned();

@@ -263,6 +263,39 @@ fn a_wrong_key_is_named_with_the_valid_ones() {
 }
 
 #[test]
+fn a_mistyped_key_is_recognized_among_those_of_the_command() {
+    let told = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
+    for (wrong, command, right) in [
+        ("read-only", DiskCommand::Run, Some("readonly")),
+        ("cached", DiskCommand::Nbd, Some("cache")),
+        ("sockets", DiskCommand::VhostUser, Some("socket")),
+        // No key of this command.
+        ("sockets", DiskCommand::Run, None),
+        ("x", DiskCommand::Run, None),
+    ] {
+        let error = told(&format!("path=a,{wrong}=1"), command);
+        let hint = right.map(|right| format!("did you mean '{right}'?"));
+        match hint {
+            Some(hint) => assert!(error.contains(&hint), "{error}"),
+            None => assert!(!error.contains("did you mean"), "{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_comma_in_a_value_is_doubled() {
+    let spec = parse("path=a,,b,,,,c.img,log=,,l,serial=x,,").unwrap();
+    assert_eq!(spec.path, Some(PathBuf::from("a,b,,c.img")));
+    assert_eq!(spec.log, Some(PathBuf::from(",l")));
+    assert_eq!(spec.serial.as_deref(), Some("x,"));
+    let spec = parse("path=a,,,queues=2").unwrap();
+    assert_eq!(
+        (spec.path, spec.queues),
+        (Some(PathBuf::from("a,")), Some(2))
+    );
+}
+
+#[test]
 fn a_raw_disk_has_an_image_and_no_log() {
     let raw = parse("path=a.img,backend=raw,cache=writethrough,readonly=on").unwrap();
     assert_eq!(raw.backend, BackendKind::Raw);

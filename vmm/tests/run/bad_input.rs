@@ -24,11 +24,34 @@ fn refused(output: &Output, status: i32, parts: &[&str]) {
 
 #[test]
 fn wrong_usage_is_one_line_and_status_2() {
-    let cases: [(&str, &[&str]); 15] = [
-        ("", &["command is missing", "--help"]),
+    let cases: [(&str, &[&str]); 20] = [
+        ("", &["command is missing", "see 'walvisor --help'"]),
+        (
+            "serve",
+            &["command is missing", "see 'walvisor serve --help'"],
+        ),
         ("fly", &["'fly'"]),
         ("run", &["--kernel"]),
-        ("run --kernel k --cups 2", &["--cups"]),
+        (
+            "run --kernel k --cups 2",
+            &[
+                "--cups",
+                "found; a similar argument exists: '--cpus'",
+                "see 'walvisor run --help'",
+            ],
+        ),
+        (
+            "serve nbd --disks path=a",
+            &["--disks", "see 'walvisor serve nbd --help'"],
+        ),
+        (
+            "disk create a --size 1.5X",
+            &[
+                "1.5X",
+                "such as 512M, 1.5G",
+                "see 'walvisor disk create --help'",
+            ],
+        ),
         ("run --kernel k --cpus 0", &["--cpus", "1..=64"]),
         ("run --kernel k --cpus 65", &["--cpus"]),
         (
@@ -46,7 +69,18 @@ fn wrong_usage_is_one_line_and_status_2() {
         ),
         (
             "run --kernel k --disk path=a,cashe=unsafe",
-            &["cashe", "readonly", "transport"],
+            &["'cashe': did you mean 'cache'?", "readonly", "transport"],
+        ),
+        (
+            "serve nbd --disk path=a,read-only=on",
+            &[
+                "did you mean 'readonly'?",
+                "see 'walvisor serve nbd --help'",
+            ],
+        ),
+        (
+            "serve nbd --disk path=a,zzz=on",
+            &["unknown key 'zzz': 'walvisor serve nbd' takes path"],
         ),
         (
             "run --kernel k --disk path=a,queues=0",
@@ -67,6 +101,49 @@ fn wrong_usage_is_one_line_and_status_2() {
     ];
     for (arguments, parts) in cases {
         refused(&walvisor(arguments, &[]), 2, parts);
+    }
+}
+
+#[test]
+fn memory_that_the_machine_does_not_have_is_refused_unless_it_is_meant() {
+    let told = rustix::system::sysinfo();
+    let machine = (told.totalram + told.totalswap) * u64::from(told.mem_unit);
+    let memory = (machine + 1).next_multiple_of(1 << 30);
+    if memory > 1 << 40 {
+        return println!("skipped: this machine has more memory than a guest can have");
+    }
+    let why = format!("--memory {memory}: this machine has {machine} bytes");
+    let parts = [why.as_str(), "give less", "--overcommit"];
+    let run = format!("run --kernel /nowhere/vmlinuz --memory {memory}");
+    refused(&walvisor(&run, &[]), 2, &parts);
+    // The next thing that is wrong.
+    let meant = walvisor(&format!("{run} --overcommit"), &[]);
+    refused(&meant, 1, &["/nowhere/vmlinuz"]);
+}
+
+/// What can be written after `--disk` is in the help of each command that takes it.
+#[test]
+fn help_lists_the_keys_of_a_disk() {
+    for (command, key, other) in [
+        ("run", "  transport=\n", "  socket=\n"),
+        ("serve nbd", "  port=\n", "  transport=\n"),
+        ("serve vhost-user", "  queue-size=\n", "  port=\n"),
+        ("serve tcmu", "  fabric=\n", "  answer=\n"),
+    ] {
+        let shown = |arguments: &str| {
+            let output = walvisor(&format!("{command} {arguments}"), &[]);
+            assert_eq!(output.status.code(), Some(0));
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let keys = shown("--disk help");
+        assert!(keys.contains(key) && !keys.contains(other), "{keys}");
+        assert!(keys.contains("[default: writeback]"), "{keys}");
+        let help = shown("--help");
+        assert!(
+            help.contains(keys.trim()) && help.contains("--seccomp"),
+            "{help}"
+        );
+        assert!(!shown("-h").contains(key));
     }
 }
 

@@ -52,7 +52,7 @@ pub(super) struct ExportArguments {
 pub(super) struct ResizeArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024.
+    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
     #[arg(long, value_parser = parse_size)]
     size: u64,
     /// Shrink the disk even if data is lost.

@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 pub use daemon::DaemonArguments;
 
 use super::CommandError;
-use crate::disk_spec::{DiskArgument, DiskCommand};
+use crate::disk_spec::{DiskArgument, DiskCommand, disk_help};
 
 /// The arguments of `walvisor serve`.
 #[derive(Args, Debug)]
@@ -26,16 +26,23 @@ pub struct ServeArguments {
 #[derive(Debug, Subcommand)]
 pub enum Door {
     /// Serve NBD until SIGTERM or SIGINT; prints each disk's URI when it is ready
-    #[command(mut_arg("disks", |arg| arg
-        .help("A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys")))]
+    #[command(
+        after_long_help = disk_help(DiskCommand::Nbd),
+        mut_arg("disks", |arg| arg
+            .help("A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys"))
+    )]
     Nbd(nbd::NbdArguments),
     /// Serve vhost-user-blk until SIGTERM or SIGINT; prints each disk's socket when it is ready
-    #[command(mut_arg("disks", |arg| arg
-        .value_parser(DiskArgument(DiskCommand::VhostUser))
-        .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several times; 'help' lists the keys")))]
+    #[command(
+        after_long_help = disk_help(DiskCommand::VhostUser),
+        mut_arg("disks", |arg| arg
+            .value_parser(DiskArgument(DiskCommand::VhostUser))
+            .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several times; 'help' lists the keys"))
+    )]
     VhostUser(DaemonArguments),
     /// Serve the kernel's SCSI target (TCMU) until SIGTERM or SIGINT; prints each disk's device when it is ready
     #[command(
+        after_long_help = disk_help(DiskCommand::Tcmu),
         mut_arg("disks", |arg| arg
             .required(false)
             .value_parser(DiskArgument(DiskCommand::Tcmu))
