@@ -2,6 +2,7 @@
 
 mod daemon;
 mod qemu_nbd;
+mod ramfs;
 pub mod vhost_user_client;
 
 use std::fs::File;
@@ -9,6 +10,7 @@ use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
 pub use qemu_nbd::QemuNbd;
+pub use ramfs::Ramfs;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use walvisor_guest_images::leash;

@@ -99,6 +99,7 @@ impl<'a> NewDisk<'a> {
         reached: Reached<'_>,
     ) -> Result<()> {
         let (path, log_dir) = (self.path, self.log_dir);
+        let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
             let entry = register(control, path, size)?;
             entry.announce(1);
@@ -108,8 +109,8 @@ impl<'a> NewDisk<'a> {
                 generation: entry.generation.get(),
                 open: false,
             };
-            let marked = part.file().write_mark(Some(&mark));
-            let marked = marked.map_err(|error| Error::io("mark", part.path(), error))?;
+            let written = part.file().write_mark(Some(&mark));
+            marked = written.map_err(|error| Error::io("mark", part.path(), error))?;
             entry.marked = u8::from(marked);
             part.sync()?;
             entry.set_inode(&Identity::of(part.file(), part.path())?.inode);
@@ -146,6 +147,13 @@ impl<'a> NewDisk<'a> {
             let _ = control.change(|control| control.disks = before);
         })?;
         reached(CreateStep::Named);
+        if !marked {
+            tracing::warn!(
+                "{}: this file system has no extended attributes, so the log knows the image by its inode, and a copy of it \
+                 is not the disk; copy the disk with 'walvisor disk export'",
+                path.display()
+            );
+        }
         Ok(())
     }
 }

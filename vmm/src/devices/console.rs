@@ -1,7 +1,7 @@
 //! The other end of the serial line: a writer for the output and, if wanted, stdin as the input, read by its
 //! own thread.
 //!
-//! On a terminal, Ctrl-A x ends the run. All other input, Ctrl-C included, goes to the guest.
+//! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C included, goes to the guest.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -21,6 +21,12 @@ use crate::readiness;
 
 /// Ctrl-A.
 const ESCAPE: u8 = 1;
+
+/// What Ctrl-A h prints.
+const KEYS: &str =
+    "  Ctrl-A x       end the guest at once, without a shutdown of its own; its disks are closed
+  Ctrl-A Ctrl-A  send Ctrl-A to the guest
+  Ctrl-A h       list these keys; all others, Ctrl-C too, go to the guest";
 
 /// The other end of the serial line.
 pub struct Console {
@@ -87,6 +93,9 @@ impl ConsoleInput {
         control: Arc<RunControl>,
     ) -> io::Result<Self> {
         let terminal = RawTerminal::enter()?;
+        if terminal.is_some() {
+            eprintln!("walvisor: Ctrl-A x ends the guest, Ctrl-A h lists the keys");
+        }
         let stop = Stop::new()?;
         let mut feeder = Feeder {
             serial,
@@ -133,7 +142,7 @@ impl Feeder {
     /// Reads stdin until it ends or the run does.
     fn run(&mut self) {
         let stdin = rustix::stdio::stdin();
-        let mut keys = QuitKeys::default();
+        let mut keys = EscapedKeys::default();
         let mut buffer = [0; 256];
         while ready(&mut self.keys, stdin) {
             let length = match rustix::io::read(stdin, &mut buffer) {
@@ -143,7 +152,14 @@ impl Feeder {
                 Err(_) => return,
             };
             let mut input = buffer[..length].to_vec();
-            if self.on_terminal && keys.filter(&mut input) {
+            let typed = match self.on_terminal {
+                true => keys.filter(&mut input),
+                false => Vec::new(),
+            };
+            if typed.contains(&b'h') {
+                eprintln!("{KEYS}");
+            }
+            if typed.contains(&b'x') {
                 self.control.end(RunEnd::Quit);
                 return;
             }
@@ -181,16 +197,16 @@ fn ready(waiter: &mut Waiter, source: impl AsFd) -> bool {
     matches!(waiter.wait(source, EventSet::IN, None), Ok(Waited::Ready))
 }
 
-/// Finds Ctrl-A x in the input. Ctrl-A Ctrl-A stands for one Ctrl-A.
+/// Finds Ctrl-A x and Ctrl-A h in the input. Ctrl-A Ctrl-A stands for one Ctrl-A.
 #[derive(Default)]
-struct QuitKeys {
+struct EscapedKeys {
     escaped: bool,
 }
 
-impl QuitKeys {
-    /// Removes the escapes from `input`. Returns `true` if the quit keys were typed.
-    fn filter(&mut self, input: &mut Vec<u8>) -> bool {
-        let mut quit = false;
+impl EscapedKeys {
+    /// Removes the escapes from `input`. Returns which of the two keys were typed after one.
+    fn filter(&mut self, input: &mut Vec<u8>) -> Vec<u8> {
+        let mut typed = Vec::new();
         input.retain(|byte| {
             let escaped = std::mem::take(&mut self.escaped);
             match byte {
@@ -198,14 +214,14 @@ impl QuitKeys {
                     self.escaped = true;
                     false
                 }
-                b'x' if escaped => {
-                    quit = true;
+                b'x' | b'h' if escaped => {
+                    typed.push(*byte);
                     false
                 }
                 _ => true,
             }
         });
-        quit
+        typed
     }
 }
 
@@ -214,15 +230,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quit_keys_are_found_across_reads() {
-        let mut keys = QuitKeys::default();
+    fn escaped_keys_are_found_across_reads() {
+        let mut keys = EscapedKeys::default();
         let mut input = b"ab\x01".to_vec();
-        assert!(!keys.filter(&mut input));
+        assert_eq!(keys.filter(&mut input), b"");
         assert_eq!(input, b"ab");
-        let mut input = b"x".to_vec();
-        assert!(keys.filter(&mut input));
-        let mut input = b"\x01\x01x\x03".to_vec();
-        assert!(!keys.filter(&mut input));
-        assert_eq!(input, b"\x01x\x03");
+        let mut input = b"xc\x01hd".to_vec();
+        assert_eq!(keys.filter(&mut input), b"xh");
+        assert_eq!(input, b"cd");
+        let mut input = b"\x01\x01x\x03h".to_vec();
+        assert_eq!(keys.filter(&mut input), b"");
+        assert_eq!(input, b"\x01x\x03h");
     }
 }

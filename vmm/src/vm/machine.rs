@@ -302,10 +302,16 @@ impl Vm {
                 // The lock is poisoned only by a vCPU that panicked, and that has ended the run.
                 power.is_ok_and(|mut power| power.press_power_button())
             };
-            match heard {
-                true => pending = Some((Instant::now() + self.power_down, reason)),
-                false => control.end(reason),
+            if heard {
+                pending = Some((Instant::now() + self.power_down, reason));
+                continue;
             }
+            if !again {
+                tracing::warn!(
+                    "the guest does not listen to the power button (no ACPI, or not yet): it is stopped"
+                );
+            }
+            control.end(reason);
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use walvisor_storage::default_log_dir;
-use walvisor_tests::have;
+use walvisor_tests::{Ramfs, have};
 
 use crate::{copy_image, crash, done, json, refused, unclosed, unclosed_bytes, walvisor};
 
@@ -117,6 +117,35 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     }
     let report = json(&done(&crashed, "disk info closed.img --json"));
     assert_eq!(report["marked"], true);
+}
+
+/// Without extended attributes an image has no mark: whoever makes a disk there learns what that means.
+#[test]
+fn a_disk_where_it_cannot_be_marked_is_told() {
+    let Some(ramfs) = Ramfs::mount() else {
+        return;
+    };
+    let dir = ramfs.path();
+    std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
+    for (name, arguments) in [
+        ("new.img", "disk create new.img --size 1M"),
+        ("imported.img", "disk import imported.img raw"),
+    ] {
+        let output = walvisor(dir, arguments);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        assert_eq!(told.lines().count(), 1, "{told}");
+        for part in [
+            &format!("{name}: this file system has no extended attributes"),
+            "knows the image by its inode",
+            "a copy of it is not the disk",
+            "walvisor disk export",
+        ] {
+            assert!(told.contains(part), "{part}: {told}");
+        }
+        // Using it is as usual.
+        done(dir, &format!("disk check {name}"));
+    }
 }
 
 /// What docs/operations says to type, on a disk that was killed: the copy has every byte.

@@ -63,6 +63,22 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
 }
 
 #[test]
+fn a_guest_that_does_not_listen_to_the_button_is_said_to_be_stopped() {
+    if !has_kvm() {
+        return;
+    }
+    let guest = Guest::start(Then::Echo, "up", &[]);
+    guest.signal(libc::SIGTERM);
+    let (code, errors) = guest.end();
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(
+        errors.contains("does not listen to the power button (no ACPI, or not yet): it is stopped"),
+        "{errors}"
+    );
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+}
+
+#[test]
 fn what_a_killed_vmm_leaves_needs_nobody() {
     if !has_kvm() {
         return;

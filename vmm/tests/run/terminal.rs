@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 
 use rustix::termios::{LocalModes, Termios, tcgetattr};
 use walvisor_tests::{leash, terminal};
@@ -39,6 +39,11 @@ struct EchoingGuest {
 
 impl EchoingGuest {
     fn start() -> Self {
+        Self::start_telling(Stdio::inherit())
+    }
+
+    /// The same, with other messages than the guest's at `errors`.
+    fn start_telling(errors: Stdio) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let kernel = kernel::save(
             directory.path(),
@@ -52,7 +57,8 @@ impl EchoingGuest {
             .args(["run", "--memory", "4M", "--cmdline", "up!", "--kernel"])
             .arg(kernel)
             .stdin(program.try_clone().unwrap())
-            .stdout(program.try_clone().unwrap());
+            .stdout(program.try_clone().unwrap())
+            .stderr(errors);
         let child = leash(&mut command).spawn().unwrap();
         let mut guest = Self {
             _directory: directory,
@@ -109,6 +115,34 @@ fn keys_reach_the_guest_and_ctrl_a_x_leaves() {
     guest.expect(&long);
     guest.person.write_all(b"\x01x").unwrap();
     guest.ends_well();
+}
+
+#[test]
+fn a_person_at_a_terminal_is_told_the_keys() {
+    if !has_kvm() {
+        return;
+    }
+    let mut guest = EchoingGuest::start_telling(Stdio::piped());
+    let mut errors = guest.child.stderr.take().unwrap();
+    // The guest does not get the h.
+    guest.person.write_all(b"a\x01hb").unwrap();
+    guest.expect(b"ab");
+    guest.person.write_all(b"\x01x").unwrap();
+    guest.ends_well();
+    let mut told = String::new();
+    errors.read_to_string(&mut told).unwrap();
+    let keys = |line: &&str| line.contains("Ctrl-A");
+    let lines: Vec<&str> = told.lines().filter(keys).collect();
+    let wanted = [
+        "walvisor: Ctrl-A x ends the guest, Ctrl-A h lists the keys",
+        "Ctrl-A x ",
+        "Ctrl-A Ctrl-A ",
+        "Ctrl-A h ",
+    ];
+    assert_eq!(lines.len(), wanted.len(), "{told}");
+    for (line, wanted) in lines.iter().zip(wanted) {
+        assert!(line.trim_start().starts_with(wanted), "{told}");
+    }
 }
 
 #[test]

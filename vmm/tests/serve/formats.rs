@@ -2,7 +2,8 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+
+use walvisor_tests::Ramfs;
 
 use super::raw_client::RawClient;
 use super::{Daemon, MIB, create, text, walvisor};
@@ -10,40 +11,12 @@ use super::{Daemon, MIB, create, text, walvisor};
 /// How a guest's first sector begins when cryptsetup has encrypted the whole disk.
 const LUKS: &[u8] = b"LUKS\xba\xbe\0\x02";
 
-/// A file system in memory without extended attributes, where images have no marks. Dropping this unmounts it.
-struct Ramfs(tempfile::TempDir);
-
-impl Ramfs {
-    fn mount() -> Option<Self> {
-        let ramfs = Self(tempfile::tempdir().unwrap());
-        let mount = ["-t", "ramfs", "-o", "mode=0700", "ramfs"];
-        let mounted = Command::new("mount")
-            .args(mount)
-            .arg(ramfs.0.path())
-            .output();
-        let mounted = mounted.expect("mount(8) starts");
-        match mounted.status.success() {
-            true => Some(ramfs),
-            false => {
-                println!("skipped: no ramfs: {}", text(&mounted.stderr));
-                None
-            }
-        }
-    }
-}
-
-impl Drop for Ramfs {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(self.0.path()).status();
-    }
-}
-
 #[test]
 fn a_guest_that_encrypts_its_whole_disk_keeps_it() {
     let dir = tempfile::tempdir().unwrap();
     encrypts_and_keeps(dir.path(), true);
     if let Some(ramfs) = Ramfs::mount() {
-        encrypts_and_keeps(ramfs.0.path(), false);
+        encrypts_and_keeps(ramfs.path(), false);
     }
 }
 
