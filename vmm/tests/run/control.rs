@@ -13,10 +13,6 @@ use walvisor_tests::leash;
 use crate::kernel::{self, Then};
 use crate::{command, has_kvm, stderr, wait_for};
 
-/// What is said of a guest that has no use for its power button.
-pub const STOPPED: &str =
-    " WARN the guest does not listen to the power button (no ACPI, or not yet): it is stopped";
-
 /// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket. Dropping it kills it.
 pub struct Guest {
     child: Child,
@@ -266,8 +262,8 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
             "{words}: {error}"
         );
     }
-    ctl("shutdown").unwrap();
-    assert_eq!(guest.end(), (Some(0), STOPPED.to_owned()));
+    ctl("shutdown --now").unwrap();
+    assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
 #[test]
@@ -354,9 +350,9 @@ fn no_client_harms_another_or_the_guest() {
     drop(crowd);
     drop(deaf);
     wait_for("the shutdown, the crowd being gone,", || {
-        guest.ctl("shutdown").is_ok()
+        guest.ctl("shutdown --now").is_ok()
     });
-    assert_eq!(guest.end(), (Some(0), STOPPED.to_owned()));
+    assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
 #[test]

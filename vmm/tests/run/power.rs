@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::control::{Guest, STOPPED};
+use crate::control::Guest;
 use crate::kernel::Then;
 use crate::{has_kvm, wait_for};
 
@@ -69,7 +69,13 @@ fn a_guest_that_does_not_listen_to_the_button_is_said_to_be_stopped() {
     }
     let guest = Guest::start(Then::Echo, "up", &[]);
     guest.signal(libc::SIGTERM);
-    assert_eq!(guest.end(), (Some(0), STOPPED.to_owned()));
+    let (code, errors) = guest.end();
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(
+        errors.contains("does not listen to the power button (no ACPI, or not yet): it is stopped"),
+        "{errors}"
+    );
+    assert_eq!(errors.lines().count(), 1, "{errors}");
 }
 
 #[test]
