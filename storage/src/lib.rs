@@ -72,8 +72,9 @@ pub use {
         DamagedHeader, DamagedSectors, DiskReport, LogReport, inspect, inspect_telling,
     },
     store::open::Store,
+    store::point::Point,
     store::resize::resize_disk,
-    store::transfer::{Transfer, export_disk, import_disk, import_disk_as},
+    store::transfer::{Transfer, export_disk, import_disk, import_disk_as, restore_disk},
 };
 
 pub(crate) use walvisor_block::SharedBuffer;

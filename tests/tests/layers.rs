@@ -49,6 +49,7 @@ const VMM: &[&[&str]] = &[
         "bus",
         "disk",
         "disk_spec",
+        "point",
         "processor_time",
         "progress",
         "readiness",

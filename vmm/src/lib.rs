@@ -23,6 +23,7 @@ pub mod landlock;
 pub mod lio;
 pub mod metrics;
 pub mod pci;
+pub mod point;
 pub mod probe;
 pub mod processor_time;
 pub mod progress;

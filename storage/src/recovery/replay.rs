@@ -72,6 +72,18 @@ pub(crate) fn read_log(
     verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
+    read_log_until(medium, log_dir, control, u64::MAX, verify, progress)
+}
+
+/// As [`read_log`], but the indexes are as of LSN `until`.
+pub(crate) fn read_log_until(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &Control,
+    until: u64,
+    verify: Verify,
+    progress: Progress<'_>,
+) -> Result<(Scan, Indexes)> {
     let disks = control.disks.iter();
     let mut disks: BTreeMap<u32, Reading> = disks
         .map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)))
@@ -90,7 +102,7 @@ pub(crate) fn read_log(
                   in_base,
                   ..
               }| {
-            if in_base {
+            if in_base || lsn > until {
                 return;
             }
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());

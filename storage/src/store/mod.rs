@@ -9,6 +9,7 @@ pub(crate) mod inspect;
 pub(crate) mod open;
 pub(crate) mod other_format;
 pub(crate) mod part;
+pub(crate) mod point;
 pub(crate) mod resize;
 pub(crate) mod transfer;
 pub(crate) mod view;

@@ -26,6 +26,7 @@ use crate::store::create::NewDisk;
 use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
 use crate::store::part::{Part, exists, refuse_existing};
+use crate::store::point::Point;
 use crate::store::view::{Data, View, parts};
 
 /// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported
@@ -128,6 +129,36 @@ pub fn export_disk(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let view = View::open(path, log_dir, Use::Read, threads)?;
+    write_raw(&view, path, raw, replace, threads, progress)
+}
+
+/// As [`export_disk`] to a new file, with the contents that the disk had at a point since the last checkpoint. The file
+/// has the disk's present size.
+///
+/// # Errors
+/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point, which then names the
+/// nearest ones.
+pub fn restore_disk(
+    path: &Path,
+    log_dir: &Path,
+    at: Point,
+    raw: &Path,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
+    let view = View::open_at(path, log_dir, Use::Read, Some(at), threads)?;
+    write_raw(&view, path, raw, false, threads, progress)
+}
+
+/// Writes what a view of the disk at `path` shows to the raw image `raw`.
+fn write_raw(
+    view: &View,
+    path: &Path,
+    raw: &Path,
+    replace: bool,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
     // The lock is held to the end: no other process may open the file that is about to be replaced.
     let replaced = match replace {
         true => lock_replaced(raw)?,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Place};
 use crate::medium::directory::{Directory, directory};
 use crate::medium::engine::EngineKind;
@@ -18,8 +18,9 @@ use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
 use crate::parallel::thread_count;
 use crate::recovery::contents::Verify;
-use crate::recovery::replay::read_log;
+use crate::recovery::replay::{read_log, read_log_until};
 use crate::store::attach::OpenBase;
+use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
 
 /// Most bytes that are read or copied at a time.
@@ -54,12 +55,29 @@ impl View {
         using: Use,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
+        Self::open_at(path, log_dir, using, None, threads)
+    }
+
+    /// As [`open`](Self::open); `at`: as the disk was at this point.
+    pub(crate) fn open_at(
+        path: &Path,
+        log_dir: &Path,
+        using: Use,
+        at: Option<Point>,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<Self> {
         let control = find_control(log_dir)?;
         let base = OpenBase::open(&DiskOptions::new(path), using, control.is_some())?;
         let reader = files().open(path, Open::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
         let Some(control) = control else {
             base.refuse_foreign(log_dir)?;
+            if at.is_some() {
+                return Err(Error::new(
+                    ErrorKind::NotFound,
+                    format!("{}: no log, so no history", log_dir.display()),
+                ));
+            }
             return Ok(Self {
                 size: base.size,
                 base,
@@ -81,6 +99,13 @@ impl View {
         )?;
         let found = base.find(&control, log_dir, &waiting)?;
         let entry = &control.control.disks[found];
+        if let Some(point) = at {
+            // It keeps the segments locked.
+            drop(waiting);
+            let (control, none) = (&control.control, &mut |_, _| {});
+            let until = point.resolve(&medium, log_dir, control, entry.id.get())?;
+            (_, waiting) = read_log_until(&medium, log_dir, control, until, Verify::Tail, none)?;
+        }
         let records = waiting.remove(&entry.id.get());
         Ok(Self {
             size: entry.size.get(),

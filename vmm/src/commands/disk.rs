@@ -63,6 +63,9 @@ enum DiskAction {
     Import(transfer::ImportArguments),
     /// Write the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
+    /// Write the contents that the disk had at a point in its history, since the last checkpoint, to a raw image; the disk
+    /// is not changed.
+    Restore(transfer::RestoreArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
 }
@@ -93,6 +96,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Checkpoint { disk } => checkpoint(disk),
         DiskAction::Import(arguments) => transfer::import(arguments),
         DiskAction::Export(arguments) => transfer::export(arguments),
+        DiskAction::Restore(arguments) => transfer::restore(arguments),
         DiskAction::Resize(arguments) => transfer::resize(arguments),
     }
 }

@@ -1,14 +1,16 @@
 //! `walvisor log`: prints the contents of a log, one line per commit group or record.
 
+use std::cmp::Ordering;
 use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use serde_json::json;
-use walvisor_storage::{self as storage, LogGroup, LogRecord, RecordKind};
+use walvisor_storage::{self as storage, LogGroup, LogRecord, Point, RecordKind};
 
 use super::CommandError;
+use crate::point::parse_point;
 
 /// Arguments of `walvisor log`.
 #[derive(Debug, Args)]
@@ -27,6 +29,12 @@ enum LogAction {
         /// Print one line for each record.
         #[arg(long)]
         records: bool,
+        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
+        #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+        since: Option<Point>,
+        /// End with this point.
+        #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+        until: Option<Point>,
         /// Print JSON: one object per line.
         #[arg(long)]
         json: bool,
@@ -61,7 +69,17 @@ impl Lines {
 /// # Errors
 /// One line: what, where, what to do. The records before the damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
-    let LogAction::Dump { dir, records, json } = &arguments.action;
+    let LogAction::Dump {
+        dir,
+        records,
+        since,
+        until,
+        json,
+    } = &arguments.action;
+    let wanted = |lsn, cid, unix_us| {
+        let place = |point: &Option<Point>| point.map(|point| point.compare(lsn, cid, unix_us));
+        place(since) != Some(Ordering::Less) && place(until) != Some(Ordering::Greater)
+    };
     let mut lines = Lines {
         out: BufWriter::new(io::stdout()),
         failed: None,
@@ -73,6 +91,9 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     let mut first = !json;
     let dumped = match records {
         true => storage::dump_records(dir, &mut |record| {
+            if !wanted(record.lsn, record.cid, record.unix_us) {
+                return;
+            }
             if std::mem::take(&mut first) {
                 lines.print(format_args!(
                     "{:>10} {:>8} {:<12} {:>12} {:>8}  {:<26} disk\n",
@@ -82,6 +103,9 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
             print_record(&mut lines, record, *json);
         }),
         false => storage::dump_groups(dir, &mut |group| {
+            if !wanted(group.last_lsn, group.cid, group.unix_us) {
+                return;
+            }
             if std::mem::take(&mut first) {
                 lines.print(format_args!(
                     "{:>10} {:>21} {:>8} {:>12} {:>9}  disks\n",
@@ -94,7 +118,11 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     if first && dumped.is_ok() {
         let dir = dir.display();
         lines.print(format_args!(
-            "{dir}: no records: everything is in the base images\n"
+            "{dir}: no records{}\n",
+            match (since, until) {
+                (None, None) => ": everything is in the base images",
+                _ => " there",
+            }
         ));
     }
     lines.end()?;

@@ -2,6 +2,7 @@
 //! reader of the format that finds the same records.
 
 mod formats;
+mod history;
 mod identity;
 mod log;
 

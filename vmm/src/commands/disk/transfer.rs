@@ -1,15 +1,16 @@
-//! `walvisor disk import`, `export` and `resize`: a disk made from a raw image, a raw image made from a disk, and a
-//! disk of another size.
+//! `walvisor disk import`, `export`, `restore` and `resize`: a disk made from a raw image, a raw image made from a disk, or
+//! from what it was, and a disk of another size.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use walvisor_storage::{self as storage, ImageFormat, StoreOptions};
+use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::threads::Threads;
+use crate::point::parse_point;
 use crate::progress::with_bar;
 use crate::size::parse_size;
 
@@ -40,6 +41,25 @@ pub(super) struct ExportArguments {
     /// Replace RAW if it exists.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    threads: Threads,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk restore`.
+#[derive(Debug, Args)]
+pub(super) struct RestoreArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
+    /// -15m.
+    #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
+    at: Point,
+    /// The raw image to create.
+    #[arg(long, short, value_name = "NEW")]
+    output: PathBuf,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -124,6 +144,31 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
     .map_err(CommandError::failed)?;
     let said = format!("{}: exported {}", raw.display(), disk.path.display());
     report(*json, &disk.path, raw, done, &said);
+    Ok(())
+}
+
+/// Carries out `walvisor disk restore`.
+pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> {
+    let RestoreArguments {
+        disk,
+        at,
+        output,
+        threads,
+        json,
+    } = arguments;
+    let done = with_bar("restoring", |progress| {
+        storage::restore_disk(
+            &disk.path,
+            &disk.log(),
+            *at,
+            output,
+            threads.get(),
+            progress,
+        )
+    })
+    .map_err(CommandError::failed)?;
+    let said = format!("{}: restored {}", output.display(), disk.path.display());
+    report(*json, &disk.path, output, done, &said);
     Ok(())
 }
 
