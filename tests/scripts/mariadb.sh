@@ -110,7 +110,7 @@ fi && if [ -n "$WORK" ]; then
 else
     sql -e SHUTDOWN
     wait
-    say files with wrong checksums "$(for file in $(find disk/db -name '*.ibd' -o -name 'ibdata*'); do
+    say wrong checksums "$(for file in $(find disk/db -name '*.ibd' -o -name 'ibdata*'); do
         innochecksum "$file" >innochecksum.log 2>&1 || echo "$file"
     done | wc -l)"
 fi

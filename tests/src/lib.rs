@@ -1,6 +1,7 @@
 //! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
 
 mod daemon;
+pub mod postgresql;
 mod qemu_nbd;
 mod ramfs;
 pub mod vhost_user_client;

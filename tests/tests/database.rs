@@ -1,6 +1,6 @@
-//! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer, and SQLite with either
-//! journal. Every commit that a client has reported to the test, outside of the guest, must be there afterwards, and
-//! every page must be whole.
+//! Databases on the disk, and power cuts under load: MariaDB without its doublewrite buffer, PostgreSQL without
+//! full-page writes, and SQLite with either journal. Every commit that a client has reported to the test, outside of the
+//! guest, must be there afterwards, and every page must be whole.
 //!
 //! A cut is a SIGKILL of the guest and of the daemon, at a moment and in an order that a seed decides
 //! (`WALVISOR_SEED` repeats them). The data in the memory of both is lost. The data that the daemon had written
@@ -18,9 +18,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::Value;
 use tempfile::TempDir;
 use walvisor_guest_images::{Guest, UserMode};
-use walvisor_tests::{Daemon, binary, have, leash, succeed};
+use walvisor_tests::{Daemon, binary, have, leash, postgresql, succeed};
 
-const MARIADB: &str = include_str!("../scripts/mariadb.sh");
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
 /// Commands that make the file systems so that the blocks of a page stay together. Otherwise a page could be two
@@ -28,10 +27,20 @@ const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 const EXT4: &str = "mkfs.ext4 -q -O bigalloc -C 16384 /dev/vda && mount /dev/vda disk";
 const XFS: &str = "mkfs.xfs -q /dev/vda && mount /dev/vda disk && xfs_io -c 'extsize 64k' disk";
 
-/// Bytes of a page of InnoDB, of a block of `filefrag`, and of a sector.
-const PAGE: u64 = 16 << 10;
+/// Bytes of a block of `filefrag`, and of a sector.
 const BLOCK: u64 = 4096;
 const SECTOR: u64 = 512;
+
+/// A database server that writes each page once, and nowhere else before.
+struct Server {
+    script: String,
+    /// What it says of its settings.
+    settings: &'static str,
+    /// Bytes of a page.
+    page: u64,
+    /// Lines of a report that finds nothing wrong.
+    sound: &'static [&'static str],
+}
 
 #[test]
 fn mariadb_needs_no_doublewrite_buffer_on_ext4() {
@@ -51,37 +60,38 @@ fn mariadb(make: &str, cuts: usize) {
     let Some(mut site) = Site::new(&needs) else {
         return;
     };
-    let (mut created, mut writes, mut pages) = (0, Vec::new(), 0);
-    for boot in 0..=cuts {
-        let (daemon, mut guest) = site.boot(MARIADB, (boot == 0).then_some(make), boot < cuts);
-        if boot == 0 {
-            guest
-                .wait_for("guest: server 0 O_DIRECT 1 1 16384")
-                .unwrap();
-            guest.wait_for("guest: created").unwrap();
-            created = now();
-        } else {
-            let report = site.check(&mut guest);
-            assert_that(&report, "recovered");
-            assert_that(&report, "check bank.accounts status OK");
-            assert_that(&report, "check bank.ledger status OK");
-            assert_that(&report, "wrong balances 0, accounts 8192");
-            pages += whole_pages(&writes, &report);
-        }
-        if boot < cuts {
-            // The page cleaner runs once a second: at least the last cut comes after it.
-            let last = boot + 1 == cuts;
-            let said: &[_] = if last { &["guest: flushed"] } else { &[] };
-            site.work_until_cut(daemon, guest, said);
-            writes = site.writes_since(created);
-        } else {
-            let files = guest.wait_for("guest: files").unwrap();
-            assert_eq!(files, "guest: files with wrong checksums 0");
-            site.end(daemon, guest);
-        }
-    }
-    println!("{pages} pages were written to the table, each by one record of the log");
-    assert!(pages > 0, "no page was written");
+    let server = Server {
+        script: include_str!("../scripts/mariadb.sh").to_owned(),
+        settings: "0 O_DIRECT 1 1 16384",
+        page: 16 << 10,
+        sound: &[
+            "check bank.accounts status OK",
+            "check bank.ledger status OK",
+            "wrong balances 0, accounts 8192",
+        ],
+    };
+    site.survives(&server, make, cuts);
+}
+
+#[test]
+fn postgresql_that_writes_directly_needs_no_full_page_writes() {
+    let Some(mut site) = Site::new(&postgresql::NEEDS) else {
+        return;
+    };
+    let files = postgresql::prepare(&["--data-checksums", "--wal-segsize=1"]).unwrap();
+    let script = include_str!("../scripts/postgresql.sh");
+    let server = Server {
+        script: format!("POSTGRESQL={}\n{script}", files.path().display()),
+        settings: "off on on on 8192 O_DIRECT",
+        page: 8 << 10,
+        sound: &[
+            "checked index accounts_pkey",
+            "checked index accounts_balance_idx",
+            "checked index ledger_pkey",
+            "wrong balances 0, accounts 2048",
+        ],
+    };
+    site.survives(&server, EXT4, 3);
 }
 
 #[test]
@@ -178,6 +188,41 @@ impl Site {
             ..UserMode::default()
         };
         (daemon, guest.boot_here(&own, &script).unwrap())
+    }
+
+    /// Cuts the power of `server` under load `cuts` times, and checks its database after each.
+    fn survives(&mut self, server: &Server, make: &str, cuts: usize) {
+        let (mut created, mut writes, mut pages) = (0, Vec::new(), 0);
+        for boot in 0..=cuts {
+            let make = (boot == 0).then_some(make);
+            let (daemon, mut guest) = self.boot(&server.script, make, boot < cuts);
+            let settings = guest.wait_for("guest: server ").unwrap();
+            assert_eq!(settings, format!("guest: server {}", server.settings));
+            if boot == 0 {
+                guest.wait_for("guest: created").unwrap();
+                created = now();
+            } else {
+                let report = self.check(&mut guest);
+                assert_that(&report, "recovered");
+                for line in server.sound {
+                    assert_that(&report, line);
+                }
+                pages += whole_pages(&writes, &report, server.page);
+            }
+            if boot < cuts {
+                // MariaDB's page cleaner runs once a second: at least the last cut comes after it.
+                let last = boot + 1 == cuts;
+                let said: &[_] = if last { &["guest: flushed"] } else { &[] };
+                self.work_until_cut(daemon, guest, said);
+                writes = self.writes_since(created);
+            } else {
+                let checksums = guest.wait_for("guest: wrong checksums").unwrap();
+                assert_eq!(checksums, "guest: wrong checksums 0");
+                self.end(daemon, guest);
+            }
+        }
+        println!("{pages} pages were written to the table, each by one record of the log");
+        assert!(pages > 0, "no page was written");
     }
 
     /// The guest's report. Asserts that all acknowledged commits are there, and that nothing is damaged.
@@ -300,10 +345,10 @@ impl Site {
     }
 }
 
-/// The number of pages that `writes` wrote to the table whose blocks are in `report`. Asserts that no write wrote
-/// part of a page.
+/// The number of pages of this many bytes that `writes` wrote to the table whose blocks are in `report`. Asserts that no
+/// write wrote part of a page.
 #[track_caller]
-fn whole_pages(writes: &[(u64, u64)], report: &[String]) -> u64 {
+fn whole_pages(writes: &[(u64, u64)], report: &[String], page: u64) -> u64 {
     let mut pages = 0;
     for line in report
         .iter()
@@ -322,10 +367,10 @@ fn whole_pages(writes: &[(u64, u64)], report: &[String]) -> u64 {
             if from < to {
                 let place = from - start + in_file * BLOCK;
                 assert!(
-                    place.is_multiple_of(PAGE) && (to - from).is_multiple_of(PAGE),
+                    place.is_multiple_of(page) && (to - from).is_multiple_of(page),
                     "a record has a part of a page: bytes {first} to {after} of the disk, the extent is {line}"
                 );
-                pages += (to - from) / PAGE;
+                pages += (to - from) / page;
             }
         }
     }
