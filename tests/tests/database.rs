@@ -91,7 +91,7 @@ fn postgresql_that_writes_directly_needs_no_full_page_writes() {
             "wrong balances 0, accounts 2048",
         ],
     };
-    site.survives(&server, EXT4, 3);
+    site.survives(&server, EXT4, 2);
 }
 
 #[test]
