@@ -44,6 +44,8 @@ pub(crate) enum Mutant {
     SummaryTrustedStale,
     /// Recovery omits the last batch of a summary. The medium does not know where a batch ends.
     SummaryStopsEarly,
+    /// The disks as of a record have the next one too. The index is in memory.
+    PointReadsNewer,
     /// A segment's batches leave no room for its summary. The ring of segments is in memory.
     SummaryUnreserved,
     /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read

@@ -102,7 +102,11 @@ pub(crate) fn read_log_until(
                   in_base,
                   ..
               }| {
-            if in_base || lsn > until {
+            let newer = match planted(Mutant::PointReadsNewer) {
+                true => lsn > until.saturating_add(1),
+                false => lsn > until,
+            };
+            if in_base || newer {
                 return;
             }
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());

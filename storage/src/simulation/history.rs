@@ -7,13 +7,15 @@ use std::time::Duration;
 use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{LOG, Random, World};
-use super::oracle::{Broken, Oracle};
+use super::oracle::{Broken, Oracle, difference, readable, value_of};
 use crate::catalog::control::read_control;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
+use crate::index::{ExtentMap, Place};
+use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
-use crate::recovery::replay::read_log;
-use crate::{CommitWait, Operation};
+use crate::recovery::replay::{read_log, read_log_until};
+use crate::{Buffer, CommitWait, Operation};
 
 /// Sectors of each disk.
 const SECTORS: u64 = 96;
@@ -44,6 +46,8 @@ pub(super) struct Totals {
     pub torn_slots: u64,
     /// Kills after which every change that was completed as written had to be there.
     pub kept: u64,
+    /// Looks at the disks as they were after an earlier record.
+    pub looked_back: u64,
 }
 
 impl super::Total for Totals {
@@ -64,6 +68,7 @@ impl super::Total for Totals {
         self.late_writes += other.late_writes;
         self.torn_slots += other.torn_slots;
         self.kept += other.kept;
+        self.looked_back += other.looked_back;
     }
 }
 
@@ -71,6 +76,8 @@ pub(super) struct History {
     random: Random,
     fixture: Fixture,
     oracle: Oracle,
+    /// The LSN of the oracle's first change.
+    first_lsn: u64,
     next_value: u32,
     /// The sequence with which each salt was seen.
     salts: HashMap<u64, u64>,
@@ -94,6 +101,7 @@ impl History {
             random,
             oracle: Oracle::new(fixture.bases()),
             fixture,
+            first_lsn: 1,
             next_value: 0,
             salts: HashMap::new(),
             totals: Totals::default(),
@@ -173,6 +181,7 @@ impl History {
                 (Some(if control { count / 3 } else { count }), control);
         }
         self.plan_faults();
+        self.first_lsn = running.disks[0].log.lock().pipeline.next_lsn();
         self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
         let closed = match crashed {
@@ -321,6 +330,7 @@ impl History {
     /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
     /// then returned.
     fn judge(&mut self) -> Result<Option<Running>, Broken> {
+        self.look_back()?;
         let running = self
             .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
@@ -339,6 +349,64 @@ impl History {
         drop(running);
         self.end_process();
         Ok(None)
+    }
+
+    /// Looks at the disks as they were after a random record since the last checkpoint.
+    fn look_back(&mut self) -> Result<(), Broken> {
+        let broken = |error| format!("looking back at a legal crash: {error}");
+        let control = self.fixture.medium.file("control");
+        let control = read_control(control, "control".into(), PathBuf::new()).map_err(broken)?;
+        let control = &control.control;
+        let medium = &self.fixture.medium;
+        let read = |until| {
+            let progress = &mut |_, _| {};
+            read_log_until(
+                medium,
+                Path::new(LOG),
+                control,
+                until,
+                Verify::Tail,
+                progress,
+            )
+        };
+        let (scan, _) = read(u64::MAX).map_err(broken)?;
+        let horizon = control.header.checkpoint_lsn.get();
+        let horizon = horizon.max(control.header.copying_lsn.get());
+        let from = horizon.max(self.first_lsn - 1);
+        let Some(records) = scan.last_lsn.checked_sub(from) else {
+            return Ok(());
+        };
+        drop(scan);
+        let point = from + self.random.below(records + 1);
+        let (_, indexes) = read(point).map_err(broken)?;
+        let mut found = self.fixture.bases();
+        for (disk, sectors) in control.disks.iter().zip(&mut found) {
+            let extents = indexes.get(&disk.id.get()).map(|waiting| &waiting.extents);
+            for piece in extents.into_iter().flat_map(ExtentMap::iter) {
+                let range = piece.sector as usize..(piece.sector + piece.sectors) as usize;
+                let bytes = match piece.place {
+                    Some(Place::Log { segment, offset }) => {
+                        let len = piece.sectors as usize * 512;
+                        LogRead::new(segment, offset, len).read().map_err(broken)?
+                    }
+                    _ => Buffer::zeroed(piece.sectors as usize * 512),
+                };
+                let values = bytes.chunks(512).map(value_of);
+                sectors[range]
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(sector, value)| *sector = value);
+            }
+        }
+        self.totals.looked_back += 1;
+        let wanted = self.oracle.after((point + 1 - self.first_lsn) as usize);
+        match found == wanted {
+            true => Ok(()),
+            false => Err(format!(
+                "as of LSN {point} the disks differ: {}",
+                difference(&readable(&found), &wanted)
+            )),
+        }
     }
 
     /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.

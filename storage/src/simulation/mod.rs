@@ -281,6 +281,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::SummaryTrustedUnsynced,
         Mutant::SummaryTrustedStale,
         Mutant::SummaryStopsEarly,
+        Mutant::PointReadsNewer,
         Mutant::SummaryUnreserved,
         Mutant::RecoverySkipsSync,
         Mutant::RecoveryTrustsCache,

@@ -229,9 +229,15 @@ impl Oracle {
 
     /// The disks after all changes.
     fn newest(&self) -> Contents {
-        let mut all = self.start.clone();
-        self.order.iter().for_each(|change| change.apply(&mut all));
-        all
+        self.after(self.order.len())
+    }
+
+    /// The disks after the first `count` changes.
+    pub(super) fn after(&self, count: usize) -> Contents {
+        let mut contents = self.start.clone();
+        let changes = self.order.iter().take(count);
+        changes.for_each(|change| change.apply(&mut contents));
+        contents
     }
 
     /// Judges a clean close: everything is in the base images.
@@ -317,12 +323,12 @@ pub(super) fn value_of(sector: &[u8]) -> u32 {
     if pure { value } else { u32::MAX }
 }
 
-fn readable(contents: &Contents) -> Readable {
+pub(super) fn readable(contents: &Contents) -> Readable {
     let all = |disk: &Vec<u32>| disk.iter().map(|&value| Some(value)).collect();
     contents.iter().map(all).collect()
 }
 
-fn difference(found: &Readable, wanted: &Contents) -> String {
+pub(super) fn difference(found: &Readable, wanted: &Contents) -> String {
     let mut text = String::new();
     for (disk, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         for (sector, (found, wanted)) in found.iter().zip(wanted).enumerate() {
