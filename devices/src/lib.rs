@@ -21,6 +21,17 @@
 //! or an [`interrupt::MsiRouter`] (PCI). The queues are served by threads of the device's own, or of a
 //! [`block::WorkerPool`] that devices share; the backend may do its part in any thread or event loop. `examples/embed`
 //! is a small example: `cargo run --example embed`.
+//!
+//! # Features
+//!
+//! virtio-blk over MMIO and PCI is always there. `vhost-user`, `nbd`, `tls` (NBD over TLS, which brings rustls), `scsi` and
+//! `tcmu` are features, all on by default. A program that needs none of them sets `default-features = false`.
+
+// What only some front-ends use is built without them too.
+#![cfg_attr(
+    not(all(feature = "nbd", feature = "tcmu", feature = "vhost-user")),
+    allow(dead_code, unused_imports)
+)]
 
 pub mod block;
 pub mod control;
@@ -30,12 +41,16 @@ mod latency;
 pub mod listen;
 mod memory;
 mod metrics;
+#[cfg(feature = "nbd")]
 pub mod nbd;
+#[cfg(feature = "scsi")]
 pub mod scsi;
 mod status;
+#[cfg(feature = "tcmu")]
 pub mod tcmu;
 pub mod throttle;
 pub mod transport;
+#[cfg(feature = "vhost-user")]
 pub mod vhost_user;
 
 #[doc(inline)]

@@ -10,8 +10,8 @@ use super::protocol::{
     ALLOCATION, ALLOCATION_ID, FieldReader, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake,
     info, option, option_reply, reply,
 };
-use super::tls::{Tls, TlsConfig};
-use super::wire::Wire;
+use super::tls::TlsConfig;
+use super::wire::{Tls, Wire};
 use crate::backend::SECTOR_SIZE;
 use crate::event_loop::EventSet;
 use crate::listen::{Stop, Waited, Waiter};

@@ -7,7 +7,7 @@
 //!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, desk.rs
 //!         Connection                                                          connection.rs
 //!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
-//!           Wire   the socket, bare or under TLS                              wire.rs
+//!           Wire   the socket, bare or under TLS                              wire.rs, session.rs
 //!   Mapper     a thread per export that a client asks for its holes           mapper.rs
 //! ```
 //! Requests of a connection run concurrently, and each is answered as it ends. The memory of a connection is bounded:
@@ -37,6 +37,8 @@ mod outgoing;
 mod protocol;
 mod request;
 mod server;
+mod session;
+#[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
 mod wire;
 mod worker;
@@ -44,4 +46,7 @@ mod worker;
 pub use export::Export;
 pub use protocol::DEFAULT_PORT;
 pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
-pub use tls::{Tls, TlsConfig, TlsError};
+pub use tls::TlsConfig;
+#[cfg(feature = "tls")]
+pub use tls::TlsError;
+pub use wire::Tls;

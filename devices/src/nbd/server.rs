@@ -13,8 +13,7 @@ use super::connection::{Connection, Seat};
 use super::ended::{ConnectionEnd, report};
 use super::export::Export;
 use super::handshake::negotiate;
-use super::tls::Tls;
-use super::wire::Wire;
+use super::wire::{Tls, Wire};
 use super::worker::Pool;
 use crate::listen::{Stop, Threads, accept_each};
 

@@ -1,8 +1,8 @@
-//! TLS: certificates in the layout that QEMU, libvirt and nbdkit share, and whether clients have to use them (the NBD
-//! protocol, "TLS support"). 1.2 and 1.3, by rustls.
+//! TLS: certificates in the layout that QEMU, libvirt and nbdkit share (the NBD protocol, "TLS support"). 1.2 and 1.3, by
+//! rustls.
 
 use std::fmt;
-use std::io;
+use std::io::{self, IoSlice, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,19 +10,9 @@ use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{RootCertStore, ServerConfig};
+use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-/// Whether clients use TLS.
-#[derive(Clone, Debug, Default)]
-pub enum Tls {
-    /// TLS is refused (NOTLS).
-    #[default]
-    Off,
-    /// Clients may use TLS (SELECTIVETLS).
-    Offered(TlsConfig),
-    /// Clients must start TLS before they learn anything about exports (FORCEDTLS).
-    Required(TlsConfig),
-}
+use super::session::{Session, Socket};
 
 /// The server's key and certificates.
 #[derive(Clone)]
@@ -115,9 +105,53 @@ impl TlsConfig {
         })
     }
 
-    pub(super) fn server(&self) -> &Arc<ServerConfig> {
-        &self.server
+    /// A connection's TLS state, before the handshake.
+    ///
+    /// # Errors
+    /// If rustls refuses its configuration.
+    pub(super) fn session(&self) -> io::Result<Box<dyn Session>> {
+        let connection = ServerConnection::new(Arc::clone(&self.server));
+        Ok(Box::new(connection.map_err(invalid)?))
     }
+}
+
+impl Session for ServerConnection {
+    fn is_shaking_hands(&self) -> bool {
+        self.is_handshaking()
+    }
+
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.reader().read(bytes)
+    }
+
+    fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.writer().write_vectored(slices)
+    }
+
+    fn has_unsent(&self) -> bool {
+        self.wants_write()
+    }
+
+    fn send(&mut self, socket: &mut Socket) -> io::Result<usize> {
+        self.write_tls(socket)
+    }
+
+    fn receive(&mut self, socket: &mut Socket) -> io::Result<usize> {
+        self.read_tls(socket)
+    }
+
+    fn decrypt(&mut self) -> io::Result<bool> {
+        let state = self.process_new_packets().map_err(invalid)?;
+        Ok(state.plaintext_bytes_to_read() > 0)
+    }
+
+    fn close(&mut self) {
+        self.send_close_notify();
+    }
+}
+
+fn invalid(error: rustls::Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 impl fmt::Debug for TlsConfig {

@@ -2,41 +2,28 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 
-use rustls::ServerConnection;
+use super::session::{Session, Socket};
+use super::tls::TlsConfig;
 
-use super::tls::{Tls, TlsConfig};
+/// Whether clients use TLS.
+#[derive(Clone, Debug, Default)]
+pub enum Tls {
+    /// TLS is refused (NOTLS).
+    #[default]
+    Off,
+    /// Clients may use TLS (SELECTIVETLS).
+    Offered(TlsConfig),
+    /// Clients must start TLS before they learn anything about exports (FORCEDTLS).
+    Required(TlsConfig),
+}
 
 /// A non-blocking socket, with the TLS state if the connection is encrypted.
 pub(super) struct Wire {
     socket: Socket,
-    tls: Option<Box<ServerConnection>>,
+    tls: Option<Box<dyn Session>>,
     /// There may be decrypted bytes that were not read yet.
     decrypted: bool,
-}
-
-/// The bare socket, as a reader and writer for rustls.
-struct Socket(OwnedFd);
-
-impl Read for Socket {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        Ok(rustix::io::read(&self.0, bytes)?)
-    }
-}
-
-impl Write for Socket {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        Ok(rustix::io::write(&self.0, bytes)?)
-    }
-
-    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        Ok(rustix::io::writev(&self.0, slices)?)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 impl AsFd for Wire {
@@ -60,8 +47,7 @@ impl Wire {
     /// # Errors
     /// If rustls refuses its configuration.
     pub(super) fn start_tls(&mut self, config: &TlsConfig) -> io::Result<()> {
-        let connection = ServerConnection::new(Arc::clone(config.server()));
-        self.tls = Some(Box::new(connection.map_err(invalid)?));
+        self.tls = Some(config.session()?);
         Ok(())
     }
 
@@ -70,7 +56,7 @@ impl Wire {
     }
 
     pub(super) fn is_shaking_hands(&self) -> bool {
-        self.tls.as_ref().is_some_and(|tls| tls.is_handshaking())
+        self.tls.as_ref().is_some_and(|tls| tls.is_shaking_hands())
     }
 
     /// Reads and handles TLS handshake bytes once.
@@ -95,16 +81,13 @@ impl Wire {
         let Some(tls) = &mut self.tls else {
             return self.socket.read(bytes);
         };
-        let mut read = tls.reader().read(bytes);
+        let mut read = tls.read(bytes);
         if matches!(&read, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
             // Once only: a client that keeps sending records without data must not keep the thread here.
             if self.decrypt()? == 0 {
                 return Ok(0);
             }
-            read = self
-                .tls
-                .as_mut()
-                .map_or(Ok(0), |tls| tls.reader().read(bytes));
+            read = self.tls.as_mut().map_or(Ok(0), |tls| tls.read(bytes));
         }
         self.decrypted = matches!(read, Ok(read) if read == bytes.len());
         match read {
@@ -128,9 +111,9 @@ impl Wire {
             return self.socket.write_vectored(slices);
         };
         // rustls takes as much as its send buffer holds, which is 64 KiB.
-        let written = match tls.wants_write() {
+        let written = match tls.has_unsent() {
             true => 0,
-            false => tls.writer().write_vectored(slices)?,
+            false => tls.write(slices)?,
         };
         if written == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -141,7 +124,7 @@ impl Wire {
 
     /// Whether encrypted bytes wait for the socket to take them.
     pub(super) fn has_unsent(&self) -> bool {
-        self.tls.as_ref().is_some_and(|tls| tls.wants_write())
+        self.tls.as_ref().is_some_and(|tls| tls.has_unsent())
     }
 
     /// Sends as many encrypted bytes as the socket takes.
@@ -152,8 +135,8 @@ impl Wire {
         let Some(tls) = &mut self.tls else {
             return Ok(());
         };
-        while tls.wants_write() {
-            match tls.write_tls(&mut self.socket) {
+        while tls.has_unsent() {
+            match tls.send(&mut self.socket) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -166,7 +149,7 @@ impl Wire {
     /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.
     pub(super) fn close(&mut self) {
         if let Some(tls) = &mut self.tls {
-            tls.send_close_notify();
+            tls.close();
             let _ = self.flush();
         }
     }
@@ -177,22 +160,18 @@ impl Wire {
             return Ok(0);
         };
         self.decrypted = false;
-        let read = tls.read_tls(&mut self.socket)?;
-        match tls.process_new_packets() {
+        let read = tls.receive(&mut self.socket)?;
+        match tls.decrypt() {
             // Application data may arrive together with the end of the handshake.
-            Ok(state) => self.decrypted = state.plaintext_bytes_to_read() > 0,
+            Ok(decrypted) => self.decrypted = decrypted,
             Err(error) => {
                 // Sends the alert that gives the reason.
                 let _ = self.flush();
-                return Err(invalid(error));
+                return Err(error);
             }
         }
         Ok(read)
     }
-}
-
-fn invalid(error: rustls::Error) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 impl Tls {
