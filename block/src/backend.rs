@@ -144,7 +144,8 @@ pub trait BackendQueue: Send {
         self.kick();
     }
 
-    /// Readable when [`completions`](Self::completions) may return some.
+    /// Readable when [`completions`](Self::completions) may return some. An
+    /// [`OwnedFd`](std::os::fd::OwnedFd) is borrowed with `as_fd`, an `EventFd` with [`descriptor`](crate::descriptor).
     fn event(&self) -> BorrowedFd<'_>;
 
     /// Appends the requests that have ended to `done`, in the order in which they ended, and clears the event. Call it

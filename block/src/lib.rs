@@ -7,17 +7,41 @@
 //! ```
 //! A disk implements [`Backend`] and [`BackendQueue`]. This crate knows neither a frontend nor a disk, but for the
 //! one in memory ([`ram`]).
+//!
+//! ```
+//! use walvisor_block::ram::RamDisk;
+//! use walvisor_block::{Backend, Buffer, Operation};
+//!
+//! let disk = RamDisk::new(2048);
+//! let mut queue = disk.open_queue()?;
+//! let data = Buffer::from(&[7; 512][..]);
+//! queue.submit(1, Operation::Write { sector: 5, data });
+//! queue.submit(2, Operation::Read { sector: 5, sectors: 1 });
+//! queue.kick();
+//! // A disk whose requests end later says so with the queue's `event`.
+//! let mut done = Vec::new();
+//! queue.completions(&mut done);
+//! let read = done.pop().unwrap();
+//! assert_eq!(read.token, 2);
+//! assert_eq!(read.result.unwrap().unwrap()[..], [7; 512]);
+//! # std::io::Result::Ok(())
+//! ```
 
 mod backend;
 mod buffer;
+mod descriptor;
 pub mod ram;
 mod request;
 mod schedule;
 
 pub use backend::{Answer, Backend, BackendQueue, Capabilities, flush};
 pub use buffer::{BUFFER_ALIGN, Buffer, SharedBuffer};
+pub use descriptor::descriptor;
 pub use request::{
     Allocation, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES,
     Operation, SECTOR_SIZE,
 };
 pub use schedule::short_slice;
+
+/// Its `EventFd` is what most disks have as a queue's event: see [`descriptor`].
+pub use vmm_sys_util;

@@ -5,11 +5,32 @@
 //!   [ data ][ none ][ data ][ none ] …
 //!       └─ with power loss: the contents that a sector had before it was last made durable
 //! ```
+//!
+//! ```
+//! use walvisor_block::ram::RamDisk;
+//! use walvisor_block::{Backend, Buffer, Operation, flush};
+//!
+//! let disk = RamDisk::with_power_loss(8, true);
+//! let mut queue = disk.open_queue()?;
+//! let mut write = |byte| {
+//!     let data = Buffer::from(&[byte; 512][..]);
+//!     queue.submit(0, Operation::Write { sector: 0, data });
+//! };
+//! write(1);
+//! flush(&disk)?;
+//! write(2);
+//! disk.power_loss();
+//! queue.submit(1, Operation::Read { sector: 0, sectors: 1 });
+//! let mut done = Vec::new();
+//! queue.completions(&mut done);
+//! let read = done.pop().unwrap().result.unwrap().unwrap();
+//! assert_eq!(read[..], [1; 512]);
+//! # std::io::Result::Ok(())
+//! ```
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::fd::{FromRawFd, IntoRawFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -17,7 +38,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{
     Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, MAX_REQUEST_BYTES, Operation,
-    SECTOR_SIZE,
+    SECTOR_SIZE, descriptor,
 };
 
 /// Bytes in a chunk.
@@ -274,12 +295,9 @@ impl Backend for RamDisk {
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let event = EventFd::new(EFD_NONBLOCK)?.into_raw_fd();
-        // SAFETY: `into_raw_fd` has just given up the only ownership of this open descriptor.
-        let event = unsafe { OwnedFd::from_raw_fd(event) };
         Ok(Box::new(RamQueue {
             shared: Arc::clone(&self.shared),
-            event,
+            event: EventFd::new(EFD_NONBLOCK)?,
             done: Vec::new(),
         }))
     }
@@ -289,7 +307,7 @@ impl Backend for RamDisk {
 struct RamQueue {
     shared: Arc<Shared>,
     /// Never readable: no request ends later.
-    event: OwnedFd,
+    event: EventFd,
     done: Vec<Completion>,
 }
 
@@ -302,7 +320,7 @@ impl BackendQueue for RamQueue {
     fn kick(&mut self) {}
 
     fn event(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+        descriptor(&self.event)
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {

@@ -1,4 +1,27 @@
 //! The owner's control of a device while its driver or its clients use it.
+//!
+//! ```
+//! use std::sync::{Arc, Mutex};
+//! use walvisor_devices::backend::{Backend, ram::RamDisk};
+//! use walvisor_devices::block::{BlockConfig, VirtioBlock};
+//! use walvisor_devices::control::DeviceControl;
+//! use walvisor_devices::transport::MmioTransport;
+//! use walvisor_devices::vm_memory::{GuestAddress, GuestMemoryMmap};
+//! use walvisor_devices::vmm_sys_util::eventfd::EventFd;
+//!
+//! let disk = RamDisk::new(2048);
+//! let device = VirtioBlock::new(Arc::new(disk.clone()), BlockConfig::default())?;
+//! let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
+//! let transport = MmioTransport::new(device, Arc::new(memory), EventFd::new(0)?);
+//! // The vCPUs share the transport under this lock, and the owner controls the device through it.
+//! let transport = Arc::new(Mutex::new(transport));
+//! let control: Box<dyn DeviceControl> = Box::new(Arc::downgrade(&transport));
+//! assert!(!control.set_write_cache(false));
+//! assert!(!disk.write_cache());
+//! control.pause()?;
+//! control.resume();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -13,6 +13,26 @@
 //!
 //! The manager waits in whole milliseconds, and a timeout is rounded up to the next one. A thread that needs a finer
 //! timeout watches a timer (`timerfd_create`), as the limits of disks do.
+//!
+//! ```
+//! use std::io::Write;
+//! use std::os::unix::net::UnixStream;
+//! use walvisor_devices::event_loop::{Event, EventLoop, EventSet};
+//!
+//! let (ours, mut theirs) = UnixStream::pair()?;
+//! let mut events = EventLoop::<char, &str>::new()?;
+//! events.watch(&ours, 's', EventSet::IN)?;
+//! let remote = events.remote();
+//! theirs.write_all(b"ready")?;
+//! std::thread::spawn(move || remote.send("from another thread")).join().unwrap();
+//! let mut happened = Vec::new();
+//! events.wait(None, &mut happened)?;
+//! assert!(matches!(
+//!     happened[..],
+//!     [Event::Ready('s', EventSet::IN), Event::Message("from another thread")]
+//! ));
+//! # std::io::Result::Ok(())
+//! ```
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

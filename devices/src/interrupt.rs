@@ -5,8 +5,32 @@
 //!                ├─▶ Interrupt ────┤
 //!  device state ─┘                 └─ PCI: MSI-X vector of the queue ─▶ MsiRouter (the VMM)
 //! ```
+//!
+//! A line that calls the hypervisor instead of writing to an eventfd:
+//!
+//! ```
+//! use std::io;
+//! use std::sync::atomic::{AtomicU32, Ordering};
+//! use walvisor_devices::interrupt::EdgeLine;
+//!
+//! /// Counts the edges in place of a hypervisor.
+//! struct Line(AtomicU32);
+//!
+//! impl EdgeLine for Line {
+//!     fn pulse(&self) -> io::Result<()> {
+//!         self.0.fetch_add(1, Ordering::Relaxed);
+//!         Ok(())
+//!     }
+//! }
+//!
+//! let line = Line(AtomicU32::new(0));
+//! line.pulse()?;
+//! assert_eq!(line.0.into_inner(), 1);
+//! # io::Result::Ok(())
+//! ```
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -74,6 +98,14 @@ impl EdgeLine for EventFd {
     }
 }
 
+/// The descriptor is an eventfd.
+impl EdgeLine for OwnedFd {
+    fn pulse(&self) -> io::Result<()> {
+        rustix::io::write(self, &1_u64.to_ne_bytes())?;
+        Ok(())
+    }
+}
+
 /// Used buffer notification bit of InterruptStatus (virtio 1.2, 4.2.2) and of the ISR status (4.1.4.5).
 pub(crate) const INTERRUPT_QUEUE: u32 = 1;
 /// Configuration change bit of InterruptStatus and of the ISR status.
@@ -129,5 +161,31 @@ impl Interrupt for LineInterrupt {
 
     fn reset(&self) {
         self.status.store(0, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    fn an_eventfd_of_any_kind_is_a_line() {
+        let line = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let other = EventFd::new(0).unwrap();
+        let metrics = Arc::new(BlockMetrics::of_queues(1));
+        for interrupt in [
+            LineInterrupt::new(line.try_clone().unwrap(), Arc::clone(&metrics)),
+            LineInterrupt::new(other.try_clone().unwrap(), Arc::clone(&metrics)),
+        ] {
+            interrupt.queue(0);
+            interrupt.config();
+        }
+        let mut count = [0; 8];
+        rustix::io::read(&line, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 2);
+        assert_eq!(other.read().unwrap(), 2);
+        assert_eq!(metrics.counts().interrupts, 4);
     }
 }

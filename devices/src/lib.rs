@@ -55,3 +55,5 @@ pub mod vhost_user;
 
 #[doc(inline)]
 pub use walvisor_block as backend;
+// Their types are in this API, so a program takes them from here, in the same version.
+pub use {virtio_queue, vm_memory, vmm_sys_util};

@@ -1,4 +1,24 @@
 //! Parts of servers: listeners, threads that all end when the server stops, and waits that end then too.
+//!
+//! ```
+//! use std::os::unix::net::UnixStream;
+//! use std::thread;
+//! use walvisor_devices::event_loop::EventSet;
+//! use walvisor_devices::listen::{Stop, Threads, Waited, Waiter};
+//!
+//! let (ours, _theirs) = UnixStream::pair()?;
+//! let stop = Stop::new()?;
+//! let mut waiter = Waiter::new(&ours, &stop)?;
+//! let mut threads = Threads::new("the example");
+//! threads.start(thread::Builder::new(), move || {
+//!     // Nobody writes to the socket: only the stop ends this wait.
+//!     let waited = waiter.wait(&ours, EventSet::IN, None).unwrap();
+//!     assert_eq!(waited, Waited::Stopped);
+//! })?;
+//! stop.tell();
+//! drop(threads); // joins
+//! # std::io::Result::Ok(())
+//! ```
 
 use std::collections::VecDeque;
 use std::fmt::Display;

@@ -9,6 +9,23 @@
 //! A bucket is stored as one moment, at which it will be full again (the generic cell rate algorithm, which admits the
 //! same requests as a token bucket). It needs no lock and no thread, and no work between requests. Without limits a
 //! request costs one check of a flag.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::block::{BlockConfig, BlockError, VirtioBlock};
+//! use walvisor_devices::throttle::Limits;
+//!
+//! let device = VirtioBlock::new(Arc::new(RamDisk::new(2048)), BlockConfig::default())?;
+//! // Stays valid after a transport has taken the device.
+//! let throttle = device.throttle();
+//! throttle.set(Limits {
+//!     ops_per_second: 1000,
+//!     ..Limits::default()
+//! });
+//! assert_eq!(throttle.limits().ops_per_second, 1000);
+//! # Ok::<(), BlockError>(())
+//! ```
 
 use std::collections::VecDeque;
 use std::io;

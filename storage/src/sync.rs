@@ -2,7 +2,7 @@
 //! at each of their operations which thread runs next.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 #[cfg(not(all(test, feature = "shuttle")))]
 use std::time::Duration;
 use std::time::Instant;
@@ -92,8 +92,7 @@ impl Event {
 
     /// A descriptor that is readable while the event is signalled, for threads that poll several.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as `self.fd`, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
+        walvisor_block::descriptor(&self.fd)
     }
 }
 

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
-use virtio_bindings::virtio_mmio as reg;
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use walvisor_devices::transport::MmioTransport;
+use walvisor_devices::transport::{MmioTransport, offsets::mmio as reg};
+use walvisor_devices::vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 type Memory = Arc<GuestMemoryMmap>;
 
@@ -57,17 +56,17 @@ impl<'a, O: Write> Driver<'a, O> {
             answered: 0,
         };
         let [found, accepted, live] = STATUS;
-        driver.set(reg::VIRTIO_MMIO_STATUS, found);
-        driver.set(reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 1);
-        driver.set(reg::VIRTIO_MMIO_DRIVER_FEATURES, 1);
-        driver.set(reg::VIRTIO_MMIO_STATUS, accepted);
-        driver.set(reg::VIRTIO_MMIO_QUEUE_NUM, QUEUE_SIZE.into());
-        driver.set(reg::VIRTIO_MMIO_QUEUE_DESC_LOW, TABLE as u32);
-        driver.set(reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW, AVAILABLE as u32);
-        driver.set(reg::VIRTIO_MMIO_QUEUE_USED_LOW, USED as u32);
-        driver.set(reg::VIRTIO_MMIO_QUEUE_READY, 1);
-        driver.set(reg::VIRTIO_MMIO_STATUS, live);
-        match driver.get(reg::VIRTIO_MMIO_STATUS) {
+        driver.set(reg::STATUS, found);
+        driver.set(reg::DRIVER_FEATURES_SEL, 1);
+        driver.set(reg::DRIVER_FEATURES, 1);
+        driver.set(reg::STATUS, accepted);
+        driver.set(reg::QUEUE_NUM, QUEUE_SIZE.into());
+        driver.set(reg::QUEUE_DESC_LOW, TABLE as u32);
+        driver.set(reg::QUEUE_DRIVER_LOW, AVAILABLE as u32);
+        driver.set(reg::QUEUE_DEVICE_LOW, USED as u32);
+        driver.set(reg::QUEUE_READY, 1);
+        driver.set(reg::STATUS, live);
+        match driver.get(reg::STATUS) {
             status if status == live => {
                 driver.next_request()?;
                 Ok(driver)
@@ -106,14 +105,14 @@ impl<'a, O: Write> Driver<'a, O> {
         // Head 0 each time: the ring's entries are 0 as they are.
         self.made += 1;
         memory.store(self.made, GuestAddress(AVAILABLE + 2), Ordering::SeqCst)?;
-        self.set(reg::VIRTIO_MMIO_QUEUE_NOTIFY, 0);
+        self.set(reg::QUEUE_NOTIFY, 0);
         Ok(true)
     }
 
     /// Handles an interrupt, and makes the next request; `false`: there is none.
     pub fn interrupt(&mut self) -> Result<bool, Box<dyn Error>> {
-        let causes = self.get(reg::VIRTIO_MMIO_INTERRUPT_STATUS);
-        self.set(reg::VIRTIO_MMIO_INTERRUPT_ACK, causes);
+        let causes = self.get(reg::INTERRUPT_STATUS);
+        self.set(reg::INTERRUPT_ACK, causes);
         let address = GuestAddress(USED + 2);
         let used: u16 = self.memory.load(address, Ordering::SeqCst)?;
         if used == self.answered {
@@ -129,14 +128,14 @@ impl<'a, O: Write> Driver<'a, O> {
         self.next_request()
     }
 
-    fn get(&mut self, register: u32) -> u32 {
+    fn get(&mut self, register: u64) -> u32 {
         let mut bytes = [0; 4];
-        self.transport.read(register.into(), &mut bytes);
+        self.transport.read(register, &mut bytes);
         u32::from_le_bytes(bytes)
     }
 
-    fn set(&mut self, register: u32, value: u32) {
-        self.transport.write(register.into(), &value.to_le_bytes());
+    fn set(&mut self, register: u64, value: u32) {
+        self.transport.write(register, &value.to_le_bytes());
     }
 }
 

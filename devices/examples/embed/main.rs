@@ -16,12 +16,12 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex, mpsc};
 use std::{error::Error, io};
 
-use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::*;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
 use walvisor_devices::transport::MmioTransport;
+use walvisor_devices::vm_memory::{GuestAddress, GuestMemoryMmap};
+use walvisor_devices::vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use walvisor_devices::vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 const SECTORS: u64 = 2048;
 // Sources of events.
@@ -83,8 +83,7 @@ impl BackendQueue for Queue {
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        // SAFETY: it stays open as long as `self`.
-        unsafe { BorrowedFd::borrow_raw(self.1.event.as_raw_fd()) }
+        descriptor(&self.1.event)
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {

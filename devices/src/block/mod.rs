@@ -8,6 +8,29 @@
 //!   queue 1: Worker ── Virtqueue ── parse ── BackendQueue ─┼── Backend
 //!   …  (served by the threads of a WorkerPool)             ┘
 //! ```
+//!
+//! ```
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::block::{BlockConfig, BlockError, VirtioBlock};
+//!
+//! let disk = Arc::new(RamDisk::new(2048));
+//! let config = BlockConfig {
+//!     queues: 4,
+//!     serial: "a RAM disk".into(),
+//!     ..BlockConfig::default()
+//! };
+//! let device = VirtioBlock::new(disk.clone(), config)?;
+//! assert_eq!(device.metrics().counts().requests, 0);
+//!
+//! let config = BlockConfig {
+//!     queue_size: 100,
+//!     ..BlockConfig::default()
+//! };
+//! let refused = VirtioBlock::new(disk, config).err().unwrap();
+//! assert_eq!(refused.to_string(), "queue-size=100: must be a power of two from 4 to 1024");
+//! # Ok::<(), BlockError>(())
+//! ```
 
 mod config;
 mod features;

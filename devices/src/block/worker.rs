@@ -8,7 +8,7 @@
 //! queue has descriptors. Completions make room, and the worker takes more.
 
 use std::io::{self, IoSliceMut};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use super::request::{
 use super::tracker::Tracker;
 use super::tracker::Used;
 use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
-use crate::backend::{Backend, Completion, Operation};
+use crate::backend::{Backend, Completion, Operation, descriptor};
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
@@ -503,8 +503,7 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     }
 
     fn doorbell(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as the plan, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.plan.queue.doorbell.as_raw_fd()) }
+        descriptor(&self.plan.queue.doorbell)
     }
 
     fn backend(&self) -> [BorrowedFd<'_>; 2] {

@@ -24,6 +24,27 @@
 //! Why no crate from crates.io: `nbd` calls itself a first sketch and serves one request at a time from anything that
 //! can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another server. The codec
 //! is small, and pipelining, back-pressure and group commit are the reason to have this server.
+//!
+//! ```
+//! use std::io::Read;
+//! use std::os::unix::net::{UnixListener, UnixStream};
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
+//!
+//! let place = tempfile::tempdir()?;
+//! let socket = place.path().join("disk.sock");
+//! let server = Server::start(vec![Service {
+//!     listener: Listener::Unix(UnixListener::bind(&socket)?),
+//!     exports: vec![Export::new("disk", "a RAM disk", Arc::new(RamDisk::new(2048)))],
+//!     tls: Tls::Off,
+//! }])?;
+//! let mut greeting = [0; 8];
+//! UnixStream::connect(&socket)?.read_exact(&mut greeting)?;
+//! assert_eq!(&greeting, b"NBDMAGIC");
+//! drop(server);
+//! # std::io::Result::Ok(())
+//! ```
 
 mod connection;
 mod desk;

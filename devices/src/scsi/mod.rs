@@ -13,17 +13,55 @@
 //!
 //! # How a transport runs a command
 //!
-//! ```text
-//! let mut task = Task::new(&unit, cdb, &data);
-//! loop {
-//!     match task.next(&unit, &data) {
-//!         Step::Submit(operation) => queue.submit(token, operation),
-//!         Step::InFlight => break,  // `ended` for each completion of the token, then `next` again
-//!         Step::Blocked => break,   // `next` again whenever another task of the unit is over, first come first
-//!         Step::Done => { answer(task.outcome()); break }
+//! ```
+//! use std::cell::RefCell;
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::{Backend, ram::RamDisk};
+//! use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskStep};
+//!
+//! /// A transport's memory.
+//! struct Memory(RefCell<Vec<u8>>);
+//!
+//! impl DataBuffer for Memory {
+//!     fn len(&self) -> usize {
+//!         self.0.borrow().len()
+//!     }
+//!     fn read(&self, offset: usize, into: &mut [u8]) {
+//!         into.copy_from_slice(&self.0.borrow()[offset..][..into.len()]);
+//!     }
+//!     fn write(&self, offset: usize, from: &[u8]) {
+//!         self.0.borrow_mut()[offset..][..from.len()].copy_from_slice(from);
 //!     }
 //! }
+//!
+//! let disk: Arc<dyn Backend> = Arc::new(RamDisk::new(2048));
+//! let mut queue = disk.open_queue()?;
+//! let unit = LogicalUnit::new(disk, "a serial number", 512)?;
+//! let data = Memory(RefCell::new(vec![0xff; 512]));
+//! let read_10 = [0x28, 0, 0, 0, 0, 7, 0, 0, 1, 0];
+//! let mut task = Task::new(&unit, &read_10, &data);
+//! let outcome = loop {
+//!     match task.next(&unit, &data) {
+//!         TaskStep::Submit(operation) => queue.submit(0, operation),
+//!         // A transport does other work here until the queue's `event` is readable.
+//!         TaskStep::InFlight => {
+//!             queue.kick();
+//!             let mut done = Vec::new();
+//!             queue.completions(&mut done);
+//!             for completion in done {
+//!                 task.ended(&unit, &data, completion.result);
+//!             }
+//!         }
+//!         TaskStep::Blocked => unreachable!("there is no other task: see below"),
+//!         TaskStep::Done => break task.outcome(),
+//!     }
+//! };
+//! assert_eq!((outcome.status, outcome.data_in), (Status::Good, Some(512)));
+//! assert_eq!(data.0.into_inner(), [0; 512]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! A task that is [blocked](TaskStep::Blocked) goes on, first come first, whenever another task of the unit is over.
 //! A unit's tasks may run in any number of threads, as long as each thread is notified when a task of another thread is
 //! over. A task may be dropped only while none of its operations is in flight.
 //!

@@ -14,6 +14,23 @@
 //!
 //! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library that calls back for each command
 //! and wakes the kernel once for each response.
+//!
+//! A program makes the device in configfs, finds its UIO device and the length of its memory there, and serves it:
+//!
+//! ```no_run
+//! use std::fs::File;
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
+//!
+//! let device = Device::new(Arc::new(RamDisk::new(2048)), "disk", "a serial number", 512)?;
+//! let uio = File::options().read(true).write(true).open("/dev/uio0")?;
+//! let memory = Mapping::of_device(&uio, 1 << 20)?;
+//! let ring = CommandRing::open(Arc::new(memory))?;
+//! let worker = Worker::start(&device, ring, uio.into())?;
+//! worker.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod device;
 #[cfg(any(test, fuzzing))]

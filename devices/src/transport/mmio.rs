@@ -3,10 +3,10 @@
 use std::io;
 use std::sync::Arc;
 
-use virtio_bindings::virtio_mmio as reg;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device_state::{DeviceState, Half, QueueArea};
+use super::offsets::mmio as reg;
 use super::registers::Registers;
 use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
 use crate::interrupt::{EdgeLine, LineInterrupt};
@@ -19,8 +19,6 @@ const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
 /// "WALV", little-endian; the specification leaves the vendor ID to the implementer.
 const VENDOR: u32 = 0x564c_4157;
-/// QueueReset.
-const QUEUE_RESET: u32 = 0xc0;
 /// Reads as the length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
 const NO_REGION: u32 = !0;
 
@@ -32,11 +30,10 @@ pub struct MmioTransport<M: DeviceMemory> {
 
 impl<M: DeviceMemory> MmioTransport<M> {
     /// Size of the register window in bytes.
-    pub const SIZE: u64 = 0x1000;
+    pub const SIZE: u64 = reg::SIZE;
 
-    /// Offset of QueueNotify. An ioeventfd per queue may replace this register (4-byte write, data match on the queue's
-    /// index).
-    pub const QUEUE_NOTIFY: u64 = reg::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
+    /// Offset of QueueNotify. See [`offsets::mmio`](super::offsets::mmio).
+    pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
     /// Presents `device`. Each interrupt pulses `irq`, for instance by a write to an eventfd.
     pub fn new(device: VirtioBlock, memory: M, irq: impl EdgeLine + 'static) -> Self {
@@ -70,12 +67,10 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// The configuration space may be read in any width.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        if let Some(config) = offset.checked_sub(reg::VIRTIO_MMIO_CONFIG.into()) {
+        if let Some(config) = offset.checked_sub(reg::CONFIG) {
             self.state.read_config(config, data);
-        } else if let (Ok(register), Ok(value)) =
-            (u32::try_from(offset), <&mut [u8; 4]>::try_from(data))
-        {
-            *value = self.read_register(register).to_le_bytes();
+        } else if let Ok(value) = <&mut [u8; 4]>::try_from(data) {
+            *value = self.read_register(offset).to_le_bytes();
         } else {
             tracing::debug!("virtio-mmio: a register at {offset:#x} was not read as 32 bits");
         }
@@ -84,73 +79,63 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// Register write at `offset`. An access that is not 32 bits wide and aligned does nothing, except in
     /// the configuration space.
     pub fn write(&mut self, offset: u64, data: &[u8]) {
-        if let Some(config) = offset.checked_sub(reg::VIRTIO_MMIO_CONFIG.into()) {
+        if let Some(config) = offset.checked_sub(reg::CONFIG) {
             self.state.write_config(config, data);
-        } else if let (Ok(register), Ok(value)) = (u32::try_from(offset), <[u8; 4]>::try_from(data))
-        {
-            self.write_register(register, u32::from_le_bytes(value));
+        } else if let Ok(value) = <[u8; 4]>::try_from(data) {
+            self.write_register(offset, u32::from_le_bytes(value));
         } else {
             tracing::debug!("virtio-mmio: a register at {offset:#x} was not written as 32 bits");
         }
     }
 
-    fn read_register(&mut self, register: u32) -> u32 {
+    fn read_register(&mut self, register: u64) -> u32 {
         match register {
-            reg::VIRTIO_MMIO_MAGIC_VALUE => MAGIC,
-            reg::VIRTIO_MMIO_VERSION => VERSION,
-            reg::VIRTIO_MMIO_DEVICE_ID => DEVICE_ID_BLOCK.into(),
-            reg::VIRTIO_MMIO_VENDOR_ID => VENDOR,
-            reg::VIRTIO_MMIO_DEVICE_FEATURES => self.state.device_features(),
-            reg::VIRTIO_MMIO_QUEUE_NUM_MAX => self.state.queue_max_size().into(),
-            reg::VIRTIO_MMIO_QUEUE_READY => self.state.queue_setup().ready.into(),
-            reg::VIRTIO_MMIO_INTERRUPT_STATUS => self.interrupt.status(),
-            reg::VIRTIO_MMIO_STATUS => self.state.status().into(),
-            reg::VIRTIO_MMIO_SHM_LEN_LOW
-            | reg::VIRTIO_MMIO_SHM_LEN_HIGH
-            | reg::VIRTIO_MMIO_SHM_BASE_LOW
-            | reg::VIRTIO_MMIO_SHM_BASE_HIGH => NO_REGION,
-            reg::VIRTIO_MMIO_CONFIG_GENERATION => self.state.generation(),
-            QUEUE_RESET => self.state.queue_resetting().into(),
+            reg::MAGIC_VALUE => MAGIC,
+            reg::VERSION => VERSION,
+            reg::DEVICE_ID => DEVICE_ID_BLOCK.into(),
+            reg::VENDOR_ID => VENDOR,
+            reg::DEVICE_FEATURES => self.state.device_features(),
+            reg::QUEUE_NUM_MAX => self.state.queue_max_size().into(),
+            reg::QUEUE_READY => self.state.queue_setup().ready.into(),
+            reg::INTERRUPT_STATUS => self.interrupt.status(),
+            reg::STATUS => self.state.status().into(),
+            reg::SHM_LEN_LOW | reg::SHM_LEN_HIGH | reg::SHM_BASE_LOW | reg::SHM_BASE_HIGH => {
+                NO_REGION
+            }
+            reg::CONFIG_GENERATION => self.state.generation(),
+            reg::QUEUE_RESET => self.state.queue_resetting().into(),
             // Write-only or reserved.
             _ => 0,
         }
     }
 
-    fn write_register(&mut self, register: u32, value: u32) {
+    fn write_register(&mut self, register: u64, value: u32) {
         let state = &mut self.state;
         match register {
-            reg::VIRTIO_MMIO_DEVICE_FEATURES_SEL => state.select_device_features(value),
-            reg::VIRTIO_MMIO_DRIVER_FEATURES => state.set_driver_features(value),
-            reg::VIRTIO_MMIO_DRIVER_FEATURES_SEL => state.select_driver_features(value),
-            reg::VIRTIO_MMIO_QUEUE_SEL => state.select_queue(value),
+            reg::DEVICE_FEATURES_SEL => state.select_device_features(value),
+            reg::DRIVER_FEATURES => state.set_driver_features(value),
+            reg::DRIVER_FEATURES_SEL => state.select_driver_features(value),
+            reg::QUEUE_SEL => state.select_queue(value),
             // A size that does not fit 16 bits is as invalid as 0.
-            reg::VIRTIO_MMIO_QUEUE_NUM => state.set_queue_size(value.try_into().unwrap_or(0)),
-            reg::VIRTIO_MMIO_QUEUE_READY if value == 0 => state.disable_queue(),
-            reg::VIRTIO_MMIO_QUEUE_READY => state.enable_queue(),
-            QUEUE_RESET if value == 1 => drop(state.reset_queue()),
-            reg::VIRTIO_MMIO_QUEUE_NOTIFY => state.notify(value),
-            reg::VIRTIO_MMIO_INTERRUPT_ACK => self.interrupt.acknowledge(value),
+            reg::QUEUE_NUM => state.set_queue_size(value.try_into().unwrap_or(0)),
+            reg::QUEUE_READY if value == 0 => state.disable_queue(),
+            reg::QUEUE_READY => state.enable_queue(),
+            reg::QUEUE_RESET if value == 1 => drop(state.reset_queue()),
+            reg::QUEUE_NOTIFY => state.notify(value),
+            reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
             // The field has 8 bits, but only a 32-bit zero resets.
-            reg::VIRTIO_MMIO_STATUS if value == 0 => state.reset(),
-            reg::VIRTIO_MMIO_STATUS if value as u8 != 0 => state.write_status(value as u8),
-            reg::VIRTIO_MMIO_QUEUE_DESC_LOW => {
+            reg::STATUS if value == 0 => state.reset(),
+            reg::STATUS if value as u8 != 0 => state.write_status(value as u8),
+            reg::QUEUE_DESC_LOW => {
                 state.set_queue_address(QueueArea::Descriptors, Half::Low, value)
             }
-            reg::VIRTIO_MMIO_QUEUE_DESC_HIGH => {
+            reg::QUEUE_DESC_HIGH => {
                 state.set_queue_address(QueueArea::Descriptors, Half::High, value)
             }
-            reg::VIRTIO_MMIO_QUEUE_AVAIL_LOW => {
-                state.set_queue_address(QueueArea::Driver, Half::Low, value)
-            }
-            reg::VIRTIO_MMIO_QUEUE_AVAIL_HIGH => {
-                state.set_queue_address(QueueArea::Driver, Half::High, value)
-            }
-            reg::VIRTIO_MMIO_QUEUE_USED_LOW => {
-                state.set_queue_address(QueueArea::Device, Half::Low, value)
-            }
-            reg::VIRTIO_MMIO_QUEUE_USED_HIGH => {
-                state.set_queue_address(QueueArea::Device, Half::High, value)
-            }
+            reg::QUEUE_DRIVER_LOW => state.set_queue_address(QueueArea::Driver, Half::Low, value),
+            reg::QUEUE_DRIVER_HIGH => state.set_queue_address(QueueArea::Driver, Half::High, value),
+            reg::QUEUE_DEVICE_LOW => state.set_queue_address(QueueArea::Device, Half::Low, value),
+            reg::QUEUE_DEVICE_HIGH => state.set_queue_address(QueueArea::Device, Half::High, value),
             _ => tracing::debug!("virtio-mmio: write of {value:#x} to {register:#x}: ignored"),
         }
     }

@@ -15,6 +15,9 @@ use super::device_state::{DeviceState, Half, QueueArea};
 use super::msix::{
     CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
 };
+use super::offsets::pci::{
+    COMMON, CONFIG_BAR, DEVICE, ISR, MSIX_BAR, NOTIFY_BAR, NOTIFY_OFF_MULTIPLIER, common,
+};
 use super::pci_config::{Identity, PciConfig};
 use super::registers::Registers;
 use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
@@ -30,20 +33,18 @@ const CLASS_STORAGE: u32 = 0x01_8000;
 /// 0x40 or higher distinguishes a modern device from a transitional one (4.1.2.1).
 const SUBSYSTEM: u16 = 0x1100;
 
-const CONFIG_BAR: usize = 0;
-const NOTIFY_BAR: usize = 2;
-const MSIX_BAR: usize = 4;
 const PAGE: u32 = 0x1000;
 const CONFIG_BAR_LEN: u32 = 4 * PAGE;
 const NOTIFY_BAR_LEN: u32 = PAGE;
 
-const COMMON_OFFSET: u64 = 0;
 /// Up to and including `queue_reset`. `queue_notify_data` before it belongs to a feature that is not offered, and is
 /// zero.
 const COMMON_LEN: u64 = 0x3c;
-const ISR_OFFSET: u64 = 0x1000;
-const DEVICE_OFFSET: u64 = 0x2000;
-const NOTIFY_OFF_MULTIPLIER: u32 = 4;
+
+// The upper halves of the common configuration's 64-bit fields (4.1.3.1).
+const QUEUE_DESC_HIGH: u64 = common::QUEUE_DESC + 4;
+const QUEUE_DRIVER_HIGH: u64 = common::QUEUE_DRIVER + 4;
+const QUEUE_DEVICE_HIGH: u64 = common::QUEUE_DEVICE + 4;
 
 const CAPABILITY_VENDOR: u8 = 0x09;
 const CAPABILITY_MSIX: u8 = 0x11;
@@ -115,16 +116,9 @@ impl<M: DeviceMemory> PciTransport<M> {
             let body = virtio_capability(cfg_type, bar, offset as u32, len, extra);
             config.add_capability(CAPABILITY_VENDOR, &body, writable)
         };
-        add(
-            CFG_COMMON,
-            CONFIG_BAR,
-            COMMON_OFFSET,
-            COMMON_LEN as u32,
-            &[],
-            &[],
-        );
-        add(CFG_ISR, CONFIG_BAR, ISR_OFFSET, 1, &[], &[]);
-        add(CFG_DEVICE, CONFIG_BAR, DEVICE_OFFSET, device_len, &[], &[]);
+        add(CFG_COMMON, CONFIG_BAR, COMMON, COMMON_LEN as u32, &[], &[]);
+        add(CFG_ISR, CONFIG_BAR, ISR, 1, &[], &[]);
+        add(CFG_DEVICE, CONFIG_BAR, DEVICE, device_len, &[], &[]);
         let multiplier = NOTIFY_OFF_MULTIPLIER.to_le_bytes();
         let notify_len = u32::from(queues) * NOTIFY_OFF_MULTIPLIER;
         add(CFG_NOTIFY, NOTIFY_BAR, 0, notify_len, &multiplier, &[]);
@@ -267,10 +261,10 @@ impl<M: DeviceMemory> PciTransport<M> {
     pub fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
         data.fill(0);
         match bar {
-            CONFIG_BAR if offset >= DEVICE_OFFSET => {
-                self.state.read_config(offset - DEVICE_OFFSET, data);
+            CONFIG_BAR if offset >= DEVICE => {
+                self.state.read_config(offset - DEVICE, data);
             }
-            CONFIG_BAR if offset == ISR_OFFSET => {
+            CONFIG_BAR if offset == ISR => {
                 if let Some(first) = data.first_mut() {
                     *first = self.interrupt.take_isr();
                 }
@@ -289,8 +283,8 @@ impl<M: DeviceMemory> PciTransport<M> {
     /// Write at `offset` in a BAR. Read-only and unimplemented registers do not change.
     pub fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]) {
         match bar {
-            CONFIG_BAR if offset >= DEVICE_OFFSET => {
-                self.state.write_config(offset - DEVICE_OFFSET, data);
+            CONFIG_BAR if offset >= DEVICE => {
+                self.state.write_config(offset - DEVICE, data);
             }
             CONFIG_BAR if offset < COMMON_LEN => self.write_common(offset, data),
             // The address alone names the queue; the driver writes its index too (4.1.5.2).
@@ -313,27 +307,47 @@ impl<M: DeviceMemory> PciTransport<M> {
         let queue = state.queue_setup();
         let exists = state.queue_max_size() != 0;
         let mut space = [0; COMMON_LEN as usize];
-        let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0x00, &state.device_features_select().to_le_bytes());
-        put(0x04, &state.device_features().to_le_bytes());
-        put(0x08, &state.driver_features_select().to_le_bytes());
-        put(0x0c, &state.driver_features().to_le_bytes());
-        put(0x10, &self.interrupt.config_vector().to_le_bytes());
-        put(0x12, &state.queue_count().to_le_bytes());
-        put(0x14, &[state.status(), state.generation() as u8]);
-        put(0x16, &(select as u16).to_le_bytes());
-        put(0x18, &queue.size.to_le_bytes());
-        put(0x1a, &self.interrupt.queue_vector(select).to_le_bytes());
-        put(0x1c, &u16::from(queue.ready).to_le_bytes());
+        let mut put =
+            |at: u64, bytes: &[u8]| space[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        put(
+            common::DEVICE_FEATURE_SELECT,
+            &state.device_features_select().to_le_bytes(),
+        );
+        put(
+            common::DEVICE_FEATURE,
+            &state.device_features().to_le_bytes(),
+        );
+        put(
+            common::DRIVER_FEATURE_SELECT,
+            &state.driver_features_select().to_le_bytes(),
+        );
+        put(
+            common::DRIVER_FEATURE,
+            &state.driver_features().to_le_bytes(),
+        );
+        put(
+            common::CONFIG_MSIX_VECTOR,
+            &self.interrupt.config_vector().to_le_bytes(),
+        );
+        put(common::NUM_QUEUES, &state.queue_count().to_le_bytes());
+        put(common::DEVICE_STATUS, &[state.status()]);
+        put(common::CONFIG_GENERATION, &[state.generation() as u8]);
+        put(common::QUEUE_SELECT, &(select as u16).to_le_bytes());
+        put(common::QUEUE_SIZE, &queue.size.to_le_bytes());
+        put(
+            common::QUEUE_MSIX_VECTOR,
+            &self.interrupt.queue_vector(select).to_le_bytes(),
+        );
+        put(common::QUEUE_ENABLE, &u16::from(queue.ready).to_le_bytes());
         // queue_notify_off, in units of the multiplier: the queue's index.
         put(
-            0x1e,
+            common::QUEUE_NOTIFY_OFF,
             &(if exists { select as u16 } else { 0 }).to_le_bytes(),
         );
-        put(0x20, &queue.descriptors.to_le_bytes());
-        put(0x28, &queue.driver.to_le_bytes());
-        put(0x30, &queue.device.to_le_bytes());
-        put(0x3a, &u16::from(resetting).to_le_bytes());
+        put(common::QUEUE_DESC, &queue.descriptors.to_le_bytes());
+        put(common::QUEUE_DRIVER, &queue.driver.to_le_bytes());
+        put(common::QUEUE_DEVICE, &queue.device.to_le_bytes());
+        put(common::QUEUE_RESET, &u16::from(resetting).to_le_bytes());
         for (byte, &value) in data.iter_mut().zip(&space[offset..]) {
             *byte = value;
         }
@@ -345,7 +359,12 @@ impl<M: DeviceMemory> PciTransport<M> {
             [value] => self.write_common_8(offset, value),
             [a, b] => self.write_common_16(offset, u16::from_le_bytes([a, b])),
             [a, b, c, d] => self.write_common_32(offset, u32::from_le_bytes([a, b, c, d])),
-            [a, b, c, d, e, f, g, h] if matches!(offset, 0x20 | 0x28 | 0x30) => {
+            [a, b, c, d, e, f, g, h]
+                if matches!(
+                    offset,
+                    common::QUEUE_DESC | common::QUEUE_DRIVER | common::QUEUE_DEVICE
+                ) =>
+            {
                 self.write_common_32(offset, u32::from_le_bytes([a, b, c, d]));
                 self.write_common_32(offset + 4, u32::from_le_bytes([e, f, g, h]));
             }
@@ -357,23 +376,23 @@ impl<M: DeviceMemory> PciTransport<M> {
     }
 
     fn write_common_8(&mut self, offset: u64, value: u8) {
-        if offset == 0x14 {
+        if offset == common::DEVICE_STATUS {
             self.state.write_status(value);
         }
     }
 
     fn write_common_16(&mut self, offset: u64, value: u16) {
         match offset {
-            0x10 => self.interrupt.set_config_vector(value),
-            0x16 => self.state.select_queue(value.into()),
-            0x18 => self.state.set_queue_size(value),
-            0x1a => self
+            common::CONFIG_MSIX_VECTOR => self.interrupt.set_config_vector(value),
+            common::QUEUE_SELECT => self.state.select_queue(value.into()),
+            common::QUEUE_SIZE => self.state.set_queue_size(value),
+            common::QUEUE_MSIX_VECTOR => self
                 .interrupt
                 .set_queue_vector(self.state.queue_select(), value),
             // 4.1.4.3.2: the driver MUST NOT write 0.
-            0x1c if value == 1 => self.state.enable_queue(),
+            common::QUEUE_ENABLE if value == 1 => self.state.enable_queue(),
             // 4.1.4.3.2: the driver MUST NOT write anything but 1 here either.
-            0x3a if value == 1 => {
+            common::QUEUE_RESET if value == 1 => {
                 if self.state.reset_queue() {
                     let queue = self.state.queue_select();
                     self.interrupt.set_queue_vector(queue, NO_VECTOR);
@@ -391,12 +410,18 @@ impl<M: DeviceMemory> PciTransport<M> {
         };
         let state = &mut self.state;
         match offset {
-            0x00 => state.select_device_features(value),
-            0x08 => state.select_driver_features(value),
-            0x0c => state.set_driver_features(value),
-            0x20 | 0x24 => state.set_queue_address(QueueArea::Descriptors, half, value),
-            0x28 | 0x2c => state.set_queue_address(QueueArea::Driver, half, value),
-            0x30 | 0x34 => state.set_queue_address(QueueArea::Device, half, value),
+            common::DEVICE_FEATURE_SELECT => state.select_device_features(value),
+            common::DRIVER_FEATURE_SELECT => state.select_driver_features(value),
+            common::DRIVER_FEATURE => state.set_driver_features(value),
+            common::QUEUE_DESC | QUEUE_DESC_HIGH => {
+                state.set_queue_address(QueueArea::Descriptors, half, value)
+            }
+            common::QUEUE_DRIVER | QUEUE_DRIVER_HIGH => {
+                state.set_queue_address(QueueArea::Driver, half, value)
+            }
+            common::QUEUE_DEVICE | QUEUE_DEVICE_HIGH => {
+                state.set_queue_address(QueueArea::Device, half, value)
+            }
             _ => tracing::debug!("virtio-pci: write of {value:#x} to {offset:#x}: ignored"),
         }
     }

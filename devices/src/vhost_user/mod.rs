@@ -14,6 +14,21 @@
 //!
 //! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far
 //! as the files behind it reach, and any fault of a front-end ends only its own connection.
+//!
+//! ```
+//! use std::os::unix::net::UnixListener;
+//! use std::sync::Arc;
+//! use walvisor_devices::backend::ram::RamDisk;
+//! use walvisor_devices::block::{BlockConfig, VirtioBlock};
+//! use walvisor_devices::vhost_user::{Server, Service};
+//!
+//! let place = tempfile::tempdir()?;
+//! let listener = UnixListener::bind(place.path().join("disk.sock"))?;
+//! let device = VirtioBlock::new(Arc::new(RamDisk::new(2048)), BlockConfig::default())?;
+//! let server = Server::start(vec![Service::new(listener, device, "disk")?])?;
+//! server.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod cut_off;
 mod inflight;

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{
-    Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation,
+    Backend, BackendQueue, Capabilities, Completion, MAX_REQUEST_BYTES, Operation, descriptor,
 };
 
 /// Clones share the gate.
@@ -188,8 +188,7 @@ impl BackendQueue for GateQueue {
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        // SAFETY: `self.event` owns the descriptor and is borrowed as long as the result.
-        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
+        descriptor(&self.event)
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {

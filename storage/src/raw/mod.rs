@@ -21,7 +21,6 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use rustix::fd::AsRawFd;
 use shared::{Mailbox, Mover, RawShared, Work, locked};
 use sync::Syncer;
 use task::{RawStep, RawTask};
@@ -208,8 +207,7 @@ impl BackendQueue for RawQueue {
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is open as long as the mailbox, which the borrow keeps alive.
-        unsafe { BorrowedFd::borrow_raw(self.mailbox.event.as_raw_fd()) }
+        walvisor_block::descriptor(&self.mailbox.event)
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {

@@ -1,6 +1,7 @@
 //! Both engines against a model in memory: their promises in every cache mode, and after failures.
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags, poll};
