@@ -2,11 +2,12 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use crate::{Allocation, Completion, Extent, LogCounters, MAX_REQUEST_BYTES, Operation};
+use crate::{Allocation, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation};
 #[cfg(doc)]
 use crate::{Failure, SECTOR_SIZE};
 
@@ -110,6 +111,21 @@ pub trait Backend: Send + Sync {
     /// Counters of the disk's log, if it has one.
     fn log_counters(&self) -> Option<LogCounters> {
         None
+    }
+
+    /// The directory of the disk's log, if it has one. The disks on one log return the same path, and only they do.
+    fn log_dir(&self) -> Option<&Path> {
+        None
+    }
+
+    /// How the disk is now.
+    fn condition(&self) -> Condition {
+        Condition::Ok
+    }
+
+    /// Whether FLUSH does nothing, and writes may never become durable, because the disk's owner wants that.
+    fn is_unsafe(&self) -> bool {
+        false
     }
 }
 

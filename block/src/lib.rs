@@ -29,6 +29,7 @@
 
 mod backend;
 mod buffer;
+mod condition;
 mod descriptor;
 pub mod ram;
 mod request;
@@ -36,6 +37,7 @@ mod schedule;
 
 pub use backend::{Answer, Backend, BackendQueue, Capabilities, flush};
 pub use buffer::{BUFFER_ALIGN, Buffer, SharedBuffer};
+pub use condition::{Condition, Trouble};
 pub use descriptor::descriptor;
 pub use request::{
     Allocation, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES,

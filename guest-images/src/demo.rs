@@ -199,8 +199,9 @@ fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
         for (count, title) in counts.iter_mut().zip(COUNTERS) {
             let metric = format!("walvisor_log_{title}_total");
             for metrics in runs {
-                // Disks on one log report the same counts.
-                *count += counter(metrics, &metric, TRANSPORTS[0])?;
+                *count += metrics
+                    .value(&metric)
+                    .ok_or_else(|| Error::Unusable(format!("the metrics hold no {metric}")))?;
             }
         }
         let _ = write!(table, "{name:<19}");

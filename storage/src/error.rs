@@ -60,6 +60,15 @@ impl Error {
         }
     }
 
+    /// Whether a file system had no space left, or no more for this user.
+    pub(crate) fn is_no_space(&self) -> bool {
+        let kind = self.source.as_ref().map(io::Error::kind);
+        matches!(
+            kind,
+            Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+        )
+    }
+
     /// The stable kind.
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -49,8 +49,9 @@ mod store;
 mod sync;
 
 pub use walvisor_block::{
-    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Completion, Extent,
-    Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
+    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Completion, Condition,
+    Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
+    Trouble,
 };
 pub use {
     catalog::control::log_images,

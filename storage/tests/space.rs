@@ -3,11 +3,12 @@
 mod support;
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use support::{Small, fill, flush, read, run};
 use walvisor_storage::{
-    DiskOptions, EngineKind, Failure, Operation, Port, Store, StoreOptions, create_disk,
+    Backend, Condition, DiskOptions, EngineKind, Failure, Operation, Port, Store, StoreOptions,
+    create_disk,
 };
 
 const MIB: u64 = 1 << 20;
@@ -32,6 +33,17 @@ fn write(port: &mut Port, number: u64) -> Result<(), Failure> {
     run(port, Operation::Flush).map(drop)
 }
 
+/// Waits until the disk's condition is so: the log tries each second.
+#[track_caller]
+fn wait_for(store: &Store, is_so: impl Fn(&Condition) -> bool) {
+    let began = Instant::now();
+    while !is_so(&store.disks()[0].condition()) {
+        let condition = store.disks()[0].condition();
+        assert!(began.elapsed() < Duration::from_secs(120), "{condition:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn a_full_file_system_of_the_base_image_is_survived() {
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
@@ -40,7 +52,8 @@ fn a_full_file_system_of_the_base_image_is_survived() {
         let disk = small.path().join("disk.img");
         let store = open(&disk, &dir.path().join("log"), 64 * MIB, engine);
         let mut port = store.disks()[0].open_port().unwrap();
-        let mut written = 0;
+        assert_eq!(store.disks()[0].condition(), Condition::Ok);
+        let (mut written, began) = (0, SystemTime::now());
         while write(&mut port, written).is_ok() {
             written += 1;
             assert!(written < 64 * MIB / (SECTORS * 512), "never full");
@@ -49,6 +62,19 @@ fn a_full_file_system_of_the_base_image_is_survived() {
         assert!(written * SECTORS * 512 >= 4 * MIB, "{written} writes");
         let refused = run(&mut port, Operation::Flush).map(drop);
         assert_eq!(refused, Err(Failure::Io));
+        let mut since = Vec::new();
+        for _ in 0..2 {
+            wait_for(
+                &store,
+                |condition| matches!(condition, Condition::NoSpace(trouble) if trouble.refuses_writes),
+            );
+            let condition = store.disks()[0].condition();
+            let trouble = condition.trouble().expect("there is no space");
+            assert!(trouble.error.contains("disk.img"), "{}", trouble.error);
+            since.push(trouble.since);
+            std::thread::sleep(Duration::from_millis(1500));
+        }
+        assert!(began <= since[0] && since[0] == since[1], "when it began");
         for number in 0..written {
             let data = read(&mut port, number * SECTORS, SECTORS as u32);
             assert!(data.iter().all(|&byte| byte == number as u8));
@@ -56,6 +82,7 @@ fn a_full_file_system_of_the_base_image_is_survived() {
         small.grow(128);
         // The next attempt to empty the log, a second later at most, succeeds. Until then there may be a little
         // room in the ring's last segment, left by the attempt before.
+        wait_for(&store, |condition| *condition == Condition::Ok);
         let began = Instant::now();
         let all = written + 100;
         for number in written..all {
@@ -87,6 +114,10 @@ fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
         write(&mut port, number).unwrap();
     }
     flush(&mut port);
+    wait_for(
+        &store,
+        |condition| matches!(condition, Condition::NoSpace(trouble) if !trouble.refuses_writes),
+    );
     let mut segments = 0;
     for entry in std::fs::read_dir(&log).unwrap() {
         let entry = entry.unwrap();

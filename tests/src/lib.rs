@@ -1,17 +1,17 @@
 //! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
 
 mod daemon;
+mod memory_fs;
 pub mod postgresql;
 mod qemu_nbd;
-mod ramfs;
 pub mod vhost_user_client;
 
 use std::fs::File;
 use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
+pub use memory_fs::MemoryFs;
 pub use qemu_nbd::QemuNbd;
-pub use ramfs::Ramfs;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use walvisor_guest_images::leash;

@@ -35,3 +35,17 @@ pub struct DiskInUse {
     /// Reports changes to its users, and pauses it, while its device exists.
     pub device: Arc<dyn DeviceControl>,
 }
+
+/// The cache mode in force: what the driver's features, its `writeback` register and the disk's owner have led to.
+pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
+    match (backend.is_unsafe(), backend.write_cache()) {
+        (true, _) => "unsafe",
+        (false, true) => "writeback",
+        (false, false) => "writethrough",
+    }
+}
+
+/// The directory of the disk's log, in messages and metrics.
+pub fn log_name(backend: &dyn Backend) -> Option<String> {
+    backend.log_dir().map(|dir| dir.display().to_string())
+}

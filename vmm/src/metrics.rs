@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use walvisor_devices::backend::LogCounters;
+use walvisor_devices::backend::{Condition, LogCounters};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 
-use crate::disk::DiskInUse;
+use crate::disk::{DiskInUse, cache_in_force, log_name};
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
 
@@ -82,6 +82,12 @@ fn monotonic_us(moment: Instant) -> u128 {
     now.saturating_sub(moment.elapsed()).as_micros()
 }
 
+/// A time of the wall clock in microseconds since 1970.
+pub(crate) fn unix_us(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_micros() as u64
+}
+
 /// The metrics of a run as text.
 pub fn render(run: &RunMetrics<'_>) -> String {
     let mut text = Text::default();
@@ -115,10 +121,7 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
     }
     exits(&mut text, run.exits);
-    block(&mut text, &run.disks);
-    latency(&mut text, &run.disks);
-    log(&mut text, &run.disks);
-    group_sizes(&mut text, &run.disks);
+    disks(&mut text, &run.disks);
     text.0
 }
 
@@ -144,8 +147,12 @@ pub struct DiskMetrics {
     pub counts: BlockCounts,
     /// Latencies of its requests.
     pub block: Arc<BlockMetrics>,
-    /// Counts of its log, if it has one.
-    pub log: Option<LogCounters>,
+    /// The cache mode in force.
+    pub cache: &'static str,
+    /// How it is.
+    pub condition: Condition,
+    /// The name and the counts of its log, if it has one.
+    pub log: Option<(String, LogCounters)>,
 }
 
 impl From<&DiskInUse> for DiskMetrics {
@@ -155,26 +162,98 @@ impl From<&DiskInUse> for DiskMetrics {
             transport: disk.transport,
             counts: disk.metrics.counts(),
             block: Arc::clone(&disk.metrics),
-            log: disk.backend.log_counters(),
+            cache: cache_in_force(&*disk.backend),
+            condition: disk.backend.condition(),
+            log: log_name(&*disk.backend).zip(disk.backend.log_counters()),
         }
     }
 }
 
 impl DiskMetrics {
     fn labels(&self) -> String {
+        format!("{{{}}}", self.own_labels())
+    }
+
+    /// The labels without braces.
+    fn own_labels(&self) -> String {
         let (disk, transport) = (escape(&self.disk), self.transport);
-        format!("{{disk=\"{disk}\",transport=\"{transport}\"}}")
+        format!("disk=\"{disk}\",transport=\"{transport}\"")
     }
 }
 
 /// The metrics of disks that were served to other programs, as text.
 pub fn render_served(disks: &[DiskMetrics]) -> String {
     let mut text = Text::default();
-    block(&mut text, disks);
-    latency(&mut text, disks);
-    log(&mut text, disks);
-    group_sizes(&mut text, disks);
+    self::disks(&mut text, disks);
     text.0
+}
+
+/// Adds all metrics of the disks and of their logs.
+fn disks(text: &mut Text, disks: &[DiskMetrics]) {
+    conditions(text, disks);
+    block(text, disks);
+    latency(text, disks);
+    let logs = logs(disks);
+    log(text, &logs);
+    group_sizes(text, &logs);
+}
+
+/// Adds how the disks are: their cache modes, their logs, and what keeps them from their work.
+fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
+    let name = "walvisor_disk_info";
+    text.metric(
+        name,
+        "gauge",
+        "The cache mode in force, and the disk's log.",
+    );
+    for disk in disks {
+        let (labels, cache) = (disk.own_labels(), disk.cache);
+        let log = disk.log.as_ref().map_or("", |(log, _)| log);
+        let labels = format!("{{{labels},cache=\"{cache}\",log=\"{}\"}}", escape(log));
+        text.sample(name, &labels, 1);
+    }
+    let name = "walvisor_disk_condition";
+    text.metric(name, "gauge", "1 for how the disk is now, else 0.");
+    for disk in disks {
+        for one in Condition::NAMES {
+            let labels = format!("{{{},condition=\"{one}\"}}", disk.own_labels());
+            text.sample(name, &labels, u8::from(one == disk.condition.name()));
+        }
+    }
+    let troubles = disks
+        .iter()
+        .filter_map(|disk| Some((disk.labels(), disk.condition.trouble()?)));
+    let troubles: Vec<_> = troubles.collect();
+    let name = "walvisor_disk_trouble_since_seconds";
+    text.metric(
+        name,
+        "gauge",
+        "When the disk's trouble began, in seconds since 1970; absent without trouble.",
+    );
+    for (labels, trouble) in &troubles {
+        text.sample(name, labels, unix_us(trouble.since) / 1_000_000);
+    }
+    let name = "walvisor_disk_refuses_writes";
+    text.metric(
+        name,
+        "gauge",
+        "1 if writes fail for the disk's trouble, else 0; absent without trouble.",
+    );
+    for (labels, trouble) in &troubles {
+        text.sample(name, labels, u8::from(trouble.refuses_writes));
+    }
+}
+
+/// Each log once: its labels and counters.
+fn logs(disks: &[DiskMetrics]) -> Vec<(String, LogCounters)> {
+    let mut logs: Vec<(String, LogCounters)> = Vec::new();
+    for (name, counters) in disks.iter().filter_map(|disk| disk.log.as_ref()) {
+        let labels = format!("log=\"{}\"", escape(name));
+        if logs.iter().all(|(known, _)| *known != labels) {
+            logs.push((labels, *counters));
+        }
+    }
+    logs
 }
 
 /// Adds the front-ends' counters; doorbells and interrupts only for virtio.
@@ -267,7 +346,6 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     text.metric(name, "histogram", help);
     for disk in disks {
         let latencies = &disk.block.latencies;
-        let (labels, transport) = (escape(&disk.disk), disk.transport);
         for queue in 0..latencies.queues() {
             for kind in OperationKind::ALL {
                 let counts = latencies.get(queue, kind);
@@ -275,7 +353,8 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
                     continue;
                 }
                 let labels = format!(
-                    "disk=\"{labels}\",transport=\"{transport}\",queue=\"{queue}\",operation=\"{}\"",
+                    "{},queue=\"{queue}\",operation=\"{}\"",
+                    disk.own_labels(),
                     kind.name()
                 );
                 let ends = (0..counts.classes.len()).map(LatencyCounts::upper_us);
@@ -287,57 +366,38 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
 }
 
 /// Adds the number of FLUSHes that each commit group served.
-fn group_sizes(text: &mut Text, disks: &[DiskMetrics]) {
+fn group_sizes(text: &mut Text, logs: &[(String, LogCounters)]) {
     let name = "walvisor_log_group_size";
     let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";
     text.metric(name, "histogram", help);
-    for disk in disks {
-        let Some(log) = disk.log else {
-            continue;
-        };
-        let (labels, transport) = (escape(&disk.disk), disk.transport);
-        let labels = format!("disk=\"{labels}\",transport=\"{transport}\"");
+    for (labels, log) in logs {
         let last = log.group_sizes.len() - 1;
         let ends = (0..=last).map(|class| (class < last).then(|| 1 << class));
-        text.histogram(
-            name,
-            &labels,
-            ends.zip(log.group_sizes),
-            log.flushes_grouped,
-        );
+        text.histogram(name, labels, ends.zip(log.group_sizes), log.flushes_grouped);
     }
 }
 
-/// Adds the logs' counters. Disks that share a log show the same counts.
-fn log(text: &mut Text, disks: &[DiskMetrics]) {
-    let counts: Vec<_> = disks
-        .iter()
-        .filter_map(|disk| Some((disk.labels(), disk.log?)))
-        .collect();
-    let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
+/// Adds the logs' counters.
+fn log(text: &mut Text, logs: &[(String, LogCounters)]) {
+    let mut metric = |name: &str, help: &str, value: fn(&LogCounters) -> u64| {
         let name = format!("walvisor_log_{name}_total");
         text.metric(&name, "counter", help);
-        for (index, (labels, _)) in counts.iter().enumerate() {
-            text.sample(&name, labels, value(index));
+        for (labels, counters) in logs {
+            text.sample(&name, &format!("{{{labels}}}"), value(counters));
         }
     };
-    let of = |index: usize| &counts[index].1;
-    metric(
-        "flushes",
-        "FLUSH requests that reached the disk's log.",
-        &|disk| of(disk).flushes,
-    );
+    metric("flushes", "FLUSH requests that reached the log.", |log| {
+        log.flushes
+    });
     metric(
         "flushes_grouped",
         "FLUSH requests that waited for a commit group.",
-        &|disk| of(disk).flushes_grouped,
+        |log| log.flushes_grouped,
     );
-    metric("groups", "Commit groups made durable.", &|disk| {
-        of(disk).groups
-    });
-    metric("syncs", "Device syncs of the log.", &|disk| of(disk).syncs);
-    metric("written_bytes", "Bytes written to the log.", &|disk| {
-        of(disk).log_bytes
+    metric("groups", "Commit groups made durable.", |log| log.groups);
+    metric("syncs", "Device syncs of the log.", |log| log.syncs);
+    metric("written_bytes", "Bytes written to the log.", |log| {
+        log.log_bytes
     });
 }
 

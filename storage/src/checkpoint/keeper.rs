@@ -16,7 +16,6 @@ use std::time::Duration;
 
 use zerocopy::little_endian::U64;
 
-use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
@@ -33,6 +32,7 @@ use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
+use crate::{Condition, SECTOR_SIZE};
 
 /// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
 /// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
@@ -56,11 +56,15 @@ impl Troubles {
     fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
         let Err(error) = done else {
             if !partly && std::mem::take(self).failing {
+                log.lock().keeper.trouble = Condition::Ok;
                 tracing::warn!("{}: the log is emptied again", log.dir.display());
             }
             return None;
         };
-        let stuck = log.lock().is_stuck();
+        let mut state = log.lock();
+        state.keeper.note(error);
+        let stuck = state.is_stuck();
+        drop(state);
         let damaged = error.kind() == ErrorKind::Damaged;
         if stuck && !std::mem::replace(&mut self.stuck, true) {
             self.failing = true;

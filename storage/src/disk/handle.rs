@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use crate::catalog::options::{Resize, check_size};
 use crate::disk::allocation::{LIMIT, STEP, file_extents, push};
@@ -13,7 +14,9 @@ use crate::log::orders::KeeperTask;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{Allocation, Backend, BackendQueue, Capabilities, Extent, LogCounters, SECTOR_SIZE};
+use crate::{
+    Allocation, Backend, BackendQueue, Capabilities, Condition, Extent, LogCounters, SECTOR_SIZE,
+};
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
 #[derive(Clone)]
@@ -155,5 +158,17 @@ impl Backend for Disk {
 
     fn log_counters(&self) -> Option<LogCounters> {
         Some(self.log.counters.snapshot())
+    }
+
+    fn log_dir(&self) -> Option<&Path> {
+        Some(&self.log.dir)
+    }
+
+    fn condition(&self) -> Condition {
+        self.log.condition()
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.state.no_flush
     }
 }

@@ -10,9 +10,10 @@
 
 use std::time::Instant;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::sync::{self, Arc, mpsc};
+use crate::{Condition, Trouble};
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {
@@ -42,6 +43,8 @@ pub(crate) struct KeeperState {
     pub draining: Option<u64>,
     /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
     pub failed: bool,
+    /// Why the log can't be emptied or can't grow, until it can; [`Condition::Ok`] else.
+    pub trouble: Condition,
     /// Orders whose callers wait for the keeper.
     pub orders: Vec<Order>,
     /// The keeper thread has ended.
@@ -49,6 +52,22 @@ pub(crate) struct KeeperState {
 }
 
 impl KeeperState {
+    /// Notes why an attempt to empty the log, or to make it longer, has failed. The trouble began when it first failed
+    /// so.
+    pub(crate) fn note(&mut self, error: &Error) {
+        let mut trouble = Trouble::now(error, false);
+        let now = match error.is_no_space() {
+            true => Condition::NoSpace,
+            false => Condition::CopyFailing,
+        };
+        if let Some(known) = self.trouble.trouble()
+            && self.trouble.name() == now(trouble.clone()).name()
+        {
+            trouble.since = known.since;
+        }
+        self.trouble = now(trouble);
+    }
+
     /// Whether the time in which closing may copy is over.
     pub(crate) fn is_over(&mut self) -> bool {
         #[cfg(test)]

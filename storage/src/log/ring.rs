@@ -65,6 +65,8 @@ pub(crate) struct SegmentRing {
     free: VecDeque<Arc<Segment>>,
     /// The pending records fit no segment, and no new segment file is to come: a checkpoint has to free a segment.
     starved: bool,
+    /// The last batch that was not the keeper's found no room, and a checkpoint has to make it.
+    full: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
     /// The log grows up to this end for now; `None`: as long as there is room.
@@ -95,6 +97,7 @@ impl SegmentRing {
             retiring: Vec::new(),
             free,
             starved: false,
+            full: false,
             end: 0,
             allowed: None,
             delayed: false,
@@ -114,6 +117,16 @@ impl SegmentRing {
     /// Whether the pending records fit no segment, and no new segment file is to come.
     pub(crate) fn is_starved(&self) -> bool {
         self.starved
+    }
+
+    /// Whether there was no room for the last batch that was not the keeper's, and none has been made since.
+    pub(crate) fn is_full(&self) -> bool {
+        self.full
+    }
+
+    /// Whether a batch waits for room that only a checkpoint makes.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.full || self.delayed
     }
 
     /// Lets the next batch look for room again.
@@ -164,7 +177,7 @@ impl SegmentRing {
         self.cramped = false;
         self.free.push_back(Arc::new(made));
         self.files += 1;
-        self.starved = false;
+        (self.starved, self.full) = (false, false);
     }
 
     /// Notes that no segment file could be made. Returns whether that is new.
@@ -200,6 +213,7 @@ impl SegmentRing {
         };
         if self.tail.as_ref().is_some_and(has_room) {
             self.starved = false;
+            self.full &= draining;
             return Room::Tail;
         }
         // The last segment of the ring is reserved for the keeper: with it a checkpoint can always make the pending
@@ -209,6 +223,9 @@ impl SegmentRing {
         let next = may.then(|| self.free.pop_front()).flatten();
         // The log is not starved while a segment file is to come: that makes room without a checkpoint.
         self.starved = next.is_none() && self.to_come() == 0;
+        if !draining {
+            self.full = self.starved;
+        }
         match next {
             Some(segment) => Room::Next(segment),
             None => Room::None {
@@ -329,6 +346,7 @@ impl SegmentRing {
         self.free.extend(self.retiring.extract_if(.., unused));
         let more = self.free.len() > free;
         self.starved &= !more;
+        self.full &= !more;
         more
     }
 

@@ -24,7 +24,7 @@ use crate::medium::directory::Medium;
 use crate::mutant::{Mutant, any_planted, is_forgotten, planted};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
-use crate::{Failure, MAX_REQUEST_BYTES};
+use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 
 /// Bytes of payload that may wait in memory for the log; above this limit appends wait (backpressure). The limit is
 /// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
@@ -39,6 +39,8 @@ pub(crate) struct State {
     pub gather: Gather,
     pub keeper: KeeperState,
     pub stamps: Stamps,
+    /// Why the log failed for good.
+    pub failure: Option<Trouble>,
     /// A leader is at work; it looks at the log again when its operation has ended.
     pub led: bool,
 }
@@ -63,6 +65,7 @@ impl State {
             gather,
             keeper,
             stamps,
+            failure: None,
             led: false,
         }
     }
@@ -226,7 +229,7 @@ impl Log {
 
     /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.
     pub(crate) fn poison(&self, error: &std::io::Error) {
-        let state = self.lock();
+        let mut state = self.lock();
         // Only the first failure counts: it gave every waiter its error.
         if self.poisoned.load(Ordering::Acquire) {
             return;
@@ -235,7 +238,20 @@ impl Log {
             "{}: the log failed ({error}); its disks are read-only until reopened",
             self.dir.display()
         );
+        state.failure = Some(Trouble::now(error, true));
         self.refuse(state);
+    }
+
+    /// How the log's disks are now.
+    pub(crate) fn condition(&self) -> Condition {
+        // A thread that panicked with the lock may have left the rest half changed, but not these fields.
+        let state = self.state.lock();
+        let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
+        match (&state.failure, &state.keeper.trouble) {
+            (Some(failure), _) => Condition::ReadOnly(failure.clone()),
+            (None, Condition::Ok) if state.ring.holds_back() => Condition::CopyingBehind,
+            (None, trouble) => trouble.clone().refusing_writes(state.ring.is_full()),
+        }
     }
 
     /// Fails the waiters that a stuck ring cannot serve, and wakes all ports.

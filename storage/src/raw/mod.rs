@@ -19,7 +19,7 @@ mod uring;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use shared::{Mailbox, Mover, RawShared, Work, locked};
 use sync::Syncer;
@@ -30,8 +30,8 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::medium::engine::probe;
 use crate::{
-    Backend, BackendQueue, Capabilities, Completion, EngineKind, Extent, Image, Operation,
-    SECTOR_SIZE,
+    Backend, BackendQueue, Capabilities, Completion, Condition, EngineKind, Extent, Image,
+    Operation, SECTOR_SIZE,
 };
 
 /// When a write completes, and whether a FLUSH syncs.
@@ -77,7 +77,7 @@ impl RawDisk {
             no_sync: cache == RawCache::Unsafe,
             sectors: AtomicU64::new(image.bytes() / SECTOR_SIZE),
             write_cache: AtomicBool::new(cache != RawCache::Writethrough),
-            failed: AtomicBool::new(false),
+            failed: OnceLock::new(),
             growing: Mutex::new(()),
             image,
         };
@@ -150,6 +150,15 @@ impl Backend for RawDisk {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let told = self.shared.image.extents(sector, sectors, most);
         told.map_err(io::Error::other)
+    }
+
+    fn condition(&self) -> Condition {
+        let failed = self.shared.failed.get();
+        failed.map_or(Condition::Ok, |failed| Condition::ReadOnly(failed.clone()))
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.shared.no_sync
     }
 
     fn grow(&self, bytes: u64) -> io::Result<()> {

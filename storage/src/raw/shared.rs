@@ -3,13 +3,15 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::task::{RawStep, RawTask};
-use crate::{Buffer, Completion, Failure, Image, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
+use crate::{
+    Buffer, Completion, Failure, Image, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE, Trouble,
+};
 
 /// State shared by all queues of a disk.
 #[derive(Debug)]
@@ -22,7 +24,7 @@ pub(super) struct RawShared {
     /// A sync has failed. The data that it was to make durable may be lost, and a second sync would not report that,
     /// because the kernel reports each error once. So every request that could hide the loss fails until the disk is
     /// opened again.
-    pub(super) failed: AtomicBool,
+    pub(super) failed: OnceLock<Trouble>,
     /// Held while the file gets longer.
     pub(super) growing: Mutex<()>,
 }
@@ -134,12 +136,13 @@ impl RawShared {
     }
 
     pub(super) fn has_failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
+        self.failed.get().is_some()
     }
 
     /// Records a failed sync before any waiter gets the error.
     pub(super) fn sync_failed(&self, error: Errno) {
-        self.failed.store(true, Ordering::Release);
+        // The first failure counts.
+        let _ = self.failed.set(Trouble::now(error, true));
         let path = self.image.path().display();
         tracing::error!(
             "{path}: fdatasync failed: {error}; writes fail until the disk is opened again"

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
-use crate::{BackendQueue, CommitWait, Completion, Failure, Operation, Port, Store};
+use crate::{
+    Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, Store,
+};
 
 const SECTORS: u64 = 504;
 const SEGMENTS: u32 = 4;
@@ -250,6 +252,11 @@ fn a_panic_in_a_group_fails_the_log() {
         let refused = end(&mut running, second, operation);
         assert_eq!(refused.unwrap_err(), Failure::Io);
     }
+    let told = running.disks[0].condition();
+    let Condition::ReadOnly(trouble) = &told else {
+        panic!("{told:?}");
+    };
+    assert!(trouble.error.contains("panicked") && trouble.refuses_writes);
 }
 
 /// A panic of the keeper fails the log too: without the keeper no segment would become free.
@@ -320,8 +327,11 @@ fn writers_go_on(segments: u32) {
     assert_eq!(store.log_counters().checkpoints, 0);
     assert_eq!(run(write(0), long), Some(Ok(())), "it stays in memory");
     assert_eq!(run(Operation::Flush, short), None, "the ring is full");
+    let condition = || store.disks()[0].condition();
+    assert_eq!(condition(), Condition::CopyingBehind);
     fixture.medium.lock().base_blocked = false;
     assert_eq!(run(Operation::Flush, long), Some(Ok(())));
+    assert_eq!(condition(), Condition::Ok);
     drop(port);
     store.close().unwrap();
 }

@@ -2,12 +2,14 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::CommandError;
 use crate::control_socket::{CacheChoice, ControlCommand, Format, LimitChange, ask};
+use crate::metrics::unix_us;
 use crate::size::parse_size;
 
 /// The arguments of `walvisor ctl`.
@@ -126,12 +128,67 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// The statistics as a table for people.
-fn table(stats: &Value) -> String {
-    let text = |value: &Value| match value {
+/// A value without quotes.
+fn text(value: &Value) -> String {
+    match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),
+    }
+}
+
+/// The values of these keys.
+fn list(of: &Value, keys: &[&str]) -> String {
+    let parts: Vec<_> = keys
+        .iter()
+        .map(|key| format!("{key} {}", of[key]))
+        .collect();
+    parts.join(", ")
+}
+
+/// How a disk is: one word, or its trouble.
+fn condition(told: &Value) -> String {
+    let name = text(&told["name"]).replace('_', " ");
+    let Some(since) = told["since_unix_us"].as_u64() else {
+        return name;
     };
+    let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
+    let writes = match told["refuses_writes"].as_bool() {
+        Some(true) => "writes fail",
+        _ => "writes go on",
+    };
+    format!("{name} for {seconds} s, {writes}: {}", text(&told["error"]))
+}
+
+/// A disk, for people.
+fn disk_lines(disk: &Value, indent: &str) -> String {
+    let requests = [
+        "requests",
+        "reads",
+        "writes",
+        "flushes",
+        "discards",
+        "write_zeroes",
+        "errors",
+    ];
+    let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
+    format!(
+        "{indent}disk {}: {} bytes, {}, {}{}, {}\n{indent}  {}\n{indent}  {}\n",
+        text(&disk["name"]),
+        disk["size_bytes"],
+        text(&disk["transport"]),
+        text(&disk["cache"]),
+        match disk["read_only"].as_bool() {
+            Some(true) => ", read-only",
+            _ => "",
+        },
+        condition(&disk["condition"]),
+        list(disk, &requests),
+        list(disk, &traffic),
+    )
+}
+
+/// The statistics as a table for people.
+fn table(stats: &Value) -> String {
     let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
     let mut lines = format!(
         "{} {}: {}, up {seconds} s\n",
@@ -154,47 +211,27 @@ fn table(stats: &Value) -> String {
             parts.join(", ")
         );
     }
-    for disk in stats["disks"].as_array().into_iter().flatten() {
-        lines += &format!(
-            "disk {}: {} bytes, {}, {}{}\n",
-            text(&disk["name"]),
-            disk["size_bytes"],
-            text(&disk["transport"]),
-            text(&disk["cache"]),
-            match disk["read_only"].as_bool() {
-                Some(true) => ", read-only",
-                _ => "",
-            }
-        );
-        let list = |of: &Value, keys: &[&str]| {
-            let parts: Vec<_> = keys
-                .iter()
-                .map(|key| format!("{key} {}", of[key]))
-                .collect();
-            parts.join(", ")
-        };
-        let requests = [
-            "requests",
-            "reads",
-            "writes",
+    let all = |key: &str| stats[key].as_array().cloned().unwrap_or_default();
+    let (disks, logs) = (all("disks"), all("logs"));
+    for log in &logs {
+        let counters = [
             "flushes",
-            "discards",
-            "write_zeroes",
-            "errors",
+            "groups",
+            "syncs",
+            "log_bytes",
+            "checkpoints",
+            "base_bytes",
         ];
-        let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
-        lines += &format!("  {}\n  {}\n", list(disk, &requests), list(disk, &traffic));
-        if disk["log"].is_object() {
-            let counters = [
-                "flushes",
-                "groups",
-                "syncs",
-                "log_bytes",
-                "checkpoints",
-                "base_bytes",
-            ];
-            lines += &format!("  log: {}\n", list(&disk["log"], &counters));
+        lines += &format!("log {}: {}\n", text(&log["path"]), list(log, &counters));
+        for disk in disks
+            .iter()
+            .filter(|disk| disk["log"]["path"] == log["path"])
+        {
+            lines += &disk_lines(disk, "  ");
         }
+    }
+    for disk in disks.iter().filter(|disk| !disk["log"].is_object()) {
+        lines += &disk_lines(disk, "");
     }
     lines
 }

@@ -9,7 +9,7 @@ use walvisor_devices::throttle::{self};
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange};
 use super::controlled::{Controlled, Power};
 use super::stats;
-use crate::disk::DiskInUse;
+use crate::disk::{DiskInUse, cache_in_force};
 
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
@@ -151,7 +151,9 @@ impl Controlled {
             // Writes completed before the change must become as durable as the later ones.
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
-        Ok(json!({ "disk": disk.name, "requested": cache, "cache": stats::cache(&*disk.backend) }))
+        Ok(
+            json!({ "disk": disk.name, "requested": cache, "cache": cache_in_force(&*disk.backend) }),
+        )
     }
 
     fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {

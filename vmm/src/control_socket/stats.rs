@@ -1,23 +1,15 @@
 //! Statistics: as JSON with stable keys, and as Prometheus text.
 
 use serde_json::{Map, Value, json};
-use walvisor_devices::backend::{Backend, LogCounters, SECTOR_SIZE};
+use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
 
 use super::controlled::{Controlled, Power};
-use crate::disk::DiskInUse;
+use crate::disk::{DiskInUse, cache_in_force, log_name};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
-use crate::metrics::{DiskMetrics, RunMetrics, render, render_served};
+use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
 use crate::vm::exits::ExitReason;
-
-/// The cache mode in force.
-pub(super) fn cache(backend: &dyn Backend) -> &'static str {
-    match backend.write_cache() {
-        true => "writeback",
-        false => "writethrough",
-    }
-}
 
 /// All statistics, as JSON.
 pub(super) fn json(controlled: &Controlled) -> Value {
@@ -31,6 +23,7 @@ pub(super) fn json(controlled: &Controlled) -> Value {
         "pid": std::process::id(),
         "state": state,
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
+        "logs": logs(&controlled.disks),
         "disks": controlled.disks.iter().map(disk).collect::<Vec<_>>(),
     });
     if let Power::Guest { exits, .. } = &controlled.power {
@@ -58,7 +51,8 @@ fn disk(disk: &DiskInUse) -> Value {
         "transport": disk.transport,
         "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
         "read_only": disk.backend.capabilities().read_only,
-        "cache": cache(&*disk.backend),
+        "cache": cache_in_force(&*disk.backend),
+        "condition": condition(&disk.backend.condition()),
         "requests": counts.requests,
         "reads": counts.reads,
         "writes": counts.writes,
@@ -74,8 +68,38 @@ fn disk(disk: &DiskInUse) -> Value {
         "poll_ns": counts.poll_ns,
         "latency": latency(&disk.metrics.latencies),
         "limits": limits(&disk.throttle),
-        "log": disk.backend.log_counters().map(log),
+        "log": log(&*disk.backend),
     })
+}
+
+/// How a disk is. Its trouble, if there is any, tells since when, the error, and whether writes fail.
+fn condition(condition: &Condition) -> Value {
+    let mut told = json!({ "name": condition.name() });
+    if let Some(trouble) = condition.trouble() {
+        told["since_unix_us"] = unix_us(trouble.since).into();
+        told["error"] = trouble.error.as_str().into();
+        told["refuses_writes"] = trouble.refuses_writes.into();
+    }
+    told
+}
+
+/// Each log once, with the names of its disks.
+fn logs(disks: &[DiskInUse]) -> Vec<Value> {
+    let mut logs: Vec<Value> = Vec::new();
+    for disk in disks {
+        let Some(mut log) = log(&*disk.backend) else {
+            continue;
+        };
+        let known = logs.iter_mut().find(|known| known["path"] == log["path"]);
+        match known.and_then(|known| known["disks"].as_array_mut()) {
+            Some(names) => names.push(disk.name.as_str().into()),
+            None => {
+                log["disks"] = json!([disk.name]);
+                logs.push(log);
+            }
+        }
+    }
+    logs
 }
 
 /// The latency of requests by operation, over all queues. A percentile is the upper end of a class, a power of
@@ -113,8 +137,11 @@ pub(super) fn limits(throttle: &Throttle) -> Value {
     })
 }
 
-fn log(log: LogCounters) -> Value {
-    json!({
+/// The log of a disk, if it has one.
+fn log(backend: &dyn Backend) -> Option<Value> {
+    let (path, log) = (log_name(backend)?, backend.log_counters()?);
+    Some(json!({
+        "path": path,
         "flushes": log.flushes,
         "flushes_grouped": log.flushes_grouped,
         "groups": log.groups,
@@ -125,7 +152,7 @@ fn log(log: LogCounters) -> Value {
         "base_bytes": log.base_bytes,
         "base_writes": log.base_writes,
         "index_bytes": log.index_bytes,
-    })
+    }))
 }
 
 /// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.

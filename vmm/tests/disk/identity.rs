@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use walvisor_storage::default_log_dir;
-use walvisor_tests::{Ramfs, have};
+use walvisor_tests::{MemoryFs, have};
 
 use crate::{copy_image, crash, done, json, refused, unclosed, unclosed_bytes, walvisor};
 
@@ -122,7 +122,7 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
 /// Without extended attributes an image has no mark: whoever makes a disk there learns what that means.
 #[test]
 fn a_disk_where_it_cannot_be_marked_is_told() {
-    let Some(ramfs) = Ramfs::mount() else {
+    let Some(ramfs) = MemoryFs::ramfs() else {
         return;
     };
     let dir = ramfs.path();

@@ -3,13 +3,14 @@
 use std::fs;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
 use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::vhost_user::FrontEnd;
-use super::{Daemon, MIB, create, text, walvisor};
+use super::{Daemon, MIB, create, noise, text, walvisor};
+use walvisor_tests::MemoryFs;
 
 /// Replies of this kind and above are errors.
 const FAILED: u16 = 1 << 15;
@@ -98,6 +99,162 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
         (&info["size_bytes"], &info["log"]["records"]),
         (&json!(4 * MIB), &json!(0))
     );
+}
+
+/// Each log is told once, with its disks below it, in every format.
+#[test]
+fn a_log_is_told_once_and_each_disk_with_its_cache_mode_and_condition() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for name in ["a.img", "b.img"] {
+        let made = walvisor(dir, &format!("disk create {name} --size 1M --log both"));
+        assert!(made.status.success(), "{}", text(&made.stderr));
+    }
+    create(dir, "c.img", "1M");
+    fs::write(dir.join("d.img"), noise(1 << 20)).unwrap();
+    let disks = "--disk path=a.img,log=both,socket=a --disk path=c.img,cache=unsafe,socket=c \
+                 --disk path=d.img,backend=raw,cache=writethrough,readonly=on,socket=d \
+                 --disk path=b.img,log=./both,socket=b,cache=writethrough";
+    let daemon = Daemon::start(dir, &format!("--control ctl {disks}"));
+    let mut client = RawClient::extended(&dir.join("a"));
+    client.write(1, 0, &[7; 4096]);
+    client.flush(2);
+    let stats = ctl(dir, "stats --json");
+    let logs = stats["logs"].as_array().unwrap();
+    let told: Vec<_> = logs
+        .iter()
+        .map(|log| {
+            (
+                log["path"].as_str().unwrap(),
+                &log["disks"],
+                &log["flushes"],
+            )
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            ("both", &json!(["a.img", "b.img"]), &json!(1)),
+            ("c.img.wal", &json!(["c.img"]), &json!(0)),
+        ]
+    );
+    let told: Vec<_> = stats["disks"].as_array().unwrap().iter().collect();
+    for (disk, (name, cache, log)) in told.into_iter().zip([
+        ("a.img", "writeback", json!("both")),
+        ("c.img", "unsafe", json!("c.img.wal")),
+        ("d.img", "writethrough", Value::Null),
+        ("b.img", "writethrough", json!("both")),
+    ]) {
+        assert_eq!(
+            (&disk["name"], &disk["cache"], &disk["log"]["path"]),
+            (&json!(name), &json!(cache), &log)
+        );
+        assert_eq!(disk["condition"], json!({ "name": "ok" }));
+    }
+    let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+    let is_head = |line: &&str| {
+        ["log ", "disk "]
+            .iter()
+            .any(|head| line.trim_start().starts_with(head))
+    };
+    let heads = table.lines().filter(is_head);
+    let heads: Vec<_> = heads.filter_map(|line| line.split(':').next()).collect();
+    let expected = [
+        "log both",
+        "  disk a.img",
+        "  disk b.img",
+        "log c.img.wal",
+        "  disk c.img",
+        "disk d.img",
+    ];
+    assert_eq!(heads, expected, "{table}");
+    let prometheus = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
+    for line in [
+        "walvisor_log_flushes_total{log=\"both\"} 1",
+        "walvisor_disk_info{disk=\"b.img\",transport=\"nbd\",cache=\"writethrough\",log=\"both\"} 1",
+        "walvisor_disk_info{disk=\"d.img\",transport=\"nbd\",cache=\"writethrough\",log=\"\"} 1",
+        "walvisor_disk_condition{disk=\"a.img\",transport=\"nbd\",condition=\"ok\"} 1",
+        "walvisor_disk_condition{disk=\"a.img\",transport=\"nbd\",condition=\"no_space\"} 0",
+    ] {
+        assert_eq!(prometheus.matches(line).count(), 1, "{line}:\n{prometheus}");
+    }
+    assert_eq!(prometheus.matches("walvisor_log_syncs_total{").count(), 2);
+    // What the guest, or the owner, changes is told; nothing makes an unsafe disk safe.
+    ctl(dir, "set-cache writethrough --disk a.img");
+    let set = ctl(dir, "set-cache writethrough --disk c.img");
+    assert_eq!(set["cache"], "unsafe");
+    let stats = ctl(dir, "stats --json");
+    let caches = [0, 1].map(|disk| stats["disks"][disk]["cache"].as_str().unwrap());
+    assert_eq!(caches, ["writethrough", "unsafe"]);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// A disk whose image's file system is full says so, and since when, until there is space.
+#[test]
+fn a_disk_without_space_is_told_until_it_has_some() {
+    let Some(small) = MemoryFs::tmpfs("size=2m") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let image = small.path().join("disk.img");
+    let image = image.to_str().unwrap();
+    create(dir, image, "16M --log log");
+    let daemon = Daemon::start(
+        dir,
+        &format!("--control ctl --disk path={image},log=log,socket=s,serial=one"),
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    for number in 0..16 {
+        client.write(number, number << 20, &noise(1 << 20));
+    }
+    client.flush(16);
+    let checkpoint = walvisor(dir, "ctl ctl checkpoint");
+    assert_eq!(checkpoint.status.code(), Some(1));
+    let condition = || ctl(dir, "stats --json")["disks"][0]["condition"].clone();
+    let began = Instant::now();
+    let wait_for = |name: &str| {
+        while condition()["name"] != name {
+            assert!(
+                began.elapsed() < Duration::from_secs(120),
+                "{}",
+                condition()
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+    };
+    wait_for("no_space");
+    let told = condition();
+    assert!(
+        told["error"].as_str().unwrap().contains("disk.img"),
+        "{told}"
+    );
+    assert_eq!(told["refuses_writes"], false);
+    let since = Duration::from_micros(told["since_unix_us"].as_u64().unwrap());
+    let age = SystemTime::UNIX_EPOCH.elapsed().unwrap() - since;
+    assert!(age <= began.elapsed() + Duration::from_secs(120), "{age:?}");
+    let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+    assert!(
+        table.contains(", no space for ") && table.contains(" s, writes go on: "),
+        "{table}"
+    );
+    let prometheus = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
+    for line in [
+        "walvisor_disk_condition{disk=\"one\",transport=\"nbd\",condition=\"no_space\"} 1",
+        "walvisor_disk_refuses_writes{disk=\"one\",transport=\"nbd\"} 0",
+        &format!(
+            "walvisor_disk_trouble_since_seconds{{disk=\"one\",transport=\"nbd\"}} {}",
+            since.as_secs()
+        ),
+    ] {
+        assert!(prometheus.contains(line), "{line}:\n{prometheus}");
+    }
+    small.remount("size=64m");
+    wait_for("ok");
+    drop(client);
+    let errors = daemon.stop();
+    assert!(errors.contains("No space left"), "{errors}");
 }
 
 #[test]

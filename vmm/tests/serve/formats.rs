@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use walvisor_tests::Ramfs;
+use walvisor_tests::MemoryFs;
 
 use super::raw_client::RawClient;
 use super::{Daemon, MIB, create, text, walvisor};
@@ -15,7 +15,7 @@ const LUKS: &[u8] = b"LUKS\xba\xbe\0\x02";
 fn a_guest_that_encrypts_its_whole_disk_keeps_it() {
     let dir = tempfile::tempdir().unwrap();
     encrypts_and_keeps(dir.path(), true);
-    if let Some(ramfs) = Ramfs::mount() {
+    if let Some(ramfs) = MemoryFs::ramfs() {
         encrypts_and_keeps(ramfs.path(), false);
     }
 }

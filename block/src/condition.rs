@@ -1,0 +1,82 @@
+//! How a disk is, for its owner.
+
+use std::time::SystemTime;
+
+/// Whether a disk carries out its requests now.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Condition {
+    /// It does.
+    #[default]
+    Ok,
+    /// It does, but writes wait, because its log is full and the copy to the base images has not made room yet.
+    CopyingBehind,
+    /// A file system has no space for the log or for the base images. The disk's log tries again each second.
+    NoSpace(Trouble),
+    /// The log can't be copied to the base images, or can't grow, for another reason. It tries again each second.
+    CopyFailing(Trouble),
+    /// A write or sync failed for good: the disk can only be read until it is opened again.
+    ReadOnly(Trouble),
+}
+
+/// What keeps a disk from its work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trouble {
+    /// When it began, by the wall clock.
+    pub since: SystemTime,
+    /// The error, in one line.
+    pub error: String,
+    /// Writes fail. Else the log still has room for them.
+    pub refuses_writes: bool,
+}
+
+impl Trouble {
+    /// One that begins now.
+    pub fn now(error: impl ToString, refuses_writes: bool) -> Self {
+        Self {
+            since: SystemTime::now(),
+            error: error.to_string(),
+            refuses_writes,
+        }
+    }
+}
+
+impl Condition {
+    /// The names of all conditions, for programs.
+    pub const NAMES: [&str; 5] = [
+        "ok",
+        "copying_behind",
+        "no_space",
+        "copy_failing",
+        "read_only",
+    ];
+
+    /// Its name, for programs.
+    pub fn name(&self) -> &'static str {
+        let place = match self {
+            Self::Ok => 0,
+            Self::CopyingBehind => 1,
+            Self::NoSpace(_) => 2,
+            Self::CopyFailing(_) => 3,
+            Self::ReadOnly(_) => 4,
+        };
+        Self::NAMES[place]
+    }
+
+    /// The same trouble, if it is one, with this answer to whether writes fail.
+    pub fn refusing_writes(mut self, refuses: bool) -> Self {
+        if let Self::NoSpace(trouble) | Self::CopyFailing(trouble) = &mut self {
+            trouble.refuses_writes = refuses;
+        }
+        self
+    }
+
+    /// What the trouble is, if there is any.
+    pub fn trouble(&self) -> Option<&Trouble> {
+        match self {
+            Self::Ok | Self::CopyingBehind => None,
+            Self::NoSpace(trouble) | Self::CopyFailing(trouble) | Self::ReadOnly(trouble) => {
+                Some(trouble)
+            }
+        }
+    }
+}

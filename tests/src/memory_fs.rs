@@ -1,0 +1,70 @@
+//! File systems in memory.
+
+use std::path::Path;
+use std::process::Command;
+
+/// A file system in memory. Dropping it unmounts it.
+pub struct MemoryFs(tempfile::TempDir);
+
+impl MemoryFs {
+    /// Mounts one without extended attributes, where images have no marks. Returns `None` if that fails, after printing
+    /// `skipped: why`.
+    ///
+    /// # Panics
+    /// There is no room for a directory, or no mount(8).
+    #[must_use]
+    pub fn ramfs() -> Option<Self> {
+        Self::mount("ramfs", "mode=0700")
+    }
+
+    /// Mounts a tmpfs in the same way, with these options of mount(8).
+    ///
+    /// # Panics
+    /// As [`ramfs`](Self::ramfs).
+    #[must_use]
+    pub fn tmpfs(options: &str) -> Option<Self> {
+        Self::mount("tmpfs", options)
+    }
+
+    fn mount(kind: &str, options: &str) -> Option<Self> {
+        let mounted = Self(tempfile::tempdir().expect("a directory"));
+        match mounted.call(&["-t", kind, "-o", options, kind]) {
+            Ok(()) => Some(mounted),
+            Err(why) => {
+                println!("skipped: no {kind}: {why}");
+                None
+            }
+        }
+    }
+
+    /// Changes the options of mount(8).
+    ///
+    /// # Panics
+    /// mount(8) refuses them.
+    pub fn remount(&self, options: &str) {
+        let done = self.call(&["-o", &format!("remount,{options}")]);
+        done.unwrap_or_else(|why| panic!("{options}: {why}"));
+    }
+
+    fn call(&self, arguments: &[&str]) -> Result<(), String> {
+        let mut mount = Command::new("mount");
+        let output = mount.args(arguments).arg(self.path()).output();
+        let output = output.expect("mount(8) starts");
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        }
+    }
+
+    /// The mount point.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for MemoryFs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.path()).status();
+    }
+}
