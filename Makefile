@@ -130,6 +130,9 @@ NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
 WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))
 
+# Examples with tests.
+EXAMPLES = backup embed kv
+
 # All commands take the same packages, so that they have the same features: nothing is built twice.
 TEST = $(CARGO) test --workspace --locked --no-fail-fast
 
@@ -154,7 +157,7 @@ test-computing:
 	+@$(call each,test-workspace test-interleavings test-embedded)
 
 test-workspace:
-	$(TEST) --lib --bins --example embed $(COMPUTING:%=--test %) -- --show-output
+	$(TEST) --lib --bins $(EXAMPLES:%=--example %) $(COMPUTING:%=--test %) -- --show-output
 	$(TEST) --doc -- --show-output
 
 test-interleavings:
