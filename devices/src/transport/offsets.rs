@@ -93,7 +93,7 @@ pub mod pci {
     /// Bytes from one queue's doorbell to the next, in [`NOTIFY_BAR`].
     pub const NOTIFY_OFF_MULTIPLIER: u32 = 4;
 
-    /// The fields of the common configuration (virtio 1.2, 4.1.4.3): offsets from [`COMMON`](super::COMMON).
+    /// The fields of the common configuration (virtio 1.2, 4.1.4.3): offsets from [`COMMON`].
     pub mod common {
         /// `device_feature_select`, 32 bits.
         pub const DEVICE_FEATURE_SELECT: u64 = 0x00;
