@@ -164,11 +164,12 @@ test-interleavings:
 	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
 
 # A program that brings its own disk gets neither the store nor io_uring nor KVM with the devices. Without the default
-# features it gets no TLS either.
+# features it gets no TLS either, and each feature builds alone.
 test-embedded:
 	! $(CARGO) tree --package walvisor-devices --edges normal --locked | grep -E 'walvisor-storage|io-uring|kvm'
 	! $(CARGO) tree --package walvisor-devices --edges normal --no-default-features --locked | grep -E 'rustls|webpki'
-	$(CARGO) check --package walvisor-devices --no-default-features --locked
+	for feature in '' nbd scsi tcmu tls vhost-user; do \
+	  $(CARGO) check --package walvisor-devices --no-default-features --features "$$feature" --locked || exit; done
 
 # libFuzzer's counters, on a stable compiler: what cargo-fuzz passes to a nightly one.
 COVERAGE = --cfg fuzzing -Ccodegen-units=1 -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
