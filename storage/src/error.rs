@@ -32,6 +32,7 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<io::Error>,
+    owner: Option<u32>,
 }
 
 /// The store's result type.
@@ -43,7 +44,13 @@ impl Error {
             kind,
             message: message.into(),
             source: None,
+            owner: None,
         }
+    }
+
+    /// The same error, with the process that has the file open.
+    pub(crate) fn of_owner(self, owner: Option<u32>) -> Self {
+        Self { owner, ..self }
     }
 
     /// An I/O error, with the operation that failed and its file.
@@ -57,6 +64,7 @@ impl Error {
             kind,
             message: format!("{}: can't {doing}", path.display()),
             source: Some(source),
+            owner: None,
         }
     }
 
@@ -67,6 +75,11 @@ impl Error {
             kind,
             Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
         )
+    }
+
+    /// The process that has the file open, if the system told ([`ErrorKind::Locked`]).
+    pub fn owner(&self) -> Option<u32> {
+        self.owner
     }
 
     /// The stable kind.

@@ -361,6 +361,7 @@ mod tests {
 
     use super::*;
     use crate::catalog::control::open_control;
+    use crate::medium::lock::Use;
     use crate::{
         BackendQueue, Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
         default_log_dir,
@@ -420,7 +421,7 @@ mod tests {
             ..StoreOptions::default()
         };
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
-        let root = open_control(&log).unwrap().control;
+        let root = open_control(&log, Use::Log).unwrap().control;
         let (uuid, disk_id) = (root.header.log, root.disks[0].id);
         for slot in 0..3 {
             let mut file = vec![0; SEGMENT];

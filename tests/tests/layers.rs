@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Modules of `block`, from the ground up. A folder is a layer.
 const BLOCK: &[&[&str]] = &[
-    &["buffer", "descriptor", "schedule"],
+    &["buffer", "condition", "descriptor", "schedule"],
     &["request"],
     &["backend"],
     &["ram"],

@@ -115,14 +115,17 @@ impl ControlFile {
 }
 
 pub(crate) fn has_control(log_dir: &Path) -> bool {
-    // If the file can't be examined, the next call that opens it reports why.
-    files().kind(&log_dir.join("control")).is_ok()
+    // If this user may not examine the file, the next call that opens it reports that.
+    match files().kind(&log_dir.join("control")) {
+        Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
+        Ok(_) => true,
+    }
 }
 
 /// Opens, locks and reads the control file, if there is one.
-pub(crate) fn find_control(log_dir: &Path) -> Result<Option<ControlFile>> {
+pub(crate) fn find_control(log_dir: &Path, using: Use) -> Result<Option<ControlFile>> {
     match has_control(log_dir) {
-        true => open_control(log_dir).map(Some),
+        true => open_control(log_dir, using).map(Some),
         false => Ok(None),
     }
 }
@@ -227,7 +230,7 @@ pub(crate) fn open_or_create_log(
 ) -> Result<(ControlFile, bool)> {
     loop {
         if has_control(log_dir) {
-            return Ok((open_control(log_dir)?, false));
+            return Ok((open_control(log_dir, Use::Log)?, false));
         }
         if let Some(control) = create_log(log_dir, options, fill)? {
             return Ok((control, true));
@@ -247,14 +250,17 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     read().unwrap_or_default()
 }
 
-/// Opens, locks and reads the control file.
-pub(crate) fn open_control(log_dir: &Path) -> Result<ControlFile> {
+/// Opens, locks and reads the control file, to use the log ([`Use::Log`]) or only to look at it ([`Use::LogRead`]).
+pub(crate) fn open_control(log_dir: &Path, using: Use) -> Result<ControlFile> {
     let path = log_dir.join("control");
     let holder = |_: &dyn DataFile| Holder::User;
-    let file = lock::open_store_file(&path, "open the log", Open::Existing, Use::Log, holder)?;
-    // The names too may be in memory only.
-    filesystem::settle_name(&path)?;
-    filesystem::settle_name(&real_path(log_dir)?)?;
+    let how = using.how(Open::Existing);
+    let file = lock::open_store_file(&path, "open the log", how, using, holder)?;
+    if using == Use::Log {
+        // The names too may be in memory only.
+        filesystem::settle_name(&path)?;
+        filesystem::settle_name(&real_path(log_dir)?)?;
+    }
     read_control(file, path, home(log_dir)?)
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use crate::medium::cost;
 use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file;
 use crate::medium::filesystem::files;
+use crate::medium::lock::Use;
 use crate::medium::pace::Slowed;
 use crate::medium::segment::Segment;
 use crate::parallel;
@@ -73,6 +75,8 @@ pub(crate) struct Directory {
     pub engine: EngineKind,
     /// Number of threads that read the log while it is opened.
     pub threads: usize,
+    /// [`Use::Log`], or [`Use::LogRead`] if nothing is written.
+    pub using: Use,
     /// How the log is slowed down, for benchmarks; `None`: not at all.
     pub slowed: Option<Slowed>,
 }
@@ -88,7 +92,7 @@ impl Medium for Directory {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(&*files(), &self.path)
+        Segment::open_all(&*files(), &self.path, self.using)
     }
 
     fn salt(&self) -> u64 {
@@ -132,6 +136,16 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         path: log_dir.to_path_buf(),
         engine,
         threads: parallel::thread_count(None),
+        using: Use::Log,
         slowed: None,
+    }
+}
+
+/// A log directory that is only read, on `threads` threads; `None`: one for each processor.
+pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -> Directory {
+    Directory {
+        threads: parallel::thread_count(threads),
+        using: Use::LogRead,
+        ..directory(log_dir, EngineKind::Blocking)
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
+use crate::medium::owner;
 use crate::medium::qemu::{self, Conflict};
 
 /// What a file is opened for, and so who else may have it open.
@@ -14,10 +15,22 @@ use crate::medium::qemu::{self, Conflict};
 pub(crate) enum Use {
     /// A part of a log, which other programs do not use: no other opener has it.
     Log,
+    /// A part of a log that is only read: others may read it too.
+    LogRead,
     /// An image that is written: nobody else has it open, and no program of QEMU.
     Write,
     /// An image that is only read: others may read it too.
     Read,
+}
+
+impl Use {
+    /// How a file is opened for this.
+    pub(crate) fn how(self, to_write: Open) -> Open {
+        match self {
+            Self::Log | Self::Write => to_write,
+            Self::LogRead | Self::Read => Open::Read,
+        }
+    }
 }
 
 /// The holder that an opener waits for when a file is locked.
@@ -112,7 +125,7 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, holder: Holder)
             USER_PATIENCE
         };
         if waited >= patience {
-            return Err(other.refusal(path, holder));
+            return Err(other.refusal(file, path, holder));
         }
         std::thread::sleep(LOCK_TRY);
         waited += LOCK_TRY;
@@ -135,11 +148,11 @@ enum Other {
 
 /// Tries to take the locks once; returns who is in the way.
 fn try_lock(file: &dyn DataFile, using: Use) -> io::Result<Option<Other>> {
-    if !file.try_lock(using == Use::Read)? {
+    if !file.try_lock(matches!(using, Use::Read | Use::LogRead))? {
         return Ok(Some(Other::Opener));
     }
     match file.host() {
-        Some(host) if using != Use::Log => {
+        Some(host) if matches!(using, Use::Write | Use::Read) => {
             let conflict = qemu::try_lock(host, using == Use::Write)?;
             Ok(conflict.map(Other::Qemu))
         }
@@ -149,10 +162,14 @@ fn try_lock(file: &dyn DataFile, using: Use) -> io::Result<Option<Other>> {
 
 impl Other {
     /// The error for an opener who has waited long enough.
-    fn refusal(&self, path: &Path, holder: Holder) -> Error {
+    fn refusal(&self, file: &dyn DataFile, path: &Path, holder: Holder) -> Error {
         let name = path.display();
-        let why = match (self, holder) {
-            (Self::Qemu(conflict), _) => format!(
+        let owner = match self {
+            Self::Opener => file.host().and_then(owner::of),
+            Self::Qemu(_) => None,
+        };
+        let why = match (self, holder, &owner) {
+            (Self::Qemu(conflict), ..) => format!(
                 "QEMU, qemu-nbd or another program with QEMU's locks has it open for {}; end that program first \
                  ('fuser -v {name}' names it), then try again",
                 match conflict {
@@ -160,16 +177,19 @@ impl Other {
                     Conflict::Reads => "reading",
                 }
             ),
-            (Self::Opener, Holder::User) => {
+            (Self::Opener, _, Some((pid, name))) => {
+                format!("already open elsewhere, in process {pid} ({name}); end that process first")
+            }
+            (Self::Opener, Holder::User, None) => {
                 "already open elsewhere; close the other user of this disk or log first".to_owned()
             }
-            (Self::Opener, Holder::Writes) => format!(
+            (Self::Opener, Holder::Writes, None) => format!(
                 "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
                  open; check the device, or close the other user, then try again",
                 WRITES_PATIENCE.as_secs()
             ),
         };
-        Error::new(ErrorKind::Locked, format!("{name}: {why}"))
+        Error::new(ErrorKind::Locked, format!("{name}: {why}")).of_owner(owner.map(|(pid, _)| pid))
     }
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod filesystem;
 pub(crate) mod holes;
 pub(crate) mod lock;
 pub(crate) mod mark;
+pub(crate) mod owner;
 pub(crate) mod pace;
 pub(crate) mod qemu;
 pub(crate) mod ring;

@@ -75,23 +75,27 @@ impl Segment {
         }
         let synced = files.sync_dir(dir);
         synced.map_err(|error| Error::io("sync the directory", dir, error))?;
-        Self::open(files, path)
+        Self::open(files, path, Use::Log)
     }
 
     /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
     /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
-    fn open(files: &dyn FileSystem, path: PathBuf) -> Result<Self> {
-        let file = files.open(&path, Open::Direct);
+    fn open(files: &dyn FileSystem, path: PathBuf, using: Use) -> Result<Self> {
+        let file = files.open(&path, using.how(Open::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        lock::lock(file.as_ref(), &path, Use::Log, Holder::Writes)?;
+        lock::lock(file.as_ref(), &path, using, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 
     /// Opens the segment files in `dir`, in the order of their numbers.
-    pub(crate) fn open_all(files: &dyn FileSystem, dir: &Path) -> Result<Vec<(u32, Self)>> {
+    pub(crate) fn open_all(
+        files: &dyn FileSystem,
+        dir: &Path,
+        using: Use,
+    ) -> Result<Vec<(u32, Self)>> {
         let found = Self::list(files, dir)?.into_iter();
         found
-            .map(|(slot, path)| Ok((slot, Self::open(files, path)?)))
+            .map(|(slot, path)| Ok((slot, Self::open(files, path, using)?)))
             .collect()
     }
 

@@ -16,6 +16,7 @@ use crate::medium::directory::Medium;
 use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
+use crate::medium::lock::Use;
 use crate::medium::mark::{Inode, Mark};
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
@@ -324,7 +325,7 @@ impl Medium for Simulated {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(self, Path::new(LOG))
+        Segment::open_all(self, Path::new(LOG), Use::Log)
     }
 
     fn salt(&self) -> u64 {

@@ -18,6 +18,7 @@ use crate::catalog::options::{StoreOptions, check_options, check_size};
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
+use crate::medium::lock::Use;
 use crate::medium::mark::Mark;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
@@ -72,7 +73,7 @@ impl<'a> NewDisk<'a> {
     /// Checks that a disk can be created there.
     pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
         check_options(options)?;
-        let log = find_control(log_dir)?;
+        let log = find_control(log_dir, Use::Log)?;
         let new = Self { path, log_dir, log };
         new.refuse(new.log.as_ref())?;
         Ok(new)

@@ -47,7 +47,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     if !has_control(log_dir) {
         return unmark(&OpenBase::open(&options, Use::Write, false)?);
     }
-    let mut control = open_control(log_dir)?;
+    let mut control = open_control(log_dir, Use::Log)?;
     let base = match OpenBase::open(&options, Use::Write, true) {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         base => Some(base?),

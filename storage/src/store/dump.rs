@@ -7,8 +7,8 @@ use crate::catalog::control::{has_control, open_control};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Kind;
 use crate::medium::checksum;
-use crate::medium::directory::directory;
-use crate::medium::engine::EngineKind;
+use crate::medium::directory::directory_to_read;
+use crate::medium::lock::Use;
 use crate::recovery::contents::Verify;
 use crate::recovery::scan::{self, Found};
 
@@ -92,10 +92,10 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             ),
         ));
     }
-    let control = open_control(log_dir)?;
+    let control = open_control(log_dir, Use::LogRead)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
-    let medium = directory(log_dir, EngineKind::Blocking);
+    let medium = directory_to_read(log_dir, None);
     let mut each = |found: Found<'_>| {
         let descriptor = found.descriptor;
         let disk_id = descriptor.disk_id.get();

@@ -152,7 +152,7 @@ pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn
             false => Holder::User,
         }
     };
-    lock::open_store_file(path, OPEN, Open::Direct, using, holder)
+    lock::open_store_file(path, OPEN, using.how(Open::Direct), using, holder)
 }
 
 /// The kind of file at an image's path; refuses a kind that can't be an image.

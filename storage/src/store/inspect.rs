@@ -9,11 +9,10 @@ use std::sync::Arc;
 use crate::catalog::control::find_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, Result};
-use crate::medium::directory::{Directory, directory};
-use crate::medium::engine::EngineKind;
+use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
-use crate::parallel::{Progress, thread_count};
+use crate::parallel::Progress;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
 use crate::recovery::scan::DamagedBlock;
@@ -111,7 +110,7 @@ pub fn inspect_telling(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let control = find_control(log_dir)?;
+    let control = find_control(log_dir, Use::LogRead)?;
     let base = OpenBase::open(&DiskOptions::new(path), Use::Read, control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
@@ -126,10 +125,7 @@ pub fn inspect_telling(
             log: None,
         });
     };
-    let medium = Directory {
-        threads: thread_count(threads),
-        ..directory(log_dir, EngineKind::Blocking)
-    };
+    let medium = directory_to_read(log_dir, threads);
     let (scan, waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
     let found = base.find(&control, log_dir, &waiting)?;
     let size = control.control.disks[found].size.get();

@@ -20,6 +20,7 @@ use crate::log::state::{FailOnPanic, Log, State};
 use crate::medium::directory::{Directory, Medium, directory};
 use crate::medium::engine;
 use crate::medium::filesystem;
+use crate::medium::lock::Use;
 use crate::medium::pace::{Pace, Slowed};
 use crate::parallel::Progress;
 use crate::recovery::replay::{Indexes, read_for_recovery, recover};
@@ -194,7 +195,7 @@ pub(crate) fn open_log(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
-    let control = find_control(log_dir)?;
+    let control = find_control(log_dir, Use::Log)?;
     let bases = OpenBase::open_all(disks, control.is_some())?;
     let mut control = match control {
         Some(control) => control,

@@ -9,14 +9,12 @@ use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Place};
-use crate::medium::directory::{Directory, directory};
-use crate::medium::engine::EngineKind;
+use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
-use crate::parallel::thread_count;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{read_log, read_log_until};
 use crate::store::attach::OpenBase;
@@ -66,7 +64,11 @@ impl View {
         at: Option<Point>,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let control = find_control(log_dir)?;
+        let log_using = match using {
+            Use::Read => Use::LogRead,
+            _ => Use::Log,
+        };
+        let control = find_control(log_dir, log_using)?;
         let base = OpenBase::open(&DiskOptions::new(path), using, control.is_some())?;
         let reader = files().open(path, Open::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
@@ -87,8 +89,8 @@ impl View {
             });
         };
         let medium = Directory {
-            threads: thread_count(threads),
-            ..directory(log_dir, EngineKind::Blocking)
+            using: log_using,
+            ..directory_to_read(log_dir, threads)
         };
         let (_, mut waiting) = read_log(
             &medium,

@@ -11,6 +11,7 @@ use serde_json::json;
 use walvisor_storage::{self as storage, DiskOptions, DiskReport, LogReport, Store, StoreOptions};
 
 use super::CommandError;
+use super::in_use::cannot_look;
 use super::threads::Threads;
 use crate::size::parse_size;
 
@@ -102,7 +103,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
 }
 
 fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
-    let report = storage::inspect(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+    let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
     if json {
         println!("{}", to_json(&disk.path, &disk.log(), &report));
         return Ok(());
@@ -147,7 +148,7 @@ fn without_log(report: &DiskReport) -> &'static str {
 
 fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
     let report = storage::inspect_telling(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
-        .map_err(CommandError::failed)?;
+        .map_err(cannot_look)?;
     let name = disk.path.display();
     let damaged = report.log.iter().flat_map(|log| &log.damaged);
     let damaged: Vec<_> = damaged.collect();

@@ -10,6 +10,7 @@ use serde_json::json;
 use walvisor_storage::{self as storage, LogGroup, LogRecord, Point, RecordKind};
 
 use super::CommandError;
+use super::in_use::cannot_look;
 use crate::point::parse_point;
 
 /// Arguments of `walvisor log`.
@@ -126,7 +127,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         ));
     }
     lines.end()?;
-    dumped.map_err(CommandError::failed)
+    dumped.map_err(cannot_look)
 }
 
 fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {

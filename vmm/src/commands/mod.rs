@@ -4,6 +4,7 @@ mod activation;
 pub mod ctl;
 pub mod demo;
 pub mod disk;
+mod in_use;
 pub mod log;
 mod metrics_file;
 mod process;

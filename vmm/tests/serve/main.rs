@@ -10,6 +10,7 @@ mod hostile;
 mod kill;
 mod largest;
 mod lifecycle;
+mod looking;
 mod qemu_locks;
 mod raw_client;
 mod recovery;

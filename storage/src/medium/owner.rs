@@ -1,0 +1,75 @@
+//! Which process has a file locked.
+
+use std::fs::{File, read_to_string};
+use std::os::unix::fs::MetadataExt;
+
+use rustix::fs::{major, minor};
+
+/// The process that took a lock of the file with `flock`, and its name. `None`: the system does not tell, because the
+/// process is in another container, for instance, or it has ended and only its writes in flight are left.
+pub(crate) fn of(file: &File) -> Option<(u32, String)> {
+    let metadata = file.metadata().ok()?;
+    let (device, inode) = (metadata.dev(), metadata.ino());
+    let place = format!("{:02x}:{:02x}:{inode}", major(device), minor(device));
+    let locks = read_to_string("/proc/locks").ok()?;
+    let pid = locks.lines().find_map(|line| of_line(line, &place))?;
+    let name = read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some((pid, name.trim_end().to_owned()))
+}
+
+/// The process of a line of /proc/locks, if the line tells of a `flock` of the file at `place`.
+fn of_line(line: &str, place: &str) -> Option<u32> {
+    let mut words = line.split_whitespace().skip(1);
+    // A line of a waiter has an arrow in place of the kind.
+    let kind = words.next()?;
+    let (pid, file) = (words.nth(2)?, words.next()?);
+    let pid = pid.parse().ok().filter(|&pid| pid > 0)?;
+    (kind == "FLOCK" && file == place).then_some(pid)
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::medium::file::DataFile;
+
+    #[test]
+    fn only_the_holder_of_a_flock_of_that_file_counts() {
+        for (line, pid) in [
+            (
+                "3: FLOCK  ADVISORY  WRITE 4770 08:01:1234 0 EOF",
+                Some(4770),
+            ),
+            (
+                "3: FLOCK  ADVISORY  READ  4770 08:01:1234 0 EOF",
+                Some(4770),
+            ),
+            ("3: -> FLOCK  ADVISORY  WRITE 4770 08:01:1234 0 EOF", None),
+            ("3: FLOCK  ADVISORY  WRITE 4770 08:01:12345 0 EOF", None),
+            ("3: FLOCK  ADVISORY  WRITE 4770 08:02:1234 0 EOF", None),
+            ("3: POSIX  ADVISORY  WRITE 4770 08:01:1234 0 EOF", None),
+            ("3: OFDLCK ADVISORY  READ  -1 08:01:1234 100 100", None),
+            ("3: FLOCK  ADVISORY  WRITE 0 08:01:1234 0 EOF", None),
+            ("3: FLOCK", None),
+            ("", None),
+        ] {
+            assert_eq!(of_line(line, "08:01:1234"), pid, "{line}");
+        }
+    }
+
+    #[test]
+    fn this_process_has_its_locks() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (holder, other) = (file.reopen().unwrap(), file.reopen().unwrap());
+        assert_eq!(of(&other), None);
+        assert!(DataFile::try_lock(&holder, false).unwrap());
+        let locks = read_to_string("/proc/locks").unwrap();
+        let pid = std::process::id();
+        if !locks.contains(&format!(" {pid} ")) {
+            return println!("skipped: /proc/locks does not have this process");
+        }
+        assert_eq!(of(&other).map(|(pid, _)| pid), Some(pid));
+        drop(holder);
+        assert_eq!(of(&other), None);
+    }
+}
