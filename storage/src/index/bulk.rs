@@ -7,7 +7,7 @@ use super::extents::ExtentMap;
 use super::leaf::Addition;
 use super::place::Place;
 
-/// Least records that are inserted together, and how many of those in the index: a larger index takes more at a time.
+/// Least records that are inserted together. A larger index takes more at a time: one for each `SHARE` that it has got.
 const LEAST: usize = if cfg!(test) { 16 } else { 1 << 16 };
 const SHARE: usize = 8;
 

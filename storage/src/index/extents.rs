@@ -175,7 +175,8 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no such leaf.
+    /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no
+    /// such leaf.
     fn merge_leaf(&mut self, additions: &[Addition], merged: &mut Vec<Extent>) -> Option<usize> {
         let sector = additions.first()?.sector;
         let mut leaves = self.leaves.range(..=sector).rev();
@@ -394,6 +395,11 @@ impl ExtentMap {
     /// Number of records that wait for the log.
     pub(super) fn waiting(&self) -> usize {
         self.pending.len()
+    }
+
+    /// Number of leaves.
+    pub(super) fn leaves(&self) -> usize {
+        self.leaves.len()
     }
 
     /// Panics if an extent is in a place where no look-up finds it, or if memory is counted wrongly. Returns how many

@@ -316,6 +316,40 @@ proptest! {
     }
 }
 
+/// The same with so many records that leaves are split, on both sides of the point where the high half of a sector's number
+/// changes.
+#[test]
+fn a_large_index_is_built_as_it_is_inserted() {
+    const SECTORS: u64 = 60_000;
+    let first = (1 << 32) - SECTORS / 2;
+    let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+    let segment = segment();
+    for lsn in 0..20_000_u64 {
+        let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);
+        let place = match lsn % 11 {
+            0 => Place::Zero { unmap: false },
+            _ => Place::Log {
+                segment: segment.clone(),
+                offset: lsn * 8 * SECTOR_SIZE,
+            },
+        };
+        built.add(first + at, sectors as u32, place.clone());
+        inserted.insert(first + at, sectors, lsn, place);
+    }
+    let built = built.finish();
+    built.check();
+    // Where each sector's bytes are. The extents themselves may be divided at other places.
+    let places = |map: &ExtentMap| {
+        let mut places = Vec::new();
+        map.visit(first, SECTORS + 4, &mut |piece| {
+            let place = |sector| piece.place.as_ref().map(|place| place.skip(sector));
+            places.extend((0..piece.sectors).map(|sector| format!("{:?}", place(sector))));
+        });
+        places
+    };
+    assert!(built.leaves() > 16 && places(&built) == places(&inserted));
+}
+
 #[test]
 fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
     let (mut map, segment) = (ExtentMap::default(), segment());
