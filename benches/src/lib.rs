@@ -17,6 +17,7 @@
 
 pub mod cli;
 mod commit;
+mod console;
 mod daemon;
 mod database;
 mod drbd;

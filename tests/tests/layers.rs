@@ -69,7 +69,7 @@ const VMM: &[&[&str]] = &[
 /// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
     &["load", "programs", "report", "session", "tiny_guest"],
-    &["daemon", "guests", "output", "peer"],
+    &["console", "daemon", "guests", "output", "peer"],
     &["linux", "store"],
     &["commit", "database", "notify", "peers", "sustained", "tcmu"],
     &["drbd"],

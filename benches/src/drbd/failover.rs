@@ -178,7 +178,7 @@ fn fail_over(protocol: Protocol, commits: u64, dir: &Path) -> Result<Failover, C
     let mut acknowledged = Commits([0; CLIENTS]);
     let mut said = pair.first.run(&format!("load {CLIENTS}"))?;
     while acknowledged.sum() < COMMITS {
-        said.push(pair.first.line()?);
+        said.push(pair.first.console.line()?);
         for line in said.drain(..) {
             acknowledged.read("acknowledged", &line)?;
         }
@@ -188,11 +188,11 @@ fn fail_over(protocol: Protocol, commits: u64, dir: &Path) -> Result<Failover, C
     }
     let end = acknowledged.sum() + commits;
     while acknowledged.sum() < end {
-        let line = pair.first.line()?;
+        let line = pair.first.console.line()?;
         acknowledged.read("acknowledged", &line)?;
     }
     let killed = Instant::now();
-    for line in pair.first.kill() {
+    for line in pair.first.console.kill() {
         // The last line may be cut off.
         let _ = acknowledged.read("acknowledged", &line);
     }

@@ -1,13 +1,12 @@
 //! Two machines in user-mode Linux with DRBD between them. Each takes commands from its console.
 
-use std::io::Write;
 use std::path::Path;
-use std::process::ChildStdin;
 
 use tempfile::TempDir;
 use walvisor::commands::CommandError;
-use walvisor_guest_images::{CableEnd, Guest, UserMode};
+use walvisor_guest_images::{CableEnd, UserMode};
 
+use crate::console::Console;
 use crate::output::failed;
 use crate::programs::require;
 
@@ -24,8 +23,6 @@ const NEEDS: [(&str, &str); 6] = [
 ];
 /// Bytes of each disk: sparse files.
 const DISK_BYTES: u64 = 600 << 20;
-/// Lines of a machine's console in an error.
-const LAST_LINES: usize = 10;
 
 /// The pair. Dropping it kills both machines.
 pub struct Pair {
@@ -37,10 +34,10 @@ pub struct Pair {
     _places: [TempDir; 3],
 }
 
-/// A running machine.
+/// A running machine. Dropping it kills it.
 pub struct Machine {
-    guest: Guest,
-    input: ChildStdin,
+    /// Its console.
+    pub console: Console,
 }
 
 impl Pair {
@@ -75,21 +72,18 @@ impl Pair {
                 "NODE={node} PROTOCOL={protocol} BENCH='{}'\n{SCRIPT}",
                 bench.display()
             );
-            let guest = machine.boot_here(places[node - 1].path(), &script);
-            let mut guest = guest.map_err(CommandError::failed)?;
-            let input = guest.input().ok_or_else(|| ended(node))?;
-            Ok::<_, CommandError>(Machine { guest, input })
+            let console = Console::boot(&machine, places[node - 1].path(), &script)?;
+            Ok::<_, CommandError>(Machine { console })
         };
         let [one, other] = CableEnd::pair().map_err(CommandError::failed)?;
         let mut first = boot(1, &["first", "plain"], one)?;
         let mut second = boot(2, &["second"], other)?;
         for machine in [&mut first, &mut second] {
-            let ready = machine.guest.wait_for("guest: ready");
-            ready.map_err(CommandError::failed)?;
+            machine.console.wait_for("ready")?;
         }
         // Each waits for the other.
-        first.tell("up")?;
-        second.tell("up")?;
+        first.console.tell("up")?;
+        second.console.tell("up")?;
         first.done()?;
         second.done()?;
         let [one, other] = places;
@@ -128,56 +122,26 @@ impl Machine {
     /// # Errors
     /// If the command fails, or the machine ends.
     pub fn run(&mut self, command: &str) -> Result<Vec<String>, CommandError> {
-        self.tell(command)?;
+        self.console.tell(command)?;
         self.done()
             .map_err(|error| CommandError::Failed(format!("{command}: {error}")))
-    }
-
-    fn tell(&mut self, command: &str) -> Result<(), CommandError> {
-        let told = self.input.write_all(format!("{command}\n").as_bytes());
-        told.map_err(|error| CommandError::Failed(format!("a machine reads no commands: {error}")))
     }
 
     /// Waits for the end of the command.
     fn done(&mut self) -> Result<Vec<String>, CommandError> {
         let mut said = Vec::new();
         loop {
-            let line = self.line()?;
+            let line = self.console.line()?;
             match line.strip_prefix("done ") {
                 Some("0") => return Ok(said),
                 Some(status) => {
-                    let console = self.guest.console();
-                    let last: Vec<&str> = console.lines().collect();
-                    let last = &last[last.len().saturating_sub(LAST_LINES)..];
                     return Err(CommandError::Failed(format!(
                         "status {status}; the machine said last: {}",
-                        last.join(" / ")
+                        self.console.last()
                     )));
                 }
                 None => said.push(line),
             }
         }
     }
-
-    /// The next line that the machine prints for the caller.
-    ///
-    /// # Errors
-    /// If the machine ends, or prints nothing for four minutes.
-    pub fn line(&mut self) -> Result<String, CommandError> {
-        let line = self.guest.wait_for("guest: ");
-        line.map(|line| line.replacen("guest: ", "", 1))
-            .map_err(CommandError::failed)
-    }
-
-    /// Kills the machine at once. Returns the lines that it has printed for the caller and that were not read yet.
-    pub fn kill(self) -> Vec<String> {
-        let lines = self.guest.cut().into_iter();
-        lines
-            .filter_map(|line| Some(line.strip_prefix("guest: ")?.to_owned()))
-            .collect()
-    }
-}
-
-fn ended(node: usize) -> CommandError {
-    CommandError::Failed(format!("machine {node} has no console"))
 }

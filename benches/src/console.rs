@@ -1,0 +1,84 @@
+//! A guest in user-mode Linux over the files of this machine, whose script takes commands from its console, a line each.
+//! The lines that the script prints for its caller begin with `guest: `.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ChildStdin;
+
+use walvisor::commands::CommandError;
+use walvisor_guest_images::{Guest, UserMode};
+
+/// Lines of a guest's console in an error.
+const LAST_LINES: usize = 10;
+
+/// A running guest. Dropping it kills it.
+pub struct Console {
+    guest: Guest,
+    input: ChildStdin,
+}
+
+impl Console {
+    /// Boots `guest` with `script`. `directory` keeps the files that it boots from.
+    ///
+    /// # Errors
+    /// If a file cannot be written, or the guest cannot be started.
+    pub fn boot(guest: &UserMode, directory: &Path, script: &str) -> Result<Self, CommandError> {
+        let mut guest = guest
+            .boot_here(directory, script)
+            .map_err(CommandError::failed)?;
+        let input = guest.input();
+        let input =
+            input.ok_or_else(|| CommandError::Failed("a guest has no console".to_owned()))?;
+        Ok(Self { guest, input })
+    }
+
+    /// Sends a line to the script.
+    ///
+    /// # Errors
+    /// If the guest has ended.
+    pub fn tell(&mut self, line: &str) -> Result<(), CommandError> {
+        let told = self.input.write_all(format!("{line}\n").as_bytes());
+        told.map_err(|error| CommandError::Failed(format!("a guest reads no commands: {error}")))
+    }
+
+    /// The next line that the script prints for its caller.
+    ///
+    /// # Errors
+    /// If the guest ends, or prints nothing for four minutes.
+    pub fn line(&mut self) -> Result<String, CommandError> {
+        let line = self.guest.wait_for("guest: ");
+        line.map(|line| line.replacen("guest: ", "", 1))
+            .map_err(CommandError::failed)
+    }
+
+    /// Waits for a line for the caller that begins with `start`. Returns the rest of that line.
+    ///
+    /// # Errors
+    /// If the script prints `failed: WHY` for its caller, or as [`Self::line`].
+    pub fn wait_for(&mut self, start: &str) -> Result<String, CommandError> {
+        loop {
+            let line = self.line()?;
+            if let Some(rest) = line.strip_prefix(start) {
+                return Ok(rest.to_owned());
+            }
+            if let Some(why) = line.strip_prefix("failed: ") {
+                return Err(CommandError::Failed(format!("in the guest: {why}")));
+            }
+        }
+    }
+
+    /// What the guest printed last, for an error.
+    pub fn last(&self) -> String {
+        let console = self.guest.console();
+        let last: Vec<&str> = console.lines().collect();
+        last[last.len().saturating_sub(LAST_LINES)..].join(" / ")
+    }
+
+    /// Kills the guest at once. Returns the lines for the caller that were not read yet.
+    pub fn kill(self) -> Vec<String> {
+        let lines = self.guest.cut().into_iter();
+        lines
+            .filter_map(|line| Some(line.strip_prefix("guest: ")?.to_owned()))
+            .collect()
+    }
+}
