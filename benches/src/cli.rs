@@ -28,7 +28,7 @@ enum Command {
     Commit(commit::CommitArguments),
     /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
     Notify(notify::NotifyArguments),
-    /// MariaDB and SQLite: what a commit costs on a raw image and on the log, with a doublewrite buffer and without
+    /// MariaDB, PostgreSQL and SQLite: what a commit costs on a raw image and on the log, and in guests that share a log
     Database(database::DatabaseArguments),
     /// The disk compared with those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),

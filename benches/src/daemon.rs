@@ -1,11 +1,13 @@
 //! `walvisor serve` as a child of this process.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 use walvisor::commands::CommandError;
 use walvisor::control_socket::{self, Format};
@@ -42,6 +44,8 @@ impl Daemon {
         }
         let mut child = leash(&mut command)
             .current_dir(images)
+            // A group of its own keeps Ctrl-C away from the child, which ends when this process has finished with it.
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -82,22 +86,24 @@ impl Daemon {
         processor_time::of_process(self.child.id())
     }
 
+    /// The statistics of the disk with this name, as the control socket gives them.
+    ///
+    /// # Errors
+    /// If the daemon does not answer, or has no such disk.
+    pub fn counters(&self, name: &str) -> Result<Value, CommandError> {
+        let asked = control_socket::ControlCommand::Stats(Format::Json);
+        let stats = control_socket::ask(&self.control, &asked).map_err(CommandError::Failed)?;
+        let mut disks = stats["disks"].as_array().into_iter().flatten();
+        let found = disks.find(|disk| disk["name"] == name).cloned();
+        found.ok_or_else(|| CommandError::Failed(format!("the daemon has no disk '{name}'")))
+    }
+
     /// The state of this backend's disk.
     ///
     /// # Errors
     /// If the daemon does not answer.
     pub fn disk(&self, backend: BackendKind) -> Result<DaemonDisk, CommandError> {
-        let stats = control_socket::ask(
-            &self.control,
-            &control_socket::ControlCommand::Stats(Format::default()),
-        )
-        .map_err(CommandError::Failed)?;
-        let disk = stats["disks"]
-            .as_array()
-            .and_then(|disks| disks.iter().find(|disk| disk["name"] == backend.name()));
-        let disk = disk.ok_or_else(|| {
-            CommandError::Failed(format!("the daemon has no disk '{}'", backend.name()))
-        })?;
+        let disk = self.counters(backend.name())?;
         Ok(DaemonDisk {
             syncs: disk["log"]["syncs"].as_u64().unwrap_or(0),
             writeback: disk["cache"] == "writeback",

@@ -3,7 +3,7 @@
 //! ```text
 //!   main ─▶ cli ─▶ commit    group commit on a disk's log: the experiments of its sources
 //!                  notify    one disk through every path: what a notification and a flush cost
-//!                  database  MariaDB and SQLite, which wait for the disk at each commit
+//!                  database  MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit
 //!                  peers     the disk beside those of others: the same client and file system
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk for minutes: each second's rate, the longest wait, the time to close

@@ -1,46 +1,110 @@
-//! `walvisor-bench database`: the counts for each commit of a database. The test checks no times.
+//! `walvisor-bench database`: the counts for each commit of a database. The tests check no times.
 
 mod support;
 
 use serde_json::Value;
 use support::{compare, count};
+use walvisor_tests::postgresql;
+
+/// Programs that every guest needs, with their packages.
+const NEEDS: [(&str, &str); 3] = [
+    ("linux.uml", "user-mode-linux"),
+    ("modprobe", "kmod"),
+    ("mkfs.ext4", "e2fsprogs"),
+];
+
+/// The sections of the report that `walvisor-bench` prints with these arguments.
+fn sections(arguments: &str, needs: &[(&str, &str)]) -> Option<Vec<Vec<Value>>> {
+    let output = compare(arguments, &[&NEEDS, needs].concat())?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let sections = report["sections"].as_array().unwrap().iter();
+    let rows = sections.map(|section| section["rows"].as_array().unwrap().clone());
+    Some(rows.collect())
+}
+
+fn texts<'a>(rows: &'a [Value], key: &str) -> Vec<&'a str> {
+    rows.iter().map(|row| row[key].as_str().unwrap()).collect()
+}
+
+fn median(row: &Value, key: &str) -> f64 {
+    count(&row[key], "median")
+}
+
+/// A sync serves at most one commit of each client, so there are at least `least` for a commit. Only FLUSHes and
+/// checkpoints sync.
+#[track_caller]
+fn assert_counts(row: &Value, least: f64) {
+    let (flushes, syncs) = (
+        median(row, "flushes_per_commit"),
+        median(row, "syncs_per_commit"),
+    );
+    assert!(flushes >= least && syncs >= 0.8 * least, "{row}");
+    assert!(flushes - syncs > -0.5, "{row}");
+    assert!(median(row, "writes_per_commit") >= least, "{row}");
+    assert!(median(row, "written_kib_per_commit") > 4.0 * least, "{row}");
+}
 
 #[test]
 fn a_commit_of_a_database_is_counted() {
-    let needs = [
-        ("linux.uml", "user-mode-linux"),
+    let mut needs = vec![
         ("mariadbd", "mariadb-server-core"),
         ("mariadb", "mariadb-client-core"),
         ("mariadb-slap", "mariadb-client"),
         ("sqlite3", "sqlite3"),
-        ("mkfs.ext4", "e2fsprogs"),
     ];
-    let Some(output) = compare("database --clients 2", &needs) else {
+    needs.extend(postgresql::NEEDS);
+    let arguments = "database --clients 2 --only mariadb,postgresql,sqlite";
+    let Some(sections) = sections(arguments, &needs) else {
         return;
     };
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let rows = |section: usize| report["sections"][section]["rows"].as_array().unwrap();
-    let disks: Vec<&str> = rows(0)
-        .iter()
-        .map(|row| row["disk"].as_str().unwrap())
-        .collect();
-    assert_eq!(disks, ["raw", "wal", "wal, no doublewrite"]);
-    let journals: Vec<&str> = rows(1)
-        .iter()
-        .map(|row| row["journal"].as_str().unwrap())
-        .collect();
-    assert_eq!(
-        journals,
-        [["write-ahead log"; 2], ["rollback journal"; 2]].concat()
-    );
-    for row in rows(0).iter().chain(rows(1)) {
-        let of = |key: &str| count(&row[key], "median");
-        // One sync may serve the commits of both clients. Only FLUSHes and checkpoints sync.
-        assert!(of("flushes_per_commit") > 0.5, "{row}");
-        let spare = of("flushes_per_commit") - of("syncs_per_commit");
-        assert!(spare > -0.5 && of("syncs_per_commit") > 0.4, "{row}");
-        assert!(of("writes_per_commit") > 1.0 && of("written_kib_per_commit") > 4.0);
+    let [mariadb, postgresql, sqlite] = &sections[..] else {
+        panic!("{sections:?}");
+    };
+    let disks = ["raw", "wal", "wal, no doublewrite"];
+    assert_eq!(texts(mariadb, "disk"), disks);
+    let disks = [
+        "raw",
+        "raw, no full-page writes (unsafe)",
+        "wal",
+        "wal, no full-page writes",
+    ];
+    assert_eq!(texts(postgresql, "disk"), disks);
+    let journals = [["write-ahead log"; 2], ["rollback journal"; 2]].concat();
+    assert_eq!(texts(sqlite, "journal"), journals);
+    for row in sections.iter().flatten() {
+        assert_counts(row, 0.5);
     }
+    // The copy of a page is 8 KiB less its free space.
+    let kib: Vec<f64> = postgresql
+        .iter()
+        .map(|row| median(row, "written_kib_per_commit"))
+        .collect();
+    assert!(kib[0] > kib[1] + 4.0 && kib[2] > kib[3] + 4.0, "{kib:?}");
+}
+
+#[test]
+fn guests_on_one_log_count_its_syncs_once() {
+    let Some(sections) = sections("database --only guests", &postgresql::NEEDS) else {
+        return;
+    };
+    let [rows] = &sections[..] else {
+        panic!("{sections:?}");
+    };
+    let disks = ["4 raw", "one log", "one log, no full-page writes"];
+    assert_eq!(texts(rows, "disks"), disks);
+    for row in rows {
+        assert_eq!(
+            (count(row, "guests"), count(row, "clients_each")),
+            (4.0, 4.0)
+        );
+        // Four clients of a guest may share a FLUSH, and all clients of all guests a sync of the log.
+        assert_counts(row, 1.0 / 16.0);
+    }
+    let raw = &rows[0];
+    assert_eq!(
+        median(raw, "syncs_per_commit"),
+        median(raw, "flushes_per_commit")
+    );
 }
