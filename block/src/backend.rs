@@ -1,5 +1,7 @@
 //! The disk behind a device, and the interface of a queue to it.
 
+use std::any::Any;
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -7,7 +9,10 @@ use std::path::Path;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use crate::{Allocation, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation};
+use crate::{
+    Allocation, Change, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation,
+    PastPoint, Transfer,
+};
 #[cfg(doc)]
 use crate::{Failure, SECTOR_SIZE};
 
@@ -41,8 +46,8 @@ pub enum Answer {
     Memory,
 }
 
-/// A disk that any number of queues can be opened on.
-pub trait Backend: Send + Sync {
+/// A disk that any number of queues can be opened on. As [`Any`] it gives its own type back, to those who know it.
+pub trait Backend: Any + Send + Sync {
     /// Capacity in sectors of 512 bytes.
     fn sectors(&self) -> u64;
 
@@ -88,6 +93,31 @@ pub trait Backend: Send + Sync {
         }])
     }
 
+    /// The points of the past since which the disk knows what has changed; by default none.
+    fn past_points(&self) -> Vec<PastPoint> {
+        Vec::new()
+    }
+
+    /// Which parts of the disk from `sector` on have changed since the [point](Self::past_points) with this number, whether or
+    /// not their bytes differ: consecutive ranges, as [`extents`](Self::extents) returns them. What changes meanwhile may be
+    /// told either way.
+    ///
+    /// # Errors
+    /// [`NotFound`](io::ErrorKind::NotFound) if there is no such point, or not any more; or if the medium can't be read.
+    fn changes(
+        &self,
+        since: u64,
+        sector: u64,
+        sectors: u64,
+        most: usize,
+    ) -> io::Result<Vec<Change>> {
+        let (_, _, _) = (sector, sectors, most);
+        Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("this disk does not know what has changed since point {since}"),
+        ))
+    }
+
     /// Grows the disk to `bytes` while it is in use; requests submitted after the call may use all of it.
     ///
     /// # Errors
@@ -108,6 +138,26 @@ pub trait Backend: Send + Sync {
         Ok(())
     }
 
+    /// Copies the disk as it is at one moment to `target`, an empty file open for writing, while it is in use: all changes
+    /// completed before the call are in the copy. `progress` gets the number of bytes passed so far and the disk's size;
+    /// `false` ends the export.
+    ///
+    /// # Errors
+    /// If the disk can't be read or the file can't be written, or `progress` has ended the export; `Unsupported` from a
+    /// backend that can't hold a moment. The file is not complete then.
+    fn export(
+        &self,
+        target: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> io::Result<Transfer> {
+        let (_, _) = (target, progress);
+        Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "a disk without a log can't be exported while it is in use; copy it through the door that serves it, or close \
+             it and copy its image",
+        ))
+    }
+
     /// Counters of the disk's log, if it has one.
     fn log_counters(&self) -> Option<LogCounters> {
         None
@@ -122,6 +172,10 @@ pub trait Backend: Send + Sync {
     fn condition(&self) -> Condition {
         Condition::Ok
     }
+
+    /// Lets requests fail, from now on, that wait for something that may never come, such as space in a file system. For an
+    /// owner that is about to end, and waits for the requests in flight.
+    fn end_pauses(&self) {}
 
     /// Whether FLUSH does nothing, and writes may never become durable, because the disk's owner wants that.
     fn is_unsafe(&self) -> bool {

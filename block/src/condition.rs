@@ -25,8 +25,10 @@ pub struct Trouble {
     pub since: SystemTime,
     /// The error, in one line.
     pub error: String,
-    /// Writes fail. Else the log still has room for them.
+    /// Writes fail.
     pub refuses_writes: bool,
+    /// Writes wait until the trouble is over. If they neither fail nor wait, the log still has room for them.
+    pub pauses_writes: bool,
 }
 
 impl Trouble {
@@ -36,11 +38,15 @@ impl Trouble {
             since: SystemTime::now(),
             error: error.to_string(),
             refuses_writes,
+            pauses_writes: false,
         }
     }
 }
 
 impl Condition {
+    /// The name of [`NoSpace`](Self::NoSpace).
+    pub const NO_SPACE: &str = Self::NAMES[2];
+
     /// The names of all conditions, for programs.
     pub const NAMES: [&str; 5] = [
         "ok",
@@ -62,10 +68,10 @@ impl Condition {
         Self::NAMES[place]
     }
 
-    /// The same trouble, if it is one, with this answer to whether writes fail.
-    pub fn refusing_writes(mut self, refuses: bool) -> Self {
+    /// The same trouble, if it is one, with these answers to whether writes fail, or wait.
+    pub fn with_writes(mut self, refuses: bool, pauses: bool) -> Self {
         if let Self::NoSpace(trouble) | Self::CopyFailing(trouble) = &mut self {
-            trouble.refuses_writes = refuses;
+            (trouble.refuses_writes, trouble.pauses_writes) = (refuses, pauses);
         }
         self
     }

@@ -40,8 +40,8 @@ pub use buffer::{BUFFER_ALIGN, Buffer, SharedBuffer};
 pub use condition::{Condition, Trouble};
 pub use descriptor::descriptor;
 pub use request::{
-    Allocation, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES,
-    Operation, SECTOR_SIZE,
+    Allocation, Change, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters,
+    MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,
 };
 pub use schedule::short_slice;
 

@@ -93,6 +93,36 @@ pub struct Extent {
     pub allocation: Allocation,
 }
 
+/// A point of a disk's past.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PastPoint {
+    /// Its name: ASCII letters, digits, '.', '_' and '-'.
+    pub name: String,
+    /// The number by which the disk knows it.
+    pub number: u64,
+}
+
+/// A range of a disk that has changed since a point of the past, or has not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// The length of the range in sectors, at least 1.
+    pub sectors: u64,
+    /// Whether it has changed.
+    pub changed: bool,
+}
+
+/// The result of copying a disk: of an import or export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes that were copied; the others were in holes, or are shared.
+    pub copied: u64,
+    /// Whether the new file shares the base image's blocks, as some file systems can (a reflink): a write to one of the two
+    /// leaves the other alone.
+    pub shared: bool,
+}
+
 /// Length of [`LogCounters::group_sizes`].
 pub const GROUP_SIZE_CLASSES: usize = 10;
 

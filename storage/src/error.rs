@@ -32,6 +32,8 @@ pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<io::Error>,
+    /// What to do about the source.
+    advice: Option<String>,
     owner: Option<u32>,
 }
 
@@ -44,6 +46,7 @@ impl Error {
             kind,
             message: message.into(),
             source: None,
+            advice: None,
             owner: None,
         }
     }
@@ -51,6 +54,12 @@ impl Error {
     /// The same error, with the process that has the file open.
     pub(crate) fn of_owner(self, owner: Option<u32>) -> Self {
         Self { owner, ..self }
+    }
+
+    /// The same error, with the file that it is about.
+    pub(crate) fn of_file(self, path: &Path) -> Self {
+        let message = format!("{}: {}", path.display(), self.message);
+        Self { message, ..self }
     }
 
     /// An I/O error, with the operation that failed and its file.
@@ -64,7 +73,27 @@ impl Error {
             kind,
             message: format!("{}: can't {doing}", path.display()),
             source: Some(source),
+            advice: None,
             owner: None,
+        }
+    }
+
+    /// An error because something is full that is no file system.
+    pub(crate) fn full(message: String) -> Self {
+        Self {
+            source: Some(io::ErrorKind::StorageFull.into()),
+            ..Self::new(ErrorKind::Io, message)
+        }
+    }
+
+    /// The same error, with what to do if a file or directory is missing.
+    pub(crate) fn if_missing(self, advice: impl FnOnce() -> String) -> Self {
+        match self.kind {
+            ErrorKind::NotFound => Self {
+                advice: Some(advice()),
+                ..self
+            },
+            _ => self,
         }
     }
 
@@ -91,8 +120,11 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
-        match &self.source {
-            Some(source) => write!(f, ": {source}"),
+        if let Some(source) = &self.source {
+            write!(f, ": {source}")?;
+        }
+        match &self.advice {
+            Some(advice) => write!(f, "; {advice}"),
             None => Ok(()),
         }
     }

@@ -307,7 +307,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     // Reads the log first, as the commands that only inspect it do: with all payloads, and without.
     let look = |verify| {
         let (scan, _) = read_log(files, path, &control.control, verify, &mut |_, _| {})?;
-        Result::Ok((scan.last_lsn, scan.records, scan.batches, scan.max_lsn))
+        Result::Ok((scan.last.lsn, scan.records, scan.batches, scan.max_lsn))
     };
     let (checked, looked) = (look(Verify::All), look(Verify::Tail));
     let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
@@ -318,9 +318,9 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
             Arc::new(DiskState::new(disk, &DiskOptions::new(path), base))
         })
         .collect();
-    let recovered = recover(&mut control, &states, read);
+    let recovered = recover(&mut control, &states, read, false);
     let scan = recovered?;
-    let found = (scan.last_lsn, scan.records, scan.batches, scan.max_lsn);
+    let found = (scan.last.lsn, scan.records, scan.batches, scan.max_lsn);
     assert_eq!(looked?, found, "looking and recovering differ");
     assert_eq!(checked?, found, "checking and recovering differ");
     let mut extents = Extents::new();
@@ -340,14 +340,14 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
                         .expect("the log's bytes of an extent");
                     format!("{} {offset}", segment.path.display())
                 }
-                Some(Place::Zero { unmap }) => format!("zero {unmap}"),
+                Some(Place::Zero { unmap, .. }) => format!("zero {unmap}"),
                 Some(Place::Memory { .. }) | None => unreachable!("nothing was written"),
             };
             extents.push((state.id, piece.sector, piece.sectors, place));
         }
     }
     Ok((
-        scan.last_lsn,
+        scan.last.lsn,
         control.control.header.next_lsn.get(),
         extents,
     ))
@@ -559,7 +559,7 @@ mod tests {
     fn any_number_may_be_anything() {
         for (name, input) in real_logs() {
             println!("{name}");
-            for value in [u64::MAX, 1 << 62, (1 << 62) - 1, 1 << 32, 0] {
+            for value in [u64::MAX, 1 << 60, (1 << 60) - 1, 1 << 32, 0] {
                 for at in 1..input.len() - 8 {
                     let mut changed = input.clone();
                     changed[at..at + 8].copy_from_slice(&value.to_le_bytes());

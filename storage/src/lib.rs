@@ -18,7 +18,7 @@
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
 //! A [`Disk`] is a [`Backend`], and a [`Port`] a [`BackendQueue`] of `walvisor-block`, whose types are part of this API.
-//! A [`RawDisk`] is a backend too: a raw image, without a log.
+//! A [`RawDisk`] is a backend too: a raw image, without a log. So is a [`Look`]: a disk as it was at a point of its history.
 //!
 //! The folders are layers. Each imports only from itself and from those behind it in this list: `raw` (raw images),
 //! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
@@ -49,22 +49,27 @@ mod store;
 mod sync;
 
 pub use walvisor_block::{
-    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Completion, Condition,
-    Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
-    Trouble,
+    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Change, Completion,
+    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation,
+    PastPoint, SECTOR_SIZE, Transfer, Trouble,
 };
 pub use {
-    catalog::control::log_images,
+    catalog::control::{has_log, log_images},
     catalog::options::{
-        CacheMode, CommitWait, DiskOptions, ImageFormat, Resize, StoreOptions, default_log_dir,
+        CacheMode, CommitWait, DiskOptions, ImageFormat, OnFull, Resize, StoreOptions,
+        default_log_dir,
     },
+    catalog::retain::Retain,
+    catalog::snapshot::{Snapshot, SnapshotName},
     disk::handle::Disk,
     disk::port::Port,
     error::{Error, ErrorKind, Result},
+    log::history::{Commit, LogHistory},
     medium::engine::EngineKind,
     medium::pace::Pace,
     parallel::Progress,
     raw::{RawCache, RawDisk},
+    store::changes::{Changed, Changes, disk_changes},
     store::create::create_disk,
     store::discard::{Discarded, discard_log},
     store::dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
@@ -72,10 +77,16 @@ pub use {
     store::inspect::{
         DamagedHeader, DamagedSectors, DiskReport, LogReport, inspect, inspect_telling,
     },
+    store::log_size::resize_log,
+    store::look::Look,
+    store::members::{leave_log, move_to_log},
     store::open::Store,
     store::point::Point,
     store::resize::resize_disk,
-    store::transfer::{Transfer, export_disk, import_disk, import_disk_as, restore_disk},
+    store::scratch::scratch_file,
+    store::transfer::{
+        clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,
+    },
 };
 
 pub(crate) use walvisor_block::SharedBuffer;

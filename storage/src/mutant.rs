@@ -18,6 +18,8 @@ pub(crate) enum Mutant {
     /// A checkpoint writes a stripe without having read what lies between its extents. The medium does not know why a
     /// base image is read.
     StripeUnread,
+    /// A checkpoint overwrites parts of a base image that an export has not copied. The medium does not know of exports.
+    ExportUnsaved,
     /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,
     /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.
@@ -46,6 +48,14 @@ pub(crate) enum Mutant {
     SummaryStopsEarly,
     /// The disks as of a record have the next one too. The index is in memory.
     PointReadsNewer,
+    /// A fold passes a pin. Pins are in memory.
+    FoldPassesPin,
+    /// A look at a disk in use does not pin the base images. Pins are in memory.
+    LookUnpinned,
+    /// A fold omits DISCARD and WRITE_ZEROES. The medium does not know of records.
+    FoldSkipsZeroes,
+    /// After a fold the index forgets newer bytes too. The index is in memory.
+    FoldForgetsNewer,
     /// A segment's batches leave no room for its summary. The ring of segments is in memory.
     SummaryUnreserved,
     /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read

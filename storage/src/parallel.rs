@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-// Not `crate::sync`: no thread of a running store uses this module.
+// Not `crate::sync`: the threads of a running store do not use this module, and a simulated medium is read on one thread.
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 

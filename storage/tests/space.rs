@@ -7,8 +7,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use support::{Small, fill, flush, read, run};
 use walvisor_storage::{
-    Backend, Condition, DiskOptions, EngineKind, Failure, Operation, Port, Store, StoreOptions,
-    create_disk,
+    Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, OnFull, Operation, Port,
+    Store, StoreOptions, create_disk,
 };
 
 const MIB: u64 = 1 << 20;
@@ -99,6 +99,88 @@ fn a_full_file_system_of_the_base_image_is_survived() {
             assert!(block.iter().all(|&byte| byte == number as u8), "{number}");
         }
     }
+}
+
+/// A disk whose image's file system has space for less than what is written, and whose log lets writes wait for space; with
+/// a port, the writes that have ended, and the number of those that wait.
+fn paused(small: &Small, log: &Path) -> (Store, Port, usize) {
+    const WRITES: usize = 300;
+    let disk = small.path().join("disk.img");
+    let options = StoreOptions {
+        segment_size: MIB,
+        max_segments: 6,
+        on_full: OnFull::Pause,
+        ..StoreOptions::default()
+    };
+    create_disk(&disk, 64 * MIB, log, &options).unwrap();
+    let store = Store::open(log, &[DiskOptions::new(&disk)], &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in 0..WRITES as u64 {
+        let data = fill(number as u8, SECTORS as usize);
+        let sector = number * SECTORS;
+        port.submit(number, Operation::Write { sector, data });
+    }
+    port.submit(WRITES as u64, Operation::Flush);
+    port.kick();
+    let (mut done, began) = (Vec::new(), Instant::now());
+    loop {
+        port.completions(&mut done);
+        match store.disks()[0].condition() {
+            Condition::NoSpace(trouble) if trouble.pauses_writes => {
+                assert!(!trouble.refuses_writes);
+                break;
+            }
+            condition => assert!(began.elapsed() < Duration::from_secs(120), "{condition:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    port.completions(&mut done);
+    assert!(done.iter().all(|ended| ended.result.is_ok()));
+    let waiting = WRITES + 1 - done.len();
+    assert!(waiting > 50, "{waiting}");
+    (store, port, waiting)
+}
+
+/// Writes and FLUSHes wait for space, reads go on, and what waited is carried out as soon as there is space.
+#[test]
+fn requests_wait_for_space() {
+    let Some(small) = Small::mount(4) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (store, mut port, waiting) = paused(&small, &dir.path().join("log"));
+    let mut reader = store.disks()[0].open_port().unwrap();
+    let data = read(&mut reader, SECTORS, SECTORS as u32);
+    assert!(data.iter().all(|&byte| byte == 1));
+    drop(reader);
+    small.grow(128);
+    let done = support::wait(&mut port, waiting);
+    assert!(done.iter().all(|ended| ended.result.is_ok()));
+    drop(port);
+    store.close().unwrap();
+    let image = std::fs::read(small.path().join("disk.img")).unwrap();
+    let blocks = image.chunks((SECTORS * 512) as usize).take(300);
+    for (number, block) in blocks.enumerate() {
+        assert!(block.iter().all(|&byte| byte == number as u8), "{number}");
+    }
+}
+
+/// Requests that wait for space do not hold up the end: they fail, and closing tells why.
+#[test]
+fn requests_that_wait_for_space_end_with_their_owner() {
+    let Some(small) = Small::mount(4) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let log = dir.path().join("log");
+    let (store, mut port, waiting) = paused(&small, &log);
+    store.disks()[0].end_pauses();
+    let done = support::wait(&mut port, waiting);
+    let failed = done.iter().filter(|ended| ended.result.is_err()).count();
+    assert!(failed > 0);
+    drop(port);
+    let error = store.close().unwrap_err().to_string();
+    assert!(error.contains("No space left on device"), "{error}");
+    small.grow(128);
+    let disks = [DiskOptions::new(small.path().join("disk.img"))];
+    let store = Store::open(&log, &disks, &StoreOptions::default()).unwrap();
+    store.close().unwrap();
 }
 
 /// If only some of the ring's segments can be created, they make up the ring; no partial segment file is left.

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use zerocopy::FromZeros;
-use zerocopy::little_endian::{U32, U64};
+use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::catalog::control;
 use crate::catalog::options::{StoreOptions, check_options};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
-    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, MAX_DISKS, VERSION,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, HistoryHeader, VERSION,
 };
 use crate::medium::file::{self, DataFile};
 use crate::medium::filesystem::{OWNER, Open, files};
@@ -114,7 +114,8 @@ impl ControlFile {
     }
 }
 
-pub(crate) fn has_control(log_dir: &Path) -> bool {
+/// Whether there is a log in this directory.
+pub fn has_log(log_dir: &Path) -> bool {
     // If this user may not examine the file, the next call that opens it reports that.
     match files().kind(&log_dir.join("control")) {
         Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
@@ -124,10 +125,23 @@ pub(crate) fn has_control(log_dir: &Path) -> bool {
 
 /// Opens, locks and reads the control file, if there is one.
 pub(crate) fn find_control(log_dir: &Path, using: Use) -> Result<Option<ControlFile>> {
-    match has_control(log_dir) {
+    match has_log(log_dir) {
         true => open_control(log_dir, using).map(Some),
         false => Ok(None),
     }
+}
+
+/// As [`find_control`], for a log that must be there.
+pub(crate) fn existing_log(log_dir: &Path, using: Use) -> Result<ControlFile> {
+    find_control(log_dir, using)?.ok_or_else(|| {
+        Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: this is no log (it has no control file); name a log directory, such as disk.img.wal",
+                log_dir.display()
+            ),
+        )
+    })
 }
 
 /// Refuses a directory that exists, is not empty, and is no log.
@@ -173,7 +187,7 @@ pub(crate) fn create_log(
     // If several processes create the log at once, the one that locks this file does it, and the others look again.
     let how = Open::Kept { mode: OWNER };
     let file = lock::open_store_file(&unfinished, DOING, how, Use::Log, |_| Holder::User)?;
-    if has_control(log_dir) {
+    if has_log(log_dir) {
         files().remove(&unfinished).map_err(create)?;
         return Ok(None);
     }
@@ -196,6 +210,8 @@ pub(crate) fn create_log(
     let control = Control {
         header,
         disks: Vec::new(),
+        history: HistoryHeader::default(),
+        snapshots: Vec::new(),
     };
     let mut control = ControlFile {
         home: home(log_dir)?,
@@ -204,6 +220,9 @@ pub(crate) fn create_log(
         control,
         unconfirmed: None,
     };
+    if let Some(retain) = options.retain {
+        retain.set(&mut control.control)?;
+    }
     fill(&mut control)?;
     // Writes both copies, so that their space is allocated now and not when the file system is full.
     if !planted(Mutant::ControlNamedUnwritten) {
@@ -229,7 +248,7 @@ pub(crate) fn open_or_create_log(
     fill: &mut dyn FnMut(&mut ControlFile) -> Result<()>,
 ) -> Result<(ControlFile, bool)> {
     loop {
-        if has_control(log_dir) {
+        if has_log(log_dir) {
             return Ok((open_control(log_dir, Use::Log)?, false));
         }
         if let Some(control) = create_log(log_dir, options, fill)? {
@@ -317,8 +336,7 @@ pub(crate) fn read_control(
     }
 }
 
-/// Adds a disk to the log's table in memory, and returns its entry. The entry replaces that of a disk at the same
-/// path.
+/// Adds a disk to the log's table in memory, and returns its entry. The entry takes the path of the disk that had it.
 pub(crate) fn register<'a>(
     control: &'a mut ControlFile,
     path: &Path,
@@ -332,18 +350,29 @@ pub(crate) fn register<'a>(
     entry.size = U64::new(size);
     entry.set_path(&path, &control.home)?;
     let same = |disk: &DiskEntry| disk.path(&control.home) == path;
-    let place = disks.iter().position(same).unwrap_or(disks.len());
-    if place == MAX_DISKS {
-        return Err(invalid(format!(
-            "{}: the log has {MAX_DISKS} disks, which is the maximum; use another log",
-            control.path.display()
-        )));
+    let mut place = disks.iter().position(same).unwrap_or(disks.len());
+    let applied = control.control.header.checkpoint_lsn.get();
+    if let Some(old) = disks.get_mut(place)
+        && old.void_lsn.get() > applied
+    {
+        // The log still holds void records of that disk, which only its entry tells from records of no disk.
+        old.path_len = U16::new(0);
+        place = disks.len();
     }
     match disks.get_mut(place) {
         Some(old) => *old = entry,
         None => disks.push(entry),
     }
-    Ok(&mut disks[place])
+    if !control.control.fits() {
+        control.control.disks.pop();
+        return Err(invalid(format!(
+            "{}: the log has no room for another disk: {} disks and {} snapshots; use another log",
+            control.path.display(),
+            control.control.disks.len(),
+            control.control.snapshots.len(),
+        )));
+    }
+    Ok(&mut control.control.disks[place])
 }
 
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {

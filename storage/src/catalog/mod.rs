@@ -3,3 +3,5 @@
 pub(crate) mod control;
 pub(crate) mod identity;
 pub(crate) mod options;
+pub(crate) mod retain;
+pub(crate) mod snapshot;

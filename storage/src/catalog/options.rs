@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::SECTOR_SIZE;
+use crate::catalog::retain::Retain;
 use crate::error::{Result, invalid};
 use crate::format::BLOCK;
 use crate::medium::engine::EngineKind;
@@ -43,8 +44,13 @@ pub struct StoreOptions {
     /// Most bytes of memory that the index of a log takes, at least 1: it knows where the log has the newest bytes of each
     /// sector, and takes about 17 bytes for each written range until a checkpoint has copied that to the base image.
     /// From half of this on, the log is copied; at all of it, writes wait for that. (The checksums of what the log
-    /// holds take about 8 bytes more for each 4 KiB.) Default 64 MiB.
+    /// holds take 4 bytes more for each 4 KiB, and 8 for each batch.) Default 64 MiB.
     pub index_memory: u64,
+    /// How much of its history the log keeps. Default: as before; nothing for a new log. To keep a number of bytes, the log
+    /// may get as many more segment files.
+    pub retain: Option<Retain>,
+    /// What happens to requests that need room in a full log that can't be emptied for want of space. Default: they fail.
+    pub on_full: OnFull,
     /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
     /// processor.
     pub threads: Option<NonZeroUsize>,
@@ -64,6 +70,8 @@ impl Default for StoreOptions {
             operation_latency: Duration::ZERO,
             close_time: None,
             index_memory: 64 << 20,
+            retain: None,
+            on_full: OnFull::Fail,
             threads: None,
         }
     }
@@ -75,6 +83,17 @@ impl StoreOptions {
         let paced = self.operations_per_second.is_some() || !self.operation_latency.is_zero();
         paced || self.write_per_waiter
     }
+}
+
+/// What happens to requests that need room when a log is full and a file system has no space to empty it. The log tries
+/// again each second either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnFull {
+    /// They fail.
+    #[default]
+    Fail,
+    /// They wait until there is space. Reads go on.
+    Pause,
 }
 
 /// How long a commit group may wait for more FLUSHes, and writes in writethrough mode, to join it. The default is
@@ -154,6 +173,9 @@ pub enum CacheMode {
     Unsafe,
 }
 
+/// How many segment files a log may be allowed to have.
+pub(crate) const SEGMENTS: std::ops::RangeInclusive<u32> = 4..=65536;
+
 pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
     let size = options.segment_size;
     if !(64 << 10..=1 << 30).contains(&size) || !size.is_multiple_of(BLOCK as u64) {
@@ -161,7 +183,7 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
             "a segment size of {size} bytes is not valid; use a multiple of 4096 from 64 KiB to 1 GiB"
         )));
     }
-    if !(4..=65536).contains(&options.max_segments) {
+    if !SEGMENTS.contains(&options.max_segments) {
         return Err(invalid(format!(
             "a limit of {} segments is not valid; use 4 to 65536",
             options.max_segments
@@ -173,9 +195,9 @@ pub(crate) fn check_options(options: &StoreOptions) -> Result<()> {
 /// The result of a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resize {
-    /// Size of the disk before, in bytes.
+    /// Size of the disk, or of the log, before, in bytes.
     pub old_size: u64,
-    /// Size of the disk now, in bytes.
+    /// Its size now, in bytes.
     pub size: u64,
 }
 

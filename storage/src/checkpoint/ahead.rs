@@ -6,7 +6,7 @@
 //! kernel needs the memory, it drops pages, and reads a part again when it is wanted. All other readers of the log
 //! bypass the cache.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::num::NonZero;
 use std::os::unix::fs::FileExt;
@@ -22,6 +22,8 @@ use crate::sync::Arc;
 
 /// A request for one part takes the medium as long as reading this many consecutive bytes.
 const WORTH: u64 = 64 << 10;
+/// Most steps of reading under way in haste. They keep the medium busy, and a guest's request waits only for them.
+const STEPS_IN_HASTE: usize = 4;
 
 /// See the module's documentation. Dropping it frees the cached pages.
 #[derive(Default)]
@@ -57,19 +59,23 @@ impl Ahead {
     }
 
     /// Reads the segments. Calls `next` before each step with the number of bytes read so far. If it returns
-    /// `Some(true)`, the step is waited for, so that the medium has one step at a time; `None` ends the reading.
+    /// `Some(true)`, one step is under way at a time, and a few with `Some(false)`; `None` ends the reading.
     pub(crate) fn read(&self, mut next: impl FnMut(u64) -> Option<bool>) {
-        let mut done = 0;
+        let (mut done, mut under_way) = (0, VecDeque::new());
         for file in self.files.values() {
             for offset in (0..self.segment_size).step_by(STEP as usize) {
-                let Some(wait) = next(done) else {
+                let Some(gently) = next(done) else {
                     return;
                 };
                 let len = STEP.min(self.segment_size - offset);
                 // If this fails, the part is read when it is wanted.
                 let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
-                if wait {
-                    let _ = file.read_at(&mut [0], offset + len - 1);
+                under_way.push_back((file, offset + len - 1));
+                let most = if gently { 0 } else { STEPS_IN_HASTE };
+                while under_way.len() > most
+                    && let Some((file, last)) = under_way.pop_front()
+                {
+                    let _ = file.read_at(&mut [0], last);
                 }
                 done += len;
             }

@@ -12,6 +12,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
+use std::ops::Range;
 use std::time::Duration;
 
 use crate::checkpoint::ahead::Ahead;
@@ -296,15 +297,31 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 unmap,
             } => {
                 self.count_write();
-                let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
-                let zeroed = disk.base.zero_range(offset, len, unmap);
+                let range = sector * SECTOR_SIZE..(sector + sectors) * SECTOR_SIZE;
+                let saved = save(disk, range.clone());
+                if saved < range.end {
+                    let rest = Run::Zero {
+                        sector: saved / SECTOR_SIZE,
+                        sectors: (range.end - saved) / SECTOR_SIZE,
+                        unmap,
+                    };
+                    self.again.push_front((disk, rest));
+                }
+                let zeroed = disk
+                    .base
+                    .zero_range(range.start, saved - range.start, unmap);
                 self.failed = zeroed
                     .map_err(|error| Error::io("zero a part of the base image", &disk.path, error))
                     .err();
                 return;
             }
         };
-        if stripe && has_hole(disk, sector * SECTOR_SIZE, span as u64) {
+        let range = sector * SECTOR_SIZE..sector * SECTOR_SIZE + span as u64;
+        let mut saved = range.start;
+        while saved < range.end {
+            saved = save(disk, saved..range.end);
+        }
+        if stripe && has_hole(disk, range) {
             self.split(disk, parts);
             return;
         }
@@ -468,9 +485,16 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     }
 }
 
-/// Whether the base image has a hole in this range, which a stripe would fill.
-fn has_hole(disk: &DiskState, offset: u64, len: u64) -> bool {
-    let range = offset..offset + len;
+/// See [`DiskState::save`].
+fn save(disk: &DiskState, range: Range<u64>) -> u64 {
+    match planted(Mutant::ExportUnsaved) {
+        true => range.end,
+        false => disk.save(range),
+    }
+}
+
+/// Whether the base image has a hole in this range of bytes, which a stripe would fill.
+fn has_hole(disk: &DiskState, range: Range<u64>) -> bool {
     let mut data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), u64::MAX);
     !matches!(data.next(), Some(Ok(first)) if first == range)
 }

@@ -9,6 +9,8 @@
 //! A close that may take only so long cuts the copy of step 2. That leaves what a kill would leave there, except that
 //! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open goes on.
 //!
+//! A log that keeps history does this only for what its oldest segments hold, see [`fold`](crate::checkpoint::fold).
+//!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
 
@@ -16,23 +18,24 @@ use std::time::Duration;
 
 use zerocopy::little_endian::U64;
 
+use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
 use crate::checkpoint::pace::{CopyPace, Growth};
+use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::Control;
 use crate::index::{ExtentMap, Place};
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
+use crate::log::history::Commit;
 use crate::log::leader::Leader;
-use crate::log::orders::{KeeperTask, Order};
 use crate::log::state::{Log, State};
 use crate::medium::cost::USUAL;
-use crate::medium::file::set_size;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
-use crate::{Condition, SECTOR_SIZE};
 
 /// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
 /// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
@@ -42,50 +45,6 @@ const LONGEST_WAY: Duration = Duration::from_millis(10);
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-
-/// What has been reported about failed attempts: each trouble is reported once.
-#[derive(Default)]
-struct Troubles {
-    failing: bool,
-    stuck: bool,
-}
-
-impl Troubles {
-    /// Returns the message to log after an attempt, if any. `partly`: the attempt was not the whole of what failed
-    /// before.
-    fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
-        let Err(error) = done else {
-            if !partly && std::mem::take(self).failing {
-                log.lock().keeper.trouble = Condition::Ok;
-                tracing::warn!("{}: the log is emptied again", log.dir.display());
-            }
-            return None;
-        };
-        let mut state = log.lock();
-        state.keeper.note(error);
-        let stuck = state.is_stuck();
-        drop(state);
-        let damaged = error.kind() == ErrorKind::Damaged;
-        if stuck && !std::mem::replace(&mut self.stuck, true) {
-            self.failing = true;
-            let lost = if damaged { "else " } else { "" };
-            return Some(format!(
-                "{error}; the log in {} is full: writes and flushes fail until that works again, which is tried each \
-                 second; nothing {lost}acknowledged is lost",
-                log.dir.display()
-            ));
-        }
-        let new = !std::mem::replace(&mut self.failing, true);
-        let remedy = if damaged { "" } else { "make space, " };
-        new.then(|| {
-            format!(
-                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it is tried again \
-                 each second",
-                log.dir.display()
-            )
-        })
-    }
-}
 
 impl Log {
     /// Makes the next segment file if too few are ready. `meanwhile` is called between its steps.
@@ -134,21 +93,35 @@ impl Log {
 /// length.
 type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
+/// Notes in the control file that the announced images have their new generation.
+pub(super) fn settle(control: &mut Control, announced: &[Announced]) {
+    for (disk, parts) in announced {
+        if let Some(entry) = control.disk_mut(disk.id) {
+            entry.settle();
+            entry.take_samples(disk.base.as_ref(), *parts);
+        }
+    }
+}
+
 /// See the module's documentation.
 pub(crate) struct Keeper {
     pub(crate) log: Arc<Log>,
-    disks: Vec<Arc<DiskState>>,
+    pub(crate) disks: Vec<Arc<DiskState>>,
     pub(crate) control: ControlFile,
     committer: Committer,
     leader: Leader,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
-    frozen_at: Option<u64>,
+    pub(super) frozen_at: Option<u64>,
     /// The price of an operation of the medium, in bytes, once it was measured.
     operation: Option<u64>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
-    copying: Option<u64>,
+    pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
-    announced: Vec<Announced>,
+    pub(super) announced: Vec<Announced>,
+    /// It was reported that the log has no room for all the history that it is to keep.
+    pub(super) shortened: bool,
+    /// It was reported that the log is almost full of history that it must keep.
+    pub(super) crowded: bool,
 }
 
 impl Keeper {
@@ -171,6 +144,8 @@ impl Keeper {
             operation: None,
             copying: None,
             announced: Vec::new(),
+            shortened: false,
+            crowded: false,
         })
     }
 
@@ -240,14 +215,18 @@ impl Keeper {
         // one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
+        let folds = state.keeps_history() && !forced;
         // During a checkpoint it is unknown whether the ring is stuck: requests that need room wait for its result.
         state.keeper.failed &= !due;
         drop(state);
         if due {
             // A checkpoint that was cut is left to the close.
-            let done = self.checkpoint(false, forced).map(drop);
+            let done = match folds {
+                true => self.fold(),
+                false => self.checkpoint(false, forced).map(drop),
+            };
             let mut state = self.log.lock();
-            state.keeper.failed = done.is_err();
+            state.keeper.failed = state.keeper.refuses_after(&done);
             state.keeper.checkpoint |= done.is_err();
             drop(state);
             if done.is_err() {
@@ -265,15 +244,7 @@ impl Keeper {
     /// If the log had failed or the copy fails.
     pub(crate) fn close(&mut self) -> Result<bool> {
         self.reclaim();
-        if self.log.poisoned.load(Ordering::Acquire) {
-            return Err(Error::new(
-                ErrorKind::Io,
-                format!(
-                    "{}: the log had failed; reopen it to recover what was acknowledged",
-                    self.log.dir.display()
-                ),
-            ));
-        }
+        self.refuse_failed()?;
         // Everything goes to the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
         if !planted(Mutant::CutUndrained) {
@@ -284,9 +255,13 @@ impl Keeper {
                 .iter()
                 .try_for_each(|disk| disk.mark(false).map(drop))?;
         }
-        let whole = self.checkpoint(true, true)?;
+        let keeps = {
+            let state = self.log.lock();
+            state.keeps_history() && state.pipeline.unapplied() > 0
+        };
+        let whole = !keeps && self.checkpoint(true, true)?;
         if !whole {
-            self.tell_left();
+            self.tell_left(keeps);
         }
         if !whole && !planted(Mutant::CutMarkedClosed) {
             return Ok(false);
@@ -298,8 +273,29 @@ impl Keeper {
         Ok(whole)
     }
 
-    /// Reports what a close leaves in the log.
-    fn tell_left(&self) {
+    /// Refuses an order once the log has failed.
+    pub(super) fn refuse_failed(&self) -> Result<()> {
+        match self.log.poisoned.load(Ordering::Acquire) {
+            false => Ok(()),
+            true => Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{}: the log had failed; reopen it to recover what was acknowledged",
+                    self.log.dir.display()
+                ),
+            )),
+        }
+    }
+
+    /// Reports what a close leaves in the log. `keeps`: on purpose.
+    fn tell_left(&self, keeps: bool) {
+        let dir = self.log.dir.display();
+        if keeps {
+            tracing::info!(
+                "log {dir}: closed; it keeps the history of its disks, and their newest bytes"
+            );
+            return;
+        }
         let left = self.disks.iter().map(|disk| {
             let index = disk.index();
             let older = index
@@ -310,14 +306,13 @@ impl Keeper {
         });
         let bytes: u64 = left.sum();
         tracing::warn!(
-            "log {}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
-             on copying them ('walvisor disk checkpoint' copies all)",
-            self.log.dir.display()
+            "log {dir}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
+             on copying them ('walvisor disk checkpoint' copies all)"
         );
     }
 
     /// Gives segments back to the ring once no reader holds them.
-    fn reclaim(&self) {
+    pub(super) fn reclaim(&self) {
         let mut state = self.log.lock();
         let more = state.ring.reclaim();
         state.check(&self.log);
@@ -336,7 +331,8 @@ impl Keeper {
     /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
     /// a caller waits for the checkpoint. Returns `false` if the time that closing may take is over: the checkpoint
     /// has not ended then.
-    fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
+    pub(super) fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
+        self.fold_for_room()?;
         // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
         if self.frozen_at.is_some() && closing && !self.checkpoint_once(false, hurry)? {
             return Ok(false);
@@ -345,7 +341,7 @@ impl Keeper {
     }
 
     /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
-    fn drain(&mut self, lsn: u64) -> Result<()> {
+    pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
         let provided = if needed {
             self.log.provide(|| {})
@@ -422,7 +418,9 @@ impl Keeper {
         // log.
         for _ in 0..2 {
             self.control.change(|control| {
-                control.header.copying_lsn = U64::new(lsn);
+                // An earlier checkpoint, which did not end, may have copied more.
+                let copying = control.header.copying_lsn.get().max(lsn);
+                control.header.copying_lsn = U64::new(copying);
                 for (disk, layer) in layers {
                     if let Some(entry) = control.disk_mut(disk.id) {
                         if entry.generation == entry.next_generation {
@@ -460,26 +458,52 @@ impl Keeper {
     }
 
     /// Makes the records up to `lsn`, the newest of the frozen layers, durable, and copies the layers.
-    fn copy_frozen(&mut self, lsn: u64, pace: CopyPace) -> Result<Copied> {
+    pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<Copied> {
+        let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
+        let copied = self.copy_at(lsn, pace);
+        self.end_pace();
+        copied
+    }
+
+    fn copy_at(&mut self, lsn: u64, pace: CopyPace) -> Result<Copied> {
         if !planted(Mutant::CopyBeforeDurable) {
             self.drain(lsn)?;
         }
         let layers = self.layers();
-        self.announce(lsn, &layers)?;
-        let operation = self.operation_bytes(&layers);
+        self.copy_layers(lsn, &layers, pace)
+    }
+
+    /// Copies layers of durable records, of which `lsn` is the newest.
+    pub(super) fn copy_layers(
+        &mut self,
+        lsn: u64,
+        layers: &[Layer],
+        pace: CopyPace,
+    ) -> Result<Copied> {
+        self.announce(lsn, layers)?;
+        let operation = self.operation_bytes(layers);
+        let log = self.log.clone();
         let tend = |meanwhile: &mut dyn FnMut()| {
             // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
             // copy.
-            if !self.log.lock().ring.is_cramped() {
-                let _ = self.log.provide(meanwhile);
+            if !log.lock().ring.is_cramped() {
+                let _ = log.provide(meanwhile);
             }
+            self.serve_quick_orders();
         };
-        let over = || self.log.lock().keeper.is_over();
-        copy(&self.log, &layers, pace, operation, tend, over)
+        let over = || log.lock().keeper.is_over();
+        copy(&log, layers, pace, operation, tend, over)
+    }
+
+    /// However a copy ended, it holds up no writer any more.
+    pub(super) fn end_pace(&self) {
+        if self.log.lock().ring.allow(None) {
+            self.log.wake_ports();
+        }
     }
 
     /// As [`checkpoint`](Self::checkpoint), up to one LSN.
-    fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
+    pub(super) fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         let mut state = self.log.lock();
         if state.pipeline.unapplied() > 0 && state.keeper.is_over() {
             return Ok(false);
@@ -497,21 +521,24 @@ impl Keeper {
                 )),
             };
         }
+        let newest = state.pipeline.appended();
+        if let Some(lsn) = state.keeper.pinned()
+            && lsn < newest
+            && self.frozen_at.is_none()
+        {
+            drop(state);
+            return Err(self.pinned("everything can't be copied to the base images", lsn));
+        }
         let lsn = *self.frozen_at.get_or_insert_with(|| {
             for disk in &self.disks {
                 let frozen = disk.index_mut().freeze();
                 debug_assert!(frozen, "no checkpoint is under way");
             }
-            state.pipeline.appended()
+            newest
         });
-        let pace = CopyPace::new(&self.log, &mut state, hurry);
+        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now());
         drop(state);
-        let copied = self.copy_frozen(lsn, pace);
-        // However it ended, it holds up no writer any more.
-        if self.log.lock().ring.allow(None) {
-            self.log.wake_ports();
-        }
-        match copied? {
+        match self.copy_frozen(lsn, hurry)? {
             Copied::Whole(rests) => self.keep(rests)?,
             Copied::Cut(rests) => {
                 if let Some(rest) = rests.first() {
@@ -522,10 +549,27 @@ impl Keeper {
                 }
             }
         }
-        let mut state = self.log.lock();
         if closing {
-            state.ring.end_tail();
+            self.log.lock().ring.end_tail();
         }
+        self.end_checkpoint(Commit { lsn, cid, unix_us }, |keeper| {
+            for disk in &keeper.disks {
+                disk.index_mut().frozen = None;
+            }
+            keeper.frozen_at = None;
+        })?;
+        Ok(true)
+    }
+
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`. `drop_copied` drops from the indexes what was
+    /// copied.
+    pub(super) fn end_checkpoint(
+        &mut self,
+        horizon: Commit,
+        drop_copied: impl FnOnce(&mut Self),
+    ) -> Result<()> {
+        let lsn = horizon.lsn;
+        let state = self.log.lock();
         let (freed, first_sequence) = state.ring.unneeded(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
         drop(state);
@@ -538,22 +582,17 @@ impl Keeper {
             header.checkpoint_lsn = U64::new(lsn);
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
-            for (disk, parts) in &self.announced {
-                if let Some(entry) = control.disk_mut(disk.id) {
-                    entry.settle();
-                    entry.take_samples(disk.base.as_ref(), *parts);
-                }
-            }
+            settle(control, &self.announced);
         })?;
         self.announced.clear();
         // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
         // segment names the one before it, which must stay in `live` until the control file no longer refers to
         // it.)
-        for disk in &self.disks {
-            disk.index_mut().frozen = None;
-        }
-        self.frozen_at = None;
-        self.log.lock().pipeline.set_applied(lsn);
+        drop_copied(self);
+        let mut state = self.log.lock();
+        state.pipeline.set_applied(lsn);
+        state.horizon = horizon;
+        drop(state);
         if !planted(Mutant::RecycleEarly) {
             self.recycle(freed);
         }
@@ -562,7 +601,7 @@ impl Keeper {
             .counters
             .checkpoints
             .fetch_add(1, Ordering::Relaxed);
-        Ok(true)
+        Ok(())
     }
 }
 
@@ -572,60 +611,6 @@ fn bytes(layer: &ExtentMap) -> u64 {
         .iter()
         .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
     data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
-}
-
-impl Keeper {
-    /// Carries out the orders, first come first served.
-    pub(crate) fn serve_orders(&mut self) {
-        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
-        for Order { task, answer } in orders {
-            let done = match task {
-                KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn),
-                KeeperTask::Grow(disk, size) => self.grow(&disk, size),
-            };
-            // A client that has gone away needs no answer.
-            let _ = answer.send(done);
-        }
-    }
-
-    fn checkpoint_to(&mut self, lsn: u64) -> Result<()> {
-        loop {
-            let done = self.step(true);
-            if self.log.lock().pipeline.applied() >= lsn {
-                return Ok(());
-            }
-            done?;
-            if self.log.lock().keeper.is_over() {
-                return Err(Error::new(
-                    ErrorKind::Io,
-                    format!("{}: the log is being closed", self.log.dir.display()),
-                ));
-            }
-            // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
-            self.rest();
-        }
-    }
-
-    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests
-    /// see the new size last: by then, recovery is certain to find what they write behind the old one.
-    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
-        let mut set = |size: u64, resizing: u8| {
-            self.control.change(|control| {
-                if let Some(entry) = control.disk_mut(disk.id) {
-                    (entry.size, entry.resizing) = (U64::new(size), resizing);
-                }
-            })
-        };
-        let old_size = disk.sectors() * SECTOR_SIZE;
-        if size == old_size {
-            return Ok(());
-        }
-        set(old_size, 1)?;
-        set_size(disk.base.as_ref(), &disk.path, size)?;
-        set(size, 0)?;
-        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
-        Ok(())
-    }
 }
 
 impl Drop for Keeper {

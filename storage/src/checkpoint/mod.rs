@@ -2,6 +2,10 @@
 
 pub(crate) mod ahead;
 pub(crate) mod copy;
+mod fold;
 pub(crate) mod keeper;
+pub(crate) mod members;
+mod orders;
 pub(crate) mod pace;
 mod runs;
+mod troubles;

@@ -106,7 +106,7 @@ impl<I: Iterator<Item = Piece>> Runs<I> {
 
 fn is_zero(piece: &Piece) -> Option<bool> {
     match piece.place {
-        Some(Place::Zero { unmap }) => Some(unmap),
+        Some(Place::Zero { unmap, .. }) => Some(unmap),
         _ => None,
     }
 }
@@ -245,7 +245,10 @@ mod tests {
     }
 
     fn zeroes(sector: u64, sectors: u64) -> Piece {
-        let place = Some(Place::Zero { unmap: true });
+        let place = Some(Place::Zero {
+            unmap: true,
+            lsn: 1,
+        });
         Piece {
             sector,
             sectors,
@@ -314,9 +317,9 @@ mod tests {
                 let place = match kind {
                     // The test never reads the bytes; the offset identifies them.
                     0 | 1 => Place::Memory { payload: payload.clone(), offset: at as usize * 512 },
-                    _ => Place::Zero { unmap: kind == 2 },
+                    _ => Place::Zero { unmap: kind == 2, lsn: 1 },
                 };
-                let zero = match place { Place::Zero { unmap } => Some(unmap), _ => None };
+                let zero = match place { Place::Zero { unmap, .. } => Some(unmap), _ => None };
                 wanted.extend((at..at + sectors).map(|sector| (sector, zero)));
                 pieces.push(Piece { sector: at, sectors, place: Some(place) });
                 at += sectors;

@@ -1,15 +1,17 @@
 //! How an open disk is stored: which ranges are data, zeroes or holes, in the log over the base
 //! image.
 
-use std::os::fd::AsFd;
+use std::fs::File;
 use std::path::Path;
 
 use crate::error::Result;
+use crate::index::{Piece, Place};
+use crate::medium::file::DataFile;
 use crate::medium::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
 /// Sectors looked up at once: their pieces are kept in memory.
-pub(crate) const STEP: u64 = 1 << 18;
+const STEP: u64 = 1 << 18;
 /// Most sectors reported at once: 8 GiB.
 pub(crate) const LIMIT: u64 = 1 << 24;
 
@@ -25,9 +27,48 @@ pub(crate) fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocati
     }
 }
 
-/// Appends the extents of a file for `sectors` sectors from `sector` on.
+/// See [`Backend::extents`](crate::Backend::extents), for a disk of `capacity` sectors. `append` appends the extents, or the
+/// changes, of a range that is given by its first sector and its number of sectors.
+pub(crate) fn disk_extents<T>(
+    sector: u64,
+    sectors: u64,
+    capacity: u64,
+    most: usize,
+    mut append: impl FnMut(u64, u64, &mut Vec<T>) -> Result<()>,
+) -> Result<Vec<T>> {
+    let end = sector.saturating_add(sectors.min(LIMIT)).min(capacity);
+    let mut extents = Vec::new();
+    let mut at = sector;
+    // One extent more than asked for is looked up, so that the last one is reported in full.
+    while at < end && extents.len() <= most {
+        let step = STEP.min(end - at);
+        append(at, step, &mut extents)?;
+        at += step;
+    }
+    extents.truncate(most.max(1));
+    Ok(extents)
+}
+
+/// Appends the extents of a piece of an index over the base image at `path`.
+pub(crate) fn push_piece(
+    extents: &mut Vec<Extent>,
+    piece: &Piece,
+    base: &dyn DataFile,
+    path: &Path,
+) -> Result<()> {
+    let allocation = match &piece.place {
+        Some(Place::Memory { .. } | Place::Log { .. }) => Allocation::Data,
+        Some(Place::Zero { unmap: false, .. }) => Allocation::Zero,
+        Some(Place::Zero { unmap: true, .. }) => Allocation::Hole,
+        None => return file_extents(base.host(), path, piece.sector, piece.sectors, extents),
+    };
+    push(extents, piece.sectors, allocation);
+    Ok(())
+}
+
+/// Appends the extents of a file for `sectors` sectors from `sector` on. All of a file that is not the host's is data.
 pub(crate) fn file_extents(
-    file: impl AsFd,
+    file: Option<&File>,
     path: &Path,
     sector: u64,
     sectors: u64,
@@ -36,7 +77,7 @@ pub(crate) fn file_extents(
     let end = sector + sectors;
     let mut at = sector;
     let bytes = sector * SECTOR_SIZE..end * SECTOR_SIZE;
-    for data in DataRanges::new(Some(&file), path, bytes, u64::MAX) {
+    for data in DataRanges::new(file, path, bytes, u64::MAX) {
         let data = data?;
         // A sector with any data in it is data.
         let (start, stop) = (

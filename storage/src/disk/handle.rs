@@ -1,21 +1,26 @@
 //! An open disk, which its ports share.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use crate::catalog::options::{Resize, check_size};
-use crate::disk::allocation::{LIMIT, STEP, file_extents, push};
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::disk::allocation::{disk_extents, push_piece};
+use crate::disk::changed::{Since, unknown_point};
 use crate::disk::port::Port;
-use crate::error::{Error, Result, invalid};
-use crate::index::Place;
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
+use crate::log::export::{Export, ended_early};
+use crate::log::history::LogHistory;
 use crate::log::orders::KeeperTask;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use crate::{
-    Allocation, Backend, BackendQueue, Capabilities, Condition, Extent, LogCounters, SECTOR_SIZE,
+    Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, PastPoint,
+    SECTOR_SIZE, Transfer,
 };
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
@@ -26,6 +31,11 @@ pub struct Disk {
 }
 
 impl Disk {
+    /// The base image's path, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.state.path
+    }
+
     /// Opens a port for one thread.
     ///
     /// # Errors
@@ -44,6 +54,56 @@ impl Disk {
         let newest = self.log.lock().pipeline.appended();
         self.log.order(KeeperTask::Checkpoint(newest))?;
         Ok(newest)
+    }
+
+    /// Names the present state of all disks of the log, with all that was written so far, while requests go on. The log keeps
+    /// what it takes to see it until the snapshot is [deleted](Self::delete_snapshot).
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name; or the log has no room for
+    /// another, had failed, is being closed, or can't be written. There is no new snapshot then.
+    pub fn snapshot(&self, name: SnapshotName) -> Result<Snapshot> {
+        self.log.order(KeeperTask::Snapshot(name))?;
+        let mut snapshots = self.snapshots().into_iter();
+        let made = snapshots.find(|snapshot| snapshot.name == name);
+        made.ok_or_else(|| {
+            let dir = self.log.dir.display();
+            let message = format!("{dir}: snapshot '{name}' was deleted at once");
+            Error::new(ErrorKind::NotFound, message)
+        })
+    }
+
+    /// Deletes a snapshot of the log. What only it needed is copied to the base images, or overwritten, in time.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind) if there is none of this name; or the log is being closed or can't be
+    /// written.
+    pub fn delete_snapshot(&self, name: SnapshotName) -> Result<()> {
+        self.log.order(KeeperTask::DeleteSnapshot(name))
+    }
+
+    /// The snapshots of the log, oldest first.
+    pub fn snapshots(&self) -> Vec<Snapshot> {
+        self.log.lock().keeper.snapshots.clone()
+    }
+
+    /// What the log has of the history of its disks.
+    pub fn history(&self) -> LogHistory {
+        self.log.history()
+    }
+
+    /// How much of its history the log keeps.
+    pub fn retain(&self) -> Retain {
+        self.log.lock().keeper.retain
+    }
+
+    /// Lets the log keep so much of its history from now on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the log is being closed
+    /// or can't be written.
+    pub fn set_retain(&self, retain: Retain) -> Result<()> {
+        self.log.order(KeeperTask::Retain(retain))
     }
 
     /// Makes the disk longer while it is in use: `size` in bytes. The new part reads as zeroes. A crash leaves the
@@ -67,11 +127,44 @@ impl Disk {
         Ok(Resize { old_size, size })
     }
 
-    /// Appends the extents of a range that only the base image holds.
-    fn base_extents(&self, sector: u64, sectors: u64, extents: &mut Vec<Extent>) -> Result<()> {
-        // SAFETY: the base image is open as long as `self.state`, which outlives this call.
-        let base = unsafe { BorrowedFd::borrow_raw(self.state.base.raw_fd()) };
-        file_extents(base, &self.state.path, sector, sectors, extents)
+    /// Copies the disk to `target` as [`export`](Self::export) does if the log keeps no history: from its base image, right
+    /// after a checkpoint.
+    pub(crate) fn export_base(
+        &self,
+        target: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Transfer> {
+        let newest = self.log.lock().pipeline.appended();
+        let state = &self.state;
+        let export = Arc::new(Export::new(&state.base, &state.path, target)?);
+        let reader = Reader(state, export.clone());
+        self.log
+            .order(KeeperTask::Export(newest, state.clone(), export))?;
+        loop {
+            let (passed, size, copied) = reader.1.step()?;
+            if self.log.lock().keeper.stop {
+                return Err(ended_early("the log is being closed"));
+            }
+            if !progress(passed, size) {
+                return Err(ended_early("it was given up"));
+            }
+            if passed == size {
+                return Ok(Transfer {
+                    size,
+                    copied,
+                    shared: false,
+                });
+            }
+        }
+    }
+}
+
+/// The thread that copies the base image. Its export ends with it.
+struct Reader<'a>(&'a DiskState, Arc<Export>);
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        self.0.end_export(&self.1);
     }
 }
 
@@ -117,33 +210,46 @@ impl Backend for Disk {
     }
 
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
-        let end = sector
-            .saturating_add(sectors.min(LIMIT))
-            .min(self.sectors());
-        let (mut extents, mut pieces) = (Vec::new(), Vec::new());
-        let mut at = sector;
-        // One extent more than asked for is looked up, so that the last one is reported in full.
-        while at < end && extents.len() <= most {
-            let step = STEP.min(end - at);
-            self.state.index().pieces(at, step, &mut pieces);
-            for piece in pieces.drain(..) {
-                match piece.place {
-                    Some(Place::Memory { .. } | Place::Log { .. }) => {
-                        push(&mut extents, piece.sectors, Allocation::Data);
-                    }
-                    Some(Place::Zero { unmap: false }) => {
-                        push(&mut extents, piece.sectors, Allocation::Zero);
-                    }
-                    Some(Place::Zero { unmap: true }) => {
-                        push(&mut extents, piece.sectors, Allocation::Hole);
-                    }
-                    None => self.base_extents(piece.sector, piece.sectors, &mut extents)?,
-                }
-            }
-            at += step;
+        let state = &self.state;
+        let append = |sector, sectors, extents: &mut Vec<Extent>| {
+            let mut pieces = Vec::new();
+            state.index().pieces(sector, sectors, &mut pieces);
+            let mut pieces = pieces.iter();
+            pieces.try_for_each(|piece| push_piece(extents, piece, &*state.base, &state.path))
+        };
+        Ok(disk_extents(sector, sectors, self.sectors(), most, append)?)
+    }
+
+    /// The snapshots of the log, by name and LSN.
+    fn past_points(&self) -> Vec<PastPoint> {
+        let snapshots = self.snapshots().into_iter();
+        let known = snapshots.filter(|snapshot| snapshot.lsn >= self.state.void_lsn);
+        known.map(PastPoint::from).collect()
+    }
+
+    fn changes(
+        &self,
+        since: u64,
+        sector: u64,
+        sectors: u64,
+        most: usize,
+    ) -> io::Result<Vec<Change>> {
+        let (log, state) = (&self.log, &self.state);
+        let append = |sector, sectors, changes: &mut Vec<Change>| {
+            let mut pieces = Vec::new();
+            state.index().pieces(sector, sectors, &mut pieces);
+            let live = log.lock().ring.all_live();
+            let since = Since::new(since, &live, log.segment_size, &log.borders)?;
+            pieces.iter().for_each(|piece| since.append(piece, changes));
+            Ok(())
+        };
+        let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
+        // Nothing behind a pinned LSN has left the log until now.
+        let pinned = log.lock().keeper.pinned();
+        match pinned.is_some_and(|lsn| lsn <= since) && state.void_lsn <= since {
+            true => Ok(changes),
+            false => Err(unknown_point(since).into()),
         }
-        extents.truncate(most.max(1));
-        Ok(extents)
     }
 
     fn grow(&self, bytes: u64) -> io::Result<()> {
@@ -156,6 +262,14 @@ impl Backend for Disk {
         Ok(())
     }
 
+    fn export(
+        &self,
+        target: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> io::Result<Transfer> {
+        Ok(Disk::export(self, target, progress)?)
+    }
+
     fn log_counters(&self) -> Option<LogCounters> {
         Some(self.log.counters.snapshot())
     }
@@ -166,6 +280,10 @@ impl Backend for Disk {
 
     fn condition(&self) -> Condition {
         self.log.condition()
+    }
+
+    fn end_pauses(&self) {
+        self.log.end_pauses();
     }
 
     fn is_unsafe(&self) -> bool {

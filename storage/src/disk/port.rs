@@ -4,32 +4,18 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use slab::Slab;
-use smallvec::SmallVec;
-
+use crate::disk::reads::{Part, Reads, check_range, check_read};
 use crate::format::Kind;
-use crate::index::{Piece, Place};
+use crate::index::Piece;
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::Modification;
 use crate::log::state::{Log, Refused};
 use crate::medium::checksum::{self, Payload};
-use crate::medium::engine::{Done, Io, Source};
-use crate::medium::segment::LogRead;
+use crate::medium::engine::Done;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
-use crate::{BackendQueue, Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE};
-
-/// A read whose parts are in flight.
-struct Read {
-    token: u64,
-    /// `None` if one part is the whole read: the part's buffer becomes the result.
-    buffer: Option<Buffer>,
-    open: u32,
-    /// The parts that come from the log, by their first sector in the read.
-    logged: SmallVec<[(u64, LogRead); 1]>,
-    failed: bool,
-}
+use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
 /// One thread's way to a disk. Dropping it waits for the operations in flight; completions not taken are lost.
 ///
@@ -44,9 +30,7 @@ pub struct Port {
     pub(crate) newest_lsn: u64,
     /// Writes held back by a full log, in order.
     parked: VecDeque<(u64, Modification)>,
-    /// The reads in flight. The engine id of a part is the key of its read here, then, in 32 bits, the part's first
-    /// sector in the read.
-    reads: Slab<Read>,
+    reads: Reads,
     /// Memory for the next read's pieces, and for ended operations.
     pieces: Vec<Piece>,
     ended: Vec<Done>,
@@ -71,7 +55,7 @@ impl Port {
             done: Vec::new(),
             newest_lsn: 0,
             parked: VecDeque::new(),
-            reads: Slab::new(),
+            reads: Reads::default(),
             pieces: Vec::new(),
             ended: Vec::new(),
         })
@@ -138,7 +122,9 @@ impl BackendQueue for Port {
     fn completions(&mut self, done: &mut Vec<Completion>) {
         let mut ended = std::mem::take(&mut self.ended);
         self.committer.poll(&mut ended, &mut self.done);
-        ended.drain(..).for_each(|end| self.end_part(end));
+        for end in ended.drain(..) {
+            self.done.extend(self.reads.end_part(&self.disk.path, end));
+        }
         self.ended = ended;
         if !self.parked.is_empty() {
             self.unpark();
@@ -185,12 +171,7 @@ impl Port {
     }
 
     fn check_range(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
-        let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
-        if sectors == 0 || end > self.disk.sectors() {
-            Err(Failure::OutOfRange)
-        } else {
-            Ok(())
-        }
+        check_range(sector, sectors, self.disk.sectors())
     }
 
     fn check_writable(&self) -> Result<(), Failure> {
@@ -302,113 +283,20 @@ impl Port {
     }
 
     fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
-        self.check_range(sector, u64::from(sectors))?;
-        let len = sectors as usize * SECTOR_SIZE as usize;
-        if len > MAX_REQUEST_BYTES {
-            return Err(Failure::TooLarge);
-        }
-        let mut pieces = std::mem::take(&mut self.pieces);
-        self.disk
-            .index()
-            .pieces(sector, u64::from(sectors), &mut pieces);
-        let whole = pieces.len() == 1;
-        let key = self.reads.vacant_key();
-        let mut buffer = None;
-        let mut open = 0;
-        let mut logged = SmallVec::new();
-        for piece in pieces.drain(..) {
-            let skipped = piece.sector - sector;
-            let at = (skipped * SECTOR_SIZE) as usize;
-            let part = (piece.sectors * SECTOR_SIZE) as usize;
-            let (source, offset, bytes) = match piece.place {
-                Some(Place::Memory { payload, offset }) => {
-                    let bytes = &payload[offset..offset + part];
-                    match whole {
-                        true => buffer = Some(Buffer::from(bytes)),
-                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + part]
-                            .copy_from_slice(bytes),
-                    }
-                    continue;
-                }
-                Some(Place::Zero { .. }) => continue,
-                Some(Place::Log { segment, offset }) => {
-                    let read = LogRead::new(segment.clone(), offset, part);
-                    let (offset, bytes) = (read.offset(), read.bytes());
-                    logged.push((skipped, read));
-                    (Source::Segment(segment), offset, bytes)
-                }
-                None => (
-                    Source::Base(self.disk.base.clone()),
-                    piece.sector * SECTOR_SIZE,
-                    part,
-                ),
-            };
-            open += 1;
-            let io = Io::Read {
-                source,
-                offset,
-                buffer: Buffer::for_overwrite(bytes),
-            };
-            self.committer.submit_read((key as u64) << 32 | skipped, io);
-        }
-        self.pieces = pieces;
-        if open == 0 {
-            let read = buffer.unwrap_or_else(|| Buffer::zeroed(len));
-            return Ok(Submitted::Ended(Some(read)));
-        }
-        if !whole {
-            // Parts without a read are zeroes.
-            buffer.get_or_insert_with(|| Buffer::zeroed(len));
-        }
-        self.reads.insert(Read {
-            token,
-            buffer,
-            open,
-            logged,
-            failed: false,
-        });
-        Ok(Submitted::InFlight)
-    }
-
-    fn end_part(&mut self, end: Done) {
-        let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
-        let at = (skipped * SECTOR_SIZE) as usize;
-        let Some(read) = self.reads.get_mut(key) else {
-            return;
-        };
-        read.open -= 1;
-        let logged = read.logged.iter().position(|(first, _)| *first == skipped);
-        let logged = logged.map(|found| read.logged.swap_remove(found).1);
-        let result = end.result.map_err(|error| error.to_string());
-        // Bytes of the log are verified before the client gets them: bytes that the medium changed, or never wrote,
-        // are an error.
-        let result = result.and_then(|part| match (part, logged) {
-            (Some(part), Some(logged)) => {
-                let verified = logged.verified(part).map_err(|error| error.to_string());
-                verified.map(Some)
-            }
-            (part, _) => Ok(part),
-        });
-        match (result, &mut read.buffer) {
-            (Ok(Some(part)), Some(whole)) => whole[at..at + part.len()].copy_from_slice(&part),
-            (Ok(part), whole) => *whole = part,
-            (Err(error), _) => {
-                let disk = self.disk.path.display();
-                tracing::error!("{disk}: a read failed: {error}");
-                read.failed = true;
-            }
-        }
-        if read.open == 0
-            && let Some(read) = self.reads.try_remove(key)
-        {
-            let result = match read.failed {
-                true => Err(Failure::Io),
-                false => Ok(read.buffer),
-            };
-            self.done.push(Completion {
-                token: read.token,
-                result,
-            });
-        }
+        check_read(sector, sectors, self.disk.sectors())?;
+        let (disk, committer) = (&self.disk, &mut self.committer);
+        let count = u64::from(sectors);
+        disk.index().pieces(sector, count, &mut self.pieces);
+        let parts = self
+            .pieces
+            .drain(..)
+            .map(|piece| Part::of(piece, &disk.base));
+        let submit = |id, io| committer.submit_read(id, io);
+        Ok(
+            match self.reads.begin(token, sector, sectors, parts, submit) {
+                Some(data) => Submitted::Ended(Some(data)),
+                None => Submitted::InFlight,
+            },
+        )
     }
 }

@@ -13,6 +13,7 @@ use super::leaf::{Addition, Extent, LEAF, Leaf, Meaning, Word, zone};
 use super::memory::{IndexMemory, Share};
 use super::place::{Piece, Place};
 use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::{SECTOR_SIZE, SharedBuffer};
 
@@ -26,12 +27,14 @@ struct Pending {
     payload: Option<SharedBuffer>,
 }
 
-/// Non-overlapping extents in the order of their sectors. The map pins every segment that it has ever named.
+/// Non-overlapping extents in the order of their sectors. The map pins every segment that it has ever named, until it
+/// [releases](Self::release) them.
 #[derive(Debug, Default)]
 pub(crate) struct ExtentMap {
     /// By their bases.
     leaves: BTreeMap<u64, Leaf>,
-    segments: Vec<Arc<Segment>>,
+    /// `None`: the slot is free.
+    segments: Vec<Option<Arc<Segment>>>,
     /// Payloads that are not in the log yet, by LSN.
     pending: VecDeque<Pending>,
     /// Bytes of memory that the leaves take.
@@ -317,6 +320,51 @@ impl ExtentMap {
         left
     }
 
+    /// Removes the parts of these pieces that are in the same segment here, or zeroes of the same record: the newest bytes
+    /// there are those that the pieces name.
+    pub(crate) fn forget(&mut self, pieces: &[Piece]) {
+        let mut same = Vec::new();
+        for old in pieces {
+            self.visit(old.sector, old.sectors, &mut |part| {
+                let is_same = match (&part.place, &old.place) {
+                    (Some(Place::Log { segment, .. }), Some(Place::Log { segment: other, .. })) => {
+                        Arc::ptr_eq(segment, other)
+                    }
+                    (Some(Place::Zero { lsn, .. }), Some(Place::Zero { lsn: other, .. })) => {
+                        lsn == other
+                    }
+                    _ => false,
+                };
+                let is_newer = part.place.is_some() && planted(Mutant::FoldForgetsNewer);
+                if is_same || is_newer {
+                    same.push((part.sector, part.sector + part.sectors));
+                }
+            });
+            for (sector, end) in same.drain(..) {
+                if let Some((sectors, word)) = self.clear(sector, end) {
+                    self.put(end, sectors, word);
+                }
+                let first = self.leaves.range(..=sector).next_back();
+                if let Some((&base, _)) = first.filter(|(_, leaf)| leaf.extents.is_empty())
+                    && let Some(leaf) = self.leaves.remove(&base)
+                {
+                    self.bytes -= leaf.bytes();
+                }
+            }
+        }
+        self.share.set(self.bytes);
+    }
+
+    /// Names these segments no more. No extent is in them.
+    pub(crate) fn release(&mut self, segments: &[Arc<Segment>]) {
+        for slot in &mut self.segments {
+            let named = |named: &Arc<Segment>| segments.iter().any(|s| Arc::ptr_eq(s, named));
+            if slot.as_ref().is_some_and(named) {
+                *slot = None;
+            }
+        }
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.leaves.is_empty()
     }
@@ -351,24 +399,34 @@ impl ExtentMap {
                 Word::pending(lsn)
             }
             Place::Log { segment, offset } => Word::log(self.slot(&segment), offset / SECTOR_SIZE),
-            Place::Zero { unmap } => Word::zero(unmap),
+            Place::Zero { unmap, lsn } => Word::zero(unmap, lsn),
         }
     }
 
     /// The segment's slot in the table, added if it is missing. The search begins at the end, where recent segments
     /// are.
     fn slot(&mut self, segment: &Arc<Segment>) -> usize {
-        let found = self.segments.iter().rposition(|s| Arc::ptr_eq(s, segment));
-        found.unwrap_or_else(|| {
-            self.segments.push(segment.clone());
-            self.segments.len() - 1
-        })
+        let named = |slot: &Option<Arc<Segment>>| match slot {
+            Some(named) => Arc::ptr_eq(named, segment),
+            None => false,
+        };
+        let mut slots = self.segments.iter();
+        if let Some(slot) = slots.rposition(named) {
+            return slot;
+        }
+        let free = self.segments.iter().position(Option::is_none);
+        let slot = free.unwrap_or(self.segments.len());
+        match self.segments.get_mut(slot) {
+            Some(free) => *free = Some(segment.clone()),
+            None => self.segments.push(Some(segment.clone())),
+        }
+        slot
     }
 
     fn piece(&self, sector: u64, end: u64, word: Word) -> Piece {
         let place = match word.meaning() {
             Meaning::Log { slot, sector } => Place::Log {
-                segment: self.segments[slot].clone(),
+                segment: self.segments[slot].clone().expect("it is named"),
                 offset: sector * SECTOR_SIZE,
             },
             Meaning::Pending { lsn } => {
@@ -380,7 +438,7 @@ impl ExtentMap {
                     offset: ((sector - pending.sector) * SECTOR_SIZE) as usize,
                 }
             }
-            Meaning::Zero { unmap } => Place::Zero { unmap },
+            Meaning::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
         };
         Piece {
             sector,

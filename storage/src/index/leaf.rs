@@ -13,7 +13,7 @@ pub(super) struct Word(u64);
 pub(super) enum Meaning {
     Log { slot: usize, sector: u64 },
     Pending { lsn: u64 },
-    Zero { unmap: bool },
+    Zero { unmap: bool, lsn: u64 },
 }
 
 impl Word {
@@ -34,8 +34,10 @@ impl Word {
         Self(Self::PENDING | lsn)
     }
 
-    pub(super) fn zero(unmap: bool) -> Self {
-        Self(Self::ZERO | u64::from(unmap))
+    /// Zeroes since this record.
+    pub(super) fn zero(unmap: bool, lsn: u64) -> Self {
+        assert!(lsn < Self::PENDING / 2, "an LSN that counting can't reach");
+        Self(Self::ZERO | lsn << 1 | u64::from(unmap))
     }
 
     pub(super) fn meaning(self) -> Meaning {
@@ -46,7 +48,10 @@ impl Word {
                 sector: rest & u64::from(u32::MAX),
             },
             Self::PENDING => Meaning::Pending { lsn: rest },
-            _ => Meaning::Zero { unmap: rest != 0 },
+            _ => Meaning::Zero {
+                unmap: rest & 1 != 0,
+                lsn: rest >> 1,
+            },
         }
     }
 

@@ -78,4 +78,12 @@ impl Index {
         }
         free
     }
+
+    /// Undoes [`freeze`](Self::freeze): nothing may have been inserted since, and nobody else may use the frozen layer.
+    pub(crate) fn thaw(&mut self) {
+        let frozen = self.frozen.as_mut().and_then(Arc::get_mut);
+        if let Some(frozen) = frozen.map(std::mem::take) {
+            (self.active, self.frozen) = (frozen, None);
+        }
+    }
 }

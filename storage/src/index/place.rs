@@ -14,8 +14,8 @@ pub(crate) enum Place {
     },
     /// In the log, at a byte offset of a segment file. Holding the segment keeps it from being recycled.
     Log { segment: Arc<Segment>, offset: u64 },
-    /// All zeroes; `unmap` if the base image's space may be given back.
-    Zero { unmap: bool },
+    /// All zeroes; `unmap` if the base image's space may be given back. `lsn`: the record that made them so.
+    Zero { unmap: bool, lsn: u64 },
 }
 
 impl Place {
@@ -31,7 +31,10 @@ impl Place {
                 segment: segment.clone(),
                 offset: offset + bytes,
             },
-            Self::Zero { unmap } => Self::Zero { unmap: *unmap },
+            Self::Zero { unmap, lsn } => Self::Zero {
+                unmap: *unmap,
+                lsn: *lsn,
+            },
         }
     }
 }

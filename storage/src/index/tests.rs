@@ -26,7 +26,7 @@ fn payload(lsn: u64, sectors: u64) -> SharedBuffer {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Origin {
     Base,
-    Zero { unmap: bool },
+    Zero { unmap: bool, lsn: u64 },
     Record { lsn: u64, sector: u64, logged: bool },
 }
 
@@ -47,6 +47,8 @@ enum Step {
         gap: bool,
     },
     NextSegment,
+    /// A fold has copied what was in the log before the newest segment but one began.
+    Forget,
     Freeze,
     Checkpointed,
 }
@@ -64,7 +66,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|((sector, sectors), unmap)| Step::Zero { sector, sectors, unmap }),
         50 => (any::<prop::sample::Index>(), prop::bool::weighted(0.2))
             .prop_map(|(which, gap)| Step::Log { which, gap }),
-        1 => Just(Step::NextSegment),
+        2 => Just(Step::NextSegment),
+        2 => Just(Step::Forget),
         1 => Just(Step::Freeze),
         1 => Just(Step::Checkpointed),
     ];
@@ -100,6 +103,8 @@ struct Model {
     layers: [Vec<Origin>; 2],
     waiting: Vec<Waiting>,
     log: Vec<Held>,
+    /// What the active layer had in the log when the newest segment began, and how many segments there were.
+    remembered: (usize, Vec<Piece>),
     next_lsn: u64,
 }
 
@@ -113,6 +118,7 @@ impl Model {
             layers: [(), ()].map(|()| vec![Origin::Base; SECTORS as usize]),
             waiting: Vec::new(),
             log: vec![(segment(), Vec::new())],
+            remembered: (0, Vec::new()),
             next_lsn: 1,
         }
     }
@@ -143,8 +149,9 @@ impl Model {
                 sectors,
                 unmap,
             } => {
-                self.insert(sector, sectors, Place::Zero { unmap }, |_| Origin::Zero {
-                    unmap,
+                let lsn = self.next_lsn;
+                self.insert(sector, sectors, Place::Zero { unmap, lsn }, |_| {
+                    Origin::Zero { unmap, lsn }
                 });
             }
             Step::Log { which, gap } => {
@@ -153,9 +160,33 @@ impl Model {
                     self.log(which, gap);
                 }
             }
-            Step::NextSegment => self.log.push((segment(), Vec::new())),
+            Step::NextSegment => {
+                let in_log = |piece: &Piece| !matches!(piece.place, Some(Place::Memory { .. }));
+                let pieces = self.index.active.iter().filter(in_log).collect();
+                self.remembered = (self.log.len(), pieces);
+                self.log.push((segment(), Vec::new()));
+            }
+            Step::Forget => {
+                let (segments, pieces) = std::mem::take(&mut self.remembered);
+                for piece in &pieces {
+                    for at in 0..piece.sectors {
+                        let copied = self.origin(piece, at);
+                        let origin = &mut self.layers[0][(piece.sector - FIRST + at) as usize];
+                        if *origin == copied {
+                            *origin = Origin::Base;
+                        }
+                    }
+                }
+                self.index.active.forget(&pieces);
+                let segments: Vec<_> = self.log[..segments]
+                    .iter()
+                    .map(|(s, _)| s.clone())
+                    .collect();
+                self.index.active.release(&segments);
+            }
             Step::Freeze => {
                 if self.index.freeze() {
+                    self.remembered = (0, Vec::new());
                     self.layers[1] = std::mem::replace(
                         &mut self.layers[0],
                         vec![Origin::Base; SECTORS as usize],
@@ -221,7 +252,10 @@ impl Model {
     fn origin(&self, piece: &Piece, at: u64) -> Origin {
         match &piece.place {
             None => Origin::Base,
-            Some(Place::Zero { unmap }) => Origin::Zero { unmap: *unmap },
+            Some(Place::Zero { unmap, lsn }) => Origin::Zero {
+                unmap: *unmap,
+                lsn: *lsn,
+            },
             Some(Place::Memory { payload, offset }) => {
                 let bytes = &payload[offset + (at * SECTOR_SIZE) as usize..];
                 let number =
@@ -327,7 +361,10 @@ fn a_large_index_is_built_as_it_is_inserted() {
     for lsn in 0..20_000_u64 {
         let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);
         let place = match lsn % 11 {
-            0 => Place::Zero { unmap: false },
+            0 => Place::Zero {
+                unmap: false,
+                lsn: 1,
+            },
             _ => Place::Log {
                 segment: segment.clone(),
                 offset: lsn * 8 * SECTOR_SIZE,
@@ -387,11 +424,20 @@ fn what_is_adjacent_on_the_disk_and_in_the_log_is_one_extent() {
             sector,
             Place::Zero {
                 unmap: sector % 2 == 0,
+                lsn: 1,
             },
         );
     }
     assert_eq!(map.iter().count(), 100_000);
-    map.insert(0, 100_000, 0, Place::Zero { unmap: true });
+    map.insert(
+        0,
+        100_000,
+        0,
+        Place::Zero {
+            unmap: true,
+            lsn: 1,
+        },
+    );
     assert_eq!(map.iter().count(), 1);
     map.check();
 }

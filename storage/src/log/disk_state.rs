@@ -1,5 +1,6 @@
 //! An open disk as all threads of its log see it.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::SECTOR_SIZE;
@@ -7,10 +8,11 @@ use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, Uuid};
 use crate::index::Index;
+use crate::log::export::Export;
 use crate::medium::file::DataFile;
 use crate::medium::mark::Mark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The disk as all threads see it.
 #[derive(Debug)]
@@ -26,9 +28,15 @@ pub(crate) struct DiskState {
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
+    /// The disk was not asked for, or leaves the log: no record may follow. Changed under the log's lock.
+    pub aside: AtomicBool,
+    /// Records up to this LSN were given up, or copied before the disk came back to the log.
+    pub void_lsn: u64,
     /// The newest record of this disk: what a FLUSH of it has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
+    /// The copies of the base image that are under way.
+    pub exports: Mutex<Vec<Arc<Export>>>,
 }
 
 impl DiskState {
@@ -44,9 +52,38 @@ impl DiskState {
             read_only: options.read_only,
             no_flush: options.cache == CacheMode::Unsafe,
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
+            aside: AtomicBool::new(false),
+            void_lsn: entry.void_lsn.get(),
             last_lsn: AtomicU64::new(0),
             index: RwLock::default(),
+            exports: Mutex::default(),
         }
+    }
+
+    /// Opens a disk that was set aside. `options` name its image.
+    pub(crate) fn set_options(&mut self, options: &DiskOptions) {
+        let asked = options.clone();
+        self.path = asked.path;
+        self.read_only = asked.read_only;
+        self.no_flush = asked.cache == CacheMode::Unsafe;
+        self.write_cache = AtomicBool::new(asked.cache != CacheMode::Writethrough);
+        self.aside = AtomicBool::new(false);
+    }
+
+    /// Ends an export of this disk. Called by its reader.
+    pub(crate) fn end_export(&self, export: &Arc<Export>) {
+        let mut exports = self.exports.lock().expect("exports lock");
+        exports.retain(|other| !Arc::ptr_eq(other, export));
+        drop(exports);
+        export.end();
+    }
+
+    /// To be called before the base image changes in a range of bytes: exports copy what it holds there, from the begin
+    /// of the range on. Returns where this part ends.
+    pub(crate) fn save(&self, range: Range<u64>) -> u64 {
+        let exports = self.exports.lock().expect("exports lock").clone();
+        let saved = exports.iter().map(|export| export.save(range.clone()));
+        saved.min().unwrap_or(range.end)
     }
 
     /// Writes the base image's mark, and makes the mark and all earlier writes to the image durable. Returns whether

@@ -13,6 +13,7 @@ use std::time::Instant;
 use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::format::{self, BatchHeader, Descriptor};
+use crate::log::history::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
@@ -242,9 +243,8 @@ impl Log {
             Room::Next(segment) => {
                 let (salt, batched) = (self.medium.salt(), state.pipeline.batched());
                 state.ring.begin_tail(segment, self.uuid, salt, batched);
-                // The keeper makes the next segment ready, and checkpoints when half the ring is in use, before any
-                // write has to wait.
-                state.keeper.checkpoint |= state.ring.is_half_used();
+                // The keeper makes the next segment ready, and checkpoints before any write has to wait.
+                state.keeper.checkpoint |= state.needs_room();
                 true
             }
             Room::None { left, reserved } => {
@@ -282,6 +282,7 @@ impl Log {
         let tail = ring.tail().expect("make_room gave one");
         let (segment, offset) = (tail.segment.clone(), tail.offset);
         let cid = pipeline.next_cid();
+        let unix_us = state.stamps.next();
         let mut records = spare.records.pop().unwrap_or_default();
         pipeline.begin_batch(count, &segment, synced, &mut records);
         let described = described(&records);
@@ -300,7 +301,7 @@ impl Log {
             cid: U64::new(cid),
             first_lsn: U64::new(records[0].lsn),
             durable_lsn: U64::new(pipeline.durable()),
-            unix_us: U64::new(state.stamps.next()),
+            unix_us: U64::new(unix_us),
             previous_crc: U32::new(tail.previous_crc),
             descriptor_count: U16::new(described.len() as u16),
             checksum_count: U16::new(checksums().count() as u16),
@@ -337,7 +338,17 @@ impl Log {
             chunks.push(chunk(Buffer::zeroed(padding).share()));
         }
         let bytes = payload_at - offset + payload_len as u64;
-        ring.extend_tail(bytes, (&head[..encoded], crc), last_lsn);
+        let last = Commit {
+            lsn: last_lsn,
+            cid,
+            unix_us,
+        };
+        ring.extend_tail(bytes, (&head[..encoded], crc), last);
+        if state.horizon.cid == 0 {
+            // The oldest record that the log has.
+            let lsn = state.horizon.lsn;
+            state.horizon = Commit { lsn, ..last };
+        }
         let scope = match synced {
             true => pipeline.sync_batch(),
             false => SyncScope::None,

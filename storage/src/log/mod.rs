@@ -4,10 +4,14 @@
 pub(crate) mod committer;
 pub(crate) mod counters;
 pub(crate) mod disk_state;
+pub(crate) mod export;
 pub(crate) mod gather;
 pub(crate) mod group;
+pub(crate) mod held;
+pub(crate) mod history;
 pub(crate) mod leader;
 pub(crate) mod orders;
+pub(crate) mod pin;
 pub(crate) mod pipeline;
 pub(crate) mod ring;
 pub(crate) mod stamp;

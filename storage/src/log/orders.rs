@@ -1,26 +1,64 @@
-//! Orders to the keeper, whose callers wait for the result: a checkpoint now, or a longer disk.
+//! Orders to the keeper, whose callers wait for the result: a checkpoint now, the begin of an export, a longer disk, a disk
+//! more or less, a snapshot, or a look at a disk in use.
 //!
 //! ```text
-//!   Disk::checkpoint ─┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
-//!   Disk::grow ───────┴─▶ Log::order ─▶ orders ──┴─▶ keeper: control file, base image, control file
-//!           ▲                                                │
-//!           └──────────────────── answer ────────────────────┘
+//!   Disk::checkpoint ───┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
+//!   Disk::export ───────┤                          ├─▶ the same, and nothing more is; then the image is copied
+//!   Disk::grow ─────────┼─▶ Log::order ─▶ orders ──┼─▶ keeper: control file, base image, control file
+//!   Store::add_disk ────┤                          ├─▶ keeper: control file, the image's mark, control file
+//!   Store::remove_disk ─┘                          └─▶ keeper: copy of the disk's records, control file, mark
+//!           ▲                                                  │
+//!           └───────────────────── answer ─────────────────────┘
 //! ```
-//! The keeper does both because it alone writes the control file and the base images.
+//! The keeper does all of it because it alone writes the control file and the base images.
 
 use std::time::Instant;
 
+use crate::catalog::control::ControlFile;
+use crate::catalog::options::DiskOptions;
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
+use crate::log::export::Export;
+use crate::log::held::Held;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
+
+/// Gives a disk its place in the log's control file; gets the disks that the log has open.
+pub(crate) type Adopt =
+    Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>]) -> Result<Arc<DiskState>> + Send>;
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {
     /// Bring the base images up to this LSN.
     Checkpoint(u64),
+    /// Bring the base images to one LSN, at least this one, and begin the disk's export.
+    Export(u64, Arc<DiskState>, Arc<Export>),
     /// Grow a disk to this many bytes; never fewer than it has.
     Grow(Arc<DiskState>, u64),
+    /// Take on a disk.
+    Add(DiskOptions, Adopt, mpsc::Sender<Arc<DiskState>>),
+    /// Bring the base image of a disk up to date, and forget the disk.
+    Remove(Arc<DiskState>),
+    /// Name the present state of the log's disks.
+    Snapshot(SnapshotName),
+    /// Delete the snapshot of this name.
+    DeleteSnapshot(SnapshotName),
+    /// Keep so much history from now on.
+    Retain(Retain),
+    /// Hold what a look at a disk reads.
+    Look(Arc<DiskState>, mpsc::Sender<Held>),
+}
+
+impl KeeperTask {
+    /// Whether it takes no longer than a sync, so that it need not wait until a checkpoint has ended.
+    pub(crate) fn is_quick(&self) -> bool {
+        matches!(
+            self,
+            Self::Snapshot(_) | Self::DeleteSnapshot(_) | Self::Retain(_)
+        )
+    }
 }
 
 /// A task, and the channel to the caller that waits for it.
@@ -39,10 +77,18 @@ pub(crate) struct KeeperState {
     #[cfg(test)]
     pub copy_steps: Option<u64>,
     pub checkpoint: bool,
+    /// How much of its history the log keeps.
+    pub retain: Retain,
+    /// The log's snapshots, oldest first.
+    pub snapshots: Vec<Snapshot>,
+    /// For each look at a disk in use: the LSN that its base image had when it was opened.
+    pub looks: Vec<u64>,
     /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
     pub draining: Option<u64>,
     /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
     pub failed: bool,
+    /// Requests that need room wait when the last attempt failed for want of space; `failed` is not set then.
+    pub pauses: bool,
     /// Why the log can't be emptied or can't grow, until it can; [`Condition::Ok`] else.
     pub trouble: Condition,
     /// Orders whose callers wait for the keeper.
@@ -52,6 +98,18 @@ pub(crate) struct KeeperState {
 }
 
 impl KeeperState {
+    /// What comes behind this LSN is needed by a snapshot or by a look at the past, and stays in the log; `None`: by none.
+    pub(crate) fn pinned(&self) -> Option<u64> {
+        let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
+        snapshots.chain(self.looks.iter().copied()).min()
+    }
+
+    /// Whether requests that need room fail after this attempt to make some.
+    pub(crate) fn refuses_after(&self, done: &Result<()>) -> bool {
+        let waits = |error: &Error| self.pauses && error.is_no_space();
+        done.as_ref().is_err_and(|error| !waits(error))
+    }
+
     /// Notes why an attempt to empty the log, or to make it longer, has failed. The trouble began when it first failed
     /// so.
     pub(crate) fn note(&mut self, error: &Error) {

@@ -11,7 +11,9 @@ use std::collections::VecDeque;
 use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
+use crate::catalog::retain::Retain;
 use crate::format::{self, SegmentHeader, Uuid};
+use crate::log::history::Commit;
 use crate::log::tail::{BatchSize, Sealed, Tail};
 use crate::medium::checksum::Table;
 use crate::medium::segment::Segment;
@@ -24,12 +26,16 @@ const READY: usize = 2;
 const GROWING_SHARE: u64 = 8;
 /// Most summaries that wait to be written; when one more comes, the oldest is given up.
 const MOST_SEALED: usize = 2;
+/// Most segments that a log which keeps history frees at a time.
+const MOST_FREED: usize = 16;
 
-/// A segment in use, with the LSN of its last record so far.
+/// A segment in use.
+#[derive(Clone)]
 pub(crate) struct Live {
     pub segment: Arc<Segment>,
     pub sequence: u64,
-    pub last_lsn: u64,
+    /// Its last record so far, or the last one before it; the time is that of the record's batch.
+    pub last: Commit,
 }
 
 /// Where there is room for a batch.
@@ -134,6 +140,11 @@ impl SegmentRing {
         self.starved = false;
     }
 
+    /// How many segments the ring may have.
+    pub(crate) fn most(&self) -> usize {
+        self.most as usize
+    }
+
     /// Whether half of the ring, or more, is in use.
     pub(crate) fn is_half_used(&self) -> bool {
         self.live.len() * 2 >= self.most as usize
@@ -144,9 +155,20 @@ impl SegmentRing {
         u64::from(self.most).saturating_sub(self.live.len() as u64) * self.segment_size
     }
 
+    /// Lets the ring have so many segment files, unless it may have more already.
+    pub(crate) fn enlarge(&mut self, most: u32) {
+        self.most = self.most.max(most);
+        self.starved &= self.to_come() == 0;
+    }
+
     /// Whether no segment is free.
     pub(crate) fn has_none_free(&self) -> bool {
         self.free.is_empty()
+    }
+
+    /// Whether no segment is free, and none is to come.
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.free.is_empty() && self.to_come() == 0
     }
 
     /// The number of the next segment file, if it is to be made now; see [`is_short`](Self::is_short).
@@ -258,7 +280,10 @@ impl SegmentRing {
         self.live.push_back(Live {
             segment: segment.clone(),
             sequence,
-            last_lsn: batched,
+            last: Commit {
+                lsn: batched,
+                ..self.live.back().map_or(Commit::default(), |live| live.last)
+            },
         });
         self.next_sequence += 1;
         self.tail = Some(Tail {
@@ -302,12 +327,13 @@ impl SegmentRing {
     }
 
     /// Moves the tail behind a batch of `bytes`, segment header included. `header`: the batch's header with descriptors
-    /// and checksums, and its CRC.
-    pub(crate) fn extend_tail(&mut self, bytes: u64, header: (&[u8], u32), last_lsn: u64) {
+    /// and checksums, and its CRC. `last`: its last record, and when it was built.
+    pub(crate) fn extend_tail(&mut self, bytes: u64, header: (&[u8], u32), last: Commit) {
         let tail = self.tail.as_mut().expect("the batch is in it");
         tail.extend(bytes, header, self.segment_size);
         self.end += bytes;
-        self.live.back_mut().expect("the tail is live").last_lsn = last_lsn;
+        let live = self.live.back_mut().expect("the tail is live");
+        live.last = last;
     }
 
     /// Ends the tail: the log is being closed, and the next batch would begin a segment.
@@ -319,13 +345,71 @@ impl SegmentRing {
     /// sequence of the first that is. The tail is needed always.
     pub(crate) fn unneeded(&self, lsn: u64) -> (usize, u64) {
         let most = self.live.len() - usize::from(self.tail.is_some());
-        let keep = self.live.iter().position(|live| live.last_lsn > lsn);
+        let keep = self.live.iter().position(|live| live.last.lsn > lsn);
         let count = keep.unwrap_or(most);
         let first = self.live.get(count);
         (
             count,
             first.map_or(self.next_sequence, |live| live.sequence),
         )
+    }
+
+    /// How many segments a log that keeps history frees at a time: few checkpoints write a block of a base image less often
+    /// than many.
+    fn step(&self, retain: Retain) -> usize {
+        let rest = u64::from(self.most).saturating_sub(retain.segments(self.segment_size));
+        (rest as usize / 2).clamp(1, MOST_FREED)
+    }
+
+    /// Whether a log that keeps history needs the room of its oldest segments.
+    pub(crate) fn is_running_out(&self, retain: Retain) -> bool {
+        self.live.len() + self.step(retain) >= self.most as usize
+    }
+
+    /// How many of the oldest segments a log that keeps so much history frees now; `now`: in microseconds since 1970;
+    /// `pressed`: room is needed whatever is kept; `pinned`: what comes behind this LSN stays. With the number of those that
+    /// are kept for no longer than they were to be.
+    pub(crate) fn expired(
+        &self,
+        retain: Retain,
+        now: u64,
+        pressed: bool,
+        pinned: u64,
+    ) -> (usize, usize) {
+        let sealed = self.live.len() - usize::from(self.tail.is_some());
+        let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
+        let expired = |&(at, live): &(usize, &Live)| match retain {
+            Retain::Nothing => true,
+            Retain::Time(time) => {
+                u128::from(now.saturating_sub(live.last.unix_us)) > time.as_micros()
+            }
+            Retain::Bytes(bytes) => newer(at) >= bytes,
+            Retain::All => false,
+        };
+        let expired = self.live.iter().enumerate().take_while(expired).count();
+        let step = self.step(retain);
+        let wanted = match () {
+            () if pressed => expired.max(step),
+            () if expired >= step => expired,
+            () => 0,
+        };
+        let free = self.live.iter().take_while(|live| live.last.lsn <= pinned);
+        let count = wanted.min(sealed).min(free.count());
+        (count, count.saturating_sub(expired))
+    }
+
+    /// The oldest `count` segments, each with its last record.
+    pub(crate) fn oldest(&self, count: usize) -> Vec<(Arc<Segment>, Commit)> {
+        let oldest = self.live.iter().take(count);
+        oldest
+            .map(|live| (live.segment.clone(), live.last))
+            .collect()
+    }
+
+    /// How many segments have records behind this LSN.
+    pub(crate) fn newer(&self, lsn: u64) -> usize {
+        let older = self.live.iter().take_while(|live| live.last.lsn <= lsn);
+        self.live.len() - older.count()
     }
 
     /// Takes the oldest `count` segments out of use. They are free once they are [reclaimed](Self::reclaim).
@@ -357,13 +441,18 @@ impl SegmentRing {
 
     /// Whether the only segments that can become free are those that readers hold.
     pub(crate) fn waits_for_readers(&self) -> bool {
-        self.has_readers() && self.free.is_empty() && self.to_come() == 0
+        self.has_readers() && self.is_used_up()
     }
 
     /// The number of segment files, and of free segments.
     #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn counts(&self) -> (u32, usize) {
         (self.files, self.free.len())
+    }
+
+    /// The segments that are in use, oldest first, with what is known of them.
+    pub(crate) fn all_live(&self) -> Vec<Live> {
+        self.live.iter().cloned().collect()
     }
 
     /// The segments that are in use, oldest first.
@@ -376,10 +465,10 @@ impl SegmentRing {
         let mut newest = (0, 0);
         for live in &self.live {
             assert!(
-                newest.0 < live.sequence && newest.1 <= live.last_lsn,
+                newest.0 < live.sequence && newest.1 <= live.last.lsn,
                 "live segments are out of order"
             );
-            newest = (live.sequence, live.last_lsn);
+            newest = (live.sequence, live.last.lsn);
         }
         assert!(
             newest.0 < self.next_sequence && newest.1 <= batched,
@@ -389,7 +478,7 @@ impl SegmentRing {
             let last = self.live.back().expect("the tail is live");
             assert!(
                 Arc::ptr_eq(&last.segment, &tail.segment)
-                    && (last.sequence, last.last_lsn) == (tail.sequence, batched),
+                    && (last.sequence, last.last.lsn) == (tail.sequence, batched),
                 "the tail is not the last live segment"
             );
             assert!(
@@ -429,6 +518,11 @@ mod tests {
 
     const SIZE: u64 = 64 << 10;
 
+    fn at(lsn: u64, unix_us: u64) -> Commit {
+        let cid = lsn;
+        Commit { lsn, cid, unix_us }
+    }
+
     /// A batch of one record.
     fn batch(whole: u64) -> BatchSize {
         let header = format::header_len(1, 0);
@@ -447,7 +541,7 @@ mod tests {
             };
             ring.begin_tail(segment, [7; 16], 1, batched);
             ring.check(batched);
-            ring.extend_tail(8192, (&[0; 116], 1), lsn);
+            ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 0));
             batched = lsn;
             ring.check(batched);
         }
@@ -500,6 +594,44 @@ mod tests {
         ring.check(9);
     }
 
+    /// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room as
+    /// many as make a step. Nothing behind a pin is freed.
+    #[test]
+    fn the_oldest_segments_expire() {
+        let most = 12;
+        let free = (0..most).map(|_| segment()).collect();
+        let mut ring = SegmentRing::new(SIZE, (most, most), 1, VecDeque::new(), free);
+        for lsn in 1..=10 {
+            let Room::Next(segment) = ring.make_room(batch(SIZE), false) else {
+                panic!("a segment is free");
+            };
+            ring.begin_tail(segment, [7; 16], 1, lsn - 1);
+            ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 1000 * lsn));
+        }
+        let kept = |segments: u64| Retain::Bytes(segments * SIZE);
+        let time = |us: u64| Retain::Time(std::time::Duration::from_micros(us));
+        let expired = |retain, pressed, pinned| ring.expired(retain, 11_000, pressed, pinned);
+        let all = u64::MAX;
+        // A step is half of the room beside what is kept: 5 segments, and 6 if no bytes are counted.
+        assert_eq!(expired(kept(2), false, all), (8, 0));
+        assert_eq!(expired(kept(5), false, all), (5, 0));
+        assert_eq!(expired(kept(8), false, all), (2, 0));
+        assert_eq!(expired(kept(9), false, all), (1, 0));
+        assert_eq!(expired(time(4000), false, all), (6, 0));
+        assert_eq!(expired(time(5000), false, all), (0, 0), "less than a step");
+        assert_eq!(expired(Retain::All, false, all), (0, 0));
+        // Under pressure some go early.
+        assert_eq!(expired(time(5000), true, all), (6, 1));
+        assert_eq!(expired(Retain::All, true, all), (6, 6));
+        assert_eq!(expired(kept(20), true, all), (1, 1));
+        // The tail stays.
+        assert_eq!(expired(kept(0), false, all), (9, 0));
+        for (pinned, count) in [(0, 0), (1, 1), (4, 4), (9, 9), (10, 9)] {
+            assert_eq!(expired(kept(0), true, pinned).0, count);
+        }
+        assert!(ring.is_running_out(Retain::All) && !ring.is_running_out(kept(9)));
+    }
+
     /// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no summary.
     #[test]
     fn batches_leave_room_for_the_summary() {
@@ -522,10 +654,10 @@ mod tests {
             let (mut ring, mut lsn) = (ring(), 0);
             begin(&mut ring, draining, 0);
             let block = format::BLOCK as u64;
-            ring.extend_tail(block + whole, (&vec![7; header], 1), 1);
+            ring.extend_tail(block + whole, (&vec![7; header], 1), at(1, 0));
             while let Room::Tail = ring.make_room(batch, draining) {
                 lsn += 1;
-                ring.extend_tail(whole, (&vec![7; header], 1), lsn + 1);
+                ring.extend_tail(whole, (&vec![7; header], 1), at(lsn + 1, 0));
             }
             let end = ring.tail().expect("a tail").offset;
             ring.begin_tail(segment(), [7; 16], 1, lsn + 1);
@@ -553,7 +685,7 @@ mod tests {
         );
         for lsn in 10..20 {
             ring.begin_tail(segment(), [7; 16], 1, lsn - 1);
-            ring.extend_tail(8192, (&[0; 116], 1), lsn);
+            ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 0));
             assert!(ring.sealed.len() <= MOST_SEALED);
         }
         assert!(ring.has_sealed());
@@ -569,14 +701,14 @@ mod tests {
         type Fault = fn(&mut SegmentRing);
         let broken: [(&str, Fault); 11] = [
             ("out of order", |ring| ring.live.swap(0, 1)),
-            ("out of order", |ring| ring.live[0].last_lsn = 10),
-            ("from the future", |ring| ring.live[1].last_lsn = 10),
+            ("out of order", |ring| ring.live[0].last.lsn = 10),
+            ("from the future", |ring| ring.live[1].last.lsn = 10),
             ("from the future", |ring| ring.next_sequence = 3),
             ("the tail is live", |ring| ring.live.clear()),
             ("not the last live", |ring| {
                 ring.live.pop_back();
             }),
-            ("not the last live", |ring| ring.live[1].last_lsn = 8),
+            ("not the last live", |ring| ring.live[1].last.lsn = 8),
             ("the tail's offset", |ring| ring.end += 512),
             ("in two places", |ring| {
                 ring.free.push_back(ring.live[0].segment.clone())

@@ -20,14 +20,23 @@ impl Stamps {
 
     /// The next timestamp: now, or the previous one if the clock has been set back since.
     pub(crate) fn next(&mut self) -> u64 {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        self.next_at(now.map_or(0, |now| now.as_micros() as u64))
+        self.next_at(now())
+    }
+
+    /// The time now by these timestamps: never before the last one.
+    pub(crate) fn now(&self) -> u64 {
+        self.last.max(now())
     }
 
     fn next_at(&mut self, now: u64) -> u64 {
         self.last = self.last.max(now);
         self.last
     }
+}
+
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_micros() as u64)
 }
 
 #[cfg(test)]

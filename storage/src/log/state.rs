@@ -9,12 +9,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::{Kind, Uuid};
 use crate::index::Place;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
+use crate::log::history::{Borders, Commit, LogHistory};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::{Modification, Pipeline};
 use crate::log::ring::SegmentRing;
@@ -39,6 +41,8 @@ pub(crate) struct State {
     pub gather: Gather,
     pub keeper: KeeperState,
     pub stamps: Stamps,
+    /// The base images hold everything up to here: see [`LogHistory::horizon`](crate::LogHistory::horizon).
+    pub horizon: Commit,
     /// Why the log failed for good.
     pub failure: Option<Trouble>,
     /// A leader is at work; it looks at the log again when its operation has ended.
@@ -65,6 +69,7 @@ impl State {
             gather,
             keeper,
             stamps,
+            horizon: Commit::default(),
             failure: None,
             led: false,
         }
@@ -80,6 +85,21 @@ impl State {
     /// others.
     pub(crate) fn is_pressing(&self) -> bool {
         self.ring.is_starved() || self.keeper.stop || !self.keeper.orders.is_empty()
+    }
+
+    /// Whether the log keeps records that a checkpoint could copy to the base images.
+    pub(crate) fn keeps_history(&self) -> bool {
+        self.keeper.retain != Retain::Nothing || self.keeper.pinned().is_some()
+    }
+
+    /// How many segments hold what a snapshot or a look at the past needs.
+    pub(crate) fn pinned_segments(&self) -> usize {
+        self.keeper.pinned().map_or(0, |lsn| self.ring.newer(lsn))
+    }
+
+    /// Whether the keeper is to look for segments that it can free, now that another one is in use.
+    pub(crate) fn needs_room(&self) -> bool {
+        self.keeps_history() || self.ring.is_half_used()
     }
 
     /// Whether the ring is full and can't be emptied. Requests that need room in the ring fail until that has
@@ -132,7 +152,7 @@ impl State {
 pub(crate) enum Refused {
     /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
     HeldBack(Modification),
-    /// The ring is full and can't be emptied.
+    /// The ring is full and can't be emptied, or the disk has left the log.
     Stuck,
 }
 
@@ -156,6 +176,8 @@ pub(crate) struct Log {
     /// Ports hold back requests until the pending bytes fall.
     pub held_back: AtomicBool,
     pub counters: Counters,
+    /// Where the records behind snapshots begin, as far as that was asked for.
+    pub borders: Borders,
     pub state: Mutex<State>,
     /// The writer thread sleeps on this.
     pub leader_called: Call,
@@ -198,7 +220,8 @@ impl Log {
         // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(self.segment_size as usize / 2);
         let many = index >= self.index_limit;
-        if (full && state.is_stuck()) || (many && state.keeper.failed) {
+        let aside = disk.aside.load(Ordering::Relaxed);
+        if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(Refused::Stuck);
         }
         // Once closing has begun, no record may come behind those that its checkpoint copies.
@@ -213,6 +236,7 @@ impl Log {
             },
             None => Place::Zero {
                 unmap: change.kind == Kind::Discard,
+                lsn: state.pipeline.next_lsn(),
             },
         };
         let indexed = change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard);
@@ -250,7 +274,26 @@ impl Log {
         match (&state.failure, &state.keeper.trouble) {
             (Some(failure), _) => Condition::ReadOnly(failure.clone()),
             (None, Condition::Ok) if state.ring.holds_back() => Condition::CopyingBehind,
-            (None, trouble) => trouble.clone().refusing_writes(state.ring.is_full()),
+            (None, trouble) => {
+                let full = state.ring.is_full();
+                let waits = state.keeper.pauses && trouble.name() == Condition::NO_SPACE;
+                trouble.clone().with_writes(full && !waits, full && waits)
+            }
+        }
+    }
+
+    /// What the log has of the history of its disks now.
+    pub(crate) fn history(&self) -> LogHistory {
+        let state = self.lock();
+        let bytes = |segments: usize| segments as u64 * self.segment_size;
+        LogHistory {
+            horizon: state.horizon,
+            kept_bytes: bytes(state.ring.live().count()),
+            pinned_bytes: bytes(state.pinned_segments()),
+            room_bytes: bytes(state.ring.most()),
+            index_bytes: self.counters.index.bytes(),
+            retain: state.keeper.retain,
+            snapshots: state.keeper.snapshots.clone(),
         }
     }
 
@@ -261,6 +304,17 @@ impl Log {
         drop(state);
         self.refuse_waiters(stuck);
         self.wake_ports();
+    }
+
+    /// Lets requests that wait for space fail from now on, as without [`OnFull::Pause`](crate::OnFull).
+    pub(crate) fn end_pauses(&self) {
+        let mut state = self.lock();
+        let paused = std::mem::take(&mut state.keeper.pauses);
+        state.keeper.failed |= paused && state.keeper.trouble.name() == Condition::NO_SPACE;
+        drop(state);
+        if paused {
+            self.refuse_stuck();
+        }
     }
 
     /// Gives these waiters an error.
@@ -350,11 +404,19 @@ impl Log {
         } else {
             drop(answer);
         }
+        let reading = state.keeper.gone && !state.keeper.stop;
         drop(state);
         answered.recv().unwrap_or_else(|_| {
             Err(Error::new(
                 ErrorKind::Io,
-                format!("{}: the log is being closed", self.dir.display()),
+                format!(
+                    "{}: the log is {}",
+                    self.dir.display(),
+                    match reading {
+                        true => "open for reading only",
+                        false => "being closed",
+                    }
+                ),
             ))
         })
     }

@@ -74,12 +74,6 @@ impl Run {
     fn end(self) -> u64 {
         self.start() + self.len()
     }
-
-    /// Where the block that holds the byte before `at` ends.
-    fn block_end(self, at: u64) -> u64 {
-        let blocks = (at - self.start()).next_multiple_of(BLOCK as u64);
-        self.start() + blocks.min(self.len())
-    }
 }
 
 /// The checksums of the payloads that a segment holds.
@@ -116,21 +110,31 @@ impl Table {
         self.checksums.extend_from_slice(checksums);
     }
 
-    /// The first run that ends behind `offset`.
-    fn run(&self, offset: u64) -> Option<Run> {
+    /// The runs that end behind `offset`.
+    fn runs_from(&self, offset: u64) -> &[Run] {
         let passed = self.runs.partition_point(|run| run.end() <= offset);
-        self.runs.get(passed).copied()
+        &self.runs[passed..]
+    }
+
+    /// The run that holds the byte at `offset`.
+    fn run_of(&self, offset: u64) -> Option<&Run> {
+        let run = self.runs_from(offset).first();
+        run.filter(|run| run.start() <= offset)
     }
 
     /// The byte range of the whole blocks that hold `len` bytes at `offset`. Bytes outside any payload are in the
     /// range too, which then fails to be [verified](Self::verify).
     pub(crate) fn cover(&self, offset: u64, len: u64) -> Range<u64> {
         let end = offset + len;
-        let holds = |run: &Run, at: u64| run.start() < at;
-        let first = self.run(offset).filter(|run| holds(run, offset));
-        let last = self.run(end - 1).filter(|run| holds(run, end));
-        let start = first.map_or(offset, |run| offset - (offset - run.start()) % BLOCK as u64);
-        start..last.map_or(end, |run| run.block_end(end))
+        let block = BLOCK as u64;
+        let start = self
+            .run_of(offset)
+            .map_or(offset, |run| offset - (offset - run.start()) % block);
+        let end = self.run_of(end - 1).map_or(end, |run| {
+            run.end()
+                .min(run.start() + (end - run.start()).next_multiple_of(block))
+        });
+        start..end
     }
 
     /// Checks that `bytes`, which were read at `offset`, are whole blocks, each with the checksum of what was
@@ -143,18 +147,29 @@ impl Table {
             return Ok(());
         }
         let (mut at, mut left) = (offset, bytes);
-        while !left.is_empty() {
-            let run = self.run(at).filter(|run| run.start() <= at).ok_or(at)?;
-            let skipped = at - run.start();
-            let len = (run.block_end(at + 1) - at) as usize;
-            let (block, rest) = left.split_at_checked(len).ok_or(at)?;
-            let checksum = self.checksums[run.checksum() + (skipped / BLOCK as u64) as usize];
-            if !skipped.is_multiple_of(BLOCK as u64) || crc32c::crc32c(block) != checksum {
+        for run in self.runs_from(offset) {
+            if left.is_empty() {
+                break;
+            }
+            let skipped = at.checked_sub(run.start()).ok_or(at)?;
+            if !skipped.is_multiple_of(BLOCK as u64) {
                 return Err(at);
             }
-            (at, left) = (at + len as u64, rest);
+            let len = left.len().min((run.end() - at) as usize);
+            let (of_run, rest) = left.split_at(len);
+            let checksums = &self.checksums[run.checksum() + (skipped / BLOCK as u64) as usize..];
+            for (block, &checksum) in of_run.chunks(BLOCK).zip(checksums) {
+                if crc32c::crc32c(block) != checksum {
+                    return Err(at);
+                }
+                at += block.len() as u64;
+            }
+            left = rest;
         }
-        Ok(())
+        match left.is_empty() {
+            true => Ok(()),
+            false => Err(at),
+        }
     }
 }
 

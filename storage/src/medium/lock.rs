@@ -180,9 +180,9 @@ impl Other {
             (Self::Opener, _, Some((pid, name))) => {
                 format!("already open elsewhere, in process {pid} ({name}); end that process first")
             }
-            (Self::Opener, Holder::User, None) => {
-                "already open elsewhere; close the other user of this disk or log first".to_owned()
-            }
+            (Self::Opener, Holder::User, None) => format!(
+                "already open elsewhere; end the process that has it open first ('fuser -v {name}' names it)"
+            ),
             (Self::Opener, Holder::Writes, None) => format!(
                 "still locked after {} s: a killed process still has writes in flight, or a user of another log has it \
                  open; check the device, or close the other user, then try again",

@@ -1,6 +1,7 @@
 //! The medium: files and their locks, segments, the engines that reach them. It knows nothing of disks.
 
 pub(crate) mod checksum;
+pub(crate) mod copying;
 pub(crate) mod cost;
 pub(crate) mod directory;
 pub(crate) mod engine;

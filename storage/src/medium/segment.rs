@@ -43,7 +43,7 @@ impl Segment {
     }
 
     /// The path of segment file number `slot` of the log in `dir`.
-    fn path(dir: &Path, slot: u32) -> PathBuf {
+    pub(crate) fn path(dir: &Path, slot: u32) -> PathBuf {
         dir.join(format!("segment-{slot:05}"))
     }
 
@@ -145,6 +145,11 @@ impl LogRead {
             blocks,
             wanted: lead..lead + len,
         }
+    }
+
+    /// The segment to read.
+    pub(crate) fn segment(&self) -> &Arc<Segment> {
+        &self.segment
     }
 
     /// Where to begin to read.

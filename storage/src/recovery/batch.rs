@@ -1,5 +1,7 @@
 //! One batch of a log, read at its place or from its segment's summary, and the verification of its payloads.
 
+use std::ops::Range;
+
 use crate::catalog::control::unknown_version;
 use crate::error::Result;
 use crate::format::{self, BLOCK, BatchHeader, Descriptor, VERSION};
@@ -90,6 +92,19 @@ impl Batch {
     pub(crate) fn end(&self) -> u64 {
         let payload: u64 = self.descriptors.iter().map(Descriptor::payload_len).sum();
         (self.payload_at + payload).next_multiple_of(BLOCK as u64)
+    }
+
+    /// The records, oldest first: LSN, descriptor, the byte offset of the payload in the segment, and the indexes of its
+    /// blocks.
+    pub(crate) fn records(&self) -> impl Iterator<Item = (u64, &Descriptor, u64, Range<usize>)> {
+        let (mut at, mut block) = (self.payload_at, 0);
+        let records = (self.header.first_lsn.get()..).zip(&self.descriptors);
+        records.map(move |(lsn, descriptor)| {
+            let (offset, first) = (at, block);
+            at += descriptor.payload_len();
+            block += descriptor.checksums();
+            (lsn, descriptor, offset, first..block)
+        })
     }
 
     /// Verifies the batch at its place.

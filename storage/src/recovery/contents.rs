@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, ControlHeader, SegmentHeader, SummaryFooter, VERSION};
+use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter, VERSION};
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
@@ -30,6 +30,28 @@ pub(crate) enum Verify {
 pub(crate) struct Candidate {
     pub segment: Arc<Segment>,
     pub header: SegmentHeader,
+}
+
+impl Candidate {
+    /// A segment that is part of the log.
+    pub(crate) fn of(segment: &Arc<Segment>) -> Result<Self> {
+        let mut head = Buffer::zeroed(BLOCK);
+        let read = segment.file.read_exact_at(&mut head, 0);
+        read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
+        match SegmentHeader::decode(&head) {
+            Decoded::Valid(header) => Ok(Self {
+                segment: segment.clone(),
+                header,
+            }),
+            _ => Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: damaged at byte 0: its header is not valid",
+                    segment.path.display()
+                ),
+            )),
+        }
+    }
 }
 
 /// The part of the log in one segment.

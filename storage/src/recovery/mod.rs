@@ -2,6 +2,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod contents;
+pub(crate) mod live;
 pub(crate) mod replay;
 pub(crate) mod scan;
 pub(crate) mod window;

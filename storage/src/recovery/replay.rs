@@ -1,6 +1,7 @@
 //! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use zerocopy::little_endian::U64;
@@ -8,13 +9,15 @@ use zerocopy::little_endian::U64;
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, Kind};
+use crate::format::{Control, Descriptor, Kind};
 use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
+use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::contents::Verify;
+use crate::recovery::live::read_live;
 use crate::recovery::scan::{self, Found, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -61,6 +64,77 @@ impl Reading {
     }
 }
 
+/// The disks of a log while it is read.
+struct Disks {
+    disks: BTreeMap<u32, Reading>,
+    /// A record for sectors that no disk has.
+    stray: Option<u64>,
+}
+
+impl Disks {
+    fn of(control: &Control) -> Self {
+        let disks = control.disks.iter();
+        let disks = disks.map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)));
+        Self {
+            disks: disks.collect(),
+            stray: None,
+        }
+    }
+
+    /// Takes the next record, unless it is in the base image.
+    fn take(&mut self, found: &Found<'_>) {
+        if found.in_base {
+            return;
+        }
+        let (descriptor, lsn) = (found.descriptor, found.lsn);
+        let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+        let disk = self.disks.get_mut(&descriptor.disk_id.get());
+        let Some(disk) = disk.filter(|disk| disk.has(sector, sectors)) else {
+            self.stray.get_or_insert(lsn);
+            return;
+        };
+        let place = place(descriptor, lsn, found.segment, found.offset);
+        disk.extents.add(sector, sectors, place);
+        disk.waiting.last_lsn = lsn;
+        disk.waiting.records += 1;
+        disk.waiting.payload_bytes += descriptor.payload_len();
+    }
+
+    fn finish(self, log_dir: &Path) -> Result<Indexes> {
+        if let Some(lsn) = self.stray {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{}: record {lsn} is for sectors that no disk of this log has; restore the log from a copy",
+                    log_dir.display()
+                ),
+            ));
+        }
+        let disks = self.disks.into_iter();
+        let disks = disks.filter(|(_, disk)| disk.waiting.records > 0);
+        Ok(disks.map(|(id, disk)| (id, disk.finish())).collect())
+    }
+}
+
+/// Where the bytes of a record are, whose payload, if it has one, is at this byte offset of a segment.
+pub(crate) fn place(
+    descriptor: &Descriptor,
+    lsn: u64,
+    segment: &Arc<Segment>,
+    offset: u64,
+) -> Place {
+    match Kind::from_raw(descriptor.kind.get()) {
+        Some(Kind::Write) => Place::Log {
+            segment: segment.clone(),
+            offset,
+        },
+        kind => Place::Zero {
+            unmap: kind == Some(Kind::Discard),
+            lsn,
+        },
+    }
+}
+
 /// The waiting records of all disks that have any, by disk id.
 pub(crate) type Indexes = HashMap<u32, Waiting>;
 
@@ -72,84 +146,74 @@ pub(crate) fn read_log(
     verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
-    read_log_until(medium, log_dir, control, u64::MAX, verify, progress)
+    read(medium, log_dir, control, 0..=u64::MAX, verify, progress)
 }
 
-/// As [`read_log`], but the indexes are as of LSN `until`.
+/// As [`read_log`], but the indexes are as of LSN `until`, and no more is verified than the log's end needs.
 pub(crate) fn read_log_until(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
     until: u64,
+) -> Result<(Scan, Indexes)> {
+    read_log_of(medium, log_dir, control, 0..=until)
+}
+
+/// As [`read_log_until`], but the indexes have only the records whose LSNs are in `lsns`.
+pub(crate) fn read_log_of(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &Control,
+    lsns: RangeInclusive<u64>,
+) -> Result<(Scan, Indexes)> {
+    let (verify, progress) = (Verify::Tail, &mut |_, _| {});
+    read(medium, log_dir, control, lsns, verify, progress)
+}
+
+fn read(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &Control,
+    lsns: RangeInclusive<u64>,
     verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
-    let disks = control.disks.iter();
-    let mut disks: BTreeMap<u32, Reading> = disks
-        .map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)))
-        .collect();
-    let mut stray = None;
-    let scan = scan::scan(
-        medium,
-        log_dir,
-        control,
-        verify,
-        &mut |Found {
-                  lsn,
-                  descriptor,
-                  segment,
-                  offset,
-                  in_base,
-                  ..
-              }| {
-            let newer = match planted(Mutant::PointReadsNewer) {
-                true => lsn > until.saturating_add(1),
-                false => lsn > until,
-            };
-            if in_base || newer {
-                return;
-            }
-            let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
-            let disk = disks.get_mut(&descriptor.disk_id.get());
-            let Some(disk) = disk.filter(|disk| disk.has(sector, sectors)) else {
-                stray.get_or_insert(lsn);
-                return;
-            };
-            let place = match Kind::from_raw(descriptor.kind.get()) {
-                Some(Kind::Write) => Place::Log {
-                    segment: segment.clone(),
-                    offset,
-                },
-                kind => Place::Zero {
-                    unmap: kind == Some(Kind::Discard),
-                },
-            };
-            disk.extents.add(sector, sectors, place);
-            disk.waiting.last_lsn = lsn;
-            disk.waiting.records += 1;
-            disk.waiting.payload_bytes += descriptor.payload_len();
-        },
-        progress,
-    )?;
-    let disks = disks.into_iter();
-    let disks = disks.filter(|(_, disk)| disk.waiting.records > 0);
-    let indexes: Indexes = disks.map(|(id, disk)| (id, disk.finish())).collect();
-    let mut scan = scan;
+    let newer = u64::from(planted(Mutant::PointReadsNewer));
+    let lsns = *lsns.start()..=lsns.end().saturating_add(newer);
+    let mut disks = Disks::of(control);
+    let visit = &mut |found: Found<'_>| {
+        if lsns.contains(&found.lsn) {
+            disks.take(&found);
+        }
+    };
+    let mut scan = scan::scan(medium, log_dir, control, verify, visit, progress)?;
+    let indexes = disks.finish(log_dir)?;
     // Readers need no block that a later record has replaced.
     scan.damaged.retain(|damaged| {
         let needed = |waiting: &Waiting| damaged.is_needed(&waiting.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)
     });
-    match stray {
-        None => Ok((scan, indexes)),
-        Some(lsn) => Err(Error::new(
-            ErrorKind::Damaged,
-            format!(
-                "{}: record {lsn} is for sectors that no disk of this log has; restore the log from a copy",
-                log_dir.display()
-            ),
-        )),
-    }
+    Ok((scan, indexes))
+}
+
+/// Reads what a log in use holds of one disk, up to LSN `until`. The records are in `segments`: see [`read_live`].
+pub(crate) fn read_live_disk(
+    segments: &[(Arc<Segment>, u64)],
+    until: u64,
+    control: &Control,
+    disk_id: u32,
+    log_dir: &Path,
+    threads: usize,
+) -> Result<ExtentMap> {
+    let mut disks = Disks::of(control);
+    let visit = &mut |found: Found<'_>| {
+        if found.descriptor.disk_id.get() == disk_id {
+            disks.take(&found);
+        }
+    };
+    read_live(segments, until, control, threads, visit)?;
+    let waiting = disks.finish(log_dir)?.remove(&disk_id);
+    Ok(waiting.unwrap_or_default().extents)
 }
 
 /// Reads the log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
@@ -177,26 +241,29 @@ pub(crate) fn read_for_recovery(
     Ok((scan, waiting))
 }
 
-/// Gives the disks their parts of the log, and makes the log's end durable.
+/// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
     (scan, mut indexes): (Scan, Indexes),
+    keeps_history: bool,
 ) -> Result<Scan> {
-    // The indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
+    // Unless the log keeps its records, the indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
     // meanwhile, and so needs no room in a ring that may be full.
     for state in states {
         if let Some(waiting) = indexes.remove(&state.id) {
             let mut index = state.index_mut();
             index.active = waiting.extents;
-            index.freeze();
+            if !keeps_history {
+                index.freeze();
+            }
             state.last_lsn.store(waiting.last_lsn, Ordering::Release);
         }
     }
     let header = &mut control.control.header;
     let seen = match planted(Mutant::LsnRestart) {
-        true => scan.last_lsn,
-        false => scan.max_lsn.max(scan.last_lsn),
+        true => scan.last.lsn,
+        false => scan.max_lsn.max(scan.last.lsn),
     };
     // This comes before any segment is wiped: numbers seen on the medium are never given out again.
     header.next_lsn = U64::new(seen + 1);

@@ -20,6 +20,8 @@ use crate::catalog::control::unknown_version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
+use crate::log::history::Commit;
+use crate::log::ring::Live;
 use crate::medium::directory::Medium;
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
@@ -28,28 +30,22 @@ use crate::recovery::batch::Batch;
 use crate::recovery::contents::{Behind, Candidate, Contents, Verify};
 use crate::{Buffer, SECTOR_SIZE, parallel};
 
-/// A segment that holds part of the log.
-pub(crate) struct LiveSegment {
-    pub segment: Arc<Segment>,
-    pub sequence: u64,
-    pub last_lsn: u64,
-}
-
 /// The state of a log, as a scan found it.
 #[derive(Default)]
 pub(crate) struct Scan {
-    pub live: Vec<LiveSegment>,
+    /// The segments that hold parts of the log.
+    pub live: Vec<Live>,
     pub free: Vec<Arc<Segment>>,
     /// Segments behind the end of the log whose headers must be wiped before the log is written again.
     pub void: Vec<Arc<Segment>>,
-    /// Last record of the log.
-    pub last_lsn: u64,
     /// The highest numbers seen anywhere, void or not: they are never given out again.
     pub max_lsn: u64,
     pub max_cid: u64,
     pub max_sequence: u64,
-    /// The stamp of the last batch: when it was built.
-    pub last_unix_us: u64,
+    /// The last record of the log, and when its batch was built.
+    pub last: Commit,
+    /// The record at the checkpoint LSN, or, if it has left the log, that LSN with the group and the time of the oldest record.
+    pub horizon: Commit,
     pub batches: u64,
     /// One more than the highest number of a segment file.
     pub files: u32,
@@ -138,8 +134,13 @@ pub(crate) fn scan(
 ) -> Result<Scan> {
     let (root, size) = (&control.header, control.header.segment_size.get());
     let first_sequence = root.first_sequence.get();
+    let horizon = Commit {
+        lsn: root.checkpoint_lsn.get(),
+        ..Commit::default()
+    };
     let mut scan = Scan {
-        last_lsn: root.checkpoint_lsn.get(),
+        last: horizon,
+        horizon,
         max_lsn: root.next_lsn.get().saturating_sub(1),
         max_cid: root.next_cid.get().saturating_sub(1),
         max_sequence: first_sequence.saturating_sub(1),
@@ -151,13 +152,13 @@ pub(crate) fn scan(
     // The first segment follows any of the recycled ones; each other segment names the one that it follows.
     let begins = candidates.first().is_some_and(|first| {
         first.header.previous_sequence.get() < first_sequence
-            && first.header.previous_lsn.get() <= scan.last_lsn
+            && first.header.previous_lsn.get() <= scan.last.lsn
     });
     let mut taker = Taker {
         candidates: &candidates,
         control,
         durable: root.checkpoint_lsn.get().max(root.copying_lsn.get()),
-        last_lsns: Vec::new(),
+        last: Vec::new(),
         held: VecDeque::new(),
         visit,
     };
@@ -165,7 +166,7 @@ pub(crate) fn scan(
     // Progress has been reported for so many segments.
     let mut told = 0;
     if let (true, Some(first)) = (begins, candidates.first()) {
-        scan.last_lsn = first.header.previous_lsn.get();
+        scan.last.lsn = first.header.previous_lsn.get();
         let part = |i: usize| {
             let next = candidates.get(i + 1).map(|next| &next.header);
             let limit = next
@@ -241,16 +242,16 @@ pub(crate) fn scan(
         scan.saw(&held.batch);
     }
     let evidence = taker.durable;
-    let lives = candidates[..end].iter().zip(&taker.last_lsns);
+    let lives = candidates[..end].iter().zip(&taker.last);
     scan.live = lives
-        .map(|(candidate, &last_lsn)| LiveSegment {
+        .map(|(candidate, &last)| Live {
             segment: candidate.segment.clone(),
             sequence: candidate.header.sequence.get(),
-            last_lsn,
+            last,
         })
         .collect();
-    scan.last_lsn = scan.last_lsn.max(root.checkpoint_lsn.get());
-    if evidence > scan.last_lsn {
+    scan.last.lsn = scan.last.lsn.max(horizon.lsn);
+    if evidence > scan.last.lsn {
         let (path, offset) = match end.checked_sub(1) {
             Some(last) => (candidates[last].segment.path.as_path(), end_offset),
             None => {
@@ -264,7 +265,7 @@ pub(crate) fn scan(
                 "{}: damaged at byte {offset}: records from LSN {} to {evidence} were acknowledged and can't be read; \
                  restore the log from a copy",
                 path.display(),
-                scan.last_lsn + 1,
+                scan.last.lsn + 1,
             ),
         ));
     }
@@ -338,8 +339,8 @@ struct Taker<'a> {
     control: &'a Control,
     /// The log was durable up to this LSN, as far as it has been read.
     durable: u64,
-    /// For each segment that was read: the last LSN taken from it or from segments before it.
-    last_lsns: Vec<u64>,
+    /// For each segment that was read: the last record taken from it or from segments before it.
+    last: Vec<Commit>,
     /// Batches from the first one with a wrong payload on: it is not known yet whether that one was durable.
     held: VecDeque<Held>,
     visit: Visitor<'a>,
@@ -359,8 +360,8 @@ struct Held {
 impl Taker<'_> {
     /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
     fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
-        let part = self.last_lsns.len();
-        self.last_lsns.push(scan.last_lsn);
+        let part = self.last.len();
+        self.last.push(scan.last);
         let summarised = contents.summarised;
         let segment_end = contents.batches.last().map_or(0, Batch::last_lsn);
         for batch in contents.batches {
@@ -382,7 +383,7 @@ impl Taker<'_> {
         let last = self.held.back().map(|held| held.batch.last_lsn());
         contents
             .error
-            .map_or(Ok(last.unwrap_or(scan.last_lsn)), Err)
+            .map_or(Ok(last.unwrap_or(scan.last.lsn)), Err)
     }
 
     /// Takes the batches that are known to be part of the log: all up to the next one that may be torn.
@@ -410,7 +411,7 @@ impl Taker<'_> {
         let dropped = self.held.iter().filter(|held| held.part >= part);
         dropped.for_each(|held| scan.saw(&held.batch));
         self.held.retain(|held| held.part < part);
-        self.last_lsns.truncate(part);
+        self.last.truncate(part);
         Some(part)
     }
 
@@ -423,18 +424,11 @@ impl Taker<'_> {
             scan.damaged_headers.push((segment.clone(), batch.offset));
         }
         segment.note(|table| {
-            let (mut at, mut checksums) = (batch.payload_at, &batch.checksums[..]);
-            for descriptor in &batch.descriptors {
-                let of_record = checksums.split_off(..descriptor.checksums());
-                table.add(at, descriptor.payload_len(), of_record.unwrap_or_default());
-                at += descriptor.payload_len();
+            for (_, descriptor, at, blocks) in batch.records() {
+                table.add(at, descriptor.payload_len(), &batch.checksums[blocks]);
             }
         });
-        let mut at = batch.payload_at;
-        let mut first_block = 0;
-        for (lsn, descriptor) in (header.first_lsn.get()..).zip(&batch.descriptors) {
-            let blocks = first_block..first_block + descriptor.checksums();
-            first_block = blocks.end;
+        for (lsn, descriptor, at, blocks) in batch.records() {
             let len = descriptor.payload_len();
             let in_base = lsn <= self.control.applied_lsn(descriptor.disk_id.get())
                 && !planted(Mutant::RecoveryAcceptsStale);
@@ -465,12 +459,20 @@ impl Taker<'_> {
                 in_base,
                 damaged,
             });
-            at += len;
         }
         scan.batches += 1;
-        scan.last_lsn = last_lsn;
-        self.last_lsns[*part..].fill(last_lsn);
-        scan.last_unix_us = scan.last_unix_us.max(header.unix_us.get());
+        scan.last = Commit {
+            lsn: last_lsn,
+            cid: header.cid.get(),
+            unix_us: scan.last.unix_us.max(header.unix_us.get()),
+        };
+        if header.first_lsn <= scan.horizon.lsn || scan.horizon.cid == 0 {
+            scan.horizon = Commit {
+                lsn: scan.horizon.lsn,
+                ..scan.last
+            };
+        }
+        self.last[*part..].fill(scan.last);
         scan.saw(batch);
     }
 }

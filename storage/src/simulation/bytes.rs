@@ -4,8 +4,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, LazyLock, OnceLock};
 
-use super::medium::SECTOR;
-
+pub(super) const SECTOR: usize = 512;
 const BLOCK: usize = 8 * SECTOR;
 
 /// The bytes of a file. Those behind its end are zero.

@@ -1,13 +1,19 @@
 //! The engine of the simulated medium.
 
 use std::io;
+use std::path::Path;
+use std::time::Duration;
 
 use super::files::Simulated;
-use super::medium::Pace;
+use super::medium::{LOG, Pace};
 use crate::Buffer;
-use crate::medium::engine::{self, Done, Engine, Io, Source, SyncScope};
+use crate::error::Result;
+use crate::medium::directory::Medium;
+use crate::medium::engine::{self, Appended, Done, Engine, EngineKind, Io, Source, SyncScope};
+use crate::medium::lock::Use;
+use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
-use crate::sync::Event;
+use crate::sync::{Arc, Event, thread};
 
 /// Writes reach the cache when they are submitted or later, syncs happen later still, and operations end in any
 /// order.
@@ -98,6 +104,11 @@ impl SimulatedEngine {
 }
 
 impl Simulated {
+    pub(super) fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
+        Ok(Box::new(engine))
+    }
+
     /// Ends an operation whose bytes are written: does its sync, or its read.
     pub(super) fn end(&self, io: Io) -> io::Result<Option<Buffer>> {
         match io {
@@ -241,6 +252,53 @@ impl Engine for SimulatedEngine {
         }
         if !self.queued.is_empty() {
             self.event.signal();
+        }
+    }
+}
+
+impl Medium for Simulated {
+    fn create_segment(
+        &self,
+        slot: u32,
+        size: u64,
+        between: &mut dyn FnMut(Duration),
+    ) -> Result<Segment> {
+        let panics = self.lock().create_panics;
+        assert!(!panics, "planted");
+        Segment::create(self, Path::new(LOG), slot, size, between)
+    }
+
+    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
+        Segment::open_all(self, Path::new(LOG), Use::Log)
+    }
+
+    fn salt(&self) -> u64 {
+        match planted(Mutant::ReuseSalt) {
+            true => 7,
+            false => self.lock().random.next(),
+        }
+    }
+
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        match self.blocking(event)? {
+            true => engine::create(EngineKind::Blocking, event),
+            false => self.simulated(event),
+        }
+    }
+
+    fn operation_bytes(&self, _: &Arc<Segment>, _: u64) -> u64 {
+        self.lock().operation_bytes
+    }
+
+    /// Lets other threads run before the sync.
+    fn append(&self, io: Io) -> Appended {
+        let mut queued = Queued::new(0, io);
+        let written = queued.write();
+        thread::yield_now();
+        let ended = written.and_then(|()| self.end(queued.io));
+        Appended {
+            result: ended.map(|_| 1),
+            list: Vec::new(),
         }
     }
 }

@@ -5,23 +5,18 @@ use std::fs::File;
 use std::io;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use super::engine::{Queued, SimulatedEngine};
-use super::medium::{LOG, LateWrite, SECTOR, World, due};
+use super::bytes::SECTOR;
+use super::medium::{LateWrite, World, due};
 use super::names::DIRECTORY;
 use crate::Buffer;
-use crate::error::Result;
-use crate::medium::directory::Medium;
-use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
-use crate::medium::lock::Use;
 use crate::medium::mark::{Inode, Mark};
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Event, Mutex, MutexGuard, thread};
+use crate::sync::{Arc, Event, Mutex, MutexGuard};
 
 /// The medium as the store uses it; all clones share one world.
 #[derive(Clone, Debug)]
@@ -54,16 +49,11 @@ impl Simulated {
     }
 
     /// Whether engines are the real ones, on files of this medium. `event` is signalled when power is lost.
-    fn blocking(&self, event: &Event) -> io::Result<bool> {
+    pub(super) fn blocking(&self, event: &Event) -> io::Result<bool> {
         let woken = Arc::new(event.try_clone()?);
         let mut world = self.lock();
         world.events.push(woken);
         Ok(world.blocking)
-    }
-
-    pub(super) fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
-        Ok(Box::new(engine))
     }
 
     /// Syncs a range, as a write with `RWF_DSYNC` does on a medium with FUA.
@@ -309,52 +299,5 @@ impl FileSystem for Simulated {
 
     fn sync_dir(&self, dir: &Path) -> io::Result<()> {
         self.lock().sync_dir(dir)
-    }
-}
-
-impl Medium for Simulated {
-    fn create_segment(
-        &self,
-        slot: u32,
-        size: u64,
-        between: &mut dyn FnMut(Duration),
-    ) -> Result<Segment> {
-        let panics = self.lock().create_panics;
-        assert!(!panics, "planted");
-        Segment::create(self, Path::new(LOG), slot, size, between)
-    }
-
-    fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(self, Path::new(LOG), Use::Log)
-    }
-
-    fn salt(&self) -> u64 {
-        match planted(Mutant::ReuseSalt) {
-            true => 7,
-            false => self.lock().random.next(),
-        }
-    }
-
-    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.blocking(event)? {
-            true => engine::create(EngineKind::Blocking, event),
-            false => self.simulated(event),
-        }
-    }
-
-    fn operation_bytes(&self, _: &Arc<Segment>, _: u64) -> u64 {
-        self.lock().operation_bytes
-    }
-
-    /// Lets other threads run before the sync.
-    fn append(&self, io: Io) -> Appended {
-        let mut queued = Queued::new(0, io);
-        let written = queued.write();
-        thread::yield_now();
-        let ended = written.and_then(|()| self.end(queued.io));
-        Appended {
-            result: ended.map(|_| 1),
-            list: Vec::new(),
-        }
     }
 }

@@ -12,6 +12,7 @@ use super::names::DIRECTORY;
 use super::oracle::{Contents, Readable, value_of};
 use crate::catalog::control::{ControlFile, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::retain::Retain;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
@@ -44,6 +45,8 @@ pub(super) struct Fixture {
     pub shape: Shape,
     /// Whether base images are moved now and then, so that the next control writes change many sectors.
     pub moves: bool,
+    /// How much history the log keeps.
+    pub retain: Retain,
 }
 
 /// An open store without threads.
@@ -99,6 +102,7 @@ impl Fixture {
             medium: Simulated { world },
             shape,
             moves: false,
+            retain: Retain::Nothing,
         }
     }
 
@@ -110,6 +114,7 @@ impl Fixture {
             medium: Simulated { world },
             shape: self.shape,
             moves: self.moves,
+            retain: self.retain,
         }
     }
 
@@ -123,6 +128,7 @@ impl Fixture {
                 true => 1000,
                 false => StoreOptions::default().index_memory,
             },
+            retain: Some(self.retain),
             ..StoreOptions::default()
         };
         if self.moves && self.medium.lock().random.one_in(3) {
@@ -253,7 +259,8 @@ impl Running {
     }
 }
 
-fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
+/// The control file, as the medium has it.
+pub(super) fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
     read_control(medium.file("control"), "control".into(), "/".into())
 }
 

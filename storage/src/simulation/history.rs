@@ -1,14 +1,16 @@
 //! One random history: its requests, and when power is lost.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, filled};
-use super::medium::{LOG, Random, World};
+use super::fixture::{Fixture, Running, Shape, control_of, filled};
+use super::medium::{LOG, World};
 use super::oracle::{Broken, Oracle, difference, readable, value_of};
-use crate::catalog::control::read_control;
+use super::random::Random;
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
 use crate::index::{ExtentMap, Place};
@@ -48,6 +50,8 @@ pub(super) struct Totals {
     pub kept: u64,
     /// Looks at the disks as they were after an earlier record.
     pub looked_back: u64,
+    /// Of these, looks at a log with a snapshot.
+    pub pinned: u64,
 }
 
 impl super::Total for Totals {
@@ -69,6 +73,7 @@ impl super::Total for Totals {
         self.torn_slots += other.torn_slots;
         self.kept += other.kept;
         self.looked_back += other.looked_back;
+        self.pinned += other.pinned;
     }
 }
 
@@ -81,6 +86,8 @@ pub(super) struct History {
     next_value: u32,
     /// The sequence with which each salt was seen.
     salts: HashMap<u64, u64>,
+    /// The LSN of the log's snapshot.
+    pin: Option<u64>,
     totals: Totals,
 }
 
@@ -104,6 +111,7 @@ impl History {
             first_lsn: 1,
             next_value: 0,
             salts: HashMap::new(),
+            pin: None,
             totals: Totals::default(),
         }
     }
@@ -139,7 +147,23 @@ impl History {
             },
             false => CommitWait::NONE,
         };
-        self.fixture.open(through, wait)
+        self.fixture.retain = match self.random.below(6) {
+            0 => Retain::All,
+            1 => Retain::Bytes((1 + self.random.below(3)) << 16),
+            _ => Retain::Nothing,
+        };
+        let mut running = self.fixture.open(through, wait)?;
+        let name: SnapshotName = "pin".parse()?;
+        if self.pin.take().is_some() {
+            running
+                .keeper
+                .change_history(|control| Snapshot::remove(name, control))?;
+        }
+        if self.random.one_in(6) {
+            running.keeper.snapshot(name)?;
+            self.pin = running.disks[0].log.lock().keeper.pinned();
+        }
+        Ok(running)
     }
 
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
@@ -354,26 +378,20 @@ impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint.
     fn look_back(&mut self) -> Result<(), Broken> {
         let broken = |error| format!("looking back at a legal crash: {error}");
-        let control = self.fixture.medium.file("control");
-        let control = read_control(control, "control".into(), PathBuf::new()).map_err(broken)?;
-        let control = &control.control;
         let medium = &self.fixture.medium;
-        let read = |until| {
-            let progress = &mut |_, _| {};
-            read_log_until(
-                medium,
-                Path::new(LOG),
-                control,
-                until,
-                Verify::Tail,
-                progress,
-            )
-        };
+        let control = &control_of(medium).map_err(broken)?.control;
+        let read = |until| read_log_until(medium, Path::new(LOG), control, until);
         let (scan, _) = read(u64::MAX).map_err(broken)?;
         let horizon = control.header.checkpoint_lsn.get();
         let horizon = horizon.max(control.header.copying_lsn.get());
+        if self.pin.is_some_and(|pin| pin < horizon) {
+            return Err(format!(
+                "the base images have passed a snapshot: {:?}, {horizon}",
+                self.pin
+            ));
+        }
         let from = horizon.max(self.first_lsn - 1);
-        let Some(records) = scan.last_lsn.checked_sub(from) else {
+        let Some(records) = scan.last.lsn.checked_sub(from) else {
             return Ok(());
         };
         drop(scan);
@@ -399,6 +417,7 @@ impl History {
             }
         }
         self.totals.looked_back += 1;
+        self.totals.pinned += u64::from(self.pin.is_some());
         let wanted = self.oracle.after((point + 1 - self.first_lsn) as usize);
         match found == wanted {
             true => Ok(()),
@@ -411,20 +430,17 @@ impl History {
 
     /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
     fn scanned(&self, verify: Verify) -> Option<(u64, u64, u64)> {
-        let control = self.fixture.medium.file("control");
-        let control = read_control(control, "control".into(), PathBuf::new()).ok()?;
         let medium = &self.fixture.medium;
+        let control = control_of(medium).ok()?;
         let progress = &mut |_, _| {};
         let read = read_log(medium, Path::new(LOG), &control.control, verify, progress);
-        read.map(|(scan, _)| (scan.last_lsn, scan.records, scan.batches))
+        read.map(|(scan, _)| (scan.last.lsn, scan.records, scan.batches))
             .ok()
     }
 
     /// The last LSN that the medium shows to have been durable.
     fn known_durable(&self) -> Result<u64, Broken> {
-        let control = self.fixture.medium.file("control");
-        let control = read_control(control, "control".into(), PathBuf::new())
-            .map_err(|error| error.to_string())?;
+        let control = control_of(&self.fixture.medium).map_err(|error| error.to_string())?;
         let root = control.control.header;
         let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());
         let segments = self.fixture.medium.lock().segments();
@@ -505,7 +521,8 @@ impl History {
                 let mut world = self.fixture.medium.lock();
                 (world.base_full, world.log_full) = (scarce & 1 > 0, scarce & 2 > 0);
             }
-            if scarce > 0 {
+            // A log that may not free anything gets full.
+            if scarce > 0 || self.pin.is_some() {
                 self.oracle.excused = u64::MAX;
             }
             pause = pause.saturating_sub(1);
@@ -527,7 +544,7 @@ impl History {
                 // blocks until the records that it waits for are durable: with one thread it has to lead that group
                 // itself.
                 7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
-                    let forced = self.random.one_in(4);
+                    let forced = self.random.one_in(4) && self.pin.is_none();
                     match running.keeper.step(forced) {
                         // The shortage is over for requests that come from now on.
                         Ok(()) if scarce == 0 => {

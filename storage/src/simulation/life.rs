@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 
 use super::files::Simulated;
 use super::fixture::{Running, carry_out, filled};
-use super::medium::{LOG, Random, World};
+use super::medium::{LOG, World};
 use super::oracle::{Broken, value_of};
+use super::random::Random;
 use crate::catalog::options::DiskOptions;
 use crate::store::open::open_log;
 use crate::sync::{Arc, Mutex};

@@ -14,47 +14,16 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-use super::bytes::Bytes;
-use super::names::{DIRECTORY, Names};
+use super::bytes::{Bytes, SECTOR};
+use super::names::{DIRECTORY, Names, last};
+use super::random::Random;
 use crate::medium::filesystem::Open;
 use crate::medium::mark::Mark;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event};
 
-pub(super) const SECTOR: usize = 512;
-
 /// The log's directory.
 pub(super) const LOG: &str = "/log";
-
-/// The last part of a path.
-pub(super) fn last(path: &Path) -> Arc<str> {
-    let name = path.file_name().expect("a path of a file");
-    name.to_string_lossy().into()
-}
-
-/// SplitMix64: a small generator with the same sequence on every machine.
-#[derive(Clone, Debug)]
-pub(super) struct Random(pub u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e3779b97f4a7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58476d1ce4e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d049bb133111eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`.
-    pub(super) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    /// True once in `n` times.
-    pub(super) fn one_in(&mut self, n: u64) -> bool {
-        self.below(n) == 0
-    }
-}
 
 /// One file: its durable bytes, and the sectors written since the last sync, in order. Copies share equal parts.
 #[derive(Clone, Debug, Hash)]

@@ -17,6 +17,8 @@ mod closing;
 mod crash_states;
 mod engine;
 mod exhaustive;
+#[cfg(not(feature = "shuttle"))]
+mod exports;
 mod files;
 mod fixture;
 mod history;
@@ -24,9 +26,12 @@ mod history;
 mod interleavings;
 #[cfg(not(feature = "shuttle"))]
 mod life;
+#[cfg(not(feature = "shuttle"))]
+mod looks;
 mod medium;
 mod names;
 mod oracle;
+mod random;
 #[cfg(not(feature = "shuttle"))]
 mod sealed;
 #[cfg(not(feature = "shuttle"))]
@@ -282,6 +287,9 @@ fn every_planted_fault_is_noticed() {
         Mutant::SummaryTrustedStale,
         Mutant::SummaryStopsEarly,
         Mutant::PointReadsNewer,
+        Mutant::FoldPassesPin,
+        Mutant::FoldSkipsZeroes,
+        Mutant::FoldForgetsNewer,
         Mutant::SummaryUnreserved,
         Mutant::RecoverySkipsSync,
         Mutant::RecoveryTrustsCache,

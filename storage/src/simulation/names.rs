@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::medium::{Random, last};
+use super::random::Random;
 use crate::mutant::{Mutant, planted};
+use crate::sync::Arc;
 
 /// The value of a name that leads to a directory.
 pub(super) const DIRECTORY: usize = usize::MAX;
@@ -195,4 +196,10 @@ pub(super) enum Kept {
     /// The new name of a rename exists, and the old one too.
     Added,
     Whole,
+}
+
+/// The last part of a path.
+pub(super) fn last(path: &Path) -> Arc<str> {
+    let name = path.file_name().expect("a path of a file");
+    name.to_string_lossy().into()
 }

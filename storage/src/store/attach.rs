@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::{U16, U64};
 
-use crate::catalog::control::{ControlFile, real_path};
+use crate::catalog::control::{ControlFile, real_path, register};
 use crate::catalog::identity::Identity;
 use crate::catalog::options::{DiskOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result};
@@ -26,6 +26,7 @@ use crate::recovery::replay::{Indexes, Waiting};
 use crate::store::image::{disk_len, open_base};
 use crate::store::other_format::refuse_other_format;
 use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 
 /// A base image that is open and locked, not yet known to the log.
 pub(crate) struct OpenBase {
@@ -59,11 +60,11 @@ impl OpenBase {
     }
 
     /// Opens several images; a file that is named twice is refused.
-    pub(crate) fn open_all(disks: &[DiskOptions], in_log: bool) -> Result<Vec<Self>> {
+    pub(crate) fn open_all(disks: &[DiskOptions], using: Use, in_log: bool) -> Result<Vec<Self>> {
         let mut opened = Vec::new();
         for options in disks {
             refuse_twice(&options.path, &opened)?;
-            opened.push(Self::open(options, Use::Write, in_log)?);
+            opened.push(Self::open(options, using, in_log)?);
         }
         Ok(opened)
     }
@@ -144,12 +145,30 @@ impl OpenBase {
 type Way<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
 
 /// Finds the places of the disks' entries in the log's table. No two disks get the same place.
-fn find(
+pub(crate) fn find(
     bases: &[OpenBase],
     control: &ControlFile,
     log_dir: &Path,
     waiting: &Indexes,
 ) -> Result<Vec<usize>> {
+    let found = bases.iter().zip(look_up(bases, control)?);
+    found
+        .map(|(base, place)| {
+            let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
+            let entry = &control.control.disks[place];
+            accept(base, entry, &control.home, log_dir, waiting)?;
+            Ok(place)
+        })
+        .collect()
+}
+
+/// Whether a log's table has an entry for the image, whether or not the disk accepts it.
+pub(crate) fn is_known(base: &OpenBase, control: &ControlFile) -> bool {
+    look_up(std::slice::from_ref(base), control).is_ok_and(|found| found[0].is_some())
+}
+
+/// As [`find`], but the disks need not accept the images, and may have no entries.
+fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize>>> {
     let (entries, home) = (&control.control.disks, control.home.as_path());
     let mut found: Vec<Option<usize>> = vec![None; bases.len()];
     // A disk's own image goes before its path. Of two images that are both the disk's own, the one at its path
@@ -169,24 +188,21 @@ fn find(
                 continue;
             };
             if let Some(other) = found.iter().position(|found| *found == Some(place)) {
-                return Err(wrong(format!(
-                    "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with \
-                     'walvisor disk import'",
-                    base.options.path.display(),
-                    bases[other].options.path.display(),
-                )));
+                return Err(a_copy(&base.options.path, &bases[other].options.path));
             }
             found[i] = Some(place);
         }
     }
-    let found = bases.iter().zip(found);
-    found
-        .map(|(base, place)| {
-            let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
-            accept(base, &entries[place], home, log_dir, waiting)?;
-            Ok(place)
-        })
-        .collect()
+    Ok(found)
+}
+
+/// The error for a second image of an open disk.
+fn a_copy(path: &Path, open: &Path) -> Error {
+    wrong(format!(
+        "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with 'walvisor disk import'",
+        path.display(),
+        open.display(),
+    ))
 }
 
 /// Refuses an image that the disk with this entry does not accept.
@@ -239,21 +255,32 @@ fn accept(
     )))
 }
 
-/// The error for an image that is nowhere in the table.
-fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
-    let (entries, path) = (&control.control.disks, base.options.path.display());
-    let mut marked = entries.iter().filter(|entry| {
-        let mark = &base.identity.mark;
-        mark.is_some_and(|mark| mark.disk == entry.disk)
-    });
-    if let Some(entry) = marked.next() {
-        return wrong(format!(
-            "{path}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
+/// Refuses an image that is nowhere in the table, but has the mark of a disk that is.
+pub(crate) fn refuse_other_copy(
+    base: &OpenBase,
+    control: &ControlFile,
+    log_dir: &Path,
+) -> Result<()> {
+    let mark = &base.identity.mark;
+    let marked = |entry: &&DiskEntry| mark.is_some_and(|mark| mark.disk == entry.disk);
+    match control.control.disks.iter().find(marked) {
+        None => Ok(()),
+        Some(entry) => Err(wrong(format!(
+            "{}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
              to use it instead, or make it a disk of its own with 'walvisor disk import'",
+            base.options.path.display(),
             log_dir.display(),
             entry.path(&control.home).display(),
-        ));
+        ))),
     }
+}
+
+/// The error for an image that is nowhere in the table.
+fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
+    if let Err(error) = refuse_other_copy(base, control, log_dir) {
+        return error;
+    }
+    let path = base.options.path.display();
     let others = control.image_paths();
     let others: Vec<_> = others
         .iter()
@@ -313,13 +340,21 @@ pub(crate) fn attach(
             found.push(place);
         }
     }
-    // The images that are attached now take paths and inodes over: no other entry keeps them.
+    take_over(&bases, &found, control);
+    let states = bases.into_iter().zip(found);
+    states
+        .map(|(base, place)| enter(base, place, control))
+        .collect()
+}
+
+/// The images at these places take their paths and inodes over: no other entry keeps them.
+fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
     for (place, entry) in control.control.disks.iter_mut().enumerate() {
         if found.contains(&place) {
             continue;
         }
         let path = entry.path(&control.home);
-        for base in &bases {
+        for base in bases {
             if path == base.path {
                 entry.path_len = U16::new(0);
             }
@@ -329,32 +364,104 @@ pub(crate) fn attach(
             }
         }
     }
-    let mut states = Vec::new();
-    for (base, place) in bases.into_iter().zip(found) {
-        let entry = &mut control.control.disks[place];
-        let own = base.is_of(entry, &control.home);
-        entry.settle();
-        if let (true, Some(mark)) = (own, &base.identity.mark) {
-            entry.generation = U64::new(mark.generation);
-        }
-        entry.set_path(&base.path, &control.home)?;
-        entry.set_inode(&base.identity.inode);
-        if entry.resizing != 0 {
-            set_size(base.file.as_ref(), &base.options.path, entry.size.get())?;
-            entry.resizing = 0;
-        }
-        filesystem::settle_name(&base.path)?;
-        if !planted(Mutant::AttachTrustsCache) {
-            // The entry's mark and samples describe the image on the medium. A power cut may take what a killed
-            // process left in the page cache, and the image would then be refused.
-            let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
-            settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
-        }
-        entry.renew_samples(base.file.as_ref());
-        let state = DiskState::new(entry, &base.options, base.file.into());
-        states.push(Arc::new(state));
+}
+
+/// Updates the entry of an image in memory, and makes the image's state.
+fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<DiskState>> {
+    let entry = &mut control.control.disks[place];
+    let own = base.is_of(entry, &control.home);
+    entry.settle();
+    if let (true, Some(mark)) = (own, &base.identity.mark) {
+        entry.generation = U64::new(mark.generation);
     }
-    Ok(states)
+    entry.set_path(&base.path, &control.home)?;
+    entry.set_inode(&base.identity.inode);
+    if entry.resizing != 0 {
+        set_size(base.file.as_ref(), &base.options.path, entry.size.get())?;
+        entry.resizing = 0;
+    }
+    filesystem::settle_name(&base.path)?;
+    if !planted(Mutant::AttachTrustsCache) {
+        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed
+        // process left in the page cache, and the image would then be refused.
+        let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
+        settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
+    }
+    entry.renew_samples(base.file.as_ref());
+    let state = DiskState::new(entry, &base.options, base.file.into());
+    Ok(Arc::new(state))
+}
+
+/// Announces that a disk's image is about to be marked as open. `salt`: two copies of a disk that are both used from here
+/// on must not reach the same generation.
+pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: u64) {
+    if let Some(entry) = control.control.disk_mut(state.id) {
+        entry.announce(1 + (salt >> 32));
+        let next = entry.next_generation.get();
+        state.generation.store(next, Ordering::Relaxed);
+    }
+}
+
+/// Attaches a disk to a log in use, which has no records of it: to its own entry, or to a new one. `open`: the disks that
+/// the log has open.
+pub(crate) fn adopt(
+    base: OpenBase,
+    control: &mut ControlFile,
+    open: &[Arc<DiskState>],
+    log_dir: &Path,
+    salt: u64,
+) -> Result<Arc<DiskState>> {
+    let before = control.control.disks.clone();
+    let entered = enter_alone(base, control, open, log_dir).and_then(|state| {
+        announce_open(control, &state, salt);
+        control.write()?;
+        Ok(state)
+    });
+    let state = entered.inspect_err(|_| control.control.disks = before)?;
+    // As when a log is opened, the mark must be durable before the first record is logged.
+    let marked = state.mark(true)?;
+    let settled = control.change(|control| {
+        if let Some(entry) = control.disk_mut(state.id) {
+            entry.marked = u8::from(marked);
+            entry.settle();
+        }
+    });
+    if let Err(error) = settled {
+        // Best effort: the error above is the one to report.
+        let _ = state.mark(false);
+        return Err(error);
+    }
+    Ok(state)
+}
+
+/// Finds or makes the entry of an image in a log in use, and updates it in memory.
+fn enter_alone(
+    base: OpenBase,
+    control: &mut ControlFile,
+    open: &[Arc<DiskState>],
+    log_dir: &Path,
+) -> Result<Arc<DiskState>> {
+    let bases = [base];
+    let place = match look_up(&bases, control)?[0] {
+        Some(place) => {
+            let entry = &control.control.disks[place];
+            if let Some(other) = open.iter().find(|other| other.id == entry.id.get()) {
+                return Err(a_copy(&bases[0].options.path, &other.path));
+            }
+            let home = &control.home;
+            accept(&bases[0], entry, home, log_dir, &Indexes::new())?;
+            place
+        }
+        None => {
+            refuse_other_copy(&bases[0], control, log_dir)?;
+            bases[0].refuse_foreign(log_dir)?;
+            register(control, &bases[0].path, bases[0].size)?;
+            control.control.disks.len() - 1
+        }
+    };
+    take_over(&bases, &[place], control);
+    let [base] = bases;
+    enter(base, place, control)
 }
 
 /// Opens a disk that has records in the log but was not asked for.

@@ -18,11 +18,12 @@ use crate::catalog::options::{StoreOptions, check_options, check_size};
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
+use crate::medium::file::DataFile;
 use crate::medium::lock::Use;
 use crate::medium::mark::Mark;
-use crate::recovery::contents::Verify;
-use crate::recovery::replay::read_log;
+use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
+use crate::store::log_size::advised;
 use crate::store::part::{Part, exists};
 
 /// The points where the creation of a disk can be cut.
@@ -102,19 +103,7 @@ impl<'a> NewDisk<'a> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
-            let entry = register(control, path, size)?;
-            entry.announce(1);
-            entry.settle();
-            let mark = Mark {
-                disk: entry.disk,
-                generation: entry.generation.get(),
-                open: false,
-            };
-            let written = part.file().write_mark(Some(&mark));
-            marked = written.map_err(|error| Error::io("mark", part.path(), error))?;
-            entry.marked = u8::from(marked);
-            part.sync()?;
-            entry.set_inode(&Identity::of(part.file(), part.path())?.inode);
+            marked = enrol(control, path, part.file(), part.path(), size)?;
             reached(CreateStep::Filled);
             Ok(())
         };
@@ -131,8 +120,7 @@ impl<'a> NewDisk<'a> {
         };
         let before = match made {
             true => {
-                let size = control.control.header.segment_size.get();
-                directory(log_dir, EngineKind::Blocking).create_segment(0, size, &mut |_| {})?;
+                first_segment(&control, log_dir)?;
                 Vec::new()
             }
             false => {
@@ -148,6 +136,18 @@ impl<'a> NewDisk<'a> {
             let _ = control.change(|control| control.disks = before);
         })?;
         reached(CreateStep::Named);
+        let header = &control.control.header;
+        let segment = header.segment_size.get();
+        let bytes = u64::from(header.max_segments.get()) * segment;
+        if let Some(advised) = advised(bytes, segment, size) {
+            let log = log_dir.display();
+            tracing::warn!(
+                "{}: its log of {bytes} bytes is small for a disk of {size}; writes all over the disk are faster with more: walvisor \
+                 log resize {log} --size {}M",
+                path.display(),
+                advised >> 20
+            );
+        }
         if !marked {
             tracing::warn!(
                 "{}: this file system has no extended attributes, so the log knows the image by its inode, and a copy of it \
@@ -157,6 +157,39 @@ impl<'a> NewDisk<'a> {
         }
         Ok(())
     }
+}
+
+/// Registers the disk at `path` in memory, and marks its complete image, which is `file` at `image`, as the disk's and
+/// closed. Returns whether the image's file system has extended attributes.
+pub(crate) fn enrol(
+    control: &mut ControlFile,
+    path: &Path,
+    file: &dyn DataFile,
+    image: &Path,
+    size: u64,
+) -> Result<bool> {
+    let entry = register(control, path, size)?;
+    entry.announce(1);
+    entry.settle();
+    let mark = Mark {
+        disk: entry.disk,
+        generation: entry.generation.get(),
+        open: false,
+    };
+    let written = file.write_mark(Some(&mark));
+    let marked = written.map_err(|error| Error::io("mark", image, error))?;
+    entry.marked = u8::from(marked);
+    let synced = file.sync_all();
+    synced.map_err(|error| Error::io("write", image, error))?;
+    entry.set_inode(&Identity::of(file, image)?.inode);
+    Ok(marked)
+}
+
+/// Makes the first segment of a log that was just made.
+pub(crate) fn first_segment(control: &ControlFile, log_dir: &Path) -> Result<()> {
+    let size = control.control.header.segment_size.get();
+    let medium = directory(log_dir, EngineKind::Blocking);
+    medium.create_segment(0, size, &mut |_| {}).map(drop)
 }
 
 /// The error that says what is at the path of the new disk.
@@ -184,14 +217,14 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
 }
 
 /// Refuses to put a disk in the place of another that has unapplied records in the log.
-fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()> {
+pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()> {
     let real = real_path(path)?;
     let mut disks = log.control.disks.iter();
     let Some(old) = disks.find(|disk| disk.path(&log.home) == real) else {
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, waiting) = read_log(&medium, log_dir, &log.control, Verify::Tail, &mut |_, _| {})?;
+    let (_, waiting) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
     match waiting.contains_key(&old.id.get()) {
         false => Ok(()),
         true => Err(Error::new(
@@ -212,26 +245,13 @@ fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -> Result<()
 mod tests {
     use super::*;
     use crate::inspect;
-    use crate::store::resize::tests::{MIB, copy_image};
+    use crate::store::resize::tests::{MIB, copy_all};
     use crate::{DiskOptions, Store};
 
     fn options() -> StoreOptions {
         StoreOptions {
             segment_size: MIB,
             ..StoreOptions::default()
-        }
-    }
-
-    /// Copies a directory with everything in it, marks included.
-    fn copy_all(from: &Path, to: &Path) {
-        std::fs::create_dir_all(to).unwrap();
-        for entry in std::fs::read_dir(from).unwrap() {
-            let entry = entry.unwrap();
-            let to = to.join(entry.file_name());
-            match entry.file_type().unwrap().is_dir() {
-                true => copy_all(&entry.path(), &to),
-                false => copy_image(&entry.path(), &to),
-            }
         }
     }
 

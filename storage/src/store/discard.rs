@@ -8,15 +8,14 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use crate::catalog::control::{ControlFile, has_control, open_control, real_path};
+use crate::catalog::control::{ControlFile, has_log, open_control, real_path};
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
-use crate::recovery::contents::Verify;
-use crate::recovery::replay::{Waiting, read_log};
+use crate::recovery::replay::{Waiting, read_log_until};
 use crate::store::attach::OpenBase;
 
 /// The result of [`discard_log`].
@@ -44,7 +43,7 @@ pub struct Discarded {
 /// [`ErrorKind::Locked`] if the log or the image is in use. Nothing has been changed then.
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let options = DiskOptions::new(path);
-    if !has_control(log_dir) {
+    if !has_log(log_dir) {
         return unmark(&OpenBase::open(&options, Use::Write, false)?);
     }
     let mut control = open_control(log_dir, Use::Log)?;
@@ -54,18 +53,12 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     };
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (scan, mut waiting) = read_log(
-        &medium,
-        log_dir,
-        &control.control,
-        Verify::Tail,
-        &mut |_, _| {},
-    )?;
+    let (scan, mut waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
     let entry = control.control.disks[place];
     let given_up = waiting.remove(&entry.id.get());
     let given_up = given_up.unwrap_or_else(Waiting::default);
     // LSNs seen on the medium are never given out again, so a record that is void now stays void.
-    let newest = scan.max_lsn.max(scan.last_lsn);
+    let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
     control.change(|control| {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::control::{has_control, open_control};
-use crate::error::{Error, ErrorKind, Result};
+use crate::catalog::control::existing_log;
+use crate::error::Result;
 use crate::format::Kind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
@@ -80,19 +80,10 @@ pub struct LogGroup {
 /// in LSN order. Changes nothing.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`]), `visit` has been
+/// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been
 /// called for the records before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
-    if !has_control(log_dir) {
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            format!(
-                "{}: this is no log (it has no control file); name a log directory, such as disk.img.wal",
-                log_dir.display()
-            ),
-        ));
-    }
-    let control = open_control(log_dir, Use::LogRead)?;
+    let control = existing_log(log_dir, Use::LogRead)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);

@@ -100,7 +100,7 @@ impl Image {
     pub fn extents(&self, sector: u64, sectors: u64, most: usize) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let sectors = sectors.min(LIMIT);
-        file_extents(&self.file, &self.path, sector, sectors, &mut extents)?;
+        file_extents(Some(&self.file), &self.path, sector, sectors, &mut extents)?;
         extents.truncate(most.max(1));
         Ok(extents)
     }
@@ -126,7 +126,7 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
     };
     let open = || {
         let claimed = file::open_direct_with(path, write, claim)?;
-        match write {
+        match write || claim.is_empty() {
             true => Ok(claimed),
             // Other readers may come: that the device could be claimed is enough.
             false => file::open_direct_with(path, write, OFlags::empty()),
@@ -158,7 +158,13 @@ pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn
 /// The kind of file at an image's path; refuses a kind that can't be an image.
 fn image_kind(path: &Path) -> Result<PathKind> {
     let kind = files().kind(path);
-    match kind.map_err(|error| Error::io(OPEN, path, error))? {
+    let missing = || {
+        let path = path.display();
+        format!(
+            "name a raw image that exists, or make a disk: 'walvisor disk create {path} --size 1G'"
+        )
+    };
+    match kind.map_err(|error| Error::io(OPEN, path, error).if_missing(missing))? {
         PathKind::Other => Err(invalid(format!(
             "{}: not a regular file; name a raw image file",
             path.display()

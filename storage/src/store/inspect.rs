@@ -8,7 +8,11 @@ use std::sync::Arc;
 
 use crate::catalog::control::find_control;
 use crate::catalog::options::DiskOptions;
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, Result};
+use crate::index::IndexMemory;
+use crate::log::history::LogHistory;
 use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
@@ -37,6 +41,8 @@ pub struct LogReport {
     pub checkpoint_lsn: u64,
     /// LSN of the newest record.
     pub last_lsn: u64,
+    /// What it has of the history of its disks.
+    pub history: LogHistory,
     /// Whether a torn write lies behind the log's end. It was never acknowledged: this is normal after a crash, and
     /// ignored.
     pub torn_tail: bool,
@@ -126,7 +132,7 @@ pub fn inspect_telling(
         });
     };
     let medium = directory_to_read(log_dir, threads);
-    let (scan, waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
+    let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
     let found = base.find(&control, log_dir, &waiting)?;
     let size = control.control.disks[found].size.get();
     let header = &control.control.header;
@@ -148,6 +154,22 @@ pub fn inspect_telling(
         segment: segment.path.clone(),
         offset: *offset,
     };
+    let index = IndexMemory::default();
+    for records in waiting.values_mut() {
+        records.extents.count_in(&index);
+    }
+    let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
+    let pinned = control.control.pinned();
+    let bytes = |segments: usize| segments as u64 * header.segment_size.get();
+    let history = LogHistory {
+        horizon: scan.horizon,
+        kept_bytes: bytes(scan.live.len()),
+        pinned_bytes: bytes(pinned.map_or(0, |lsn| newer(lsn).count())),
+        room_bytes: bytes(header.max_segments.get() as usize),
+        index_bytes: index.bytes(),
+        retain: Retain::of(&control.control.history),
+        snapshots: Snapshot::all(&control.control),
+    };
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
         max_segments: header.max_segments.get(),
@@ -156,7 +178,8 @@ pub fn inspect_telling(
         records: scan.records,
         payload_bytes: scan.payload_bytes,
         checkpoint_lsn: header.checkpoint_lsn.get(),
-        last_lsn: scan.last_lsn,
+        last_lsn: scan.last.lsn,
+        history,
         torn_tail: scan.torn_tail,
         disks: control.image_paths(),
         damaged: scan.damaged.iter().map(sectors).collect(),

@@ -3,29 +3,32 @@
 use std::path::Path;
 
 use crate::catalog::control::{
-    ControlFile, find_control, has_control, open_or_create_log, register,
+    ControlFile, find_control, has_log, open_control, open_or_create_log, register,
 };
-use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
+use crate::catalog::options::{DiskOptions, OnFull, StoreOptions, check_options};
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
+use crate::log::history::Borders;
 use crate::log::leader::Writer;
 use crate::log::pipeline::Pipeline;
-use crate::log::ring::{Live, SegmentRing};
+use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
 use crate::log::state::{FailOnPanic, Log, State};
-use crate::medium::directory::{Directory, Medium, directory};
-use crate::medium::engine;
+use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
+use crate::medium::engine::{self, EngineKind};
 use crate::medium::filesystem;
 use crate::medium::lock::Use;
 use crate::medium::pace::{Pace, Slowed};
 use crate::parallel::Progress;
-use crate::recovery::replay::{Indexes, read_for_recovery, recover};
+use crate::recovery::replay::{Indexes, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
-use crate::store::attach::{OpenBase, attach};
+use crate::store::attach::{OpenBase, announce_open, attach, find};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Call, Condvar, Mutex};
@@ -34,11 +37,13 @@ use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) also returns an error if closing
 /// fails.
 pub struct Store {
-    log: Arc<Log>,
-    disks: Vec<Disk>,
+    pub(crate) log: Arc<Log>,
+    pub(crate) disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
     /// Dropped last: the log needs its writer until everything is durable.
     writer: Option<Writer>,
+    /// The control file of a log that is open for reading only: its lock keeps writers out. Otherwise the keeper has it.
+    pub(crate) control: Option<ControlFile>,
 }
 
 /// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has created
@@ -71,10 +76,10 @@ impl Store {
         disks
             .iter()
             .try_for_each(|disk| filesystem::settle_name(&disk.path))?;
-        if has_control(log_dir) {
+        if has_log(log_dir) {
             return filesystem::settle_name(log_dir);
         }
-        let bases = OpenBase::open_all(disks, false)?;
+        let bases = OpenBase::open_all(disks, Use::Write, false)?;
         first_control(&bases, log_dir, options).map(drop)
     }
 
@@ -111,9 +116,61 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
+    /// Opens an existing log with these disks for reading only, whatever their options say: nothing is written, what is
+    /// only in the log is read from there. So the log and the images may be on a read-only file system, or of another user,
+    /// and several processes may have them open so at the same time.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); [`ErrorKind::NotFound`] if there is no log.
+    pub fn open_read_only(
+        log_dir: &Path,
+        disks: &[DiskOptions],
+        options: &StoreOptions,
+    ) -> Result<Self> {
+        check_options(options)?;
+        let engine = engine::probe(options.engine)
+            .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
+        let medium = Directory {
+            engine,
+            ..directory_to_read(log_dir, options.threads)
+        };
+        let control = open_control(log_dir, Use::LogRead)?;
+        let bases = OpenBase::open_all(disks, Use::Read, true)?;
+        let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let (scan, mut waiting) = read;
+        let found = find(&bases, &control, log_dir, &waiting)?;
+        let log = Arc::new(new_log(log_dir, &control, Box::new(medium), scan, options));
+        log.lock().keeper.gone = true;
+        let disks = bases.into_iter().zip(found).map(|(base, place)| {
+            let options = DiskOptions {
+                read_only: true,
+                ..base.options
+            };
+            let state = DiskState::new(&control.control.disks[place], &options, base.file.into());
+            let mut index = state.index_mut();
+            index.active = waiting.remove(&state.id).unwrap_or_default().extents;
+            index.count_in(&log.counters.index);
+            drop(index);
+            Disk {
+                log: log.clone(),
+                state: Arc::new(state),
+            }
+        });
+        Ok(Self {
+            disks: disks.collect(),
+            log,
+            keeper: None,
+            writer: None,
+            control: Some(control),
+        })
+    }
+
     /// Starts the threads of a log that is ready to run.
     pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
         let failed = |error| Error::io("start the log's threads", &log.dir, error);
+        for absent in &keeper.disks[disks.len()..] {
+            absent.aside.store(true, Ordering::Relaxed);
+        }
         let writer = Some(Writer::start(&log).map_err(failed)?);
         let keeper = thread::Builder::new()
             .name("log-keeper".into())
@@ -128,10 +185,11 @@ impl Store {
             disks,
             keeper,
             writer,
+            control: None,
         })
     }
 
-    /// The disks, in the order in which they were given.
+    /// The disks, in the order in which they were given and then [added](Self::add_disk).
     pub fn disks(&self) -> &[Disk] {
         &self.disks
     }
@@ -186,6 +244,27 @@ impl Drop for Store {
     }
 }
 
+/// Opens a log with this disk, and closes it once the base images have everything.
+///
+/// # Errors
+/// If the log keeps history, which would end.
+pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
+    let medium = Box::new(directory(log_dir, EngineKind::Blocking));
+    let (disks, options) = ([DiskOptions::new(path)], StoreOptions::default());
+    let (log, disks, mut keeper) = open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
+    if log.lock().keeps_history() {
+        return Err(invalid(format!(
+            "{0}: its log keeps the history of its disks, which this would end; end it with 'walvisor disk checkpoint {0}', then \
+             try again",
+            path.display()
+        )));
+    }
+    keeper.close()?;
+    // This also releases the locks.
+    drop((log, disks, keeper));
+    Ok(())
+}
+
 /// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. The keeper's
 /// thread has not been started.
 pub(crate) fn open_log(
@@ -196,7 +275,7 @@ pub(crate) fn open_log(
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
     let control = find_control(log_dir, Use::Log)?;
-    let bases = OpenBase::open_all(disks, control.is_some())?;
+    let bases = OpenBase::open_all(disks, Use::Write, control.is_some())?;
     let mut control = match control {
         Some(control) => control,
         None => first_control(&bases, log_dir, options)?,
@@ -225,16 +304,14 @@ fn assemble(
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     for state in states {
-        // Two copies of a disk that are both used from here on must not reach the same generation, so the step is
-        // salted.
-        let step = 1 + (medium.salt() >> 32);
-        if let Some(entry) = control.control.disk_mut(state.id) {
-            entry.announce(step);
-            let next = entry.next_generation.get();
-            state.generation.store(next, Ordering::Relaxed);
-        }
+        announce_open(&mut control, state, medium.salt());
     }
-    let scan = recover(&mut control, states, read)?;
+    let history = &mut control.control.history;
+    let retain = options.retain.unwrap_or(Retain::of(history));
+    retain.set(&mut control.control)?;
+    let pinned = control.control.pinned();
+    let keeps_history = retain != Retain::Nothing || pinned.is_some();
+    let scan = recover(&mut control, states, read, keeps_history)?;
     // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
     let marked = marked.collect::<Result<Vec<_>>>()?;
@@ -246,7 +323,7 @@ fn assemble(
             }
         }
     })?;
-    let recovered = (scan.records > 0).then_some(scan.last_lsn);
+    let recovered = (scan.records > 0 && !keeps_history).then_some(scan.last.lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
     for state in states {
         state.index_mut().count_in(&log.counters.index);
@@ -273,26 +350,25 @@ fn new_log(
     options: &StoreOptions,
 ) -> Log {
     let header = &control.control.header;
-    let (last_lsn, checkpoint_lsn) = (scan.last_lsn, header.checkpoint_lsn.get());
-    let live = scan.live.into_iter().map(|live| Live {
-        segment: live.segment,
-        sequence: live.sequence,
-        last_lsn: live.last_lsn,
-    });
+    let (last_lsn, checkpoint_lsn) = (scan.last.lsn, header.checkpoint_lsn.get());
     let next_cid = scan.max_cid + 1;
     let pipeline = Pipeline::new(header.next_lsn.get(), last_lsn, checkpoint_lsn, next_cid);
     let ring = SegmentRing::new(
         header.segment_size.get(),
         (scan.files, header.max_segments.get()),
         scan.max_sequence + 1,
-        live.collect(),
+        scan.live.into(),
         scan.free.into_iter().chain(scan.void).collect(),
     );
     let (gather, stamps) = (
         Gather::new(options.commit_wait),
-        Stamps::after(scan.last_unix_us),
+        Stamps::after(scan.last.unix_us),
     );
-    let state = State::new(pipeline, ring, gather, stamps);
+    let mut state = State::new(pipeline, ring, gather, stamps);
+    state.horizon = scan.horizon;
+    state.keeper.retain = Retain::of(&control.control.history);
+    state.keeper.snapshots = Snapshot::all(&control.control);
+    state.keeper.pauses = options.on_full == OnFull::Pause;
     Log {
         dir: log_dir.to_path_buf(),
         uuid: header.log,
@@ -306,6 +382,7 @@ fn new_log(
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
         counters: Counters::default(),
+        borders: Borders::default(),
         state: Mutex::new(state),
         leader_called: Call::default(),
         keeper_wanted: Condvar::new(),

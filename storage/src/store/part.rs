@@ -1,10 +1,14 @@
 //! A file that is written beside its final name, and renamed when it is complete and durable.
 
 use std::fs::{File, Permissions};
+use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
+
 use crate::error::{Error, ErrorKind, Result};
+use crate::medium::copying::Named;
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::filesystem::{Open, files};
 use crate::medium::lock::{Holder, Use};
@@ -49,16 +53,45 @@ impl Part {
         let path = PathBuf::from(path);
         // A file that an interrupted run left is reused; one that a running process writes is locked.
         let how = Open::Kept { mode };
-        let file = lock::open_store_file(&path, "write", how, Use::Write, |_| Holder::User)?;
-        file.set_len(0)
-            .and_then(|()| file.set_len(size))
-            .map_err(|error| size_error(&target, size, error))?;
-        Ok(Self {
+        let file = lock::open_store_file(&path, "write", how, Use::Write, |_| Holder::User);
+        let file = file.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                let parent = filesystem::parent(&target).display();
+                let missing = Error::io("write", &target, Errno::NOENT.into());
+                missing.if_missing(|| format!("make its directory: mkdir -p {parent}"))
+            }
+            _ => error,
+        })?;
+        let part = Self {
             file,
             path,
             target,
             published: false,
-        })
+        };
+        part.clear(size)?;
+        Ok(part)
+    }
+
+    /// Makes the file `size` zero bytes.
+    fn clear(&self, size: u64) -> Result<()> {
+        let cleared = self.file.set_len(0);
+        let cleared = cleared.and_then(|()| self.file.set_len(size));
+        cleared.map_err(|error| size_error(&self.target, size, error))
+    }
+
+    /// Gives the file, of `size` bytes, the contents of `from`, which is at least as long, if the file system can let both
+    /// have the same blocks. Returns whether it could; if not, the file is still zeroes.
+    pub(crate) fn share(&self, from: &dyn DataFile, size: u64) -> Result<bool> {
+        let (Some(from), Some(to)) = (from.host(), self.file.host()) else {
+            return Ok(false);
+        };
+        if rustix::fs::ioctl_ficlone(to, from).is_err() {
+            // The file system may have done a part before it failed.
+            return self.clear(size).map(|()| false);
+        }
+        let cut = self.file.set_len(size);
+        cut.map_err(|error| size_error(&self.target, size, error))?;
+        Ok(true)
     }
 
     /// Gives the file the mode of the one that it is going to replace, and also its owner if this process is
@@ -88,6 +121,13 @@ impl Part {
             .map_err(|error| Error::io("write", &self.path, error))
     }
 
+    /// Makes a range read as zeroes.
+    pub(crate) fn zero(&self, range: Range<u64>) -> Result<()> {
+        let (offset, len) = (range.start, range.end - range.start);
+        let zeroed = self.file.zero_range(offset, len, true);
+        zeroed.map_err(|error| Error::io("write", &self.path, error))
+    }
+
     /// The file under its temporary name.
     pub(crate) fn file(&self) -> &dyn DataFile {
         self.file.as_ref()
@@ -95,6 +135,14 @@ impl Part {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The file, to be copied to.
+    pub(crate) fn named(&self) -> Named<'_> {
+        Named {
+            file: self.file(),
+            path: &self.path,
+        }
     }
 
     /// Makes what was written durable.

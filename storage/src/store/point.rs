@@ -10,11 +10,13 @@ use std::cmp::Ordering;
 use std::fmt;
 use std::path::Path;
 
+use crate::catalog::control::open_control;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::medium::directory::Medium;
-use crate::recovery::contents::Verify;
-use crate::recovery::scan::{self, Found};
+use crate::log::history::Commit;
+use crate::medium::lock::Use;
+use crate::recovery::scan::{Found, Visitor};
 
 /// A point in the history of a log: after one of its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,29 +28,68 @@ pub enum Point {
     /// After the last record that was in the log at this time, in microseconds since 1970 by the wall clock. The times of
     /// the log are those of its batches, and never go back.
     Time(u64),
+    /// The state that a snapshot names.
+    Snapshot(SnapshotName),
+    /// After the newest record.
+    Newest,
 }
 
 impl Point {
     /// Where a record is, which has these numbers: [`Less`](Ordering::Less) before the point.
+    ///
+    /// # Panics
+    /// If the point is a snapshot, which has to be [found](Self::found) first.
     pub fn compare(&self, lsn: u64, cid: u64, unix_us: u64) -> Ordering {
         match *self {
+            Self::Snapshot(name) => panic!("the place of snapshot '{name}' is not known"),
             Self::Lsn(point) => lsn.cmp(&point),
             Self::Cid(point) => cid.cmp(&point),
             Self::Time(point) => unix_us.cmp(&point),
+            Self::Newest => Ordering::Less,
         }
     }
 
-    /// The LSN of the last record up to this point, for a disk of the log.
+    /// The same point; a snapshot is looked up in the log.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if the disk can't be brought back there; the error names the nearest points.
+    /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be read.
+    pub fn found(self, log_dir: &Path) -> Result<Self> {
+        match self {
+            Self::Snapshot(_) => {
+                let control = open_control(log_dir, Use::LogRead)?;
+                self.numbered(&control.control, log_dir)
+            }
+            point => Ok(point),
+        }
+    }
+
+    /// The same point; a snapshot is looked up in the control file of the log.
+    pub(crate) fn numbered(self, control: &Control, log_dir: &Path) -> Result<Self> {
+        match self {
+            Self::Snapshot(name) => match Snapshot::find(name, control) {
+                Ok(snapshot) => Ok(Self::Lsn(snapshot.lsn)),
+                Err(error) => Err(error.of_file(log_dir)),
+            },
+            point => Ok(point),
+        }
+    }
+
+    /// The LSN of the last record up to this point, for a disk of the log. `read` calls its argument with each record of the
+    /// log, in LSN order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if the disk can't be brought back there; the error names the nearest points. Those of `read`.
     pub(crate) fn resolve(
         self,
-        medium: &dyn Medium,
         log_dir: &Path,
         control: &Control,
         disk_id: u32,
+        read: impl FnOnce(Visitor<'_>) -> Result<()>,
     ) -> Result<u64> {
+        if let Self::Snapshot(_) = self {
+            let point = self.numbered(control, log_dir)?;
+            return point.resolve(log_dir, control, disk_id, read);
+        }
         // A checkpoint that was interrupted may have copied some records.
         let copying = control.header.copying_lsn.get();
         let horizon = control.applied_lsn(disk_id).max(copying);
@@ -69,10 +110,9 @@ impl Point {
                 Ordering::Less | Ordering::Equal => before = Some(commit),
             }
         };
-        let tail = Verify::Tail;
-        scan::scan(medium, log_dir, control, tail, &mut visit, &mut |_, _| {})?;
+        read(&mut visit)?;
         let is_there = |commit: &Commit| match self {
-            Self::Time(_) => true,
+            Self::Time(_) | Self::Newest => true,
             _ => self.compare(commit.lsn, commit.cid, commit.unix_us) == Ordering::Equal,
         };
         let before = before.filter(|before| before.lsn >= horizon);
@@ -88,6 +128,7 @@ impl Point {
                 log_dir,
                 &format!("the oldest are LSN {horizon}, which the base image holds, and {after}"),
             )),
+            (None, None, None) if self == Self::Newest => Ok(horizon),
             (None, None, None) => Err(self.refused(
                 log_dir,
                 &format!("there is only LSN {horizon}, which the base image holds"),
@@ -108,20 +149,8 @@ impl fmt::Display for Point {
             Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
             Self::Cid(cid) => write!(f, "cid:{cid}"),
             Self::Time(_) => write!(f, "this time"),
+            Self::Snapshot(name) => write!(f, "snapshot:{name}"),
+            Self::Newest => write!(f, "newest"),
         }
-    }
-}
-
-/// A record's numbers.
-#[derive(Clone, Copy)]
-struct Commit {
-    lsn: u64,
-    cid: u64,
-    unix_us: u64,
-}
-
-impl fmt::Display for Commit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "lsn:{} of cid:{}", self.lsn, self.cid)
     }
 }

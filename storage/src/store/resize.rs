@@ -13,14 +13,12 @@ use std::path::Path;
 
 use zerocopy::little_endian::U64;
 
-use crate::catalog::options::{DiskOptions, Resize, StoreOptions, check_size};
+use crate::catalog::options::{Resize, check_size};
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::medium::directory::directory;
-use crate::medium::engine::EngineKind;
 use crate::medium::file::set_size;
 use crate::medium::lock::Use;
 use crate::mutant::{Mutant, planted};
-use crate::store::open::open_log;
+use crate::store::open::copy_closed;
 use crate::store::view::View;
 
 /// The points where a resize can be cut.
@@ -55,14 +53,7 @@ fn resize(
         true => {
             refuse_loss(&view, size, lose_data)?;
             drop(view);
-            let disks = [DiskOptions::new(path)];
-            let medium = Box::new(directory(log_dir, EngineKind::Blocking));
-            let options = StoreOptions::default();
-            let (log, disks, mut keeper) =
-                open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
-            keeper.close()?;
-            // This also releases the locks.
-            drop((log, disks, keeper));
+            copy_closed(path, log_dir)?;
             View::open(path, log_dir, Use::Write, None)?
         }
     };
@@ -124,6 +115,7 @@ pub(crate) mod tests {
     use crate::{
         Backend, Buffer, Operation, Port, Store, create_disk, default_log_dir, export_disk,
     };
+    use crate::{DiskOptions, StoreOptions};
 
     pub(crate) const MIB: u64 = 1 << 20;
 
@@ -172,6 +164,19 @@ pub(crate) mod tests {
         std::fs::copy(from, to).unwrap();
         let [from, to] = [from, to].map(|path| std::fs::File::open(path).unwrap());
         to.write_mark(from.read_mark().unwrap().as_ref()).unwrap();
+    }
+
+    /// Copies a directory with everything in it, marks included.
+    pub(crate) fn copy_all(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap() {
+            let entry = entry.unwrap();
+            let to = to.join(entry.file_name());
+            match entry.file_type().unwrap().is_dir() {
+                true => copy_all(&entry.path(), &to),
+                false => copy_image(&entry.path(), &to),
+            }
+        }
     }
 
     fn page(port: &mut Port, sector: u64) -> u8 {

@@ -4,17 +4,18 @@
 //! beside the target (`TARGET.walvisor-part`), which gets the target's name when it is complete and durable. So an
 //! interrupted transfer leaves no partial image at the target.
 
+use std::fs::File;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::io::Errno;
-
-use crate::Buffer;
+use crate::Transfer;
+use crate::catalog::control::real_path;
 use crate::catalog::identity::Identity;
-use crate::catalog::options::{ImageFormat, StoreOptions, default_log_dir};
+use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, PathKind, files};
 use crate::medium::holes::DataRanges;
@@ -27,22 +28,12 @@ use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
 use crate::store::part::{Part, exists, refuse_existing};
 use crate::store::point::Point;
-use crate::store::view::{Data, View, parts};
+use crate::store::view::{Data, View};
 
-/// Most bytes that the kernel copies in one call, and that one thread copies at a time. Progress is reported
-/// after each such part.
-const KERNEL_COPY_BYTES: u64 = 16 << 20;
+/// Most bytes that one thread copies at a time. Progress is reported after each such part.
+const PART_BYTES: u64 = KERNEL_COPY_BYTES;
 /// Most ranges that one thread copies at a time.
 const MOST_RANGES: usize = 256;
-
-/// The result of an import or export.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Transfer {
-    /// Bytes of the disk.
-    pub size: u64,
-    /// Bytes that were copied; the others were in holes.
-    pub copied: u64,
-}
 
 /// Creates a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log
 /// in `log_dir`. If there is no log, it is created with `options`; an existing log ignores them.
@@ -79,17 +70,28 @@ pub fn import_disk_as(
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw, format)?;
     let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
-    let ranges = DataRanges::new(source.host(), raw, 0..size, KERNEL_COPY_BYTES);
+    let ranges = DataRanges::new(source.host(), raw, 0..size, PART_BYTES);
     let ranges = ranges.map(|range| range.map(|range| (range, ())));
     let copied = transfer(
         options.threads,
         ranges,
-        &|range, ()| copy(source.as_ref(), raw, &part, range),
+        &|range, ()| {
+            let bytes = range.end - range.start;
+            let from = Named {
+                file: source.as_ref(),
+                path: raw,
+            };
+            copy(from, part.named(), range).map(|()| bytes)
+        },
         &mut |at| progress(at, size),
     )?;
     new.finish(part, size, options, &mut |_| {})?;
     progress(size, size);
-    Ok(Transfer { size, copied })
+    Ok(Transfer {
+        size,
+        copied,
+        shared: false,
+    })
 }
 
 /// The error for a new disk that exists, and a source that does not: cp(1) takes them in the other order.
@@ -146,8 +148,42 @@ pub fn restore_disk(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open_at(path, log_dir, Use::Read, Some(at), threads)?;
+    let view = View::open_at(&DiskOptions::new(path), log_dir, at, threads)?;
     write_raw(&view, path, raw, false, threads, progress)
+}
+
+/// Creates a disk at `new` with the contents of the disk at `path`, as they are or as they were at a point since the last
+/// checkpoint, and registers it in the log in `new_log_dir`. If there is no such log, it is created with `options`; an
+/// existing log ignores them. Where the file system can, both disks share the blocks of the base image. The disk at `path` is
+/// not changed.
+///
+/// # Errors
+/// As [`restore_disk`]; or if `new` exists or its log is open elsewhere. Nothing is left behind.
+pub fn clone_disk(
+    path: &Path,
+    log_dir: &Path,
+    at: Option<Point>,
+    new: &Path,
+    new_log_dir: &Path,
+    options: &StoreOptions,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
+    if real_path(log_dir)? == real_path(new_log_dir)? {
+        return Err(invalid(format!(
+            "{}: the log of the disk to clone, which is only read meanwhile; give the new disk another log",
+            new_log_dir.display()
+        )));
+    }
+    let disk = NewDisk::begin(new, new_log_dir, options)?;
+    let view = match at {
+        Some(at) => View::open_at(&DiskOptions::new(path), log_dir, at, options.threads)?,
+        None => View::open(path, log_dir, Use::Read, options.threads)?,
+    };
+    let part = Part::create(new, view.size, mode_of(view.base.file.as_ref(), path)?)?;
+    let done = fill(&part, &view, options.threads, progress)?;
+    disk.finish(part, view.size, options, &mut |_| {})?;
+    progress(view.size, view.size);
+    Ok(done)
 }
 
 /// Writes what a view of the disk at `path` shows to the raw image `raw`.
@@ -159,7 +195,59 @@ fn write_raw(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    // The lock is held to the end: no other process may open the file that is about to be replaced.
+    let mode = mode_of(view.base.file.as_ref(), path)?;
+    // The lock is held to the end.
+    let (part, _replaced) = begin_raw(raw, replace, view.size, mode)?;
+    let done = fill(&part, view, threads, progress)?;
+    part.publish(replace)?;
+    progress(view.size, view.size);
+    Ok(done)
+}
+
+/// Gives a new file of zeroes, of the view's size, what the view shows.
+fn fill(
+    part: &Part,
+    view: &View,
+    threads: Option<NonZeroUsize>,
+    progress: Progress<'_>,
+) -> Result<Transfer> {
+    let size = view.size;
+    let shared = part.share(view.reader().file, size)?;
+    let copy = |range: Range<u64>, data| {
+        let bytes = range.end - range.start;
+        match data {
+            Data::Base => copy(view.reader(), part.named(), range).map(|()| bytes),
+            Data::Zero if shared => part.zero(range).map(|()| 0),
+            Data::Zero => Ok(0),
+            Data::Log { .. } => {
+                let write = &mut |at, bytes: &[u8]| part.write(bytes, at).map(|()| true);
+                view.read(range, &data, write).map(|()| bytes)
+            }
+        }
+    };
+    let mut passed = |at| progress(at, size);
+    let copied = match shared {
+        true => transfer(threads, view.over_base(), &copy, &mut passed),
+        false => {
+            let data = view.data(0..size, KERNEL_COPY_BYTES);
+            transfer(threads, data, &copy, &mut passed)
+        }
+    };
+    Ok(Transfer {
+        size,
+        copied: copied?,
+        shared,
+    })
+}
+
+/// Creates the file that is going to be the raw image `raw`. Also returns the file that it replaces, if there is one,
+/// locked: no other process may open that any more.
+fn begin_raw(
+    raw: &Path,
+    replace: bool,
+    size: u64,
+    mode: u32,
+) -> Result<(Part, Option<Box<dyn DataFile>>)> {
     let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
@@ -167,32 +255,38 @@ fn write_raw(
             None
         }
     };
-    let part = Part::create(raw, view.size, mode_of(view.base.file.as_ref(), path)?)?;
+    let part = Part::create(raw, size, mode)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
         part.resemble(replaced)?;
     }
-    let copied = transfer(
-        threads,
-        view.data(0..view.size, KERNEL_COPY_BYTES),
-        &|range, data| match data {
-            Data::Base => copy(view.reader(), path, &part, range),
-            Data::Log { .. } => view.read(range, &data, &mut |at, bytes| {
-                part.write(bytes, at).map(|()| true)
-            }),
-        },
-        &mut |at| progress(at, view.size),
-    )?;
+    Ok((part, replaced))
+}
+
+/// Creates the raw image `raw`, for its owner alone, with what `fill` writes to the file that it gets, which is empty. The
+/// image gets its name when `fill` has succeeded and all is durable. `replace`: `raw` may exist; the image then has its
+/// mode and, if that is allowed, its owner.
+///
+/// # Errors
+/// Those of `fill`; or if `raw` exists, is in use, or can't be written. An existing `raw` is left unchanged.
+pub fn receive_image<T, E: From<Error>>(
+    raw: &Path,
+    replace: bool,
+    fill: impl FnOnce(&File) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    let (part, _replaced) = begin_raw(raw, replace, 0, OWNER)?;
+    let file = part.file().host().ok_or_else(|| {
+        let path = raw.display();
+        invalid(format!("{path}: not a file of this machine"))
+    })?;
+    let filled = fill(file)?;
     part.publish(replace)?;
-    progress(view.size, view.size);
-    Ok(Transfer {
-        size: view.size,
-        copied,
-    })
+    Ok(filled)
 }
 
 /// Opens and locks the image to import; returns it with its length in bytes.
 fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u64)> {
-    let open = |error| Error::io("open the image", raw, error);
+    let missing = || "name a raw image that exists: it comes after the new disk".to_owned();
+    let open = |error| Error::io("open the image", raw, error).if_missing(missing);
     let kind = files().kind(raw).map_err(open)?;
     if kind == PathKind::Other {
         return Err(invalid(format!(
@@ -259,17 +353,17 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data with `copy` on several threads, and calls `passed` with the offset up to which all is copied;
+/// Copies data with `copy`, which returns the number of bytes, on several threads, and calls `passed` with the offset up to which all is copied;
 /// returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
-    copy: &(dyn Fn(Range<u64>, T) -> Result<()> + Sync),
+    copy: &(dyn Fn(Range<u64>, T) -> Result<u64> + Sync),
     passed: &mut dyn FnMut(u64),
 ) -> Result<u64> {
     let parts = std::iter::from_fn(|| {
         let (mut part, mut bytes) = (Vec::new(), 0);
-        while bytes < KERNEL_COPY_BYTES
+        while bytes < PART_BYTES
             && part.len() < MOST_RANGES
             && let Some(next) = data.next()
         {
@@ -284,9 +378,8 @@ fn transfer<T: Send>(
         let (mut bytes, mut end) = (0, 0);
         for next in part {
             let (range, data) = next?;
-            bytes += range.end - range.start;
             end = range.end;
-            copy(range, data)?;
+            bytes += copy(range, data)?;
         }
         Ok((bytes, end))
     };
@@ -298,45 +391,4 @@ fn transfer<T: Send>(
         Ok::<_, Error>(true)
     })?;
     Ok(copied)
-}
-
-/// Copies a range between files at the same offset, in the kernel if it can.
-fn copy(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
-    let (Some(from_host), Some(to_host)) = (from.host(), to.file().host()) else {
-        return copy_bytes(from, from_path, to, range);
-    };
-    let mut at = range.start;
-    while at < range.end {
-        let (mut read_at, mut write_at) = (at, at);
-        let len = (range.end - at).min(KERNEL_COPY_BYTES) as usize;
-        let copied = rustix::fs::copy_file_range(
-            from_host,
-            Some(&mut read_at),
-            to_host,
-            Some(&mut write_at),
-            len,
-        );
-        match copied {
-            Ok(1..) => at = read_at,
-            Err(Errno::INTR) => {}
-            Err(errno @ (Errno::IO | Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
-                let doing = format!("copy {} to it", from_path.display());
-                return Err(Error::io(&doing, to.path(), errno.into()));
-            }
-            // The kernel can't copy between these files, or not at all.
-            Ok(0) | Err(_) => return copy_bytes(from, from_path, to, at..range.end),
-        }
-    }
-    Ok(())
-}
-
-fn copy_bytes(from: &dyn DataFile, from_path: &Path, to: &Part, range: Range<u64>) -> Result<()> {
-    let mut buffer = Buffer::zeroed((range.end - range.start).min(1 << 20) as usize);
-    for part in parts(range) {
-        let into = &mut buffer[..(part.end - part.start) as usize];
-        from.read_exact_at(into, part.start)
-            .map_err(|error| Error::io("read", from_path, error))?;
-        to.write(into, part.start)?;
-    }
-    Ok(())
 }

@@ -1,14 +1,17 @@
 //! A disk that is not in use, as its guest saw it last: the log over the base image. Read only.
 
 use std::num::NonZeroUsize;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{ExtentMap, Place};
+use crate::format::DiskEntry;
+use crate::index::{ExtentMap, Piece, Place};
+use crate::log::ring::Live;
+use crate::medium::copying::{COPY_BYTES, Named, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, files};
@@ -16,13 +19,11 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
 use crate::recovery::contents::Verify;
-use crate::recovery::replay::{read_log, read_log_until};
+use crate::recovery::replay::{Indexes, read_log_of, read_log_until};
+use crate::recovery::scan;
 use crate::store::attach::OpenBase;
 use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
-
-/// Most bytes that are read or copied at a time.
-const COPY_BYTES: u64 = 1 << 20;
 
 /// A disk and its log, both locked, with the disk's extents in the log.
 pub(crate) struct View {
@@ -33,16 +34,192 @@ pub(crate) struct View {
     pub size: u64,
     /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
+    /// The segments of the log, and the last record that was read.
+    pub live: Vec<Live>,
+    pub last_lsn: u64,
     /// The base image through the page cache: holes need not be aligned to the medium's sectors.
     reader: Box<dyn DataFile>,
 }
 
-/// The place of a range that may hold data other than zeroes.
+/// The place of a range of the disk.
 pub(crate) enum Data {
     /// In the base image, at the same offset.
     Base,
     /// In a segment of the log, from `offset` on.
     Log { segment: Arc<Segment>, offset: u64 },
+    /// Nowhere: it is zeroes, whatever the base image has there.
+    Zero,
+}
+
+/// A disk and its log, both locked.
+pub(crate) struct Located {
+    pub base: OpenBase,
+    pub log: Option<LocatedLog>,
+}
+
+/// The log of a disk, with what it holds.
+pub(crate) struct LocatedLog {
+    pub control: ControlFile,
+    /// The place of the disk's entry in the log's table.
+    pub place: usize,
+    pub medium: Directory,
+    /// The segments that were read.
+    pub live: Vec<Live>,
+    /// The last record that was read.
+    pub last_lsn: u64,
+    pub waiting: Indexes,
+}
+
+impl Located {
+    /// Opens the disk, and reads its log if it has one.
+    pub(crate) fn open(
+        options: &DiskOptions,
+        log_dir: &Path,
+        using: Use,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<Self> {
+        let log_using = match using {
+            Use::Read => Use::LogRead,
+            _ => Use::Log,
+        };
+        let control = find_control(log_dir, log_using)?;
+        let base = OpenBase::open(options, using, control.is_some())?;
+        let Some(control) = control else {
+            base.refuse_foreign(log_dir)?;
+            return Ok(Self { base, log: None });
+        };
+        let medium = Directory {
+            using: log_using,
+            ..directory_to_read(log_dir, threads)
+        };
+        let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let place = base.find(&control, log_dir, &waiting)?;
+        let log = Some(LocatedLog {
+            control,
+            place,
+            medium,
+            live: scan.live,
+            last_lsn: scan.last.lsn,
+            waiting,
+        });
+        Ok(Self { base, log })
+    }
+
+    /// As [`open`](Self::open), for a command that looks at the history of a disk.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] too, if the disk has no log.
+    pub(crate) fn with_history(
+        options: &DiskOptions,
+        log_dir: &Path,
+        threads: Option<NonZeroUsize>,
+    ) -> Result<(OpenBase, LocatedLog)> {
+        let Self { base, log } = Self::open(options, log_dir, Use::Read, threads)?;
+        let log = log.ok_or_else(|| {
+            Error::new(
+                ErrorKind::NotFound,
+                format!("{}: no log, so no history", log_dir.display()),
+            )
+        })?;
+        Ok((base, log))
+    }
+}
+
+impl LocatedLog {
+    pub(crate) fn entry(&self) -> &DiskEntry {
+        &self.control.control.disks[self.place]
+    }
+
+    /// The LSN of the last record up to a point. See [`Point::resolve`].
+    pub(crate) fn resolve(&self, point: Point) -> Result<u64> {
+        let (medium, control) = (&self.medium, &self.control.control);
+        let (dir, tail) = (&medium.path, Verify::Tail);
+        point.resolve(dir, control, self.entry().id.get(), |visit| {
+            scan::scan(medium, dir, control, tail, visit, &mut |_, _| {}).map(drop)
+        })
+    }
+
+    /// Reads the log again: only the records whose LSNs are in `lsns`.
+    pub(crate) fn read_range(&mut self, lsns: RangeInclusive<u64>) -> Result<()> {
+        // Two indexes would take twice the memory.
+        self.waiting.clear();
+        let (dir, control) = (&self.medium.path, &self.control.control);
+        self.last_lsn = self.last_lsn.min(*lsns.end());
+        let (scan, waiting) = read_log_of(&self.medium, dir, control, lsns)?;
+        (self.live, self.waiting) = (scan.live, waiting);
+        Ok(())
+    }
+
+    /// Takes the extents of the disk out of what was read.
+    pub(crate) fn take_extents(&mut self) -> ExtentMap {
+        let records = self.waiting.remove(&self.entry().id.get());
+        records.map_or_else(ExtentMap::default, |records| records.extents)
+    }
+}
+
+/// The bytes of a disk: its extents in the log, over its base image.
+#[derive(Clone, Copy)]
+pub(crate) struct Layers<'a> {
+    pub base: Named<'a>,
+    pub extents: &'a ExtentMap,
+}
+
+impl<'a> Layers<'a> {
+    /// The parts of the byte range that are not holes of the base image, in order. A part in the base image has at most
+    /// `most` bytes. The range must be a whole number of sectors.
+    pub(crate) fn data(
+        self,
+        range: Range<u64>,
+        most: u64,
+    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send + use<'a> {
+        let Self { base, extents } = self;
+        let mut pieces = Vec::new();
+        let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
+        extents.visit(first, end - first, &mut |piece| pieces.push(piece));
+        pieces.into_iter().flat_map(move |piece| {
+            let (bytes, data) = over_base(piece);
+            let (in_base, over) = match data {
+                None => {
+                    let ranges = DataRanges::new(base.file.host(), base.path, bytes, most);
+                    (Some(ranges), None)
+                }
+                Some(data) => (None, Some(Ok((bytes, data)))),
+            };
+            let in_base = in_base.into_iter().flatten();
+            let in_base = in_base.map(|range| range.map(|range| (range, Data::Base)));
+            in_base.chain(over)
+        })
+    }
+
+    /// Calls `visit` with the bytes of a part that [`data`](Self::data) returned, piece by piece, until it returns
+    /// `false`. Of zeroes it has no bytes.
+    pub(crate) fn read(
+        self,
+        range: Range<u64>,
+        data: &Data,
+        visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
+    ) -> Result<()> {
+        let mut buffer = Buffer::for_overwrite(COPY_BYTES.min(range.end - range.start) as usize);
+        for part in parts(range.clone()) {
+            let into = &mut buffer[..(part.end - part.start) as usize];
+            match data {
+                Data::Base => {
+                    let read = self.base.file.read_exact_at(into, part.start);
+                    read.map_err(|e| Error::io("read the base image", self.base.path, e))?;
+                }
+                Data::Log { segment, offset } => {
+                    let at = offset + part.start - range.start;
+                    let read = LogRead::new(segment.clone(), at, into.len());
+                    into.copy_from_slice(&read.read()?);
+                }
+                Data::Zero => break,
+            }
+            if !visit(part.start, into)? {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl View {
@@ -53,136 +230,85 @@ impl View {
         using: Use,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        Self::open_at(path, log_dir, using, None, threads)
+        let Located { base, log } =
+            Located::open(&DiskOptions::new(path), log_dir, using, threads)?;
+        Self::of(base, log)
     }
 
-    /// As [`open`](Self::open); `at`: as the disk was at this point.
+    /// Opens the disk for reading, as it was at a point.
     pub(crate) fn open_at(
-        path: &Path,
+        options: &DiskOptions,
         log_dir: &Path,
-        using: Use,
-        at: Option<Point>,
+        at: Point,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let log_using = match using {
-            Use::Read => Use::LogRead,
-            _ => Use::Log,
-        };
-        let control = find_control(log_dir, log_using)?;
-        let base = OpenBase::open(&DiskOptions::new(path), using, control.is_some())?;
-        let reader = files().open(path, Open::Read);
-        let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
-        let Some(control) = control else {
-            base.refuse_foreign(log_dir)?;
-            if at.is_some() {
-                return Err(Error::new(
-                    ErrorKind::NotFound,
-                    format!("{}: no log, so no history", log_dir.display()),
-                ));
-            }
-            return Ok(Self {
-                size: base.size,
-                base,
-                log: None,
-                extents: ExtentMap::default(),
-                reader,
-            });
-        };
-        let medium = Directory {
-            using: log_using,
-            ..directory_to_read(log_dir, threads)
-        };
-        let (_, mut waiting) = read_log(
-            &medium,
-            log_dir,
-            &control.control,
-            Verify::Tail,
-            &mut |_, _| {},
-        )?;
-        let found = base.find(&control, log_dir, &waiting)?;
-        let entry = &control.control.disks[found];
-        if let Some(point) = at {
-            // It keeps the segments locked.
-            drop(waiting);
-            let (control, none) = (&control.control, &mut |_, _| {});
-            let until = point.resolve(&medium, log_dir, control, entry.id.get())?;
-            (_, waiting) = read_log_until(&medium, log_dir, control, until, Verify::Tail, none)?;
-        }
-        let records = waiting.remove(&entry.id.get());
-        Ok(Self {
-            size: entry.size.get(),
-            base,
-            log: Some((control, found)),
-            extents: records.map_or_else(ExtentMap::default, |records| records.extents),
-            reader,
-        })
+        let (base, mut log) = Located::with_history(options, log_dir, threads)?;
+        let until = log.resolve(at)?;
+        log.read_range(0..=until)?;
+        Self::of(base, Some(log))
     }
 
-    /// The parts of the byte range that may hold data, in order. A part in the base image has at most `most` bytes.
-    /// The range must be a whole number of sectors.
+    fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {
+        let path = &base.options.path;
+        let reader = files().open(path, Open::Read);
+        let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        let mut view = Self {
+            size: base.size,
+            base,
+            log: None,
+            extents: ExtentMap::default(),
+            live: Vec::new(),
+            last_lsn: 0,
+            reader,
+        };
+        if let Some(mut log) = log {
+            (view.size, view.extents) = (log.entry().size.get(), log.take_extents());
+            (view.live, view.last_lsn) = (log.live, log.last_lsn);
+            view.log = Some((log.control, log.place));
+        }
+        Ok(view)
+    }
+
+    /// See [`Layers::data`].
     pub(crate) fn data(
         &self,
         range: Range<u64>,
         most: u64,
     ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
-        let mut pieces = Vec::new();
-        let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
-        self.extents
-            .visit(first, end - first, &mut |piece| pieces.push(piece));
-        pieces.into_iter().flat_map(move |piece| {
-            let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
-            let (in_base, in_log) = match piece.place {
-                None => {
-                    let path = &self.base.options.path;
-                    let ranges = DataRanges::new(self.reader.host(), path, bytes, most);
-                    (Some(ranges), None)
-                }
-                Some(Place::Zero { .. }) => (None, None),
-                Some(Place::Log { segment, offset }) => {
-                    (None, Some(Ok((bytes, Data::Log { segment, offset }))))
-                }
-                Some(Place::Memory { .. }) => {
-                    unreachable!("what was read from a log is in the log")
-                }
-            };
-            let in_base = in_base.into_iter().flatten();
-            let in_base = in_base.map(|range| range.map(|range| (range, Data::Base)));
-            in_base.chain(in_log)
+        self.layers().data(range, most)
+    }
+
+    fn layers(&self) -> Layers<'_> {
+        Layers {
+            base: self.reader(),
+            extents: &self.extents,
+        }
+    }
+
+    /// The parts of the disk that are not in the base image, in order.
+    pub(crate) fn over_base(&self) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
+        self.extents.iter().filter_map(|piece| {
+            let (bytes, data) = over_base(piece);
+            data.map(|data| Ok((bytes, data)))
         })
     }
 
     /// The base image, through the page cache.
-    pub(crate) fn reader(&self) -> &dyn DataFile {
-        self.reader.as_ref()
+    pub(crate) fn reader(&self) -> Named<'_> {
+        Named {
+            file: self.reader.as_ref(),
+            path: &self.base.options.path,
+        }
     }
 
-    /// Calls `visit` with the bytes of a part that [`data`](Self::data) returned, piece by piece, until it returns
-    /// `false`.
+    /// See [`Layers::read`].
     pub(crate) fn read(
         &self,
         range: Range<u64>,
         data: &Data,
         visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
     ) -> Result<()> {
-        let mut buffer = Buffer::for_overwrite(COPY_BYTES.min(range.end - range.start) as usize);
-        for part in parts(range.clone()) {
-            let into = &mut buffer[..(part.end - part.start) as usize];
-            match data {
-                Data::Base => self
-                    .reader
-                    .read_exact_at(into, part.start)
-                    .map_err(|e| Error::io("read the base image", &self.base.options.path, e))?,
-                Data::Log { segment, offset } => {
-                    let at = offset + part.start - range.start;
-                    let read = LogRead::new(segment.clone(), at, into.len());
-                    into.copy_from_slice(&read.read()?);
-                }
-            }
-            if !visit(part.start, into)? {
-                break;
-            }
-        }
-        Ok(())
+        self.layers().read(range, data, visit)
     }
 
     /// Whether any byte at or behind `from` is not zero.
@@ -202,10 +328,13 @@ impl View {
     }
 }
 
-/// A range cut into parts of at most [`COPY_BYTES`].
-pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    range
-        .clone()
-        .step_by(COPY_BYTES as usize)
-        .map(move |start| start..(start + COPY_BYTES).min(range.end))
+/// The byte range of a piece, and its place; `None`: in the base image.
+fn over_base(piece: Piece) -> (Range<u64>, Option<Data>) {
+    let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
+    let data = piece.place.map(|place| match place {
+        Place::Zero { .. } => Data::Zero,
+        Place::Log { segment, offset } => Data::Log { segment, offset },
+        Place::Memory { .. } => unreachable!("what was read from a log is in the log"),
+    });
+    (bytes, data)
 }

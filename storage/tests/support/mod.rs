@@ -8,8 +8,8 @@ use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
-    BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind, Failure, LogReport,
-    Operation, Port, Store, StoreOptions, create_disk, default_log_dir, inspect,
+    Allocation, Backend, BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind,
+    Failure, LogReport, Operation, Store, StoreOptions, create_disk, default_log_dir, inspect,
 };
 
 pub const SIZE: u64 = 8 << 20;
@@ -61,15 +61,7 @@ impl Place {
             for entry in std::fs::read_dir(&to).unwrap() {
                 std::fs::remove_file(entry.unwrap().path()).unwrap();
             }
-            std::fs::copy(from.join("control"), to.join("control")).unwrap();
-            for entry in std::fs::read_dir(&from).unwrap() {
-                let name = entry.unwrap().file_name();
-                if name.to_str().unwrap().starts_with("segment")
-                    && !name.to_str().unwrap().ends_with(".new")
-                {
-                    std::fs::copy(from.join(&name), to.join(&name)).unwrap();
-                }
-            }
+            copy_log(&from, &to);
             copy_image(&self.disk, &disk);
             if state() == before {
                 return Self { _dir: dir, disk };
@@ -105,6 +97,19 @@ pub fn mark(image: &Path) -> Option<String> {
     Some(String::from_utf8(text[..len].to_vec()).unwrap())
 }
 
+/// Copies the files of a log to an empty directory.
+pub fn copy_log(from: &Path, to: &Path) {
+    std::fs::copy(from.join("control"), to.join("control")).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let name = entry.unwrap().file_name();
+        if name.to_str().unwrap().starts_with("segment")
+            && !name.to_str().unwrap().ends_with(".new")
+        {
+            std::fs::copy(from.join(&name), to.join(&name)).unwrap();
+        }
+    }
+}
+
 /// Copies an image with its mark, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the
 /// locks of every test in this process.)
 pub fn copy_image(from: &Path, to: &Path) {
@@ -115,13 +120,13 @@ pub fn copy_image(from: &Path, to: &Path) {
     }
 }
 
-pub fn wait(port: &mut Port, count: usize) -> Vec<Completion> {
+pub fn wait(port: &mut (impl BackendQueue + ?Sized), count: usize) -> Vec<Completion> {
     port.kick();
     wait_all(&mut [port], count)
 }
 
 /// Serves the ports, as their threads would, until `count` requests have completed.
-pub fn wait_all(ports: &mut [&mut Port], count: usize) -> Vec<Completion> {
+pub fn wait_all(ports: &mut [&mut (impl BackendQueue + ?Sized)], count: usize) -> Vec<Completion> {
     let mut done = Vec::new();
     loop {
         ports
@@ -148,7 +153,10 @@ pub fn wait_all(ports: &mut [&mut Port], count: usize) -> Vec<Completion> {
     }
 }
 
-pub fn run(port: &mut Port, operation: Operation) -> Result<Option<Buffer>, Failure> {
+pub fn run(
+    port: &mut (impl BackendQueue + ?Sized),
+    operation: Operation,
+) -> Result<Option<Buffer>, Failure> {
     port.submit(1, operation);
     wait(port, 1).pop().unwrap().result
 }
@@ -157,7 +165,7 @@ pub fn fill(byte: u8, sectors: usize) -> Buffer {
     Buffer::from(&vec![byte; sectors * 512][..])
 }
 
-pub fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
+pub fn write(port: &mut (impl BackendQueue + ?Sized), sector: u64, byte: u8, sectors: usize) {
     run(
         port,
         Operation::Write {
@@ -168,14 +176,82 @@ pub fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
     .unwrap();
 }
 
-pub fn read(port: &mut Port, sector: u64, sectors: u32) -> Buffer {
+pub fn read(port: &mut (impl BackendQueue + ?Sized), sector: u64, sectors: u32) -> Buffer {
     run(port, Operation::Read { sector, sectors })
         .unwrap()
         .unwrap()
 }
 
-pub fn flush(port: &mut Port) {
+pub fn flush(port: &mut (impl BackendQueue + ?Sized)) {
     run(port, Operation::Flush).unwrap();
+}
+
+/// Xorshift (Marsaglia 2003).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// A random modification, which is also made to the bytes of the disk.
+pub fn modify(random: &mut Random, bytes: &mut [u8]) -> Operation {
+    let all = bytes.len() as u64 / 512;
+    let sector = random.below(all);
+    let sectors = 1 + random.below((all - sector).min(20));
+    let byte = random.below(256) as u8;
+    let range = &mut bytes[(sector * 512) as usize..((sector + sectors) * 512) as usize];
+    let kind = random.below(8);
+    range.fill(if kind < 2 { 0 } else { byte });
+    let count = sectors as u32;
+    match kind {
+        0 => Operation::Discard {
+            sector,
+            sectors: count,
+        },
+        1 => Operation::WriteZeroes {
+            sector,
+            sectors: count,
+            unmap: byte < 128,
+        },
+        _ => Operation::Write {
+            sector,
+            data: fill(byte, sectors as usize),
+        },
+    }
+}
+
+/// Reads of any place and length show the state of the point, and so do the extents.
+pub fn check_look(random: &mut Random, look: &dyn Backend, state: &[u8], told: &str) {
+    let all = state.len() as u64 / 512;
+    assert_eq!(look.sectors(), all);
+    let mut queue = look.open_queue().unwrap();
+    let whole = read(&mut *queue, 0, all as u32);
+    assert!(whole[..] == *state, "{told}");
+    for _ in 0..8 {
+        let sector = random.below(all);
+        let sectors = 1 + random.below(all - sector);
+        let range = sector as usize * 512..(sector + sectors) as usize * 512;
+        let bytes = read(&mut *queue, sector, sectors as u32);
+        assert!(bytes[..] == state[range], "{told}, sector {sector}");
+    }
+    let mut at = 0;
+    while at < all {
+        for extent in look.extents(at, all - at, 3).unwrap() {
+            let end = at + extent.sectors;
+            let bytes = &state[at as usize * 512..end as usize * 512];
+            let zero = bytes.iter().all(|&byte| byte == 0);
+            assert!(
+                zero || extent.allocation == Allocation::Data,
+                "{told}, sector {at}"
+            );
+            at = end;
+        }
+    }
 }
 
 /// A small file system in memory. Unmounted when dropped.

@@ -1,6 +1,7 @@
 //! The plan of a run, derived from one seed.
 
-use super::super::medium::{Random, World};
+use super::super::medium::World;
+use super::super::random::Random;
 use crate::CommitWait;
 
 /// Sectors that belong to each client of a disk: no other client writes them.

@@ -1,151 +1,19 @@
-//! The bytes on the medium. All integers are little-endian; every structure carries its own CRC-32C.
-//!
-//! ```text
-//! DIR/control         slot A (64 KiB) | slot B (64 KiB)       written in turn, newest valid one counts
-//! DIR/segment-00000   segment header (4 KiB) | batch | batch | ... | stale or zero bytes | summary, if it is sealed
-//!                                              │
-//!                     batch header + descriptors + checksums, pad to 4 KiB | payloads, in order | pad to 4 KiB
-//! ```
-//!
-//! A segment file is recycled, not deleted: its header names the *sequence* it serves now and a random
-//! *salt*, and every batch header repeats both, so that a batch left over from an earlier life never
-//! passes for a new one. LSNs and sequences never restart in the life of a log.
+//! Segments: their header, batches and summary.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use crate::mutant::{Mutant, planted};
+use super::sealed::{BLOCK, CRC_AT, Decoded, Uuid, VERSION, counted, crc_without, seal, seal_at};
 use crate::{Buffer, MAX_REQUEST_BYTES};
 
-/// Alignment of the start of every structure: one page, a multiple of any sector size in use.
-pub(crate) const BLOCK: usize = 4096;
-/// The one format version this code reads and writes.
-pub(crate) const VERSION: u32 = 2;
-/// Bytes of one control slot.
-pub(crate) const CONTROL_SLOT: usize = 64 << 10;
-/// Most disks on one log: as many as a control slot holds.
-pub(crate) const MAX_DISKS: usize =
-    (CONTROL_SLOT - size_of::<ControlHeader>()) / size_of::<DiskEntry>();
 /// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
 pub(crate) const MAX_DESCRIPTORS: usize = 896;
 /// Most checksums of one batch: those of the longest request. Bounds the header's size too.
 pub(crate) const MAX_CHECKSUMS: usize = MAX_REQUEST_BYTES / BLOCK;
 
-/// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
-/// overflows.
-pub(crate) const NUMBER_LIMIT: u64 = 1 << 62;
-
-pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
 pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
-
-/// 128 random bits that name a log or a disk.
-pub(crate) type Uuid = [u8; 16];
-
-/// Start of a control slot; `disk_count` [`DiskEntry`]s follow.
-///
-/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
-/// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub(crate) struct ControlHeader {
-    pub magic: [u8; 8],
-    pub version: U32,
-    /// CRC-32C of the whole slot with this field zero.
-    pub crc: U32,
-    /// Counts control writes; slot = generation % 2.
-    pub generation: U64,
-    pub log: Uuid,
-    /// Bytes of every segment file.
-    pub segment_size: U64,
-    /// Most segment files the ring may hold.
-    pub max_segments: U32,
-    pub disk_count: U32,
-    /// Segments below this sequence are free: all they hold is in the base images.
-    pub first_sequence: U64,
-    /// Every record up to this LSN is in the base images.
-    pub checkpoint_lsn: U64,
-    /// No LSN below this is given out again.
-    pub next_lsn: U64,
-    /// No commit id below this is given out again.
-    pub next_cid: U64,
-    /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
-    /// before this LSN is damaged, because its older records would be replayed over newer ones.
-    pub copying_lsn: U64,
-}
-
-impl ControlHeader {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
-    pub(crate) fn counted(&self) -> bool {
-        counted(&[
-            self.generation,
-            self.first_sequence,
-            self.checkpoint_lsn,
-            self.next_lsn,
-            self.next_cid,
-            self.copying_lsn,
-        ])
-    }
-}
-
-/// A disk of the log.
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub(crate) struct DiskEntry {
-    pub disk: Uuid,
-    /// The number that descriptors name the disk by; never given to another.
-    pub id: U32,
-    pub path_len: U16,
-    /// 1 while the disk is being resized: the base image may be longer than `size`, and its bytes beyond are void.
-    /// Else 0.
-    pub resizing: u8,
-    /// 1 if the base image carries a mark; 0 if its file system has no attributes.
-    pub marked: u8,
-    /// Bytes of the disk.
-    pub size: U64,
-    /// The generation in the mark of the base image, until the mark has `next_generation`.
-    pub generation: U64,
-    /// The generation that the mark is being changed to; the same as `generation` while the mark is not being
-    /// changed.
-    pub next_generation: U64,
-    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says:
-    /// `discard_log` gave them up.
-    pub void_lsn: U64,
-    /// The file system's numbers of the base image when the disk was last opened: a disk without a mark is known by
-    /// them. All 0: not known.
-    pub device: U64,
-    pub inode: U64,
-    /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
-    pub born: U64,
-    /// Samples of bytes that the base image has had since the last checkpoint that wrote to it.
-    pub samples: [Sample; SAMPLES],
-    /// The path of the base image when the disk was last opened, not terminated. It is relative to the directory that
-    /// the log directory is in if the image is below that, else absolute. Empty: another disk's image is there now.
-    pub path: [u8; 480],
-}
-
-/// Number of [`Sample`]s of a disk.
-pub(crate) const SAMPLES: usize = 4;
-
-/// A few bytes of a base image.
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
-#[repr(C)]
-pub(crate) struct Sample {
-    /// Byte offset in the base image.
-    pub offset: U64,
-    /// Length in bytes, at most [`BLOCK`]. 0: no sample.
-    pub len: U32,
-    /// The CRC-32C of these bytes.
-    pub crc: U32,
-}
-
-impl DiskEntry {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
-    fn counted(&self) -> bool {
-        counted(&[self.generation, self.next_generation, self.void_lsn])
-    }
-}
 
 /// First block of a segment. Written together with the segment's first batch; before that, it is
 /// [blank](Self::blank).
@@ -286,42 +154,6 @@ pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize
 
 /// A summary takes at most one part in this many of a segment.
 const SUMMARY_SHARE: u64 = 16;
-
-/// CRC-32C of `bytes` as if the four at `at` were zero: how every structure here is sealed.
-pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
-    let crc = crc32c::crc32c_append(crc32c::crc32c(&bytes[..at]), &[0; 4]);
-    crc32c::crc32c_append(crc, &bytes[at + 4..])
-}
-
-/// Offset of the `crc` field: the same in all sealed structures (magic, version, crc).
-pub(crate) const CRC_AT: usize = 12;
-
-pub(crate) fn seal(bytes: &mut [u8]) -> u32 {
-    seal_at(bytes, CRC_AT)
-}
-
-/// Puts the CRC of `bytes` into the four bytes at `at`, and returns it.
-pub(crate) fn seal_at(bytes: &mut [u8], at: usize) -> u32 {
-    let crc = crc_without(bytes, at);
-    bytes[at..at + 4].copy_from_slice(&crc.to_le_bytes());
-    crc
-}
-
-/// Whether all numbers are below the limit, so that counting can have reached them.
-pub(crate) fn counted(numbers: &[U64]) -> bool {
-    numbers.iter().all(|number| number.get() < NUMBER_LIMIT)
-}
-
-/// The result of reading a block as a structure.
-#[derive(Debug)]
-pub(crate) enum Decoded<T> {
-    /// Magic, version and CRC are right.
-    Valid(T),
-    /// Right magic, another version.
-    Version(u32),
-    /// Anything else: zeroes, stale bytes, a torn write, rot.
-    Invalid,
-}
 
 impl SegmentHeader {
     /// The first block of a segment that holds nothing: the header of no log, with sequence 0. Zeroes would not do,
@@ -470,116 +302,16 @@ impl SummaryFooter {
     }
 }
 
-/// The control slot's contents, decoded.
-#[derive(Clone, Debug)]
-pub(crate) struct Control {
-    pub header: ControlHeader,
-    pub disks: Vec<DiskEntry>,
-}
-
-impl Control {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
-    pub(crate) fn counted(&self) -> bool {
-        self.header.counted() && self.disks.iter().all(DiskEntry::counted)
-    }
-
-    /// The entry of a disk.
-    pub(crate) fn disk(&self, id: u32) -> Option<&DiskEntry> {
-        self.disks.iter().find(|disk| disk.id.get() == id)
-    }
-
-    /// The entry of a disk, for changes.
-    pub(crate) fn disk_mut(&mut self, id: u32) -> Option<&mut DiskEntry> {
-        self.disks.iter_mut().find(|disk| disk.id.get() == id)
-    }
-
-    /// The LSN up to which the records of a disk count as copied to its base image.
-    pub(crate) fn applied_lsn(&self, disk_id: u32) -> u64 {
-        let disk = self.disk(disk_id);
-        let void_lsn = disk.map_or(0, |disk| disk.void_lsn.get());
-        void_lsn.max(self.header.checkpoint_lsn.get())
-    }
-
-    /// The sealed slot, ready to be written at `(generation % 2) * CONTROL_SLOT`.
-    pub(crate) fn encode(&self) -> Buffer {
-        let mut slot = Buffer::zeroed(CONTROL_SLOT);
-        let mut header = self.header;
-        header.disk_count = U32::new(self.disks.len() as u32);
-        let (head, rest) = slot.split_at_mut(size_of::<ControlHeader>());
-        head.copy_from_slice(header.as_bytes());
-        rest[..size_of_val(&self.disks[..])].copy_from_slice(self.disks.as_bytes());
-        seal(&mut slot);
-        slot
-    }
-
-    pub(crate) fn decode(slot: &[u8]) -> Decoded<Self> {
-        let Ok((header, rest)) = ControlHeader::read_from_prefix(slot) else {
-            return Decoded::Invalid;
-        };
-        let right = header.crc.get() == crc_without(slot, CRC_AT);
-        if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
-            return Decoded::Invalid;
-        }
-        if header.version.get() != VERSION {
-            return Decoded::Version(header.version.get());
-        }
-        if !header.counted() {
-            return Decoded::Invalid;
-        }
-        let bytes = (header.disk_count.get() as usize).checked_mul(size_of::<DiskEntry>());
-        let disks = bytes
-            .and_then(|len| rest.get(..len))
-            .and_then(|b| <[DiskEntry]>::ref_from_bytes(b).ok());
-        match disks {
-            Some(disks) if disks.iter().all(DiskEntry::counted) => Decoded::Valid(Self {
-                header,
-                disks: disks.to_vec(),
-            }),
-            _ => Decoded::Invalid,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mutant::PLANTED;
 
     #[test]
     fn structures_have_no_hidden_padding_and_the_documented_sizes() {
-        assert_eq!(size_of::<ControlHeader>(), 96);
-        assert_eq!(size_of::<DiskEntry>(), 624);
         assert_eq!(size_of::<SegmentHeader>(), 64);
         assert_eq!(size_of::<BatchHeader>(), 96);
         assert_eq!(size_of::<Descriptor>(), 20);
         assert_eq!(size_of::<SummaryFooter>(), 56);
-        const { assert!(MAX_DISKS >= 100) };
-    }
-
-    /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
-    /// lie in one sector.
-    #[test]
-    fn every_flipped_bit_of_a_control_slot_is_noticed() {
-        let mut header = ControlHeader::new_zeroed();
-        header.magic = CONTROL_MAGIC;
-        header.version = U32::new(VERSION);
-        let mut entry = DiskEntry::new_zeroed();
-        entry.path = [b'x'; 480];
-        let disks = vec![entry; 2];
-        let slot = Control { header, disks }.encode();
-        let is_taken = |bit: usize| {
-            let mut bad = slot.to_vec();
-            bad[bit / 8] ^= 1 << (bit % 8);
-            matches!(Control::decode(&bad), Decoded::Valid(_))
-        };
-        let used = size_of::<ControlHeader>() + 2 * size_of::<DiskEntry>();
-        let mut bits = (0..used * 8).chain((used * 8..CONTROL_SLOT * 8).step_by(97));
-        assert!(bits.all(|bit| !is_taken(bit)));
-        // Without the checksum a changed path would be believed.
-        PLANTED.set(Some(Mutant::ControlChecksumIgnored));
-        let believed = is_taken((used - 1) * 8);
-        PLANTED.set(None);
-        assert!(believed);
     }
 
     #[test]

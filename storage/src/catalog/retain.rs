@@ -1,0 +1,90 @@
+//! How much of its history a log keeps.
+
+use std::time::Duration;
+
+use zerocopy::little_endian::{U32, U64};
+
+use crate::error::{Result, invalid};
+use crate::format::{Control, HistoryHeader};
+
+/// Most segments of a log, and least that it has beside those of its history.
+const MOST_SEGMENTS: u64 = 65536;
+const LEAST_OTHERS: u64 = 4;
+
+/// How much of its history a log keeps: any state since then can be looked at and brought back.
+///
+/// The base images stay behind by that much. What a log keeps takes room in it; when the log is full, its oldest history
+/// goes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Retain {
+    /// None on purpose: the log is copied to the base images when half of it is in use, and when it is closed.
+    #[default]
+    Nothing,
+    /// What was written in this time, at least.
+    Time(Duration),
+    /// The newest bytes of log, at least as many; payloads and their headers count.
+    Bytes(u64),
+    /// As much as there is room for.
+    All,
+}
+
+impl Retain {
+    /// Segments that it takes to keep this many bytes; 0 if no number of bytes is to be kept.
+    pub(crate) fn segments(self, segment_size: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.div_ceil(segment_size),
+            _ => 0,
+        }
+    }
+
+    /// What the log of this control file keeps.
+    pub(crate) fn of(history: &HistoryHeader) -> Self {
+        // Of what a newer program knows, nothing may get lost.
+        Self::decode(history.retain_kind.get(), history.retain_value.get()).unwrap_or(Self::All)
+    }
+
+    /// Lets the log keep so much. The room that other records have in it stays as large as it is.
+    ///
+    /// # Errors
+    /// If the log can't have so many segments.
+    pub(crate) fn set(self, control: &mut Control) -> Result<()> {
+        let (header, old) = (&mut control.header, Self::of(&control.history));
+        let size = header.segment_size.get();
+        let most = u64::from(header.max_segments.get());
+        let others = most.saturating_sub(old.segments(size)).max(LEAST_OTHERS);
+        let needed = others.saturating_add(self.segments(size));
+        if needed > MOST_SEGMENTS {
+            let most = (MOST_SEGMENTS - others) * size;
+            return Err(invalid(format!(
+                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, without {others} \
+                 for what is being written"
+            )));
+        }
+        header.max_segments = U32::new(needed.max(most) as u32);
+        let (kind, value) = self.encode();
+        control.history.retain_kind = U32::new(kind);
+        control.history.retain_value = U64::new(value);
+        Ok(())
+    }
+
+    /// The numbers that stand for it in a control file.
+    fn encode(self) -> (u32, u64) {
+        match self {
+            Self::Nothing => (0, 0),
+            Self::Time(time) => (1, u64::try_from(time.as_micros()).unwrap_or(u64::MAX)),
+            Self::Bytes(bytes) => (2, bytes),
+            Self::All => (3, 0),
+        }
+    }
+
+    /// The reverse of [`encode`](Self::encode); `None`: these numbers stand for nothing.
+    fn decode(kind: u32, value: u64) -> Option<Self> {
+        match kind {
+            0 => Some(Self::Nothing),
+            1 => Some(Self::Time(Duration::from_micros(value))),
+            2 => Some(Self::Bytes(value)),
+            3 => Some(Self::All),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Named points in the history of a log.
+
+use std::fmt;
+use std::str::FromStr;
+
+use zerocopy::FromZeros;
+use zerocopy::little_endian::U64;
+
+use crate::PastPoint;
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::format::{Control, SnapshotEntry};
+
+/// The name of a snapshot: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SnapshotName([u8; 64]);
+
+impl SnapshotName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        let len = self.0.iter().position(|&byte| byte == 0);
+        std::str::from_utf8(&self.0[..len.unwrap_or(self.0.len())]).unwrap_or_default()
+    }
+}
+
+impl FromStr for SnapshotName {
+    type Err = Error;
+
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if no snapshot can have this name.
+    fn from_str(text: &str) -> Result<Self> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if !(1..=64).contains(&text.len()) || !text.bytes().all(allowed) {
+            return Err(invalid(format!(
+                "'{text}' is no name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
+            )));
+        }
+        let mut name = [0; 64];
+        name[..text.len()].copy_from_slice(text.as_bytes());
+        Ok(Self(name))
+    }
+}
+
+impl fmt::Display for SnapshotName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Debug for SnapshotName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.as_str())
+    }
+}
+
+/// A named state of all disks of a log. The log keeps what it takes to see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its name, which no other snapshot of the log has.
+    pub name: SnapshotName,
+    /// The last record that it has.
+    pub lsn: u64,
+    /// The newest commit group when it was made.
+    pub cid: u64,
+    /// When it was made, in microseconds since 1970.
+    pub unix_us: u64,
+}
+
+/// By name and LSN.
+impl From<Snapshot> for PastPoint {
+    fn from(snapshot: Snapshot) -> Self {
+        Self {
+            name: snapshot.name.to_string(),
+            number: snapshot.lsn,
+        }
+    }
+}
+
+impl Snapshot {
+    /// The snapshots of a log, oldest first.
+    pub(crate) fn all(control: &Control) -> Vec<Self> {
+        let snapshots = control.snapshots.iter().map(|entry| Self {
+            name: SnapshotName(entry.name),
+            lsn: entry.lsn.get(),
+            cid: entry.cid.get(),
+            unix_us: entry.unix_us.get(),
+        });
+        snapshots.collect()
+    }
+
+    /// Adds the snapshot to those of a log.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`] if there is one of this name; [`ErrorKind::InvalidInput`] if there is no room for
+    /// another.
+    pub(crate) fn add(&self, control: &mut Control) -> Result<()> {
+        let name = self.name;
+        if control.snapshots.iter().any(|entry| entry.name == name.0) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!(
+                    "a snapshot '{name}' exists already; give another name, or delete it with 'snapshot-delete {name}'"
+                ),
+            ));
+        }
+        let mut entry = SnapshotEntry::new_zeroed();
+        entry.name = name.0;
+        entry.lsn = U64::new(self.lsn);
+        entry.cid = U64::new(self.cid);
+        entry.unix_us = U64::new(self.unix_us);
+        control.snapshots.push(entry);
+        if !control.fits() {
+            control.snapshots.pop();
+            let count = control.snapshots.len();
+            return Err(invalid(format!(
+                "the log has {count} snapshots, and no room for another; delete one with 'snapshot-delete NAME'"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Removes the snapshot of this name from those of a log.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is none.
+    pub(crate) fn remove(name: SnapshotName, control: &mut Control) -> Result<()> {
+        let before = control.snapshots.len();
+        control.snapshots.retain(|entry| entry.name != name.0);
+        match control.snapshots.len() < before {
+            true => Ok(()),
+            false => Err(Self::unknown(name, control)),
+        }
+    }
+
+    /// The snapshot of this name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if there is none; the error names those that there are.
+    pub(crate) fn find(name: SnapshotName, control: &Control) -> Result<Self> {
+        let mut all = Self::all(control).into_iter();
+        all.find(|snapshot| snapshot.name == name)
+            .ok_or_else(|| Self::unknown(name, control))
+    }
+
+    fn unknown(name: SnapshotName, control: &Control) -> Error {
+        let all = Self::all(control);
+        let names: Vec<_> = all.iter().map(|snapshot| snapshot.name.as_str()).collect();
+        let others = match names.is_empty() {
+            true => "the log has none".to_owned(),
+            false => format!("the log has {}", names.join(", ")),
+        };
+        Error::new(
+            ErrorKind::NotFound,
+            format!("no snapshot '{name}': {others}"),
+        )
+    }
+}

@@ -1,0 +1,284 @@
+//! Folding: a log that keeps history copies only its oldest segments to the base images.
+//!
+//! ```text
+//!   base images ─ horizon ──▶ oldest segments │ segments that are kept ......... │ tail
+//!                             └── folded ─────┘    any state in here can be seen
+//! ```
+//! The index knows the newest bytes of each sector, wherever they are in the log. The base images have to become what the
+//! disks were at the end of the folded segments, so these are read once more: their summaries say what they hold. The index
+//! then drops what it had in them, and reads go to the base images.
+
+use std::collections::BTreeMap;
+
+use crate::catalog::snapshot::Snapshot;
+use crate::checkpoint::copy::{Copied, Layer};
+use crate::checkpoint::keeper::Keeper;
+use crate::checkpoint::pace::CopyPace;
+use crate::error::{Error, ErrorKind, Result};
+use crate::index::{Builder, Piece, Place};
+use crate::log::history::Commit;
+use crate::log::state::State;
+use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
+use crate::recovery::live::read_live;
+use crate::recovery::replay::place;
+use crate::recovery::scan::Found;
+use crate::sync::Arc;
+
+/// How much of the log's room, or of its index's memory, history that must stay takes when the log warns, in percent.
+const WARN_PERCENT: u128 = 80;
+
+/// Who needs what comes behind this LSN, and what to do about it.
+fn who_needs(snapshots: &[Snapshot], lsn: u64) -> String {
+    match snapshots.iter().find(|snapshot| snapshot.lsn <= lsn) {
+        Some(Snapshot { name, .. }) => {
+            format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
+        }
+        None => "a look at a disk needs the log; end it (unlook)".to_owned(),
+    }
+}
+
+/// Pieces that the index forgets at a time: requests wait for that.
+const FORGOTTEN: usize = 512;
+
+/// Segments that are to be folded: all up to this record.
+struct Oldest {
+    segments: Vec<(Arc<Segment>, Commit)>,
+    last: Commit,
+}
+
+impl Keeper {
+    /// Folds segments until the log has room and keeps no more than it is to keep.
+    ///
+    /// # Errors
+    /// If copying fails, or if snapshots keep what has to go.
+    pub(super) fn fold(&mut self) -> Result<()> {
+        // An attempt at a whole checkpoint that failed comes first: the index has a layer for it.
+        if self.frozen_at.is_some() {
+            return self.checkpoint(false, false).map(drop);
+        }
+        let log = self.log.clone();
+        loop {
+            let mut state = log.lock();
+            if state.ring.waits_for_readers() {
+                // They hold the room only for the time of one read.
+                state.keeper.checkpoint = true;
+                return Ok(());
+            }
+            let (retain, pinned) = (state.keeper.retain, state.keeper.pinned());
+            let index = log.counters.index.bytes();
+            self.tell_crowded(&state, index);
+            let heavy = index >= log.index_limit / 2;
+            let starved = state.ring.is_starved();
+            let pressed = heavy || starved || state.ring.is_running_out(retain);
+            let Some(oldest) = self.oldest(&mut state, pressed) else {
+                drop(state);
+                return match pinned {
+                    Some(lsn) if starved || index >= log.index_limit => {
+                        Err(self.pinned("no segment of the log can be freed", lsn))
+                    }
+                    // All of it is in the last segment.
+                    None if heavy => self.checkpoint(false, false).map(drop),
+                    _ => Ok(()),
+                };
+            };
+            let pace = CopyPace::new(&log, &mut state, false);
+            drop(state);
+            if !self.fold_oldest(oldest, pace)? {
+                return Ok(());
+            }
+            let mut state = log.lock();
+            if !state.keeper.orders.is_empty() {
+                // Orders come between two folds.
+                state.keeper.checkpoint = true;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Folds segments if none is free and none is to come: a checkpoint of everything needs one for the pending records.
+    ///
+    /// # Errors
+    /// As [`fold`](Self::fold).
+    pub(super) fn fold_for_room(&mut self) -> Result<()> {
+        let log = self.log.clone();
+        while self.frozen_at.is_none() {
+            let mut state = log.lock();
+            if !state.ring.is_used_up() || state.ring.waits_for_readers() {
+                break;
+            }
+            let Some(oldest) = self.oldest(&mut state, true) else {
+                break;
+            };
+            let pace = CopyPace::new(&log, &mut state, true);
+            drop(state);
+            if !self.fold_oldest(oldest, pace)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
+    fn oldest(&mut self, state: &mut State, pressed: bool) -> Option<Oldest> {
+        let keeper = &state.keeper;
+        let (retain, pinned) = (keeper.retain, keeper.pinned().unwrap_or(u64::MAX));
+        let pinned = match planted(Mutant::FoldPassesPin) {
+            true => u64::MAX,
+            false => pinned,
+        };
+        let now = state.stamps.now();
+        let (count, early) = state.ring.expired(retain, now, pressed, pinned);
+        let shortened = early > 0 && retain != crate::Retain::All;
+        if shortened && !self.shortened {
+            tracing::warn!(
+                "log {}: it has no room for all the history that it is to keep: the oldest goes; make it larger with \
+                 'walvisor log resize'",
+                self.log.dir.display()
+            );
+        }
+        self.shortened |= shortened;
+        let segments = state.ring.oldest(count);
+        let last = segments.last()?.1;
+        Some(Oldest { segments, last })
+    }
+
+    /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
+    /// over meanwhile.
+    fn tell_crowded(&mut self, state: &State, index: u64) {
+        let (log, most) = (&self.log, state.ring.most());
+        let used = state.pinned_segments();
+        let parts = [
+            (used as u64, most as u64, "room"),
+            (index, log.index_limit, "memory for the index"),
+        ];
+        let part = |(used, all, what)| (used as u128 * 100 / u128::from(u64::max(all, 1)), what);
+        let fullest = parts.map(part).into_iter().max();
+        let pinned = fullest.filter(|(percent, _)| *percent >= WARN_PERCENT);
+        let pinned = pinned.zip(state.keeper.pinned());
+        if let Some(((percent, what), lsn)) = pinned.filter(|_| !self.crowded) {
+            tracing::warn!(
+                "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
+                log.dir.display(),
+                who_needs(&state.keeper.snapshots, lsn)
+            );
+        }
+        self.crowded = pinned.is_some();
+    }
+
+    /// The error that says that something can't be done because of what comes behind this LSN.
+    pub(super) fn pinned(&self, what: &str, lsn: u64) -> Error {
+        let snapshots = self.log.lock().keeper.snapshots.clone();
+        let dir = self.log.dir.display();
+        Error::full(format!("{dir}: {what}: {}", who_needs(&snapshots, lsn)))
+    }
+
+    /// Returns whether the segments are folded. Otherwise the log is being closed, or everything was copied in their place.
+    fn fold_oldest(&mut self, oldest: Oldest, pace: CopyPace) -> Result<bool> {
+        let copied = self.copy_oldest(&oldest, pace);
+        self.end_pace();
+        let layers = match copied {
+            Ok((layers, Copied::Whole(rests))) => match rests.first() {
+                Some(rest) => return self.give_up(&rest.told()),
+                None => layers,
+            },
+            // The log is being closed.
+            Ok((_, Copied::Cut(_))) => return Ok(false),
+            Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
+            Err(error) => return Err(error),
+        };
+        self.end_checkpoint(oldest.last, |keeper| keeper.forget(&layers, &oldest))?;
+        Ok(true)
+    }
+
+    /// Copies what the segments left of each disk.
+    fn copy_oldest(&mut self, oldest: &Oldest, pace: CopyPace) -> Result<(Vec<Layer>, Copied)> {
+        let lsn = oldest.last.lsn;
+        if self.log.lock().pipeline.durable() < lsn {
+            self.drain(lsn)?;
+        }
+        let layers = self.layers_of(oldest)?;
+        let copied = self.copy_layers(lsn, &layers, pace)?;
+        Ok((layers, copied))
+    }
+
+    /// Takes what was copied out of the indexes.
+    fn forget(&self, layers: &[Layer], oldest: &Oldest) {
+        for (disk, layer) in layers {
+            let mut pieces = layer.iter();
+            loop {
+                let some: Vec<Piece> = pieces.by_ref().take(FORGOTTEN).collect();
+                if some.is_empty() {
+                    break;
+                }
+                disk.index_mut().active.forget(&some);
+            }
+        }
+        let segments: Vec<_> = oldest
+            .segments
+            .iter()
+            .map(|(segment, _)| segment.clone())
+            .collect();
+        for disk in &self.disks {
+            disk.index_mut().active.release(&segments);
+        }
+    }
+
+    /// Copies everything: a part of the history can't be read, and what the disks were between it and the record that
+    /// replaced it will never be known.
+    ///
+    /// # Errors
+    /// If snapshots need the history, or if it was not replaced.
+    fn give_up(&mut self, error: &Error) -> Result<bool> {
+        let dir = self.log.dir.display();
+        if self.log.lock().keeper.pinned().is_some() {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "{error}; the log in {dir} can't be folded without its snapshots and looks being lost"
+                ),
+            ));
+        }
+        tracing::error!("{error}; so the log in {dir} gives up the history that it keeps");
+        self.checkpoint_once(false, false).and(Ok(false))
+    }
+
+    /// What the records of these segments, which are in the log only, leave of each disk.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`] if a record can't be read.
+    fn layers_of(&self, oldest: &Oldest) -> Result<Vec<Layer>> {
+        let control = &self.control.control;
+        let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
+        let visit = &mut |found: Found<'_>| {
+            if found.in_base {
+                return;
+            }
+            let descriptor = found.descriptor;
+            let place = place(descriptor, found.lsn, found.segment, found.offset);
+            if matches!(place, Place::Zero { .. }) && planted(Mutant::FoldSkipsZeroes) {
+                return;
+            }
+            let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+            let builder = builders.entry(descriptor.disk_id.get()).or_default();
+            builder.add(sector, sectors, place);
+        };
+        // These segments are sealed. The keeper's thread does nothing else meanwhile.
+        let segments = oldest.segments.iter();
+        let segments: Vec<_> = segments
+            .map(|(segment, last)| (segment.clone(), last.lsn))
+            .collect();
+        read_live(&segments, u64::MAX, control, 1, visit)?;
+        let disk = |id: u32| self.disks.iter().find(|disk| disk.id == id).cloned();
+        let layers = builders.into_iter().map(|(id, builder)| {
+            let disk = disk(id).ok_or_else(|| {
+                let dir = self.log.dir.display();
+                let message =
+                    format!("{dir}: damaged: records of disk {id}, which this log does not have");
+                Error::new(ErrorKind::Damaged, message)
+            })?;
+            Ok((disk, Arc::new(builder.finish())))
+        });
+        layers.collect()
+    }
+}

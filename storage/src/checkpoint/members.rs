@@ -1,0 +1,131 @@
+//! Disks join and leave a log in use.
+//!
+//! A disk that leaves is copied as by a checkpoint, alone, and its entry in the control file says that its records are void.
+//! Other disks of the log are not copied. If the log keeps history, nothing is copied: the disk is set aside, with its
+//! records in the log, as a disk is that was not asked for when the log was opened.
+
+use zerocopy::little_endian::U64;
+
+use crate::catalog::control::real_path;
+use crate::catalog::options::DiskOptions;
+use crate::checkpoint::copy::Copied;
+use crate::checkpoint::keeper::{Keeper, settle};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::disk_state::DiskState;
+use crate::log::orders::Adopt;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+
+impl Keeper {
+    /// Takes on a disk.
+    pub(super) fn add(&mut self, options: &DiskOptions, adopt: Adopt) -> Result<Arc<DiskState>> {
+        self.refuse_failed()?;
+        let path = real_path(&options.path)?;
+        let aside = |disk: &Arc<DiskState>| {
+            disk.aside.load(Ordering::Relaxed)
+                && real_path(&disk.path).is_ok_and(|other| other == path)
+        };
+        if let Some(place) = self.disks.iter().position(aside) {
+            if self.log.lock().keeps_history() {
+                return self.take_back(place, options);
+            }
+            let disk = self.disks[place].clone();
+            self.remove(&disk)?;
+        }
+        let disk = adopt(&mut self.control, &self.disks)?;
+        disk.index_mut().count_in(&self.log.counters.index);
+        self.disks.push(disk.clone());
+        Ok(disk)
+    }
+
+    /// Opens a disk again that was set aside.
+    fn take_back(&mut self, place: usize, options: &DiskOptions) -> Result<Arc<DiskState>> {
+        let disk = &mut self.disks[place];
+        let Some(state) = Arc::get_mut(disk) else {
+            return Err(Error::new(
+                ErrorKind::Locked,
+                format!("{}: still in use; try again", disk.path.display()),
+            ));
+        };
+        state.set_options(options);
+        Ok(disk.clone())
+    }
+
+    /// Brings the base image of a disk up to date, marks it as closed, and forgets the disk; or sets the disk aside, if the
+    /// log keeps history. If that fails, the disk stays as it was.
+    pub(crate) fn remove(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        self.refuse_failed()?;
+        let state = self.log.lock();
+        let was_aside = disk.aside.swap(true, Ordering::Relaxed);
+        let keeps_history = state.keeps_history();
+        drop(state);
+        let removed = match keeps_history {
+            true => self.drain(disk.last_lsn.load(Ordering::Acquire)),
+            // The image is marked as closed only after the control file says that the log has no records of it.
+            false => self.empty(disk).and_then(|()| disk.mark(false).map(drop)),
+        };
+        if let Err(error) = removed {
+            disk.aside.store(was_aside, Ordering::Relaxed);
+            return Err(error);
+        }
+        if !keeps_history {
+            self.disks.retain(|other| other.id != disk.id);
+            self.reclaim();
+        }
+        Ok(())
+    }
+
+    /// Copies all records of a disk that is leaving the log.
+    fn empty(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        loop {
+            let state = self.log.lock();
+            let index = disk.index();
+            if index.active.is_empty() && index.frozen.is_none() {
+                return Ok(());
+            }
+            // This frees no segment. If few are unused, a checkpoint of the whole log is needed anyway, and must find the
+            // last segment unused.
+            let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
+            let waits = state.ring.waits_for_readers();
+            drop((index, state));
+            if !few && !waits && self.frozen_at.is_none() {
+                return self.copy_alone(disk);
+            }
+            self.step(true)?;
+            self.refuse_over()?;
+            self.rest();
+        }
+    }
+
+    /// Copies the records of one disk alone, and makes them void.
+    fn copy_alone(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        let lsn = disk.last_lsn.load(Ordering::Acquire);
+        disk.index_mut().freeze();
+        let copied = self.void_frozen(disk, lsn);
+        // What is copied next is announced anew, even if it ends with the same record.
+        self.copying = None;
+        self.announced.clear();
+        let mut index = disk.index_mut();
+        match copied {
+            Ok(()) => index.frozen = None,
+            Err(_) => index.thaw(),
+        }
+        copied
+    }
+
+    fn void_frozen(&mut self, disk: &DiskState, lsn: u64) -> Result<()> {
+        match self.copy_frozen(lsn, true)? {
+            Copied::Whole(rests) | Copied::Cut(rests) if !rests.is_empty() => {
+                return Err(rests[0].told());
+            }
+            Copied::Whole(_) => {}
+            Copied::Cut(_) => return Err(self.closing()),
+        }
+        self.control.change(|control| {
+            settle(control, &self.announced);
+            if let Some(entry) = control.disk_mut(disk.id) {
+                entry.void_lsn = U64::new(lsn);
+            }
+        })
+    }
+}

@@ -1,0 +1,213 @@
+//! The keeper carries out orders.
+
+use zerocopy::little_endian::U64;
+
+use crate::SECTOR_SIZE;
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::checkpoint::keeper::Keeper;
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::format::Control;
+use crate::log::disk_state::DiskState;
+use crate::log::export::Export;
+use crate::log::held::Held;
+use crate::log::orders::{KeeperTask, Order};
+use crate::log::pin::Pin;
+use crate::medium::file::set_size;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+
+impl Keeper {
+    /// Carries out the orders, first come first served.
+    pub(crate) fn serve_orders(&mut self) {
+        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
+        orders.into_iter().for_each(|order| self.serve(order));
+    }
+
+    /// Carries out those that need not wait until a checkpoint has ended.
+    pub(super) fn serve_quick_orders(&mut self) {
+        let mut state = self.log.lock();
+        let orders = &mut state.keeper.orders;
+        let quick: Vec<_> = orders
+            .extract_if(.., |order| order.task.is_quick())
+            .collect();
+        drop(state);
+        quick.into_iter().for_each(|order| self.serve(order));
+    }
+
+    fn serve(&mut self, Order { task, answer }: Order) {
+        let done = match task {
+            KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
+            KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
+            KeeperTask::Grow(disk, size) => self.grow(&disk, size),
+            KeeperTask::Add(options, adopt, added) => self.add(&options, adopt).map(|disk| {
+                // A client that has gone away needs no disk.
+                let _ = added.send(disk);
+            }),
+            KeeperTask::Remove(disk) => self.remove(&disk),
+            KeeperTask::Snapshot(name) => self.snapshot(name),
+            KeeperTask::DeleteSnapshot(name) => {
+                self.change_history(|control| Snapshot::remove(name, control))
+            }
+            KeeperTask::Retain(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::Look(disk, held) => self.hold(&disk).map(|looked| {
+                // A client that has gone away needs nothing.
+                let _ = held.send(looked);
+            }),
+        };
+        // A client that has gone away needs no answer.
+        let _ = answer.send(done);
+    }
+
+    /// Makes everything durable that was written, and names the state of the log's disks after it.
+    pub(crate) fn snapshot(&mut self, name: SnapshotName) -> Result<()> {
+        let state = self.log.lock();
+        let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
+        drop(state);
+        self.drain(lsn)?;
+        let cid = self.log.lock().pipeline.next_cid() - 1;
+        let snapshot = Snapshot {
+            name,
+            lsn,
+            cid,
+            unix_us,
+        };
+        self.change_history(|control| snapshot.add(control))
+    }
+
+    /// Makes everything durable that was written, and holds what a look at the disk reads. The base images stay as they
+    /// are until that is dropped. What is to be copied now comes first, so that looks which follow each other do not keep it
+    /// from being copied for ever; and so does an attempt to copy everything that has not ended.
+    pub(crate) fn hold(&mut self, disk: &DiskState) -> Result<Held> {
+        self.refuse_failed()?;
+        let state = self.log.lock();
+        let due = state.keeper.checkpoint && state.keeper.looks.is_empty();
+        drop(state);
+        if due {
+            // The keeper tries again, and reports it, if this fails.
+            let _ = self.step(false);
+        }
+        if let Some(lsn) = self.frozen_at {
+            self.checkpoint_to(lsn, true)?;
+        }
+        let state = self.log.lock();
+        if disk.aside.load(Ordering::Relaxed) {
+            let path = disk.path.display();
+            let message =
+                format!("{path}: the disk has left its log; open it again, then look at it");
+            return Err(Error::new(ErrorKind::NotFound, message));
+        }
+        let newest = state.pipeline.appended();
+        drop(state);
+        let pin = Box::new(Pin::new(&self.log));
+        self.drain(newest)?;
+        let control = self.control.control.clone();
+        let applied = control.header.checkpoint_lsn.get();
+        let segments = self.log.lock().ring.oldest(usize::MAX).into_iter();
+        let mut segments: Vec<_> = segments
+            .map(|(segment, last)| (segment, last.lsn))
+            .collect();
+        let last = segments
+            .iter()
+            .position(|&(_, last_lsn)| last_lsn >= newest);
+        segments.truncate(last.map_or(segments.len(), |last| last + 1));
+        segments.retain(|&(_, last_lsn)| last_lsn > applied);
+        Ok(Held {
+            segments,
+            newest,
+            control,
+            pin,
+        })
+    }
+
+    /// Changes what the log keeps of its history.
+    pub(crate) fn change_history(
+        &mut self,
+        change: impl FnOnce(&mut Control) -> Result<()>,
+    ) -> Result<()> {
+        let mut changed = self.control.control.clone();
+        change(&mut changed).map_err(|error| error.of_file(&self.log.dir))?;
+        self.control.change(|control| {
+            control.header.max_segments = changed.header.max_segments;
+            (control.history, control.snapshots) = (changed.history, changed.snapshots);
+        })?;
+        let control = &self.control.control;
+        let mut state = self.log.lock();
+        state.ring.enlarge(control.header.max_segments.get());
+        state.keeper.retain = Retain::of(&control.history);
+        state.keeper.snapshots = Snapshot::all(control);
+        // Segments may have become free, or a stuck log may have room.
+        state.keeper.checkpoint = true;
+        Ok(())
+    }
+
+    /// Brings the base images up to `lsn`; `exactly`: to one LSN, and they hold no part of a later checkpoint that
+    /// failed.
+    fn checkpoint_to(&mut self, lsn: u64, exactly: bool) -> Result<()> {
+        loop {
+            let done = self.step(true);
+            let mixed = exactly && self.frozen_at.is_some();
+            if self.log.lock().pipeline.applied() >= lsn && !mixed {
+                return Ok(());
+            }
+            done?;
+            self.refuse_over()?;
+            // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
+            self.rest();
+        }
+    }
+
+    /// Refuses an order once the time in which closing may copy is over.
+    pub(super) fn refuse_over(&self) -> Result<()> {
+        match self.log.lock().keeper.is_over() {
+            false => Ok(()),
+            true => Err(self.closing()),
+        }
+    }
+
+    pub(super) fn closing(&self) -> Error {
+        let dir = self.log.dir.display();
+        Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
+    }
+
+    /// Begins an export of the disk as of an LSN, at least `lsn`.
+    pub(crate) fn begin_export(
+        &mut self,
+        lsn: u64,
+        disk: &DiskState,
+        export: Arc<Export>,
+    ) -> Result<()> {
+        if self.log.lock().keeps_history() {
+            return Err(invalid(format!(
+                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and when the disk \
+                 is closed copy it with 'walvisor disk clone --at snapshot:NAME'",
+                self.log.dir.display()
+            )));
+        }
+        self.checkpoint_to(lsn, true)?;
+        export.begin(disk.sectors() * SECTOR_SIZE)?;
+        disk.exports.lock().expect("exports lock").push(export);
+        Ok(())
+    }
+
+    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests
+    /// see the new size last: by then, recovery is certain to find what they write behind the old one.
+    pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
+        let mut set = |size: u64, resizing: u8| {
+            self.control.change(|control| {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    (entry.size, entry.resizing) = (U64::new(size), resizing);
+                }
+            })
+        };
+        let old_size = disk.sectors() * SECTOR_SIZE;
+        if size == old_size {
+            return Ok(());
+        }
+        set(old_size, 1)?;
+        set_size(disk.base.as_ref(), &disk.path, size)?;
+        set(size, 0)?;
+        disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
+        Ok(())
+    }
+}

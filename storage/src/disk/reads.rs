@@ -1,0 +1,205 @@
+//! Reads in flight. A read is cut into parts, of which each comes from a place of its own; the parts are verified and
+//! put together.
+
+use std::path::Path;
+
+use slab::Slab;
+use smallvec::SmallVec;
+
+use crate::index::{Piece, Place};
+use crate::medium::engine::{Done, Io, Source};
+use crate::medium::file::DataFile;
+use crate::medium::segment::LogRead;
+use crate::sync::Arc;
+use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
+
+/// A part of a read.
+pub(crate) struct Part {
+    pub sector: u64,
+    pub sectors: u64,
+    pub origin: Origin,
+}
+
+/// The place of a part's bytes.
+pub(crate) enum Origin {
+    /// In memory, from `offset` of the payload on.
+    Memory {
+        payload: SharedBuffer,
+        offset: usize,
+    },
+    /// In the log.
+    Log(LogRead),
+    /// In a file, at the same offset as on the disk.
+    File(Arc<dyn DataFile>),
+    /// Nowhere: they are zeroes.
+    Zero,
+}
+
+impl Part {
+    /// A piece of an index over the image `base`.
+    pub(crate) fn of(piece: Piece, base: &Arc<dyn DataFile>) -> Self {
+        let Piece {
+            sector,
+            sectors,
+            place,
+        } = piece;
+        let len = (sectors * SECTOR_SIZE) as usize;
+        let origin = match place {
+            Some(Place::Memory { payload, offset }) => Origin::Memory { payload, offset },
+            Some(Place::Log { segment, offset }) => Origin::Log(LogRead::new(segment, offset, len)),
+            Some(Place::Zero { .. }) => Origin::Zero,
+            None => Origin::File(base.clone()),
+        };
+        Self {
+            sector,
+            sectors,
+            origin,
+        }
+    }
+}
+
+/// Refuses sectors that a disk of `capacity` sectors does not have.
+pub(crate) fn check_range(sector: u64, sectors: u64, capacity: u64) -> Result<(), Failure> {
+    let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
+    match sectors == 0 || end > capacity {
+        true => Err(Failure::OutOfRange),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a read of sectors that a disk of `capacity` sectors does not have, or of too many.
+pub(crate) fn check_read(sector: u64, sectors: u32, capacity: u64) -> Result<(), Failure> {
+    check_range(sector, u64::from(sectors), capacity)?;
+    match sectors as usize * SECTOR_SIZE as usize > MAX_REQUEST_BYTES {
+        true => Err(Failure::TooLarge),
+        false => Ok(()),
+    }
+}
+
+/// A read whose parts are in flight.
+struct Read {
+    token: u64,
+    /// `None` if one part is the whole read: the part's buffer becomes the result.
+    buffer: Option<Buffer>,
+    open: u32,
+    /// The parts that come from the log, by their first sector in the read.
+    logged: SmallVec<[(u64, LogRead); 1]>,
+    failed: bool,
+}
+
+/// The reads in flight of one thread.
+#[derive(Default)]
+pub(crate) struct Reads {
+    /// The engine id of a part is the key of its read here, in 31 bits, then, in 32 bits, the part's first sector in the
+    /// read.
+    reads: Slab<Read>,
+}
+
+impl Reads {
+    /// Begins a read of `sectors` sectors from `sector` on, which [`check_read`] has accepted. `parts` are its parts, in
+    /// order. `submit` takes the operations of an engine, with their ids, which are below 2^63. Returns the data if no
+    /// operation is needed.
+    pub(crate) fn begin(
+        &mut self,
+        token: u64,
+        sector: u64,
+        sectors: u32,
+        parts: impl Iterator<Item = Part>,
+        mut submit: impl FnMut(u64, Io),
+    ) -> Option<Buffer> {
+        let len = sectors as usize * SECTOR_SIZE as usize;
+        let key = self.reads.vacant_key();
+        let mut whole = false;
+        let mut buffer = None;
+        let mut open = 0;
+        let mut logged = SmallVec::new();
+        for part in parts {
+            let skipped = part.sector - sector;
+            let at = (skipped * SECTOR_SIZE) as usize;
+            let bytes = (part.sectors * SECTOR_SIZE) as usize;
+            whole = bytes == len;
+            let (source, offset, bytes) = match part.origin {
+                Origin::Memory { payload, offset } => {
+                    let bytes = &payload[offset..offset + bytes];
+                    match whole {
+                        true => buffer = Some(Buffer::from(bytes)),
+                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))
+                            [at..at + bytes.len()]
+                            .copy_from_slice(bytes),
+                    }
+                    continue;
+                }
+                Origin::Zero => continue,
+                Origin::Log(read) => {
+                    let (offset, bytes) = (read.offset(), read.bytes());
+                    let source = Source::Segment(read.segment().clone());
+                    logged.push((skipped, read));
+                    (source, offset, bytes)
+                }
+                Origin::File(file) => (Source::Base(file), part.sector * SECTOR_SIZE, bytes),
+            };
+            open += 1;
+            let io = Io::Read {
+                source,
+                offset,
+                buffer: Buffer::for_overwrite(bytes),
+            };
+            submit((key as u64) << 32 | skipped, io);
+        }
+        if open == 0 {
+            return Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)));
+        }
+        if !whole {
+            // Parts without an operation are zeroes.
+            buffer.get_or_insert_with(|| Buffer::zeroed(len));
+        }
+        self.reads.insert(Read {
+            token,
+            buffer,
+            open,
+            logged,
+            failed: false,
+        });
+        None
+    }
+
+    /// Takes the end of a part. Returns the read's completion if this was its last part. `path` names the disk in the
+    /// message about a read that failed.
+    pub(crate) fn end_part(&mut self, path: &Path, end: Done) -> Option<Completion> {
+        let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
+        let at = (skipped * SECTOR_SIZE) as usize;
+        let read = self.reads.get_mut(key)?;
+        read.open -= 1;
+        let logged = read.logged.iter().position(|(first, _)| *first == skipped);
+        let logged = logged.map(|found| read.logged.swap_remove(found).1);
+        let result = end.result.map_err(|error| error.to_string());
+        // Bytes of the log are verified before the client gets them: bytes that the medium changed, or never wrote,
+        // are an error.
+        let result = result.and_then(|part| match (part, logged) {
+            (Some(part), Some(logged)) => {
+                let verified = logged.verified(part).map_err(|error| error.to_string());
+                verified.map(Some)
+            }
+            (part, _) => Ok(part),
+        });
+        match (result, &mut read.buffer) {
+            (Ok(Some(part)), Some(whole)) => whole[at..at + part.len()].copy_from_slice(&part),
+            (Ok(part), whole) => *whole = part,
+            (Err(error), _) => {
+                tracing::error!("{}: a read failed: {error}", path.display());
+                read.failed = true;
+            }
+        }
+        if read.open > 0 {
+            return None;
+        }
+        let read = self.reads.try_remove(key)?;
+        Some(Completion {
+            token: read.token,
+            result: match read.failed {
+                true => Err(Failure::Io),
+                false => Ok(read.buffer),
+            },
+        })
+    }
+}

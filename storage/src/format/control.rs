@@ -1,0 +1,311 @@
+//! The control file: the log's root, its table of disks, and what it keeps of its history.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::sealed::{CRC_AT, Decoded, Uuid, VERSION, counted, crc_without, seal};
+use crate::Buffer;
+use crate::mutant::{Mutant, planted};
+
+/// Bytes of one control slot.
+pub(crate) const CONTROL_SLOT: usize = 64 << 10;
+pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
+
+/// Most disks on one log: as many as a control slot holds.
+#[cfg(test)]
+const MAX_DISKS: usize = (CONTROL_SLOT - size_of::<ControlHeader>() - size_of::<HistoryHeader>())
+    / size_of::<DiskEntry>();
+
+/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s.
+///
+/// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
+/// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct ControlHeader {
+    pub magic: [u8; 8],
+    pub version: U32,
+    /// CRC-32C of the whole slot with this field zero.
+    pub crc: U32,
+    /// Counts control writes; slot = generation % 2.
+    pub generation: U64,
+    pub log: Uuid,
+    /// Bytes of every segment file.
+    pub segment_size: U64,
+    /// Most segment files the ring may hold.
+    pub max_segments: U32,
+    pub disk_count: U32,
+    /// Segments below this sequence are free: all they hold is in the base images.
+    pub first_sequence: U64,
+    /// Every record up to this LSN is in the base images.
+    pub checkpoint_lsn: U64,
+    /// No LSN below this is given out again.
+    pub next_lsn: U64,
+    /// No commit id below this is given out again.
+    pub next_cid: U64,
+    /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
+    /// before this LSN is damaged, because its older records would be replayed over newer ones.
+    pub copying_lsn: U64,
+}
+
+impl ControlHeader {
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    pub(crate) fn counted(&self) -> bool {
+        counted(&[
+            self.generation,
+            self.first_sequence,
+            self.checkpoint_lsn,
+            self.next_lsn,
+            self.next_cid,
+            self.copying_lsn,
+        ])
+    }
+}
+
+/// A disk of the log.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct DiskEntry {
+    pub disk: Uuid,
+    /// The number that descriptors name the disk by; never given to another.
+    pub id: U32,
+    pub path_len: U16,
+    /// 1 while the disk is being resized: the base image may be longer than `size`, and its bytes beyond are void.
+    /// Else 0.
+    pub resizing: u8,
+    /// 1 if the base image carries a mark; 0 if its file system has no attributes.
+    pub marked: u8,
+    /// Bytes of the disk.
+    pub size: U64,
+    /// The generation in the mark of the base image, until the mark has `next_generation`.
+    pub generation: U64,
+    /// The generation that the mark is being changed to; the same as `generation` while the mark is not being
+    /// changed.
+    pub next_generation: U64,
+    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says:
+    /// `discard_log` gave them up.
+    pub void_lsn: U64,
+    /// The file system's numbers of the base image when the disk was last opened: a disk without a mark is known by
+    /// them. All 0: not known.
+    pub device: U64,
+    pub inode: U64,
+    /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
+    pub born: U64,
+    /// Samples of bytes that the base image has had since the last checkpoint that wrote to it.
+    pub samples: [Sample; SAMPLES],
+    /// The path of the base image when the disk was last opened, not terminated. It is relative to the directory that
+    /// the log directory is in if the image is below that, else absolute. Empty: another disk's image is there now.
+    pub path: [u8; 480],
+}
+
+/// Number of [`Sample`]s of a disk.
+pub(crate) const SAMPLES: usize = 4;
+
+/// A few bytes of a base image.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct Sample {
+    /// Byte offset in the base image.
+    pub offset: U64,
+    /// Length in bytes, at most [`BLOCK`](crate::format::BLOCK). 0: no sample.
+    pub len: U32,
+    /// The CRC-32C of these bytes.
+    pub crc: U32,
+}
+
+impl DiskEntry {
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    fn counted(&self) -> bool {
+        counted(&[self.generation, self.next_generation, self.void_lsn])
+    }
+}
+
+/// What the log keeps of its history. All zero, as in a slot of a program that knows no history: nothing.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct HistoryHeader {
+    /// 0: nothing is kept; 1: what was written in a time; 2: a number of bytes; 3: as much as there is room for.
+    pub retain_kind: U32,
+    pub snapshot_count: U32,
+    /// The time in microseconds, or the bytes.
+    pub retain_value: U64,
+}
+
+/// A named state of the log's disks. What is needed to see it stays in the log.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct SnapshotEntry {
+    /// ASCII, filled up with zeroes.
+    pub name: [u8; 64],
+    /// The last record that the snapshot has.
+    pub lsn: U64,
+    /// The commit group of that record.
+    pub cid: U64,
+    /// When the snapshot was made, in microseconds since 1970.
+    pub unix_us: U64,
+    pub reserved: U64,
+}
+
+/// The control slot's contents, decoded.
+#[derive(Clone, Debug)]
+pub(crate) struct Control {
+    pub header: ControlHeader,
+    pub disks: Vec<DiskEntry>,
+    pub history: HistoryHeader,
+    pub snapshots: Vec<SnapshotEntry>,
+}
+
+impl Control {
+    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    pub(crate) fn counted(&self) -> bool {
+        let mut snapshots = self.snapshots.iter();
+        self.header.counted()
+            && self.disks.iter().all(DiskEntry::counted)
+            && snapshots.all(|snapshot| counted(&[snapshot.lsn, snapshot.cid]))
+    }
+
+    /// The LSN of the oldest snapshot.
+    pub(crate) fn pinned(&self) -> Option<u64> {
+        self.snapshots
+            .iter()
+            .map(|snapshot| snapshot.lsn.get())
+            .min()
+    }
+
+    /// Whether a slot has room for all disks and snapshots.
+    pub(crate) fn fits(&self) -> bool {
+        let tables = size_of_val(&self.disks[..]) + size_of_val(&self.snapshots[..]);
+        size_of::<ControlHeader>() + size_of::<HistoryHeader>() + tables <= CONTROL_SLOT
+    }
+
+    /// The entry of a disk.
+    pub(crate) fn disk(&self, id: u32) -> Option<&DiskEntry> {
+        self.disks.iter().find(|disk| disk.id.get() == id)
+    }
+
+    /// The entry of a disk, for changes.
+    pub(crate) fn disk_mut(&mut self, id: u32) -> Option<&mut DiskEntry> {
+        self.disks.iter_mut().find(|disk| disk.id.get() == id)
+    }
+
+    /// The LSN up to which the records of a disk count as copied to its base image.
+    pub(crate) fn applied_lsn(&self, disk_id: u32) -> u64 {
+        let disk = self.disk(disk_id);
+        let void_lsn = disk.map_or(0, |disk| disk.void_lsn.get());
+        void_lsn.max(self.header.checkpoint_lsn.get())
+    }
+
+    /// The sealed slot, ready to be written at `(generation % 2) * CONTROL_SLOT`.
+    ///
+    /// # Panics
+    /// If the disks and snapshots do not [fit](Self::fits).
+    pub(crate) fn encode(&self) -> Buffer {
+        let mut slot = Buffer::zeroed(CONTROL_SLOT);
+        let (mut header, mut history) = (self.header, self.history);
+        header.disk_count = U32::new(self.disks.len() as u32);
+        history.snapshot_count = U32::new(self.snapshots.len() as u32);
+        let mut end = 0;
+        let parts = [
+            header.as_bytes(),
+            self.disks.as_bytes(),
+            history.as_bytes(),
+            self.snapshots.as_bytes(),
+        ];
+        for part in parts {
+            slot[end..end + part.len()].copy_from_slice(part);
+            end += part.len();
+        }
+        seal(&mut slot);
+        slot
+    }
+
+    pub(crate) fn decode(slot: &[u8]) -> Decoded<Self> {
+        let Ok((header, rest)) = ControlHeader::read_from_prefix(slot) else {
+            return Decoded::Invalid;
+        };
+        let right = header.crc.get() == crc_without(slot, CRC_AT);
+        if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
+            return Decoded::Invalid;
+        }
+        if header.version.get() != VERSION {
+            return Decoded::Version(header.version.get());
+        }
+        let tables = || {
+            let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
+            let (history, rest) = HistoryHeader::read_from_prefix(rest).ok()?;
+            let (snapshots, _) = table::<SnapshotEntry>(rest, history.snapshot_count)?;
+            Some(Self {
+                header,
+                disks,
+                history,
+                snapshots,
+            })
+        };
+        match tables().filter(Self::counted) {
+            Some(control) => Decoded::Valid(control),
+            None => Decoded::Invalid,
+        }
+    }
+}
+
+/// The first `count` entries in `bytes`, and the bytes behind them.
+fn table<T: FromBytes + KnownLayout + Immutable + Clone + 'static>(
+    bytes: &[u8],
+    count: U32,
+) -> Option<(Vec<T>, &[u8])> {
+    let (entries, rest) = <[T]>::ref_from_prefix_with_elems(bytes, count.get() as usize).ok()?;
+    Some((entries.to_vec(), rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+    use crate::mutant::PLANTED;
+
+    #[test]
+    fn structures_have_no_hidden_padding_and_the_documented_sizes() {
+        assert_eq!(size_of::<ControlHeader>(), 96);
+        assert_eq!(size_of::<DiskEntry>(), 624);
+        assert_eq!(size_of::<HistoryHeader>(), 16);
+        assert_eq!(size_of::<SnapshotEntry>(), 96);
+        const { assert!(MAX_DISKS >= 100) };
+    }
+
+    /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
+    /// lie in one sector.
+    #[test]
+    fn every_flipped_bit_of_a_control_slot_is_noticed() {
+        let mut header = ControlHeader::new_zeroed();
+        header.magic = CONTROL_MAGIC;
+        header.version = U32::new(VERSION);
+        let mut entry = DiskEntry::new_zeroed();
+        entry.path = [b'x'; 480];
+        let disks = vec![entry; 2];
+        let mut snapshot = SnapshotEntry::new_zeroed();
+        snapshot.name = [b'x'; 64];
+        let control = Control {
+            header,
+            disks,
+            history: HistoryHeader::default(),
+            snapshots: vec![snapshot; 3],
+        };
+        assert!(control.fits());
+        let slot = control.encode();
+        let is_taken = |bit: usize| {
+            let mut bad = slot.to_vec();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            matches!(Control::decode(&bad), Decoded::Valid(_))
+        };
+        let tables = 2 * size_of::<DiskEntry>() + 16 + 3 * size_of::<SnapshotEntry>();
+        let used = size_of::<ControlHeader>() + tables;
+        let mut bits = (0..used * 8).chain((used * 8..CONTROL_SLOT * 8).step_by(97));
+        assert!(bits.all(|bit| !is_taken(bit)));
+        // Without the checksum a changed path would be believed.
+        PLANTED.set(Some(Mutant::ControlChecksumIgnored));
+        let believed = is_taken((used - 1) * 8);
+        PLANTED.set(None);
+        assert!(believed);
+    }
+}

@@ -1,0 +1,51 @@
+//! What a log has of the history of its disks.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::Snapshot;
+use crate::sync::Mutex;
+
+/// A place in the history of a log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Commit {
+    /// A record's log sequence number.
+    pub lsn: u64,
+    /// The ID of a commit group.
+    pub cid: u64,
+    /// When it was, in microseconds since 1970, by the log's clock.
+    pub unix_us: u64,
+}
+
+impl fmt::Display for Commit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lsn:{} of cid:{}", self.lsn, self.cid)
+    }
+}
+
+/// What a log has of the history of its disks, and what it is to keep.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogHistory {
+    /// The base images hold all records up to this LSN: the oldest state that comes back. Its commit group and time are those of
+    /// this record, or of the oldest record behind it if this one has left the log; 0 if the log has had none.
+    pub horizon: Commit,
+    /// Bytes of the segments that are in use.
+    pub kept_bytes: u64,
+    /// Bytes of those that snapshots, or looks at the past, need.
+    pub pinned_bytes: u64,
+    /// Bytes of all segments that the log may have.
+    pub room_bytes: u64,
+    /// Bytes of memory that the extents of all disks take; of a log that is not in use, that they would take.
+    pub index_bytes: u64,
+    /// How much is to be kept.
+    pub retain: Retain,
+    /// The log's snapshots, oldest first.
+    pub snapshots: Vec<Snapshot>,
+}
+
+/// Where the records behind an LSN begin: a segment's sequence, and a byte offset in the segment.
+pub(crate) type Border = (u64, u64);
+
+/// The borders that were looked for, by LSN.
+pub(crate) type Borders = Mutex<HashMap<u64, Border>>;

@@ -1,0 +1,115 @@
+//! Looks at a disk in use, beside changes, folds and checkpoints in any order.
+
+use super::exports::{Bench, SECTORS};
+use super::oracle::value_of;
+use crate::mutant::{Mutant, PLANTED};
+use crate::store::look::Look;
+use crate::store::view::Data;
+use crate::{Point, Retain, SECTOR_SIZE};
+
+/// What a look shows.
+fn values(look: &Look) -> Vec<u32> {
+    let layers = look.layers();
+    let size = SECTORS * SECTOR_SIZE;
+    let mut bytes = vec![0; size as usize];
+    for part in layers.data(0..size, u64::MAX) {
+        let (range, data) = part.unwrap();
+        if matches!(data, Data::Zero) {
+            continue;
+        }
+        let read = layers.read(range, &data, &mut |at, some: &[u8]| {
+            bytes[at as usize..][..some.len()].copy_from_slice(some);
+            Ok(true)
+        });
+        read.unwrap();
+    }
+    bytes.chunks(SECTOR_SIZE as usize).map(value_of).collect()
+}
+
+/// Whether looks at some points show these, whatever follows.
+fn looks(bench: &mut Bench) -> bool {
+    // What is not held back is copied first, so that the log has room for what follows.
+    bench.running.keeper.step(false).unwrap();
+    let mut points = vec![(bench.running.appended(), bench.values.clone())];
+    let mut open = Vec::new();
+    for _ in 0..8 {
+        match bench.below(4) {
+            0 if points.len() < 4 => {
+                bench.changes();
+                bench.changes();
+                points.push((bench.running.appended(), bench.values.clone()));
+            }
+            // Refused while a look needs the log.
+            1 if !open.is_empty() => drop(bench.running.keeper.step(true)),
+            2 => {
+                bench.running.disks[0].log.lock().keeper.checkpoint = true;
+                bench.running.keeper.step(false).unwrap();
+            }
+            _ => {
+                let at = bench.below(points.len() as u64) as usize;
+                let disk = bench.running.disks[0].clone();
+                let held = bench.running.keeper.hold(&disk.state).unwrap();
+                let point = Point::Lsn(points[at].0);
+                let applied = disk.log.lock().pipeline.applied();
+                match disk.look_at(point, held, None) {
+                    Ok(look) => open.push((at, look)),
+                    Err(error) => assert!(points[at].0 < applied, "{error}"),
+                }
+            }
+        }
+        let shown = |(at, look): &(usize, Look)| values(look) == points[*at].1;
+        if !open.iter().all(shown) {
+            return false;
+        }
+        if bench.below(6) == 0 {
+            open.clear();
+        }
+    }
+    let log = &bench.running.disks[0].log;
+    drop(open);
+    let state = log.lock();
+    assert!(state.keeper.looks.is_empty() && state.keeper.pinned().is_none());
+    true
+}
+
+/// A bench whose log has room for what happens while looks are open: also in memory.
+fn roomy(seed: u64, kept: Retain) -> Option<Bench> {
+    let bench = Bench::keeping(seed, kept);
+    let roomy = bench.running.disks[0].log.index_limit > 1000;
+    roomy.then_some(bench)
+}
+
+/// So many that a log goes round.
+const ROUNDS: usize = 16;
+const KEPT: [Retain; 3] = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)];
+
+#[test]
+fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
+    for seed in 1..30 {
+        for kept in KEPT {
+            let Some(mut bench) = roomy(seed, kept) else {
+                continue;
+            };
+            for round in 0..ROUNDS {
+                assert!(looks(&mut bench), "seed {seed}, {kept:?}, round {round}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_copied_under_a_look_is_noticed() {
+    for mutant in [
+        Mutant::LookUnpinned,
+        Mutant::FoldPassesPin,
+        Mutant::PointReadsNewer,
+    ] {
+        PLANTED.set(Some(mutant));
+        let killed = (1..100).any(|seed| {
+            let bench = roomy(seed, KEPT[seed as usize % KEPT.len()]);
+            bench.is_some_and(|mut bench| (0..ROUNDS).any(|_| !looks(&mut bench)))
+        });
+        PLANTED.set(None);
+        assert!(killed, "{mutant:?}");
+    }
+}

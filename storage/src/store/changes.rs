@@ -1,0 +1,89 @@
+//! What changed between two points of a disk's history: the ranges that the records between them wrote, zeroed or
+//! discarded.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use crate::catalog::options::DiskOptions;
+use crate::error::{Result, invalid};
+use crate::index::Place;
+use crate::store::point::Point;
+use crate::store::view::Located;
+use crate::{Allocation, SECTOR_SIZE};
+
+/// The changes of a disk between two points.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Changes {
+    /// Bytes of the disk.
+    pub size: u64,
+    /// The LSN of the last record before the changes.
+    pub from_lsn: u64,
+    /// The LSN of the last record of the changes, or `from_lsn`.
+    pub to_lsn: u64,
+    /// In the order of their offsets. No two overlap, and neighbours differ in `now`.
+    pub ranges: Vec<Changed>,
+}
+
+/// A range of a disk that was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Changed {
+    /// In bytes.
+    pub offset: u64,
+    /// In bytes.
+    pub len: u64,
+    /// What the last change made of it: bytes were written ([`Data`](Allocation::Data)), or zeroes
+    /// ([`Zero`](Allocation::Zero)), or it was discarded ([`Hole`](Allocation::Hole)).
+    pub now: Allocation,
+}
+
+/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest record).
+/// They are exact: a range is there if a record touched it, also if the bytes are the same as before. The log is read on
+/// `threads` threads; `None`: one for each processor.
+///
+/// # Errors
+/// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
+pub fn disk_changes(
+    path: &Path,
+    log_dir: &Path,
+    from: Point,
+    to: Option<Point>,
+    threads: Option<NonZeroUsize>,
+) -> Result<Changes> {
+    let (_base, mut log) = Located::with_history(&DiskOptions::new(path), log_dir, threads)?;
+    let from_lsn = log.resolve(from)?;
+    let to_lsn = match to {
+        Some(to) => log.resolve(to)?,
+        None => from_lsn.max(log.last_lsn),
+    };
+    if to_lsn < from_lsn {
+        return Err(invalid(format!(
+            "{}: the changes end at LSN {to_lsn}, before they begin at LSN {from_lsn}; exchange the two points",
+            log_dir.display()
+        )));
+    }
+    log.read_range(from_lsn + 1..=to_lsn)?;
+    let mut ranges: Vec<Changed> = Vec::new();
+    for piece in log.take_extents().iter() {
+        let changed = Changed {
+            offset: piece.sector * SECTOR_SIZE,
+            len: piece.sectors * SECTOR_SIZE,
+            now: match piece.place {
+                Some(Place::Zero { unmap: true, .. }) => Allocation::Hole,
+                Some(Place::Zero { unmap: false, .. }) => Allocation::Zero,
+                _ => Allocation::Data,
+            },
+        };
+        match ranges.last_mut() {
+            Some(last) if last.now == changed.now && last.offset + last.len == changed.offset => {
+                last.len += changed.len;
+            }
+            _ => ranges.push(changed),
+        }
+    }
+    Ok(Changes {
+        size: log.entry().size.get(),
+        from_lsn,
+        to_lsn,
+        ranges,
+    })
+}

@@ -1,0 +1,141 @@
+//! The size of a log: how large one is advised to be, and changing it while the log is not in use.
+//!
+//! The size is the number of segment files that the log may have. A log that grows makes them when it needs them. One that
+//! shrinks gives up files that hold no part of it. Files are removed from the highest number down, and one that is needed takes
+//! the place of a free one with a lower number. So the log is whole wherever this is cut, and the control file has the new size
+//! last.
+
+use std::path::Path;
+
+use zerocopy::little_endian::{U32, U64};
+
+use crate::catalog::control::{ControlFile, existing_log};
+use crate::catalog::options::{Resize, SEGMENTS};
+use crate::error::{Error, Result, invalid};
+use crate::medium::directory::directory;
+use crate::medium::engine::EngineKind;
+use crate::medium::filesystem::{self, files};
+use crate::medium::lock::Use;
+use crate::medium::segment::Segment;
+use crate::recovery::replay::read_log_until;
+use crate::recovery::scan::Scan;
+
+/// A log of less than this share of its image is small. A checkpoint copies about half of the log: with a share of 1/32, blocks
+/// of 4 KiB that were written all over the image are then one in each stripe of 256 KiB.
+const SHARE: u64 = 32;
+/// The largest log that is advised.
+const MOST_ADVISED: u64 = 64 << 30;
+
+/// The size in bytes that a log of `bytes` should rather have for an image of `image` bytes.
+pub(crate) fn advised(bytes: u64, segment_size: u64, image: u64) -> Option<u64> {
+    let advised = (image / SHARE).min(MOST_ADVISED);
+    (bytes < advised).then(|| advised.next_multiple_of(segment_size))
+}
+
+/// Changes the size of the log in `log_dir`, which is not in use, to `size` bytes, rounded up to whole segments.
+///
+/// # Errors
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or what the log holds needs more; or the
+/// log is in use or can't be read. The log is unchanged then.
+pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
+    let mut control = existing_log(log_dir, Use::Log)?;
+    let header = &control.control.header;
+    let segment = header.segment_size.get();
+    let old = header.max_segments.get();
+    let most = u64::from(*SEGMENTS.end());
+    let (least, count) = (u64::from(*SEGMENTS.start()), size.div_ceil(segment));
+    if !(least..=most).contains(&count) {
+        return Err(invalid(format!(
+            "{}: a log of {size} bytes is not valid; with its segments of {segment} bytes use {} to {}",
+            log_dir.display(),
+            least * segment,
+            most * segment,
+        )));
+    }
+    let count = count as u32;
+    if count < old {
+        let medium = directory(log_dir, EngineKind::Blocking);
+        let (scan, _) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        refuse_more(log_dir, &control, &scan, count)?;
+        // Numbers seen in a file that is removed are never given out again.
+        let (next_lsn, next_cid) = (scan.max_lsn.max(scan.last.lsn) + 1, scan.max_cid + 1);
+        control.update(|header| {
+            header.next_lsn = U64::new(next_lsn);
+            header.next_cid = U64::new(next_cid);
+        })?;
+        remove_files(log_dir, &scan, count)?;
+    }
+    // Both slots: the older one must not know less of the log's files than there are.
+    for _ in 0..2 {
+        control.update(|header| header.max_segments = U32::new(count))?;
+    }
+    Ok(Resize {
+        old_size: u64::from(old) * segment,
+        size: u64::from(count) * segment,
+    })
+}
+
+/// Refuses a log of `count` segments if they would not hold the log, and one that is free.
+fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -> Result<()> {
+    let segment = control.control.header.segment_size.get();
+    let needed = scan.live.len() as u64 + 1;
+    if u64::from(count) >= needed {
+        return Ok(());
+    }
+    let disks = control.image_paths();
+    let disk = disks.first().map(|disk| disk.display().to_string());
+    Err(invalid(format!(
+        "{}: what it holds needs a log of {} bytes, and {} were asked for; copy that to the images first: walvisor disk \
+         checkpoint {} --log {0}",
+        log_dir.display(),
+        needed * segment,
+        u64::from(count) * segment,
+        disk.unwrap_or_else(|| "DISK".to_owned()),
+    )))
+}
+
+/// Removes the segment files from number `count` on, and keeps those that are live under lower numbers.
+fn remove_files(log_dir: &Path, scan: &Scan, count: u32) -> Result<()> {
+    let is_live = |slot: u32| {
+        let path = Segment::path(log_dir, slot);
+        scan.live.iter().any(|live| live.segment.path == path)
+    };
+    let mut free = (0..count).filter(|&slot| !is_live(slot));
+    for slot in (count..scan.files).rev() {
+        let path = Segment::path(log_dir, slot);
+        let done = match is_live(slot).then(|| free.next()).flatten() {
+            Some(to) => files().rename(&path, &Segment::path(log_dir, to)),
+            None => files().remove(&path),
+        };
+        match done {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io("remove the log segment", &path, error));
+            }
+            _ => filesystem::sync_dir(log_dir)?,
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_advised_to_be_a_share_of_its_image() {
+        const GIB: u64 = 1 << 30;
+        for (log, image, better) in [
+            (2 * GIB, 64 * GIB, None),
+            (
+                2 * GIB,
+                65 * GIB,
+                Some((65 * GIB / 32).next_multiple_of(64 << 20)),
+            ),
+            (2 * GIB, 1024 * GIB, Some(32 * GIB)),
+            (2 * GIB, u64::MAX, Some(64 * GIB)),
+            (64 * GIB, u64::MAX, None),
+        ] {
+            assert_eq!(advised(log, 64 << 20, image), better, "{image}");
+        }
+    }
+}

@@ -1,0 +1,513 @@
+//! A look at the past: a disk as it was at a point of its history. The disk is not in use, or its owner opens the look.
+//!
+//! ```text
+//!   LookQueue ──write──▶ scratch file (if there is one: else writes fail)
+//!      ▲  └─────read──▶ scratch file ─ gaps ─▶ extents of the log up to the point ─ gaps ─▶ base image
+//!      │                 └──▶ engine ──▶ verified, put together
+//!      └── completions ◀── event descriptor
+//! ```
+//! A look and a live disk read in the same way (`disk::reads`); a look has no log to write to.
+
+use std::any::Any;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+
+use slab::Slab;
+
+use crate::catalog::control::ControlFile;
+use crate::catalog::options::{DiskOptions, StoreOptions};
+use crate::catalog::snapshot::Snapshot;
+use crate::disk::allocation::{disk_extents, push, push_piece};
+use crate::disk::changed::{Since, push_change, unknown_point};
+use crate::disk::handle::Disk;
+use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
+use crate::error::{Error, ErrorKind};
+use crate::format::Control;
+use crate::index::{ExtentMap, Piece};
+use crate::log::held::Held;
+use crate::log::history::Borders;
+use crate::log::orders::KeeperTask;
+use crate::log::ring::Live;
+use crate::log::state::Log;
+use crate::medium::copying::Named;
+use crate::medium::engine::{self, Chunk, Done, Engine, Io};
+use crate::medium::file::DataFile;
+use crate::recovery::live::read_live;
+use crate::recovery::replay::read_live_disk;
+use crate::store::point::Point;
+use crate::store::scratch::{Content, Scratch};
+use crate::store::view::{Layers, View};
+use crate::sync::{Arc, Event, mpsc};
+use crate::{
+    Allocation, Backend, BackendQueue, Buffer, Capabilities, Change, Completion, EngineKind,
+    Extent, Failure, MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE,
+};
+
+/// Engine ids from here on belong to writes; those below to reads.
+const WRITES: u64 = 1 << 63;
+
+/// A disk as it was at a point of its history. Reads that the medium answers with other bytes than were written fail. Writes
+/// fail too, or go to a scratch file. A FLUSH succeeds at once: nothing here outlives the look.
+///
+/// Of a disk that is not in use, the disk and its log are locked as for [`export_disk`](crate::export_disk): other looks may
+/// be open beside this one, and nobody writes to the disk meanwhile. The owner of a disk in use opens looks with
+/// [`Disk::look`].
+pub struct Look {
+    past: Arc<Past>,
+}
+
+/// The disk as of the point, for all queues.
+struct Past {
+    path: PathBuf,
+    sectors: u64,
+    base: Arc<dyn DataFile>,
+    extents: ExtentMap,
+    scratch: Option<Scratch>,
+    /// The log's segments, and their size in bytes.
+    live: Vec<Live>,
+    segment_size: u64,
+    borders: Borders,
+    /// The snapshots before the point.
+    points: Vec<PastPoint>,
+    /// The last of the fields: the log is used again once nothing else here needs it.
+    hold: Hold,
+}
+
+/// What keeps the log as it is.
+enum Hold {
+    /// The log of a disk that is not in use is locked.
+    Closed {
+        engine: EngineKind,
+        _log: Option<Box<ControlFile>>,
+    },
+    /// The log of a disk in use is pinned.
+    Live {
+        log: Arc<Log>,
+        _pin: Box<dyn Any + Send + Sync>,
+    },
+}
+
+impl Hold {
+    fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        match self {
+            Self::Closed { engine, .. } => engine::create(*engine, event),
+            Self::Live { log, .. } => log.medium.engine(event),
+        }
+    }
+
+    fn blocks(&self) -> bool {
+        match self {
+            Self::Closed { engine, .. } => *engine == EngineKind::Blocking,
+            Self::Live { log, .. } => log.medium.blocks(),
+        }
+    }
+}
+
+/// A part of the disk.
+enum Seen {
+    /// As it was.
+    Past(Piece),
+    /// Written or zeroed since.
+    Changed(Range<u64>, Content),
+}
+
+impl Past {
+    /// Calls `each` with the parts of a range, in order.
+    fn visit(&self, sectors: Range<u64>, each: &mut impl FnMut(Seen)) {
+        let past = |sectors: Range<u64>, each: &mut dyn FnMut(Seen)| {
+            let (first, count) = (sectors.start, sectors.end - sectors.start);
+            let piece = &mut |piece| each(Seen::Past(piece));
+            self.extents.visit(first, count, piece);
+        };
+        match &self.scratch {
+            None => past(sectors, each),
+            Some(scratch) => scratch
+                .layer()
+                .visit(sectors, &mut |part, content| match content {
+                    None => past(part, each),
+                    Some(content) => each(Seen::Changed(part, content)),
+                }),
+        }
+    }
+
+    /// A part for a read.
+    fn part(&self, seen: Seen) -> Part {
+        match (seen, &self.scratch) {
+            (Seen::Past(piece), _) => Part::of(piece, &self.base),
+            (Seen::Changed(sectors, content), scratch) => Part {
+                sector: sectors.start,
+                sectors: sectors.end - sectors.start,
+                origin: match (content, scratch) {
+                    (Content::Written, Some(scratch)) => Origin::File(scratch.file()),
+                    _ => Origin::Zero,
+                },
+            },
+        }
+    }
+}
+
+impl Look {
+    /// Opens the disk as it was at a point since the last checkpoint, with its present size. Of `options` this takes the
+    /// engine and the number of threads that read the log. `scratch`: an empty file for what is written to the look, such
+    /// as [`scratch_file`](crate::scratch_file) makes; `None`: the look is read-only.
+    ///
+    /// # Errors
+    /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has none, or the scratch file
+    /// can't be as long as the disk.
+    pub fn open(
+        disk: &DiskOptions,
+        log_dir: &Path,
+        at: Point,
+        scratch: Option<File>,
+        options: &StoreOptions,
+    ) -> crate::Result<Self> {
+        let engine = engine::probe(options.engine);
+        let engine = engine.map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
+        let view = View::open_at(disk, log_dir, at, options.threads)?;
+        let log = view.log.as_ref();
+        let points = log.map_or_else(Vec::new, |(control, place)| {
+            let id = control.control.disks[*place].id.get();
+            points(&control.control, id, view.last_lsn)
+        });
+        let past = Past {
+            live: view.live,
+            segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
+            borders: Borders::default(),
+            points,
+            scratch: sized(scratch, view.size, &disk.path)?,
+            path: disk.path.clone(),
+            sectors: view.size / SECTOR_SIZE,
+            base: view.base.file.into(),
+            extents: view.extents,
+            hold: Hold::Closed {
+                engine,
+                _log: view.log.map(|(control, _)| Box::new(control)),
+            },
+        };
+        Ok(Self {
+            past: Arc::new(past),
+        })
+    }
+}
+
+/// The snapshots of a disk from which it is known what has changed up to this LSN.
+fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
+    let known = control.applied_lsn(disk_id)..=last_lsn;
+    let all = Snapshot::all(control).into_iter();
+    all.filter(|snapshot| known.contains(&snapshot.lsn))
+        .map(PastPoint::from)
+        .collect()
+}
+
+/// The file, as long as a disk of `bytes` bytes.
+fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Scratch>> {
+    let scratch = file.map(|file| Scratch::new(file, bytes)).transpose();
+    scratch.map_err(|error| Error::io("size the scratch file for", path, error))
+}
+
+impl Disk {
+    /// Opens the disk as it was at a point since the last checkpoint, or as it is now, while it is in use: with its present
+    /// size, and with everything that has completed before the call if the point is [`Newest`](Point::Newest). `scratch`: as
+    /// for [`Look::open`].
+    ///
+    /// Nothing is copied to the base images of the log while a look is open, whether the log keeps history or not. A log that
+    /// is full of what looks need refuses writes, with the reason, or lets them wait ([`OnFull`](crate::OnFull)), until one is
+    /// dropped. A copy that is under way ends before the look is open. Looks should be dropped before the store is closed:
+    /// otherwise their records stay in the log, and the disk stays locked.
+    ///
+    /// # Errors
+    /// As [`restore_disk`](crate::restore_disk), for the point; or the disk has left the log, or the log had failed, is being
+    /// closed, is open for reading only, or has records that can't be read or copied.
+    pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
+        let (log, disk) = (&self.log, &self.state);
+        let (held, holds) = mpsc::channel();
+        log.order(KeeperTask::Look(disk.clone(), held))?;
+        let held = holds.recv().map_err(|_| {
+            let dir = log.dir.display();
+            Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
+        })?;
+        self.look_at(at, held, scratch)
+    }
+
+    /// The look at a point of what is held.
+    pub(crate) fn look_at(
+        &self,
+        at: Point,
+        held: Held,
+        scratch: Option<File>,
+    ) -> crate::Result<Look> {
+        let (log, disk) = (&self.log, &self.state);
+        let Held {
+            segments,
+            newest,
+            control,
+            pin,
+        } = held;
+        let threads = log.medium.threads();
+        let until = match at {
+            Point::Newest => newest,
+            at => at.resolve(&log.dir, &control, disk.id, |visit| {
+                read_live(&segments, newest, &control, threads, visit)
+            })?,
+        };
+        let extents = read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?;
+        let entry = control.disk(disk.id);
+        let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
+        let past = Past {
+            scratch: sized(scratch, bytes, &disk.path)?,
+            path: disk.path.clone(),
+            sectors: bytes / SECTOR_SIZE,
+            base: disk.base.clone(),
+            extents,
+            live: log.lock().ring.all_live(),
+            segment_size: log.segment_size,
+            borders: Borders::default(),
+            points: points(&control, disk.id, until),
+            hold: Hold::Live {
+                log: log.clone(),
+                _pin: pin,
+            },
+        };
+        Ok(Look {
+            past: Arc::new(past),
+        })
+    }
+}
+
+impl Look {
+    /// What is looked at, without what was written to the scratch file.
+    pub(crate) fn layers(&self) -> Layers<'_> {
+        Layers {
+            base: Named {
+                file: self.past.base.as_ref(),
+                path: &self.past.path,
+            },
+            extents: &self.past.extents,
+        }
+    }
+}
+
+impl Backend for Look {
+    fn sectors(&self) -> u64 {
+        self.past.sectors
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let writable = self.past.scratch.is_some();
+        Capabilities {
+            read_only: !writable,
+            flush: true,
+            write_cache_toggle: false,
+            discard: writable,
+            write_zeroes: writable,
+            secure_erase: false,
+        }
+    }
+
+    fn write_cache(&self) -> bool {
+        true
+    }
+
+    fn set_write_cache(&self, _on: bool) {}
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        let event = Event::new()?;
+        Ok(Box::new(LookQueue {
+            past: self.past.clone(),
+            engine: self.past.hold.engine(&event)?,
+            event,
+            reads: Reads::default(),
+            writes: Slab::new(),
+            parts: Vec::new(),
+            ended: Vec::new(),
+            done: Vec::new(),
+        }))
+    }
+
+    /// The blocking engine reads in the submitting thread.
+    fn blocks(&self) -> bool {
+        self.past.hold.blocks()
+    }
+
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
+        let past = &self.past;
+        let append = |sector, sectors, extents: &mut Vec<Extent>| {
+            let mut appended = Ok(());
+            past.visit(sector..sector + sectors, &mut |seen| match seen {
+                Seen::Past(piece) if appended.is_ok() => {
+                    appended = push_piece(extents, &piece, &*past.base, &past.path);
+                }
+                Seen::Past(_) => {}
+                Seen::Changed(part, content) => {
+                    let allocation = match content {
+                        Content::Written => Allocation::Data,
+                        Content::Zero => Allocation::Hole,
+                    };
+                    push(extents, part.end - part.start, allocation);
+                }
+            });
+            appended
+        };
+        Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
+    }
+
+    /// The snapshots before the point, by name and LSN.
+    fn past_points(&self) -> Vec<PastPoint> {
+        self.past.points.clone()
+    }
+
+    /// What is written to a scratch disk has changed too.
+    fn changes(
+        &self,
+        since: u64,
+        sector: u64,
+        sectors: u64,
+        most: usize,
+    ) -> io::Result<Vec<Change>> {
+        let past = &self.past;
+        if past.points.iter().all(|point| point.number != since) {
+            return Err(unknown_point(since).into());
+        }
+        let since = Since::new(since, &past.live, past.segment_size, &past.borders)?;
+        let append = |sector, sectors, changes: &mut Vec<Change>| {
+            past.visit(sector..sector + sectors, &mut |seen| match seen {
+                Seen::Past(piece) => since.append(&piece, changes),
+                Seen::Changed(part, _) => push_change(changes, part.end - part.start, true),
+            });
+            Ok(())
+        };
+        Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.past.scratch.is_some()
+    }
+}
+
+/// One queue of a look.
+struct LookQueue {
+    past: Arc<Past>,
+    engine: Box<dyn Engine>,
+    event: Event,
+    reads: Reads,
+    /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and [`WRITES`].
+    writes: Slab<(u64, Range<u64>)>,
+    /// Requests that ended without the medium.
+    done: Vec<Completion>,
+    /// Memory for the next read's parts, and for ended operations.
+    parts: Vec<Part>,
+    ended: Vec<Done>,
+}
+
+/// How far a request has come: it has ended, with the data of a read, or `None`: its completion comes later.
+type Begun = Option<Option<Buffer>>;
+
+impl LookQueue {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+        let past = &self.past;
+        check_read(sector, sectors, past.sectors)?;
+        let range = sector..sector + u64::from(sectors);
+        past.visit(range, &mut |seen| self.parts.push(past.part(seen)));
+        let submit = |id, io| self.engine.submit(id, io);
+        let parts = self.parts.drain(..);
+        let read = self.reads.begin(token, sector, sectors, parts, submit);
+        Ok(read.map(Some))
+    }
+
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Begun, Failure> {
+        let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
+        let len = data.len();
+        if !len.is_multiple_of(SECTOR_SIZE as usize) || len > MAX_REQUEST_BYTES {
+            return Err(Failure::TooLarge);
+        }
+        let count = len as u64 / SECTOR_SIZE;
+        check_range(sector, count, self.past.sectors)?;
+        let sectors = sector..sector + count;
+        let reserved = scratch.reserve(&sectors);
+        reserved.map_err(|error| write_failed(&self.past.path, &error))?;
+        let write = Io::Write {
+            base: scratch.file(),
+            offset: sector * SECTOR_SIZE,
+            chunks: vec![Chunk {
+                buffer: data.share(),
+                len,
+            }],
+        };
+        let key = self.writes.insert((token, sectors));
+        self.engine.submit(WRITES | key as u64, write);
+        Ok(None)
+    }
+
+    fn zero(&mut self, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+        let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
+        check_range(sector, u64::from(sectors), self.past.sectors)?;
+        scratch.zero(sector..sector + u64::from(sectors));
+        Ok(Some(None))
+    }
+
+    /// Takes the end of an operation.
+    fn end(&mut self, end: Done) {
+        let past = &self.past;
+        if end.id & WRITES == 0 {
+            return self.done.extend(self.reads.end_part(&past.path, end));
+        }
+        let key = (end.id & !WRITES) as usize;
+        let Some((token, sectors)) = self.writes.try_remove(key) else {
+            return;
+        };
+        let result = match (end.result, &past.scratch) {
+            (Ok(_), Some(scratch)) => {
+                // Only now do reads find it here: a write that fails leaves what was there before.
+                scratch.layer().set(sectors, Content::Written);
+                Ok(None)
+            }
+            (Ok(_), None) => Ok(None),
+            (Err(error), _) => Err(write_failed(&past.path, &error)),
+        };
+        self.done.push(Completion { token, result });
+    }
+}
+
+fn write_failed(path: &Path, error: &io::Error) -> Failure {
+    let path = path.display();
+    tracing::error!("{path}: a write to the scratch file failed: {error}");
+    Failure::Io
+}
+
+impl BackendQueue for LookQueue {
+    fn submit(&mut self, token: u64, operation: Operation) {
+        let begun = match operation {
+            Operation::Read { sector, sectors } => self.read(token, sector, sectors),
+            Operation::Write { sector, data } => self.write(token, sector, data),
+            Operation::Discard { sector, sectors }
+            | Operation::WriteZeroes {
+                sector, sectors, ..
+            } => self.zero(sector, sectors),
+            Operation::Flush => Ok(Some(None)),
+        };
+        if let Some(result) = begun.transpose() {
+            self.done.push(Completion { token, result });
+        }
+    }
+
+    fn kick(&mut self) {
+        self.engine.enter();
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.event.fd()
+    }
+
+    fn completions(&mut self, done: &mut Vec<Completion>) {
+        // The event is cleared first, so that the next call sees every signal from here on.
+        self.event.clear();
+        let mut ended = std::mem::take(&mut self.ended);
+        self.engine.poll(&mut ended);
+        ended.drain(..).for_each(|end| self.end(end));
+        self.ended = ended;
+        done.append(&mut self.done);
+    }
+}

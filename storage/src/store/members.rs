@@ -1,0 +1,425 @@
+//! Disks that join or leave a log: one in use, and one that is closed.
+//!
+//! A disk that leaves an open log stays in the log's table, so it can be opened with the log again. [`leave_log`] also
+//! takes it out of the table:
+//!
+//! ```text
+//!   1. the log's records of the disk are copied to its image     (with all others: the checkpoint covers the log)
+//!   2. the image loses its mark, or gets that of the new log     the disk can still be opened with its log, by its path
+//!   3. the new log's table names the disk                        (only [`move_to_log`]) it can be opened with either log
+//!   4. the old log's table names it no more
+//! ```
+//! Each step is durable before the next begins. Cut between two of them, the same command goes on.
+
+use std::path::{Path, PathBuf};
+
+use crate::catalog::control::{ControlFile, find_control, open_or_create_log, real_path};
+use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
+use crate::disk::handle::Disk;
+use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::orders::{Adopt, KeeperTask};
+use crate::medium::lock::Use;
+use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
+use crate::store::create::{enrol, first_segment, refuse_unapplied};
+use crate::store::open::{Store, copy_closed};
+use crate::store::view::View;
+use crate::sync::mpsc;
+
+impl Store {
+    /// Opens another disk while the log is in use. A raw image that belongs to no log joins this one.
+    ///
+    /// # Errors
+    /// As [`Store::open`] for this disk; the other disks are not affected.
+    pub fn add_disk(&mut self, options: &DiskOptions) -> Result<&Disk> {
+        let (asked, dir, salt) = (
+            options.clone(),
+            self.log.dir.clone(),
+            self.log.medium.salt(),
+        );
+        let adopt: Adopt = Box::new(move |control, open| {
+            adopt(
+                OpenBase::open(&asked, Use::Write, false)?,
+                control,
+                open,
+                &dir,
+                salt,
+            )
+        });
+        let (added, adding) = mpsc::channel();
+        self.log
+            .order(KeeperTask::Add(options.clone(), adopt, added))?;
+        let state = adding.recv().map_err(|_| {
+            let dir = self.log.dir.display();
+            Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
+        })?;
+        self.disks.push(Disk {
+            log: self.log.clone(),
+            state,
+        });
+        Ok(&self.disks[self.disks.len() - 1])
+    }
+
+    /// Closes one disk while the others are in use: copies its records to its base image, which is then a plain raw image
+    /// and, once no [`Disk`] and [`Port`](crate::Port) of it is left, not locked any more. Those that are left fail their
+    /// writes. The log's table keeps the disk.
+    ///
+    /// A log that keeps history copies nothing: it keeps the disk's records, and the image stays locked until the store is
+    /// closed. The disk can be [added](Self::add_disk) again. A log that is open for reading only copies nothing either.
+    ///
+    /// # Errors
+    /// If the disk is not one of [`disks`](Self::disks), or the copy fails. The disk then stays open.
+    pub fn remove_disk(&mut self, path: &Path) -> Result<()> {
+        let place = self.disks.iter().position(|disk| disk.path() == path);
+        let place = place.ok_or_else(|| {
+            Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "{}: not open on the log in {}",
+                    path.display(),
+                    self.log.dir.display()
+                ),
+            )
+        })?;
+        // A log that is open for reading only has no keeper, and nothing to copy.
+        if self.control.is_none() {
+            let state = self.disks[place].state.clone();
+            self.log.order(KeeperTask::Remove(state))?;
+        }
+        self.disks.remove(place);
+        Ok(())
+    }
+}
+
+/// The points where taking a disk out of a log can be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LeaveStep {
+    /// The image has all bytes.
+    Copied,
+    /// The image has lost its mark, or has the new log's.
+    Marked,
+    /// The new log knows the disk.
+    Joined,
+}
+
+/// Called at each step.
+type Reached<'a> = &'a mut dyn FnMut(LeaveStep);
+
+/// Takes the disk at `path` out of the log in `log_dir`: its image is a plain raw image afterwards, without a mark. The
+/// contents of the log's other disks stay as they are. Returns the images of those.
+///
+/// # Errors
+/// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still one of the log.
+pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
+    leave(path, log_dir, &mut |_| {})
+}
+
+fn leave(path: &Path, log_dir: &Path, reached: Reached<'_>) -> Result<Vec<PathBuf>> {
+    let (base, mut control, place) = emptied(path, log_dir)?;
+    reached(LeaveStep::Copied);
+    let unmarked = base.file.write_mark(None);
+    let unmarked = unmarked.and_then(|_| base.file.sync_all());
+    unmarked.map_err(|error| Error::io("unmark", path, error))?;
+    reached(LeaveStep::Marked);
+    control.change(|control| {
+        control.disks.remove(place);
+    })?;
+    Ok(control.image_paths())
+}
+
+/// Moves the disk at `path` from the log in `from` to the one in `to`, which is made with `options` if there is none. A
+/// disk that the log in `to` has and the one in `from` has not was moved before; a raw image that belongs to no log joins.
+///
+/// # Errors
+/// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at least one of the logs.
+pub fn move_to_log(path: &Path, from: &Path, to: &Path, options: &StoreOptions) -> Result<()> {
+    move_log(path, from, to, options, &mut |_| {})
+}
+
+fn move_log(
+    path: &Path,
+    from: &Path,
+    to: &Path,
+    options: &StoreOptions,
+    reached: Reached<'_>,
+) -> Result<()> {
+    check_options(options)?;
+    if real_path(from)? == real_path(to)? {
+        return Err(invalid(format!(
+            "{}: the disk's log already; name another",
+            to.display()
+        )));
+    }
+    let (base, old) = match knows(from, path)? {
+        true => {
+            let (base, old, place) = emptied(path, from)?;
+            (base, Some((old, place)))
+        }
+        false if knows(to, path)? => return Ok(()),
+        false => {
+            let base = OpenBase::open(&DiskOptions::new(path), Use::Write, false)?;
+            base.refuse_foreign(from)?;
+            (base, None)
+        }
+    };
+    reached(LeaveStep::Copied);
+    let join = &mut |control: &mut ControlFile| {
+        refuse_unapplied(path, to, control)?;
+        if !is_known(&base, control) {
+            refuse_other_copy(&base, control, to)?;
+        }
+        enrol(control, path, base.file.as_ref(), path, base.size)?;
+        reached(LeaveStep::Marked);
+        Ok(())
+    };
+    let (mut new, made) = open_or_create_log(to, options, join)?;
+    match made {
+        true => first_segment(&new, to)?,
+        false => {
+            join(&mut new)?;
+            new.write()?;
+        }
+    }
+    reached(LeaveStep::Joined);
+    match old {
+        Some((mut old, place)) => old.change(|control| {
+            control.disks.remove(place);
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Whether there is a log that has an entry for the image.
+fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
+    let Some(control) = find_control(log_dir, Use::LogRead)? else {
+        return Ok(false);
+    };
+    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, true)?;
+    Ok(is_known(&base, &control))
+}
+
+/// Opens a disk and its log once the image has all bytes of the disk, and the log no record of it that a reader of the log
+/// would miss its entry for. Returns the image, the log, and the place of the disk's entry.
+fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
+    for copied in [false, true] {
+        let View {
+            base, log, extents, ..
+        } = View::open(path, log_dir, Use::Write, None)?;
+        let Some((control, place)) = log else {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "{}: there is no log at {}; name the disk's log with --log DIR",
+                    path.display(),
+                    log_dir.display()
+                ),
+            ));
+        };
+        let entry = &control.control.disks[place];
+        let void = entry.void_lsn.get() > control.control.header.checkpoint_lsn.get();
+        if extents.is_empty() && !void && entry.resizing == 0 {
+            return Ok((base, control, place));
+        }
+        if copied {
+            break;
+        }
+        // The extents have the segments open, and so locked.
+        drop((base, control, extents));
+        copy_closed(path, log_dir)?;
+    }
+    Err(Error::new(
+        ErrorKind::Locked,
+        format!(
+            "{}: another process used the disk meanwhile; close it there, then try again",
+            path.display()
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::catalog::control::open_control;
+    use crate::store::resize::tests::{MIB, copy_all, end, fill};
+    use crate::{Operation, Port, create_disk, import_disk, inspect};
+
+    fn options() -> StoreOptions {
+        StoreOptions {
+            segment_size: MIB,
+            ..StoreOptions::default()
+        }
+    }
+
+    /// The byte that fills the first page.
+    fn byte(port: &mut Port) -> u8 {
+        let sector = 0;
+        let page = end(port, Operation::Read { sector, sectors: 8 }).unwrap();
+        assert!(page.iter().all(|byte| *byte == page[0]));
+        page[0]
+    }
+
+    fn open(log: &Path, disks: &[&Path]) -> Result<Store> {
+        open_with(log, disks, None)
+    }
+
+    fn open_with(log: &Path, disks: &[&Path], close_time: Option<Duration>) -> Result<Store> {
+        let disks: Vec<_> = disks.iter().map(|path| DiskOptions::new(*path)).collect();
+        let options = StoreOptions {
+            close_time,
+            ..options()
+        };
+        Store::open(log, &disks, &options)
+    }
+
+    /// The first page of a disk that is opened with this log.
+    fn first(log: &Path, disk: &Path) -> Result<u8> {
+        let store = open(log, &[disk])?;
+        let byte = byte(&mut store.disks()[0].open_port()?);
+        store.close()?;
+        Ok(byte)
+    }
+
+    /// Two disks on one log that was closed without copying it: each with a record of its own byte.
+    fn unclosed(top: &Path) -> [PathBuf; 3] {
+        let [a, b, log] = ["a", "b", "log"].map(|name| top.join("live").join(name));
+        std::fs::create_dir_all(top.join("live")).unwrap();
+        for disk in [&a, &b] {
+            create_disk(disk, MIB, &log, &options()).unwrap();
+        }
+        let store = open_with(&log, &[&a, &b], Some(Duration::ZERO)).unwrap();
+        for (disk, byte) in store.disks().iter().zip([7, 8]) {
+            let mut port = disk.open_port().unwrap();
+            fill(&mut port, 0, byte);
+            end(&mut port, Operation::Flush);
+        }
+        store.close().unwrap();
+        [a, b, log]
+    }
+
+    #[test]
+    fn a_disk_that_left_is_a_raw_image_and_the_others_have_what_they_had() {
+        for cut in [None, Some(LeaveStep::Copied), Some(LeaveStep::Marked)] {
+            let dir = tempfile::tempdir().unwrap();
+            let [a, b, log] = unclosed(dir.path());
+            let again = dir.path().join("again");
+            let others = leave(&a, &log, &mut |step| {
+                if Some(step) == cut {
+                    copy_all(a.parent().unwrap(), &again);
+                }
+            });
+            assert_eq!(others.unwrap(), std::slice::from_ref(&b));
+            let [a, b, log] = match cut {
+                None => [a, b, log],
+                Some(_) => {
+                    let [a, b, log] = [a, b, log].map(|path| again.join(path.file_name().unwrap()));
+                    // What the cut left is a disk of the log still.
+                    assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
+                    leave_log(&a, &log).unwrap();
+                    [a, b, log]
+                }
+            };
+            assert_eq!(std::fs::read(&a).unwrap()[..4096], [7; 4096]);
+            assert!(!inspect(&a, &a.with_extension("none")).unwrap().marked);
+            assert_eq!(leave_log(&a, &log).unwrap_err().kind(), ErrorKind::WrongLog);
+            assert_eq!(first(&log, &b).unwrap(), 8);
+        }
+    }
+
+    #[test]
+    fn cut_anywhere_a_moved_disk_opens_with_one_of_its_logs_and_the_same_command_goes_on() {
+        let steps = [LeaveStep::Copied, LeaveStep::Marked, LeaveStep::Joined];
+        for shared in [false, true] {
+            for cut in steps {
+                let dir = tempfile::tempdir().unwrap();
+                let [a, b, log] = unclosed(dir.path());
+                let new = a.with_file_name("new");
+                if shared {
+                    create_disk(&a.with_file_name("c"), MIB, &new, &options()).unwrap();
+                }
+                let again = dir.path().join("again");
+                move_log(&a, &log, &new, &options(), &mut |step| {
+                    if step == cut {
+                        copy_all(a.parent().unwrap(), &again);
+                    }
+                })
+                .unwrap();
+                assert_eq!(first(&new, &a).unwrap(), 7);
+                move_to_log(&a, &log, &new, &options()).unwrap();
+
+                let at = |path: &Path| again.join(path.file_name().unwrap());
+                let [a, b, log, new] = [at(&a), at(&b), at(&log), at(&new)];
+                assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
+                if cut == LeaveStep::Joined {
+                    assert_eq!(first(&new, &a).unwrap(), 7);
+                }
+                move_to_log(&a, &log, &new, &options()).unwrap();
+                assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
+                assert_eq!(first(&log, &b).unwrap(), 8, "{cut:?}");
+                let left = open_control(&log, Use::LogRead).unwrap().image_paths();
+                assert_eq!(left, [b]);
+                assert_eq!(first(&log, &a).unwrap_err().kind(), ErrorKind::WrongLog);
+            }
+        }
+    }
+
+    /// A raw image joins a log by being moved to it, and one that is imported is a copy on the log.
+    #[test]
+    fn raw_images_join_an_existing_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        create_disk(&at("a"), MIB, &at("log"), &options()).unwrap();
+        std::fs::write(at("raw"), vec![3; MIB as usize]).unwrap();
+        let none = &mut |_, _| {};
+        import_disk(&at("b"), &at("raw"), &at("log"), &options(), none).unwrap();
+        move_to_log(&at("raw"), &at("raw.wal"), &at("log"), &options()).unwrap();
+        let names = ["a", "b", "raw"].map(at);
+        let disks: Vec<_> = names.iter().map(PathBuf::as_path).collect();
+        let store = open(&at("log"), &disks).unwrap();
+        for (disk, expected) in store.disks().iter().zip([0, 3, 3]) {
+            assert_eq!(byte(&mut disk.open_port().unwrap()), expected);
+        }
+        store.close().unwrap();
+        let same = move_to_log(&at("a"), &at("log"), &at("./log"), &options());
+        assert!(same.unwrap_err().to_string().contains("already"));
+    }
+
+    /// Where nothing is written, nothing is copied: the image stays as it is, and is not locked any more.
+    #[test]
+    fn a_disk_leaves_a_log_that_is_open_for_reading_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b, log] = unclosed(dir.path());
+        let before = std::fs::read(&a).unwrap();
+        let disks = [&a, &b].map(DiskOptions::new);
+        let mut store = Store::open_read_only(&log, &disks, &options()).unwrap();
+        store.remove_disk(&a).unwrap();
+        assert_eq!(store.disks().len(), 1);
+        assert_eq!(std::fs::read(&a).unwrap(), before);
+        let error = store.add_disk(&disks[0]).err().unwrap().to_string();
+        assert!(error.contains("open for reading only"), "{error}");
+        store.close().unwrap();
+        assert_eq!(first(&log, &a).unwrap(), 7);
+    }
+
+    /// A new disk at the path of one that left the log in use does not make the void records those of no disk.
+    #[test]
+    fn a_disk_is_made_where_one_has_left_the_log_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["a", "b"] {
+            create_disk(&at(name), MIB, &at("log"), &options()).unwrap();
+        }
+        let (a, b, log) = (at("a"), at("b"), at("log"));
+        let mut store = open_with(&log, &[&a, &b], Some(Duration::ZERO)).unwrap();
+        for disk in store.disks() {
+            fill(&mut disk.open_port().unwrap(), 0, 7);
+        }
+        store.remove_disk(&a).unwrap();
+        assert_eq!(std::fs::read(&a).unwrap()[..4096], [7; 4096]);
+        store.close().unwrap();
+        std::fs::remove_file(&a).unwrap();
+        create_disk(&a, MIB, &log, &options()).unwrap();
+        assert_eq!(first(&log, &a).unwrap(), 0);
+        assert_eq!(first(&log, &b).unwrap(), 7);
+    }
+}

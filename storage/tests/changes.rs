@@ -1,0 +1,193 @@
+//! What has changed since each snapshot: exact, while the disk is in use, after a kill, and in a look at the past.
+
+mod support;
+
+use support::{Place, fill, flush, run};
+use walvisor_storage::{
+    Backend, Disk, DiskOptions, Look, Operation, Point, Retain, SnapshotName, Store, StoreOptions,
+    create_disk,
+};
+
+const SIZE: u64 = 4 << 20;
+const SECTORS: usize = SIZE as usize / 512;
+const ROUNDS: u64 = 14;
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 256 << 10,
+        max_segments: 32,
+        retain: Some(Retain::Nothing),
+        ..StoreOptions::default()
+    }
+}
+
+fn open(place: &Place) -> Store {
+    Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options()).unwrap()
+}
+
+/// Which sectors have changed since a snapshot, as the disk says.
+fn told(disk: &dyn Backend, since: u64) -> Vec<bool> {
+    let mut sectors = Vec::new();
+    while sectors.len() < SECTORS {
+        let at = sectors.len() as u64;
+        let changes = disk.changes(since, at, SECTORS as u64 - at, 7).unwrap();
+        assert!((1..=7).contains(&changes.len()));
+        for change in changes {
+            assert!(change.sectors > 0);
+            sectors.extend((0..change.sectors).map(|_| change.changed));
+        }
+    }
+    sectors
+}
+
+/// A snapshot, and the sectors that have changed since.
+struct Since {
+    name: SnapshotName,
+    lsn: u64,
+    changed: Vec<bool>,
+}
+
+struct Model {
+    random: u64,
+    since: Vec<Since>,
+}
+
+impl Model {
+    fn random(&mut self, below: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random % below
+    }
+
+    /// Changes the disk in many ways.
+    fn change(&mut self, disk: &Disk) {
+        let mut port = disk.open_port().unwrap();
+        let mut next = self.random(SECTORS as u64);
+        for _ in 0..40 {
+            // Often behind the range before, so that both are one in the index.
+            let sector = match self.random(2) {
+                0 => next % SECTORS as u64,
+                _ => self.random(SECTORS as u64),
+            };
+            let sectors = (1 + self.random(60)).min(SECTORS as u64 - sector);
+            let byte = self.random(256) as u8;
+            let operation = match self.random(8) {
+                0 => Operation::Discard {
+                    sector,
+                    sectors: sectors as u32,
+                },
+                1 => Operation::WriteZeroes {
+                    sector,
+                    sectors: sectors as u32,
+                    unmap: byte > 128,
+                },
+                _ => Operation::Write {
+                    sector,
+                    data: fill(byte, sectors as usize),
+                },
+            };
+            run(&mut port, operation).unwrap();
+            if self.random(5) == 0 {
+                flush(&mut port);
+            }
+            for since in &mut self.since {
+                since.changed[sector as usize..(sector + sectors) as usize].fill(true);
+            }
+            next = sector + sectors;
+        }
+    }
+
+    fn snapshot(&mut self, disk: &Disk, name: &str) {
+        let made = disk.snapshot(name.parse().unwrap()).unwrap();
+        self.since.push(Since {
+            name: made.name,
+            lsn: made.lsn,
+            changed: vec![false; SECTORS],
+        });
+    }
+
+    fn check(&self, disk: &dyn Backend) {
+        let points = disk.past_points();
+        assert_eq!(points.len(), self.since.len());
+        for (since, point) in self.since.iter().zip(points) {
+            assert_eq!(
+                (point.name, point.number),
+                (since.name.to_string(), since.lsn)
+            );
+            let told = told(disk, since.lsn);
+            let wrong: Vec<_> = (0..SECTORS)
+                .filter(|&at| told[at] != since.changed[at])
+                .map(|at| (at, told[at]))
+                .collect();
+            assert!(wrong.is_empty(), "{} {}: {wrong:?}", since.name, since.lsn);
+        }
+    }
+}
+
+#[test]
+fn each_sector_that_has_changed_since_a_snapshot_is_told_and_no_other() {
+    let place = Place::empty();
+    create_disk(&place.disk, SIZE, &place.log(), &options()).unwrap();
+    let mut store = open(&place);
+    let mut model = Model {
+        random: 0x9e37_79b9_7f4a_7c15,
+        since: Vec::new(),
+    };
+    for round in 0..ROUNDS {
+        let disk = store.disks()[0].clone();
+        model.change(&disk);
+        model.snapshot(&disk, &format!("s{round}"));
+        model.check(&disk);
+        model.change(&disk);
+        model.check(&disk);
+        if model.since.len() == 3 {
+            // Its records go to the image.
+            let oldest = model.since.remove(0);
+            disk.delete_snapshot(oldest.name).unwrap();
+            assert!(disk.changes(oldest.lsn, 0, 8, 1).is_err());
+        }
+        model.check(&disk);
+        if round % 5 == 4 {
+            flush(&mut disk.open_port().unwrap());
+            let killed = place.crash();
+            let again = open(&killed);
+            model.check(&again.disks()[0]);
+            drop(again);
+            drop(disk);
+            store.close().unwrap();
+            store = open(&place);
+            model.check(&store.disks()[0]);
+        }
+    }
+    let disk = store.disks()[0].clone();
+    assert!(store.log_counters().checkpoints > 0, "the log went round");
+    let all = model.since.iter().map(|since| since.changed.clone());
+    let all: Vec<_> = all.collect();
+    model.snapshot(&disk, "last");
+    model.change(&disk);
+    drop(disk);
+    store.close().unwrap();
+    let at = Point::Snapshot("last".parse().unwrap());
+    let options = options();
+    let look = Look::open(
+        &DiskOptions::new(&place.disk),
+        &place.log(),
+        at,
+        None,
+        &options,
+    );
+    let look = look.unwrap();
+    // Nothing has changed between the last snapshot and itself.
+    let mut model_at = model.since;
+    let last = model_at.last_mut().unwrap();
+    last.changed.fill(false);
+    for (since, changed) in model_at.iter_mut().zip(all) {
+        since.changed = changed;
+    }
+    Model {
+        since: model_at,
+        random: 0,
+    }
+    .check(&look);
+}

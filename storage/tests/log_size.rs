@@ -1,0 +1,139 @@
+//! Logs of another size: what they hold is kept, wherever in the ring it is.
+
+mod support;
+
+use support::{Place, flush, read, small, write};
+use walvisor_storage::{
+    DiskOptions, EngineKind, ErrorKind, Store, StoreOptions, default_log_dir, resize_log,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// The numbers of the segment files.
+fn segments(place: &Place) -> Vec<u32> {
+    let names = std::fs::read_dir(place.log()).unwrap();
+    let number = |name: std::ffi::OsString| {
+        let number = name.to_str()?.strip_prefix("segment-")?;
+        number.parse().ok()
+    };
+    let mut found: Vec<u32> = names
+        .filter_map(|entry| number(entry.unwrap().file_name()))
+        .collect();
+    found.sort_unstable();
+    found
+}
+
+/// Writes of 64 KiB that are not copied: number `n` is at 128 `n` sectors.
+fn fill(place: &Place, options: &StoreOptions, numbers: std::ops::Range<u8>) -> Place {
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&place.log(), &disks, options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in numbers {
+        write(&mut port, u64::from(number) * 128, number, 128);
+    }
+    flush(&mut port);
+    place.crash()
+}
+
+fn holds(place: &Place, numbers: std::ops::Range<u8>) {
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&place.log(), &disks, &small(EngineKind::Auto)).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in numbers {
+        let data = read(&mut port, u64::from(number) * 128, 128);
+        assert!(data.iter().all(|&byte| byte == number), "{number}");
+    }
+    drop(port);
+    store.close().unwrap();
+}
+
+#[test]
+fn a_log_grows_and_shrinks_and_keeps_what_it_holds() {
+    let place = Place::new();
+    let grown = resize_log(&place.log(), 19 * MIB + 1).unwrap();
+    assert_eq!((grown.old_size, grown.size), (4 * MIB, 20 * MIB));
+    assert_eq!(place.report().max_segments, 20);
+    // 4 MiB in a ring of 20 segments: no checkpoint begins, and 5 are in use.
+    let killed = fill(&place, &small(EngineKind::Auto), 1..64);
+    let live = killed.report();
+    assert!(live.records == 63 && live.segments >= 5, "{live:?}");
+    let before = segments(&killed);
+    let error = resize_log(&killed.log(), 4 * MIB).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    let text = error.to_string();
+    let command = format!("walvisor disk checkpoint {}", killed.disk.display());
+    assert!(text.contains(&command), "{text}");
+    assert_eq!((killed.report(), segments(&killed)), (live, before));
+    let shrunk = resize_log(&killed.log(), 6 * MIB).unwrap();
+    assert_eq!((shrunk.old_size, shrunk.size), (20 * MIB, 6 * MIB));
+    assert_eq!(killed.report().records, 63);
+    assert!(segments(&killed).last() < Some(&6));
+    holds(&killed, 1..64);
+    // Everything is in the image now.
+    assert_eq!(resize_log(&killed.log(), 4 * MIB).unwrap().size, 4 * MIB);
+    assert!(segments(&killed).last() < Some(&4));
+    holds(&killed, 1..64);
+}
+
+/// What the log holds is in its last files, and takes the places of free ones.
+#[test]
+fn a_live_segment_takes_the_place_of_a_free_one() {
+    let place = Place::new();
+    resize_log(&place.log(), 12 * MIB).unwrap();
+    let options = small(EngineKind::Auto);
+    let disks = [DiskOptions::new(&place.disk)];
+    let store = Store::open(&place.log(), &disks, &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    // Segments are used in turn, so after each checkpoint others are.
+    let mut tried = 0;
+    for number in 1..120_u8 {
+        write(&mut port, u64::from(number) * 128 % 16384, number, 128);
+        if number % 20 == 0 {
+            store.disks()[0].checkpoint().unwrap();
+        }
+        flush(&mut port);
+        if number % 8 != 0 {
+            continue;
+        }
+        let killed = place.crash();
+        let files = segments(&killed).len() as u64;
+        let want = |place: &Place| {
+            let raw = place.disk.with_extension("raw");
+            walvisor_storage::export_disk(
+                &place.disk,
+                &default_log_dir(&place.disk),
+                &raw,
+                true,
+                None,
+                &mut |_, _| {},
+            )
+            .unwrap();
+            std::fs::read(raw).unwrap()
+        };
+        let before = want(&killed);
+        if resize_log(&killed.log(), 4 * MIB).is_ok() {
+            tried += u32::from(files > 4);
+            assert!(segments(&killed).last() < Some(&4));
+        }
+        assert!(want(&killed) == before, "{number}");
+        holds(&killed, 0..0);
+        assert!(std::fs::read(&killed.disk).unwrap() == before, "{number}");
+    }
+    assert!(tried > 0, "{tried}");
+}
+
+#[test]
+fn a_size_that_no_log_can_have_is_refused() {
+    let place = Place::new();
+    for size in [0, 3 * MIB, (65536 << 20) + 1, u64::MAX] {
+        let error = resize_log(&place.log(), size).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput, "{size}");
+        assert!(error.to_string().contains("use 4194304 to 68719476736"));
+    }
+    let error = resize_log(place.disk.parent().unwrap(), 8 * MIB).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    let store = place.open();
+    let error = resize_log(&place.log(), 8 * MIB).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked);
+    store.close().unwrap();
+}

@@ -1,0 +1,475 @@
+//! A log that keeps history: any state in it comes back, and the base images follow at its begin.
+
+mod support;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use support::{Place, fill, flush, read, run, write};
+use walvisor_storage::{
+    Disk, DiskOptions, ErrorKind, LogHistory, Operation, Point, Retain, Store, StoreOptions,
+    create_disk, export_disk, inspect, leave_log, resize_disk, restore_disk,
+};
+
+const SIZE: u64 = 2 << 20;
+const BLOCKS: u64 = SIZE / 4096;
+const SEGMENT: u64 = 256 << 10;
+
+fn options(retain: Retain) -> StoreOptions {
+    StoreOptions {
+        segment_size: SEGMENT,
+        max_segments: 8,
+        retain: Some(retain),
+        ..StoreOptions::default()
+    }
+}
+
+fn create(place: &Place, retain: Retain) {
+    create_disk(&place.disk, SIZE, &place.log(), &options(retain)).unwrap();
+}
+
+fn open(place: &Place, retain: Option<Retain>) -> Store {
+    let options = StoreOptions {
+        retain,
+        ..options(Retain::Nothing)
+    };
+    Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options).unwrap()
+}
+
+/// The byte of a block after each record: record N writes block N * 7, or discards it.
+fn byte(lsn: u64) -> u8 {
+    match lsn % 5 {
+        0 => 0,
+        _ => (lsn % 251) as u8 + 1,
+    }
+}
+
+fn block(lsn: u64) -> u64 {
+    lsn * 7 % BLOCKS
+}
+
+/// Makes records `lsns` of a disk, each durable before the next few begin.
+fn make(disk: &Disk, lsns: std::ops::RangeInclusive<u64>) {
+    let mut port = disk.open_port().unwrap();
+    for lsn in lsns {
+        let sector = block(lsn) * 8;
+        let operation = match byte(lsn) {
+            0 => Operation::Discard { sector, sectors: 8 },
+            byte => Operation::Write {
+                sector,
+                data: fill(byte, 8),
+            },
+        };
+        run(&mut port, operation).unwrap();
+        if lsn % 20 == 0 {
+            flush(&mut port);
+        }
+    }
+    flush(&mut port);
+}
+
+/// The disk after a record.
+fn state(lsn: u64) -> Vec<u8> {
+    let mut bytes = vec![0; SIZE as usize];
+    for lsn in 1..=lsn {
+        let at = (block(lsn) * 4096) as usize;
+        bytes[at..at + 4096].fill(byte(lsn));
+    }
+    bytes
+}
+
+fn at(place: &Place, lsn: u64) -> Result<Vec<u8>, walvisor_storage::Error> {
+    let new = place.disk.with_extension("new");
+    restore_disk(
+        &place.disk,
+        &place.log(),
+        Point::Lsn(lsn),
+        &new,
+        None,
+        &mut |_, _| {},
+    )?;
+    let bytes = std::fs::read(&new).unwrap();
+    std::fs::remove_file(new).unwrap();
+    Ok(bytes)
+}
+
+/// The oldest state that comes back; it and some of the later ones are as they were.
+fn horizon(place: &Place, newest: u64) -> u64 {
+    let is_there = |lsn: u64| match at(place, lsn) {
+        Ok(bytes) => {
+            assert!(bytes == state(lsn), "LSN {lsn}");
+            true
+        }
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+            false
+        }
+    };
+    let (mut gone, mut there) = (0, newest);
+    assert!(is_there(newest));
+    if is_there(0) {
+        return 0;
+    }
+    while there - gone > 1 {
+        let middle = gone.midpoint(there);
+        match is_there(middle) {
+            true => there = middle,
+            false => gone = middle,
+        }
+    }
+    for lsn in (there..newest).step_by(97) {
+        assert!(is_there(lsn), "LSN {lsn}");
+    }
+    there
+}
+
+fn export(place: &Place) -> Vec<u8> {
+    let new = place.disk.with_extension("export");
+    export_disk(&place.disk, &place.log(), &new, false, None, &mut |_, _| {}).unwrap();
+    let bytes = std::fs::read(&new).unwrap();
+    std::fs::remove_file(new).unwrap();
+    bytes
+}
+
+#[test]
+fn a_log_keeps_the_bytes_that_it_is_to_keep() {
+    let place = Place::empty();
+    let kept = 1 << 20;
+    create(&place, Retain::Bytes(kept));
+    let mut newest = 0;
+    // The log goes round several times, and what it keeps is set once.
+    for life in 0..4 {
+        let store = open(&place, None);
+        make(&store.disks()[0], newest + 1..=newest + 1000);
+        newest += 1000;
+        store.close().unwrap();
+        let horizon = horizon(&place, newest);
+        // Each record is a batch: a header, and mostly a payload.
+        let bytes = (newest - horizon) * 8192;
+        assert!(horizon == 0 || bytes > kept, "{bytes} bytes are kept");
+        assert!(life < 2 || horizon > 0, "it keeps everything");
+        assert_eq!(export(&place), state(newest));
+    }
+    // The whole log goes to the image when nothing is to be kept any more.
+    open(&place, Some(Retain::Nothing)).close().unwrap();
+    assert_eq!(std::fs::read(&place.disk).unwrap(), state(newest));
+    assert_eq!(horizon(&place, newest), newest);
+}
+
+#[test]
+fn a_full_log_gives_up_the_oldest_history_and_writes_go_on() {
+    let place = Place::empty();
+    create(&place, Retain::All);
+    let store = open(&place, None);
+    make(&store.disks()[0], 1..=3000);
+    let counters = store.log_counters();
+    assert!(counters.checkpoints > 0);
+    // A kill at any time.
+    let killed = place.crash();
+    store.close().unwrap();
+    let all = horizon(&place, 3000);
+    assert!(0 < all && all < 2950, "{all}");
+    drop(open(&killed, None));
+    assert_eq!(export(&killed), state(3000));
+    assert!(horizon(&killed, 3000) <= all);
+}
+
+/// A checkpoint that somebody asks for copies everything, and what was kept is gone.
+#[test]
+fn a_checkpoint_gives_up_the_history() {
+    let place = Place::empty();
+    create(&place, Retain::All);
+    let store = open(&place, None);
+    make(&store.disks()[0], 1..=50);
+    store.disks()[0].checkpoint().unwrap();
+    make(&store.disks()[0], 51..=70);
+    store.close().unwrap();
+    assert_eq!(horizon(&place, 70), 50);
+}
+
+/// The bytes that a damaged record had cannot be brought back, so the states that need them are given up. What the disk
+/// has now is not affected.
+#[test]
+fn damage_in_the_history_costs_the_history_alone() {
+    let place = Place::empty();
+    create(&place, Retain::All);
+    let store = open(&place, None);
+    let mut port = store.disks()[0].open_port().unwrap();
+    // The first record is overwritten at once.
+    write(&mut port, 0, 0x77, 8);
+    flush(&mut port);
+    write(&mut port, 0, 0x78, 8);
+    flush(&mut port);
+    let segment = place.log().join("segment-00000");
+    let log = std::fs::read(&segment).unwrap();
+    let found = log
+        .windows(4096)
+        .position(|bytes| bytes.iter().all(|&byte| byte == 0x77));
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(&segment)
+        .unwrap();
+    file.write_all_at(&[0x70], found.expect("the record") as u64)
+        .unwrap();
+    for number in 0..1500 {
+        write(&mut port, 8 + number % 400 * 8, (number % 200) as u8 + 1, 8);
+    }
+    flush(&mut port);
+    assert_eq!(read(&mut port, 0, 8)[..], [0x78; 4096]);
+    drop(port);
+    store.close().unwrap();
+    let bytes = export(&place);
+    assert_eq!(bytes[..4096], [0x78; 4096]);
+    let report = inspect(&place.disk, &place.log()).unwrap();
+    assert!(report.log.unwrap().damaged.is_empty());
+}
+
+/// What a log in use tells of its history is what comes back after it was closed, and what is told of it then.
+#[test]
+fn the_log_tells_which_history_it_has() {
+    let place = Place::empty();
+    create(&place, Retain::Bytes(1 << 20));
+    let tell = |lsns, snapshot: Option<&str>| {
+        let store = open(&place, None);
+        let disk = store.disks()[0].clone();
+        make(&disk, lsns);
+        if let Some(name) = snapshot {
+            disk.snapshot(name.parse().unwrap()).unwrap();
+        }
+        store.close().unwrap();
+        disk.history()
+    };
+    let told = tell(1..=20, None);
+    assert_eq!(told.horizon.lsn, 0);
+    assert_eq!(
+        (told.retain, told.pinned_bytes),
+        (Retain::Bytes(1 << 20), 0)
+    );
+    let told = tell(21..=1000, Some("held"));
+    let oldest = told.horizon.lsn;
+    assert_eq!(oldest, horizon(&place, 1000));
+    assert!(told.horizon.cid > 0 && told.horizon.unix_us > 0);
+    assert!((1 << 20..told.room_bytes).contains(&told.kept_bytes));
+    assert_eq!(told.snapshots.len(), 1);
+    let later = inspect(&place.disk, &place.log()).unwrap();
+    let later = later.log.unwrap().history;
+    assert_eq!(later.horizon.lsn, oldest);
+    // The record at the horizon may have left the log.
+    assert!(later.horizon.cid >= told.horizon.cid && later.horizon.unix_us >= told.horizon.unix_us);
+    assert!(later.index_bytes > 0 && told.index_bytes > 0);
+    let (horizon, index_bytes) = (later.horizon, later.index_bytes);
+    let told = LogHistory {
+        horizon,
+        index_bytes,
+        ..told
+    };
+    assert_eq!(later, told);
+    let pinned = tell(1001..=1020, None).pinned_bytes;
+    assert!((SEGMENT..=3 * SEGMENT).contains(&pinned), "{pinned}");
+}
+
+/// What a log keeps takes segment files beside those that it had, and only once.
+#[test]
+fn the_log_gets_room_for_the_bytes_that_it_keeps() {
+    let place = Place::empty();
+    create(&place, Retain::Nothing);
+    let most = |place: &Path| {
+        inspect(place, &place.with_extension("img.wal"))
+            .unwrap()
+            .log
+            .unwrap()
+            .max_segments
+    };
+    let disk = place.disk.as_path();
+    assert_eq!(most(disk), 8);
+    for (retain, wanted) in [(10, 18), (10, 18), (4, 18), (12, 26)] {
+        open(&place, Some(Retain::Bytes(retain * SEGMENT)))
+            .close()
+            .unwrap();
+        assert_eq!(most(disk), wanted, "{retain}");
+    }
+    let options = StoreOptions {
+        retain: Some(Retain::Bytes(1 << 40)),
+        ..options(Retain::Nothing)
+    };
+    let opened = Store::open(&place.log(), &[DiskOptions::new(disk)], &options);
+    let error = opened.err().expect("too much");
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    assert!(error.to_string().contains("can keep at most"), "{error}");
+}
+
+#[test]
+fn a_snapshot_stays_until_it_is_deleted() {
+    let place = Place::empty();
+    create(&place, Retain::Nothing);
+    let store = open(&place, None);
+    let disk = &store.disks()[0];
+    make(disk, 1..=40);
+    let (first, second) = ("first".parse().unwrap(), "second".parse().unwrap());
+    let made = disk.snapshot(first).unwrap();
+    assert_eq!((made.name, made.lsn), (first, 40));
+    assert_eq!(
+        disk.snapshot(first).unwrap_err().kind(),
+        ErrorKind::AlreadyExists
+    );
+    make(disk, 41..=90);
+    disk.snapshot(second).unwrap();
+    make(disk, 91..=100);
+    // A checkpoint of everything would lose the snapshots.
+    let error = disk.checkpoint().unwrap_err().to_string();
+    assert!(error.contains("snapshot 'first' needs the log"), "{error}");
+    store.close().unwrap();
+    let looked = |name, lsn| {
+        let new = place.disk.with_extension("new");
+        let point = Point::Snapshot(name);
+        restore_disk(&place.disk, &place.log(), point, &new, None, &mut |_, _| {})?;
+        let bytes = std::fs::read(&new).unwrap();
+        std::fs::remove_file(new).unwrap();
+        assert!(bytes == state(lsn));
+        Ok::<_, walvisor_storage::Error>(())
+    };
+    looked(first, 40).unwrap();
+    looked(second, 90).unwrap();
+    // The log goes round as far as the snapshots let it.
+    let store = open(&place, None);
+    let disk = &store.disks()[0];
+    let names: Vec<_> = disk
+        .snapshots()
+        .iter()
+        .map(|snapshot| snapshot.name)
+        .collect();
+    assert_eq!(names, [first, second]);
+    disk.delete_snapshot(first).unwrap();
+    assert_eq!(
+        disk.delete_snapshot(first).unwrap_err().kind(),
+        ErrorKind::NotFound
+    );
+    make(disk, 101..=150);
+    store.close().unwrap();
+    looked(second, 90).unwrap();
+    let error = looked(first, 40).unwrap_err().to_string();
+    assert!(
+        error.contains("no snapshot 'first': the log has second"),
+        "{error}"
+    );
+    let store = open(&place, None);
+    store.disks()[0].delete_snapshot(second).unwrap();
+    store.disks()[0].checkpoint().unwrap();
+    store.close().unwrap();
+    assert_eq!(std::fs::read(&place.disk).unwrap(), state(150));
+}
+
+/// A log that is full of what a snapshot needs refuses writes, and takes them again once the snapshot is deleted.
+#[test]
+fn writes_fail_while_a_snapshot_needs_the_whole_log() {
+    let place = Place::empty();
+    create(&place, Retain::Nothing);
+    let store = open(&place, None);
+    let disk = &store.disks()[0];
+    make(disk, 1..=10);
+    let name = "held".parse().unwrap();
+    disk.snapshot(name).unwrap();
+    let mut port = disk.open_port().unwrap();
+    let one = |port: &mut _, number: u64| {
+        let sector = number % BLOCKS * 8;
+        run(
+            port,
+            Operation::Write {
+                sector,
+                data: fill(9, 8),
+            },
+        )?;
+        run(port, Operation::Flush).map(drop)
+    };
+    let failed = (0..2000).find(|&number| one(&mut port, number).is_err());
+    assert!(failed.is_some_and(|written| written > 100), "{failed:?}");
+    let limit = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while walvisor_storage::Backend::condition(disk).name() != "no_space" {
+        assert!(std::time::Instant::now() < limit, "it does not say why");
+        assert!(one(&mut port, 5).is_err());
+    }
+    disk.delete_snapshot(name).unwrap();
+    while one(&mut port, 5).is_err() {
+        assert!(std::time::Instant::now() < limit, "writes go on failing");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    drop(port);
+    store.close().unwrap();
+}
+
+#[test]
+fn how_much_is_kept_changes_while_the_log_is_in_use() {
+    let place = Place::empty();
+    create(&place, Retain::Nothing);
+    let store = open(&place, None);
+    let disk = &store.disks()[0];
+    disk.set_retain(Retain::Bytes(1 << 20)).unwrap();
+    make(disk, 1..=1000);
+    store.close().unwrap();
+    assert!(horizon(&place, 1000) <= 1000 - (1 << 20) / 8192);
+    let store = open(&place, None);
+    assert_eq!(store.disks()[0].retain(), Retain::Bytes(1 << 20));
+    store.disks()[0].set_retain(Retain::Nothing).unwrap();
+    store.close().unwrap();
+    assert_eq!(std::fs::read(&place.disk).unwrap(), state(1000));
+}
+
+/// What copies everything to the base images would end the history, and is refused until that is done on purpose.
+#[test]
+fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
+    let place = Place::empty();
+    create(&place, Retain::All);
+    let store = open(&place, None);
+    make(&store.disks()[0], 1..=50);
+    store.close().unwrap();
+    let shrink = || resize_disk(&place.disk, SIZE / 2, &place.log(), true).map(drop);
+    let leave = || leave_log(&place.disk, &place.log()).map(drop);
+    for refused in [shrink(), leave()] {
+        let error = refused.unwrap_err().to_string();
+        assert!(
+            error.contains("end it with 'walvisor disk checkpoint"),
+            "{error}"
+        );
+    }
+    assert!(at(&place, 20).unwrap() == state(20));
+    let store = open(&place, None);
+    store.disks()[0].checkpoint().unwrap();
+    store.close().unwrap();
+    shrink().unwrap();
+    assert!(export(&place) == state(50)[..SIZE as usize / 2]);
+    leave().unwrap();
+    assert!(std::fs::read(&place.disk).unwrap() == state(50)[..SIZE as usize / 2]);
+}
+
+/// A disk that leaves a log that keeps history stays there with its records, and comes back with all of them.
+#[test]
+fn a_disk_with_history_leaves_and_comes_back() {
+    let place = Place::empty();
+    create(&place, Retain::All);
+    let other = place.disk.with_extension("other");
+    create_disk(&other, SIZE, &place.log(), &options(Retain::All)).unwrap();
+    let disks = [&place.disk, &other].map(DiskOptions::new);
+    let mut store = Store::open(&place.log(), &disks, &options(Retain::All)).unwrap();
+    make(&store.disks()[0], 1..=30);
+    let mut left = store.disks()[0].open_port().unwrap();
+    store.remove_disk(&place.disk).unwrap();
+    let sector = 0;
+    let data = fill(1, 8);
+    assert!(run(&mut left, Operation::Write { sector, data }).is_err());
+    let again = store.add_disk(&disks[0]).err().unwrap();
+    assert_eq!(again.kind(), ErrorKind::Locked, "{again}");
+    drop(left);
+    make(&store.add_disk(&disks[0]).unwrap().clone(), 31..=50);
+    store.remove_disk(&place.disk).unwrap();
+    store.close().unwrap();
+    for lsn in [0, 17, 30, 31, 50] {
+        assert!(at(&place, lsn).unwrap() == state(lsn), "LSN {lsn}");
+    }
+    // It has records in the log, but is not asked for when the log is opened.
+    let mut store = Store::open(&place.log(), &disks[1..], &StoreOptions::default()).unwrap();
+    make(&store.add_disk(&disks[0]).unwrap().clone(), 51..=60);
+    store.close().unwrap();
+    for lsn in [0, 50, 60] {
+        assert!(at(&place, lsn).unwrap() == state(lsn), "LSN {lsn}");
+    }
+}
