@@ -131,3 +131,77 @@ fn no_message_harms_the_server() {
     );
     assert!(counts.errors > 10 && counts.bytes_written > 0, "{counts:?}");
 }
+
+/// A client without structured replies that has chosen an export; `None`: the server has no such export.
+fn choose(path: &std::path::Path, export: &str) -> Option<UnixStream> {
+    let mut socket = UnixStream::connect(path).unwrap();
+    socket
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    socket.read_exact(&mut [0; 18]).unwrap();
+    let mut bytes = Vec::from(3_u32.to_be_bytes());
+    option(&mut bytes, 1, export.as_bytes());
+    socket.write_all(&bytes).unwrap();
+    socket.read_exact(&mut [0; 10]).ok().map(|()| socket)
+}
+
+/// Sends a write of the first sector.
+fn send_write(socket: &mut UnixStream, cookie: u64) -> std::io::Result<()> {
+    let mut bytes = Vec::from(0x2560_9513_u32.to_be_bytes());
+    bytes.extend([0, 0, 0, 1]);
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(0_u64.to_be_bytes());
+    bytes.extend(512_u32.to_be_bytes());
+    bytes.resize(bytes.len() + 512, 7);
+    socket.write_all(&bytes)
+}
+
+/// Reads the reply to a write, which succeeded; `false`: the connection has ended before it.
+fn read_reply(socket: &mut UnixStream, cookie: u64) -> bool {
+    let mut reply = [0; 16];
+    let whole = socket.read_exact(&mut reply).is_ok();
+    if whole {
+        assert_eq!(reply[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
+        assert_eq!(reply[8..], cookie.to_be_bytes());
+    }
+    whole
+}
+
+#[test]
+fn exports_come_and_go_and_their_clients_end_in_order() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("s");
+    let export = |name, disk| Export::new(name, "", disk);
+    let server = Server::start(vec![Service {
+        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
+        exports: vec![export("stays", Arc::new(RamDisk::new(SECTORS)))],
+        tls: Tls::Off,
+    }])
+    .unwrap();
+    let mut staying = choose(&path, "stays").unwrap();
+    for round in 0..20 {
+        assert!(choose(&path, "comes").is_none());
+        let disk = Arc::new(RamDisk::new(SECTORS));
+        assert!(server.add(0, export("comes", Arc::clone(&disk) as _)));
+        assert!(!server.add(0, export("comes", Arc::clone(&disk) as _)));
+        assert!(!server.add(1, export("comes", Arc::clone(&disk) as _)));
+        // One client waits for its replies, and one does not read any.
+        let mut idle = choose(&path, "comes").unwrap();
+        let mut busy = choose(&path, "comes").unwrap();
+        send_write(&mut idle, round).unwrap();
+        assert!(read_reply(&mut idle, round));
+        for cookie in 0..64 {
+            send_write(&mut busy, cookie).unwrap();
+        }
+        assert!(server.remove(0, "comes"));
+        assert!(!server.remove(0, "comes"));
+        assert_eq!(Arc::strong_count(&disk), 1, "nobody uses the disk");
+        assert_eq!(idle.read(&mut [0; 16]).unwrap(), 0, "a clean end");
+        // What was taken is answered.
+        let answered = (0..64).take_while(|cookie| read_reply(&mut busy, *cookie));
+        assert!(answered.count() <= 64);
+        send_write(&mut staying, round).unwrap();
+        assert!(read_reply(&mut staying, round));
+    }
+    server.stop();
+}

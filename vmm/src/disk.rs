@@ -1,5 +1,6 @@
 //! A disk that is open, and a disk that a guest or clients use.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use walvisor_devices::backend::Backend;
@@ -43,6 +44,12 @@ pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
         (false, true) => "writeback",
         (false, false) => "writethrough",
     }
+}
+
+/// The disk, as one that has a log; `None`: it has none, or is a look at the past.
+pub fn logged(backend: &dyn Backend) -> Option<&walvisor_storage::Disk> {
+    let backend: &dyn Any = backend;
+    backend.downcast_ref()
 }
 
 /// The directory of the disk's log, in messages and metrics.

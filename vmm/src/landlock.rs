@@ -6,7 +6,7 @@
 //! Landlock restricts a thread and the threads that it starts, so it must come before any other thread. It also
 //! comes before the recovery of logs, where the process first reads bytes that a crash or a stranger has left.
 //! A new log is made before the restriction, and the names of sockets are left to another process, so the
-//! process need not make or remove files beside the images. The process may use the images and logs that the
+//! process need not make or remove files beside the images, except where `--disk-dir` lets disks be added later. The process may use the images and logs that the
 //! command line names, other images that share such a log, and the files that the command reads. It can run no
 //! program, bind or connect to no port, and reach no abstract socket or process outside. Files that are open
 //! already stay open.
@@ -46,11 +46,16 @@ pub struct Places {
 
 impl Places {
     /// The images and logs of a command line's disks. The logs must exist
-    /// ([`make_logs`](crate::disks::make_logs)).
+    /// ([`make_logs`](crate::disks::make_files)).
     pub fn of(specs: &[DiskSpec]) -> Self {
         let mut places = Self::default();
         for spec in specs.iter().filter(|spec| spec.backend != BackendKind::Ram) {
             let image = spec.path.clone().unwrap_or_default();
+            if spec.at.is_some() {
+                places.read(&image);
+                spec.log_directory().iter().for_each(|log| places.read(log));
+                continue;
+            }
             places.image(&image);
             let Some(log) = spec.log_directory() else {
                 continue;
@@ -99,6 +104,19 @@ impl Places {
     pub fn dismantle(&mut self, path: &Path) {
         self.rules
             .push((path.to_owned(), AccessFs::RemoveDir.into()));
+    }
+
+    /// Allows what disks take that are added later, with their logs and sockets, beneath a directory.
+    pub fn disks_in(&mut self, path: &Path) {
+        let rights = AccessFs::ReadFile
+            | AccessFs::ReadDir
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::MakeReg
+            | AccessFs::MakeDir
+            | AccessFs::MakeSock
+            | AccessFs::RemoveFile;
+        self.rules.push((path.to_owned(), rights));
     }
 
     fn image(&mut self, path: &Path) {
@@ -175,7 +193,7 @@ mod tests {
 
     use super::*;
     use crate::disk_spec::DiskCommand;
-    use crate::disks::{make_logs, open};
+    use crate::disks::{make_files, open};
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
 
@@ -188,11 +206,11 @@ mod tests {
         let open_before = File::open(dir.join("secret")).unwrap();
         let text = format!("path={}", dir.join("disk.img").display());
         let specs = [DiskSpec::parse(&text, DiskCommand::Run).unwrap()];
-        make_logs(&specs).unwrap();
+        let scratch = make_files(&specs).unwrap();
         Places::of(&specs).restrict(Landlock::On);
 
         // The first run of a new disk, from its first write to its close.
-        let (disks, logs) = open(&specs, 1).unwrap();
+        let (disks, logs) = open(&specs, 1, scratch).unwrap();
         flush(&*disks[0].backend).unwrap();
         let mut queue = disks[0].backend.open_queue().unwrap();
         let data = Buffer::from(&[7; 4096][..]);

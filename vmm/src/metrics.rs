@@ -4,10 +4,12 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use walvisor_devices::backend::{Condition, LogCounters};
+use walvisor_devices::backend::{Condition, LogCounters, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
+use walvisor_storage::{LogHistory, Snapshot};
 
-use crate::disk::{DiskInUse, cache_in_force, log_name};
+use crate::disk::{DiskInUse, cache_in_force, log_name, logged};
+use crate::point::show_retain;
 use crate::vm::exits::{ExitCounters, ExitReason};
 use crate::vm::memory_use::MemoryUse;
 
@@ -153,6 +155,8 @@ pub struct DiskMetrics {
     pub condition: Condition,
     /// The name and the counts of its log, if it has one.
     pub log: Option<(String, LogCounters)>,
+    /// What its log has of the history of its disks.
+    pub history: Option<LogHistory>,
 }
 
 impl From<&DiskInUse> for DiskMetrics {
@@ -165,6 +169,7 @@ impl From<&DiskInUse> for DiskMetrics {
             cache: cache_in_force(&*disk.backend),
             condition: disk.backend.condition(),
             log: log_name(&*disk.backend).zip(disk.backend.log_counters()),
+            history: logged(&*disk.backend).map(walvisor_storage::Disk::history),
         }
     }
 }
@@ -196,6 +201,7 @@ fn disks(text: &mut Text, disks: &[DiskMetrics]) {
     let logs = logs(disks);
     log(text, &logs);
     group_sizes(text, &logs);
+    history(text, &logs);
 }
 
 /// Adds how the disks are: their cache modes, their logs, and what keeps them from their work.
@@ -233,27 +239,108 @@ fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
     for (labels, trouble) in &troubles {
         text.sample(name, labels, unix_us(trouble.since) / 1_000_000);
     }
-    let name = "walvisor_disk_refuses_writes";
-    text.metric(
-        name,
-        "gauge",
-        "1 if writes fail for the disk's trouble, else 0; absent without trouble.",
-    );
-    for (labels, trouble) in &troubles {
-        text.sample(name, labels, u8::from(trouble.refuses_writes));
+    type Told = fn(&Trouble) -> bool;
+    let answers: [(&str, &str, Told); 2] = [
+        ("refuses", "fail", |trouble| trouble.refuses_writes),
+        ("pauses", "wait", |trouble| trouble.pauses_writes),
+    ];
+    for (does, writes, told) in answers {
+        let name = format!("walvisor_disk_{does}_writes");
+        let help =
+            format!("1 if writes {writes} for the disk's trouble, else 0; absent without trouble.");
+        text.metric(&name, "gauge", &help);
+        for (labels, trouble) in &troubles {
+            text.sample(&name, labels, u8::from(told(trouble)));
+        }
     }
 }
 
-/// Each log once: its labels and counters.
-fn logs(disks: &[DiskMetrics]) -> Vec<(String, LogCounters)> {
-    let mut logs: Vec<(String, LogCounters)> = Vec::new();
-    for (name, counters) in disks.iter().filter_map(|disk| disk.log.as_ref()) {
+/// A log: its labels, its counters, and what it has of the history of its disks.
+type LogMetrics<'a> = (String, LogCounters, Option<&'a LogHistory>);
+
+/// Each log once.
+fn logs(disks: &[DiskMetrics]) -> Vec<LogMetrics<'_>> {
+    let mut logs: Vec<LogMetrics<'_>> = Vec::new();
+    for disk in disks {
+        let Some((name, counters)) = &disk.log else {
+            continue;
+        };
         let labels = format!("log=\"{}\"", escape(name));
-        if logs.iter().all(|(known, _)| *known != labels) {
-            logs.push((labels, *counters));
+        if logs.iter().all(|(known, ..)| *known != labels) {
+            logs.push((labels, *counters, disk.history.as_ref()));
         }
     }
     logs
+}
+
+/// Adds what the logs have of the history of their disks.
+fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
+    type Told = fn(&LogHistory) -> u64;
+    let gauges: [(&str, &str, Told); 7] = [
+        (
+            "horizon_lsn",
+            "The base images hold all records up to this LSN: the oldest state that comes back.",
+            |history| history.horizon.lsn,
+        ),
+        (
+            "horizon_seconds",
+            "The time of the oldest state that comes back, in seconds since 1970; 0 if the log has had no record.",
+            |history| history.horizon.unix_us / 1_000_000,
+        ),
+        ("kept_bytes", "Bytes of the segments in use.", |history| {
+            history.kept_bytes
+        }),
+        (
+            "pinned_bytes",
+            "Bytes of the segments that snapshots need.",
+            |history| history.pinned_bytes,
+        ),
+        (
+            "room_bytes",
+            "Bytes of all segments that the log may have.",
+            |history| history.room_bytes,
+        ),
+        (
+            "index_bytes",
+            "Bytes of memory that the extents of all disks take.",
+            |history| history.index_bytes,
+        ),
+        ("snapshots", "Snapshots of the log.", |history| {
+            history.snapshots.len() as u64
+        }),
+    ];
+    let logs: Vec<_> = logs
+        .iter()
+        .filter_map(|(labels, _, history)| Some((labels, (*history)?)))
+        .collect();
+    for (name, help, told) in gauges {
+        let name = format!("walvisor_log_{name}");
+        text.metric(&name, "gauge", help);
+        for (labels, history) in &logs {
+            text.sample(&name, &format!("{{{labels}}}"), told(history));
+        }
+    }
+    let name = "walvisor_log_oldest_snapshot_seconds";
+    text.metric(
+        name,
+        "gauge",
+        "When the oldest snapshot was made, in seconds since 1970; absent without snapshots.",
+    );
+    for (labels, history) in &logs {
+        if let Some(Snapshot {
+            name: of, unix_us, ..
+        }) = history.snapshots.first()
+        {
+            let labels = format!("{{{labels},snapshot=\"{of}\"}}");
+            text.sample(name, &labels, unix_us / 1_000_000);
+        }
+    }
+    let name = "walvisor_log_retain_info";
+    text.metric(name, "gauge", "How much of its history the log is to keep.");
+    for (labels, history) in &logs {
+        let retain = show_retain(history.retain);
+        text.sample(name, &format!("{{{labels},retain=\"{retain}\"}}"), 1);
+    }
 }
 
 /// Adds the front-ends' counters; doorbells and interrupts only for virtio.
@@ -366,11 +453,11 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
 }
 
 /// Adds the number of FLUSHes that each commit group served.
-fn group_sizes(text: &mut Text, logs: &[(String, LogCounters)]) {
+fn group_sizes(text: &mut Text, logs: &[LogMetrics<'_>]) {
     let name = "walvisor_log_group_size";
     let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";
     text.metric(name, "histogram", help);
-    for (labels, log) in logs {
+    for (labels, log, _) in logs {
         let last = log.group_sizes.len() - 1;
         let ends = (0..=last).map(|class| (class < last).then(|| 1 << class));
         text.histogram(name, labels, ends.zip(log.group_sizes), log.flushes_grouped);
@@ -378,11 +465,11 @@ fn group_sizes(text: &mut Text, logs: &[(String, LogCounters)]) {
 }
 
 /// Adds the logs' counters.
-fn log(text: &mut Text, logs: &[(String, LogCounters)]) {
+fn log(text: &mut Text, logs: &[LogMetrics<'_>]) {
     let mut metric = |name: &str, help: &str, value: fn(&LogCounters) -> u64| {
         let name = format!("walvisor_log_{name}_total");
         text.metric(&name, "counter", help);
-        for (labels, counters) in logs {
+        for (labels, counters, _) in logs {
             text.sample(&name, &format!("{{{labels}}}"), value(counters));
         }
     };

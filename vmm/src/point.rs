@@ -1,35 +1,79 @@
-//! Points in the history of a log as the command line takes them.
+//! Points in the history of a log, snapshots and amounts of history, as the command line takes and shows them.
 
-use jiff::{Span, SpanRelativeTo, Timestamp};
-use walvisor_storage::Point;
+use std::time::Duration;
+
+use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
+use serde_json::{Value, json};
+use walvisor_storage::{LogHistory, Point, Retain, Snapshot};
+
+use crate::size::parse_size;
+
+/// The points that are accepted, for people.
+pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, time:2026-11-22T12:03:00Z, \
+                         a time before now, such as -15m, or newest";
 
 /// Why a point was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PointError {
     /// It has no form that points have.
-    #[error(
-        "'{0}' is not a point: give cid:N, lsn:N (both as 'walvisor log dump' shows them), time:2026-11-22T12:03:00Z or a \
-         time before now, such as -15m"
-    )]
+    #[error("'{0}' is not a point: give {POINT}")]
     Form(String),
     /// It is later than now.
     #[error("'{0}' is in the future: give a time that has passed")]
     Future(String),
 }
 
-/// Parses a point: `cid:N`, `lsn:N`, `time:` and a time of RFC 3339, or `-` and a duration before now.
+/// How much history a log keeps, for people.
+pub const RETAIN: &str = "off, all, a time such as 24h or 15m, or a size such as 50G";
+
+/// Parses how much history a log keeps: `off`, `all`, a duration, or a size.
+///
+/// # Errors
+/// A message that says what is possible.
+pub fn parse_retain(text: &str) -> Result<Retain, String> {
+    let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
+    match (text, time(), parse_size(text)) {
+        ("off", ..) => Ok(Retain::Nothing),
+        ("all", ..) => Ok(Retain::All),
+        (_, Some(time), _) if !time.is_zero() => Ok(Retain::Time(time)),
+        (_, None, Ok(bytes)) if bytes > 0 => Ok(Retain::Bytes(bytes)),
+        _ => Err(format!("'{text}' is no amount of history: give {RETAIN}")),
+    }
+}
+
+/// The reverse of [`parse_retain`].
+pub fn show_retain(retain: Retain) -> String {
+    match retain {
+        Retain::Nothing => "off".to_owned(),
+        Retain::All => "all".to_owned(),
+        Retain::Time(time) => format!(
+            "{:#}",
+            SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX)
+        ),
+        Retain::Bytes(bytes) => bytes.to_string(),
+    }
+}
+
+/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before now, or
+/// `newest`.
 ///
 /// # Errors
 /// If `text` is none of these, or is in the future.
 pub fn parse_point(text: &str) -> Result<Point, PointError> {
     let now = Timestamp::now();
     let form = || PointError::Form(text.to_owned());
+    if text == "newest" {
+        return Ok(Point::Newest);
+    }
     let number = |number: &str| number.parse().map_err(|_| form());
     if let Some(cid) = text.strip_prefix("cid:") {
         return number(cid).map(Point::Cid);
     }
     if let Some(lsn) = text.strip_prefix("lsn:") {
         return number(lsn).map(Point::Lsn);
+    }
+    if let Some(name) = text.strip_prefix("snapshot:") {
+        return name.parse().map(Point::Snapshot).map_err(|_| form());
     }
     let time = match (text.strip_prefix("time:"), text.strip_prefix('-')) {
         (Some(time), _) => time.parse::<Timestamp>().ok(),
@@ -44,13 +88,86 @@ pub fn parse_point(text: &str) -> Result<Point, PointError> {
     }
 }
 
+/// A snapshot as JSON.
+pub fn snapshot_json(snapshot: &Snapshot) -> Value {
+    json!({
+        "name": snapshot.name.as_str(),
+        "lsn": snapshot.lsn,
+        "cid": snapshot.cid,
+        "unix_us": snapshot.unix_us,
+    })
+}
+
+/// What a log has of the history of its disks, as JSON.
+pub fn history_json(history: &LogHistory) -> Value {
+    let LogHistory {
+        horizon, snapshots, ..
+    } = history;
+    json!({
+        "horizon": { "lsn": horizon.lsn, "cid": horizon.cid, "unix_us": horizon.unix_us },
+        "retain": show_retain(history.retain),
+        "kept_bytes": history.kept_bytes,
+        "pinned_bytes": history.pinned_bytes,
+        "room_bytes": history.room_bytes,
+        "index_bytes": history.index_bytes,
+        "snapshots": snapshots.len(),
+        "oldest_snapshot": snapshots.first().map(snapshot_json),
+    })
+}
+
+/// The same for people, from [`history_json`].
+pub fn history_text(history: &Value) -> String {
+    let number = |of: &Value, key: &str| of[key].as_u64().unwrap_or(0);
+    let horizon = &history["horizon"];
+    let since = match number(horizon, "unix_us") {
+        0 => String::new(),
+        unix_us => format!(" (cid:{}, {})", horizon["cid"], time_text(unix_us)),
+    };
+    let oldest = &history["oldest_snapshot"];
+    let pinned = match oldest["name"].as_str() {
+        None => String::new(),
+        Some(name) => format!(
+            ", {} of them for snapshots ({}, the oldest '{name}', {} old)",
+            history["pinned_bytes"],
+            history["snapshots"],
+            age(number(oldest, "unix_us"))
+        ),
+    };
+    format!(
+        "retain={}, from lsn:{}{since} on: {} of {} bytes{pinned}; index {} bytes",
+        history["retain"].as_str().unwrap_or_default(),
+        horizon["lsn"],
+        history["kept_bytes"],
+        history["room_bytes"],
+        history["index_bytes"]
+    )
+}
+
+/// How long ago a time in microseconds since 1970 was, in whole seconds.
+fn age(unix_us: u64) -> String {
+    let now = Timestamp::now().as_microsecond();
+    let passed = now.saturating_sub_unsigned(unix_us).max(0) / 1_000_000;
+    format!("{:#}", SignedDuration::from_secs(passed))
+}
+
+/// A time in microseconds since 1970, as text of RFC 3339 in UTC.
+pub fn time_text(unix_us: u64) -> String {
+    let time = i64::try_from(unix_us).map(Timestamp::from_microsecond);
+    time.ok().and_then(Result::ok).map_or_else(
+        || format!("{unix_us} us after 1970"),
+        |time| time.to_string(),
+    )
+}
+
 /// The time so long before now. A day has 24 hours.
 fn before(now: Timestamp, ago: &str) -> Option<Timestamp> {
-    let span = ago.parse::<Span>().ok().filter(|span| !span.is_negative());
-    let duration = span?
-        .to_duration(SpanRelativeTo::days_are_24_hours())
-        .ok()?;
-    now.checked_sub(duration).ok()
+    now.checked_sub(duration(ago)?).ok()
+}
+
+/// A duration that is not negative. A day has 24 hours.
+fn duration(text: &str) -> Option<SignedDuration> {
+    let span = text.parse::<Span>().ok().filter(|span| !span.is_negative());
+    span?.to_duration(SpanRelativeTo::days_are_24_hours()).ok()
 }
 
 #[cfg(test)]
@@ -61,6 +178,7 @@ mod tests {
     fn points() {
         assert_eq!(parse_point("cid:7"), Ok(Point::Cid(7)));
         assert_eq!(parse_point("lsn:0"), Ok(Point::Lsn(0)));
+        assert_eq!(parse_point("newest"), Ok(Point::Newest));
         for time in [
             "time:2001-09-09T01:46:40.5Z",
             "time:2001-09-09t03:46:40.5+02:00",
@@ -87,6 +205,26 @@ mod tests {
                 ago.abs_diff(seconds * 1_000_000) < 60_000_000,
                 "{text}: {ago}"
             );
+        }
+    }
+
+    #[test]
+    fn amounts_of_history() {
+        for (text, retain) in [
+            ("off", Retain::Nothing),
+            ("all", Retain::All),
+            ("24h", Retain::Time(Duration::from_secs(86_400))),
+            ("15m", Retain::Time(Duration::from_secs(900))),
+            ("2d", Retain::Time(Duration::from_secs(172_800))),
+            ("50G", Retain::Bytes(50 << 30)),
+            ("15M", Retain::Bytes(15 << 20)),
+        ] {
+            assert_eq!(parse_retain(text), Ok(retain), "{text}");
+            assert_eq!(parse_retain(&show_retain(retain)), Ok(retain), "{text}");
+        }
+        for text in ["", "0", "0s", "-5m", "1y", "some", "5x"] {
+            let error = parse_retain(text).unwrap_err();
+            assert!(error.contains("is no amount of history"), "{error}");
         }
     }
 

@@ -5,9 +5,10 @@ use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use super::ended::ConnectionEnd;
-use super::export::Export;
+use super::export::{Client, Export};
 use super::handshake::Agreed;
 use super::incoming::Incoming;
 use super::outgoing::Outgoing;
@@ -22,6 +23,8 @@ use crate::metrics::BlockMetrics;
 
 /// Bytes of requests in flight and unsent replies above which the connection reads no more. One request may exceed it.
 const MAX_BYTES: usize = 32 << 20;
+/// How long a client may take to read its last replies when its connection ends from here.
+const PARTING: Duration = Duration::from_secs(2);
 /// Most requests in flight on one connection.
 const MAX_REQUESTS: usize = 256;
 
@@ -52,7 +55,10 @@ pub(super) struct Connection {
     bytes: usize,
     /// The connection reads no more requests; those in flight are still completed and answered.
     closing: bool,
+    /// Set when the connection ends from here: a client that has not read its replies by then is disconnected.
+    end: Option<Instant>,
     _seat: Seat,
+    _client: Client,
 }
 
 impl AsFd for Connection {
@@ -70,7 +76,9 @@ impl Connection {
             requests: 0,
             bytes: 0,
             closing: false,
+            end: None,
             _seat: seat,
+            _client: Client::of(&agreed.export),
             agreed,
             wire,
         }
@@ -80,14 +88,20 @@ impl Connection {
         &self.agreed.export
     }
 
+    /// When a client that does not read its replies is to be disconnected; `None`: not soon.
+    pub(super) fn end(&self) -> Option<Instant> {
+        self.end.filter(|_| self.has_unsent())
+    }
+
     /// Requests in flight.
     pub(super) fn requests(&self) -> usize {
         self.requests
     }
 
-    /// Stops taking requests.
+    /// Stops taking requests: the server stops, or the export is removed.
     pub(super) fn close(&mut self) {
         self.closing = true;
+        self.end.get_or_insert_with(|| Instant::now() + PARTING);
     }
 
     /// Whether the connection is closing and every request has been answered and sent.
@@ -145,6 +159,9 @@ impl Connection {
     /// # Errors
     /// If the client breaks the protocol. Its earlier requests are carried out all the same.
     pub(super) fn next(&mut self) -> Result<Option<PendingRequest>, ConnectionEnd> {
+        if self.export().users.is_closed() {
+            self.close();
+        }
         while !self.closing && self.has_room() {
             // The request enters the gate before it is parsed, so a thread that closes the gate waits for it.
             let Some(pass) = Pass::take(&self.agreed.export.gate) else {
@@ -159,7 +176,7 @@ impl Connection {
                 backend: export.backend.as_ref(),
                 capabilities: export.backend.capabilities(),
                 framing: self.agreed.framing,
-                allocation: self.agreed.allocation,
+                contexts: &self.agreed.contexts,
             };
             add(&export.metrics.requests, 1);
             count(&export.metrics, message.request.command);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use slab::Slab;
 
-use super::export::Export;
+use super::export::{Export, Used};
 use super::inbox::{Inbox, Mail, Mapped};
 use super::protocol::command;
 use super::request::PendingRequest;
@@ -15,8 +15,9 @@ use crate::throttle::ThrottledQueue;
 
 /// A port to one disk, shared by the worker's connections to that disk.
 pub(super) struct Desk {
-    pub(super) export: Arc<Export>,
     pub(super) queue: ThrottledQueue,
+    /// Behind the queue, so that the queue is closed before the use of the export ends.
+    pub(super) export: Used,
     pub(super) part: usize,
     /// Requests in flight by token, each with its client's key and the time when the worker took it.
     pub(super) in_flight: Slab<(usize, PendingRequest, Instant)>,
@@ -49,7 +50,7 @@ impl Desk {
                 });
                 let Export {
                     mapper, backend, ..
-                } = &*self.export;
+                } = &**self.export;
                 mapper.ask(backend, question, asker);
             }
             // A request without a question always has a first step.

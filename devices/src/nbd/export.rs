@@ -1,7 +1,9 @@
 //! A disk under the name by which clients choose it.
 
 use std::io;
-use std::sync::Arc;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use super::mapper::Mapper;
 use crate::backend::{Answer, Backend, SECTOR_SIZE};
@@ -16,9 +18,14 @@ pub struct Export {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) metrics: Arc<BlockMetrics>,
     pub(super) gate: Arc<Gate>,
+    /// Clients and workers that use the export; closed for good once it is removed.
+    pub(super) users: Arc<Gate>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) answer: Answer,
     pub(super) mapper: Mapper,
+    /// Clients that have chosen this export, and what follows when the last of them is gone.
+    clients: AtomicUsize,
+    deserted: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Export {
@@ -34,9 +41,22 @@ impl Export {
             backend,
             metrics: Arc::new(BlockMetrics::of_queues(1)),
             gate: Arc::default(),
+            users: Arc::default(),
             throttle: Arc::default(),
             answer: Answer::default(),
             mapper: Mapper::default(),
+            clients: AtomicUsize::new(0),
+            deserted: None,
+        }
+    }
+
+    /// Calls `deserted` each time when no client is left. A client counts from the end of its handshake on. The call comes from
+    /// a thread of the server, so it must not wait for the server's end.
+    pub fn when_deserted(self, deserted: impl Fn() + Send + Sync + 'static) -> Self {
+        let deserted: Box<dyn Fn() + Send + Sync> = Box::new(deserted);
+        Self {
+            deserted: Some(deserted),
+            ..self
         }
     }
 
@@ -88,6 +108,95 @@ impl Export {
             | when(can.write_zeroes, flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO)
             // DF: the server answers a read as one chunk anyway.
             | when(structured, flag::SEND_DF)
+    }
+}
+
+/// An export in use, which is not removed meanwhile. Dropping it ends the use.
+pub(super) struct Used {
+    /// Dropped before the use ends.
+    export: Arc<Export>,
+    _use: Use,
+}
+
+struct Use(Arc<Gate>);
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+impl Used {
+    /// `None`: the export is being removed.
+    pub(super) fn begin(export: &Arc<Export>) -> Option<Self> {
+        export.users.enter().then(|| Self {
+            export: Arc::clone(export),
+            _use: Use(Arc::clone(&export.users)),
+        })
+    }
+}
+
+impl Deref for Used {
+    type Target = Arc<Export>;
+
+    fn deref(&self) -> &Arc<Export> {
+        &self.export
+    }
+}
+
+/// The exports of a listener, which come and go.
+#[derive(Default)]
+pub(super) struct Exports(RwLock<Vec<Arc<Export>>>);
+
+impl Exports {
+    /// All of them, in the order in which they came.
+    pub(super) fn all(&self) -> Vec<Used> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Used::begin).collect()
+    }
+
+    /// This one, unless it has been removed.
+    pub(super) fn find(&self, export: &Weak<Export>) -> Option<Used> {
+        let mut all = self.all().into_iter();
+        all.find(|other| Arc::as_ptr(other) == export.as_ptr())
+    }
+
+    /// Adds one, unless its name is taken.
+    pub(super) fn add(&self, export: Export) -> bool {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let free = all.iter().all(|other| other.name != export.name);
+        if free {
+            all.push(Arc::new(export));
+        }
+        free
+    }
+
+    /// Takes one away, and returns when nobody uses it any more; `false`: there is none of this name.
+    pub(super) fn remove(&self, name: &str) -> bool {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let place = all.iter().position(|export| export.name == name);
+        let removed = place.map(|place| all.remove(place));
+        drop(all);
+        removed.inspect(|export| export.users.close()).is_some()
+    }
+}
+
+/// A client that has chosen an export, until this is dropped.
+pub(super) struct Client(Arc<Export>);
+
+impl Client {
+    pub(super) fn of(export: &Arc<Export>) -> Self {
+        export.clients.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(export))
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let last = self.0.clients.fetch_sub(1, Ordering::AcqRel) == 1;
+        if let Some(deserted) = self.0.deserted.as_ref().filter(|_| last) {
+            deserted();
+        }
     }
 }
 

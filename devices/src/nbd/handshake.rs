@@ -1,14 +1,15 @@
 //! The handshake: client and server agree on the export and on the framing of replies.
 
 use std::io::{self, ErrorKind, IoSlice};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::ended::ConnectionEnd;
-use super::export::Export;
+use super::export::{Export, Exports, Used};
+use super::mapper::Context;
 use super::protocol::{
-    ALLOCATION, ALLOCATION_ID, FieldReader, Framing, GREETING, MAX_PAYLOAD, OPTION, handshake,
-    info, option, option_reply, reply,
+    ALLOCATION, DIRTY_BITMAP, FieldReader, Framing, GREETING, MAX_PAYLOAD, NAMESPACES, OPTION,
+    handshake, info, option, option_reply, reply,
 };
 use super::tls::TlsConfig;
 use super::wire::{Tls, Wire};
@@ -28,10 +29,10 @@ const LEAST_MAXIMUM_BLOCK: u32 = 1 << 20;
 
 /// The result of a handshake.
 pub(super) struct Agreed {
-    pub(super) export: Arc<Export>,
+    pub(super) export: Used,
     pub(super) framing: Framing,
-    /// The client may ask for `base:allocation` with BLOCK_STATUS.
-    pub(super) allocation: bool,
+    /// What the client may ask about with BLOCK_STATUS.
+    pub(super) contexts: Arc<[Context]>,
 }
 
 /// A non-blocking socket on which reads and writes wait, until a deadline.
@@ -124,7 +125,7 @@ impl Channel<'_> {
 pub(super) fn negotiate(
     wire: &mut Wire,
     stop: &Stop,
-    exports: &[Arc<Export>],
+    exports: &Exports,
     tls: &Tls,
 ) -> Result<Agreed, ConnectionEnd> {
     let mut channel = Channel {
@@ -182,17 +183,19 @@ pub(super) fn negotiate(
                 return Err(ConnectionEnd::Broken("it asks for an export without TLS"));
             }
             option::EXPORT_NAME => {
-                let index = talk.find(&data);
-                let index = index.ok_or(ConnectionEnd::Broken("it asks for an unknown export"))?;
-                let export = &exports[index];
+                let export = talk.find(&data);
+                let export =
+                    export.ok_or(ConnectionEnd::Broken("it asks for an unknown export"))?;
                 let mut out = Vec::from(export.size().to_be_bytes());
                 let structured = talk.framing != Framing::Simple;
                 out.extend(export.flags(structured).to_be_bytes());
                 if flags & u32::from(handshake::NO_ZEROES) == 0 {
                     out.extend([0; 124]);
                 }
+                let chosen = Arc::downgrade(&export);
+                drop(export);
                 channel.write(&out)?;
-                Some(index)
+                Some(chosen)
             }
             option::ABORT => {
                 // The client may leave without waiting for this reply.
@@ -210,11 +213,15 @@ pub(super) fn negotiate(
                 chosen
             }
         };
-        if let Some(index) = chosen {
+        if let Some(export) = chosen {
             return Ok(Agreed {
-                export: Arc::clone(&exports[index]),
                 framing: talk.framing,
-                allocation: talk.allocation == Some(index),
+                contexts: match talk.contexts {
+                    Some((of, contexts)) if of.ptr_eq(&export) => contexts.into(),
+                    _ => Arc::default(),
+                },
+                // A client may take long to read, and the export may have been removed meanwhile.
+                export: exports.find(&export).ok_or(ConnectionEnd::Gone)?,
             });
         }
     }
@@ -222,41 +229,41 @@ pub(super) fn negotiate(
 
 /// What client and server have agreed on so far.
 struct Talk<'a> {
-    exports: &'a [Arc<Export>],
+    exports: &'a Exports,
     framing: Framing,
-    /// The export for which SET_META_CONTEXT chose `base:allocation`; the choice holds for that export alone.
-    allocation: Option<usize>,
+    /// The export for which SET_META_CONTEXT chose contexts, and these; the choice holds for that export alone.
+    contexts: Option<(Weak<Export>, Vec<Context>)>,
 }
 
 /// An error reply to an option: its type and message.
 type Refusal = (u32, &'static str);
 
 impl<'a> Talk<'a> {
-    fn new(exports: &'a [Arc<Export>]) -> Self {
+    fn new(exports: &'a Exports) -> Self {
         Self {
             exports,
             framing: Framing::Simple,
-            allocation: None,
+            contexts: None,
         }
     }
 
     /// The export with a name. The empty name finds the export if there is only one.
-    fn find(&self, name: &[u8]) -> Option<usize> {
-        if name.is_empty() && self.exports.len() == 1 {
-            return Some(0);
+    fn find(&self, name: &[u8]) -> Option<Used> {
+        let mut all = self.exports.all();
+        if name.is_empty() && all.len() == 1 {
+            return all.pop();
         }
-        self.exports
-            .iter()
-            .position(|export| export.name.as_bytes() == name)
+        all.into_iter()
+            .find(|export| export.name.as_bytes() == name)
     }
 
-    fn find_or_refuse(&self, name: &[u8]) -> Result<usize, Refusal> {
+    fn find_or_refuse(&self, name: &[u8]) -> Result<Used, Refusal> {
         let why = "no such export: ask for the list";
         self.find(name).ok_or((reply::ERR_UNKNOWN, why))
     }
 
     /// The replies to an option, and the export that the option has chosen, if any.
-    fn answer(&mut self, option: u32, data: &[u8]) -> (Vec<u8>, Option<usize>) {
+    fn answer(&mut self, option: u32, data: &[u8]) -> (Vec<u8>, Option<Weak<Export>>) {
         let mut out = Vec::new();
         let result = match option {
             option::LIST => self.list(data, &mut out),
@@ -291,11 +298,11 @@ impl<'a> Talk<'a> {
         }
     }
 
-    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Result<Option<usize>, Refusal> {
+    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Result<Option<Weak<Export>>, Refusal> {
         if !data.is_empty() {
             return Err((reply::ERR_INVALID, "this option has no data"));
         }
-        for export in self.exports {
+        for export in self.exports.all() {
             let mut entry = Vec::from((export.name.len() as u32).to_be_bytes());
             entry.extend(export.name.as_bytes());
             entry.extend(export.description.as_bytes());
@@ -310,15 +317,14 @@ impl<'a> Talk<'a> {
         option: u32,
         data: &[u8],
         out: &mut Vec<u8>,
-    ) -> Result<Option<usize>, Refusal> {
+    ) -> Result<Option<Weak<Export>>, Refusal> {
         let malformed = (reply::ERR_INVALID, "the option is malformed");
         let mut fields = FieldReader(data);
         let name = fields.string().ok_or(malformed)?;
         let count = fields.u16().ok_or(malformed)?;
         let wanted: Option<Vec<u16>> = (0..count).map(|_| fields.u16()).collect();
         let wanted = wanted.filter(|_| fields.0.is_empty()).ok_or(malformed)?;
-        let index = self.find_or_refuse(name)?;
-        let export = &self.exports[index];
+        let export = self.find_or_refuse(name)?;
 
         let mut tell = |kind: u16, parts: &[&[u8]]| {
             let mut data = Vec::from(kind.to_be_bytes());
@@ -341,7 +347,7 @@ impl<'a> Talk<'a> {
             .clamp(LEAST_MAXIMUM_BLOCK as usize, MAX_PAYLOAD as usize);
         let blocks = [SECTOR_SIZE as u32, PREFERRED_BLOCK, largest as u32].map(u32::to_be_bytes);
         tell(info::BLOCK_SIZE, &[&blocks[0], &blocks[1], &blocks[2]]);
-        Ok((option == option::GO).then_some(index))
+        Ok((option == option::GO).then(|| Arc::downgrade(&export)))
     }
 
     fn meta_context(
@@ -349,35 +355,46 @@ impl<'a> Talk<'a> {
         option: u32,
         data: &[u8],
         out: &mut Vec<u8>,
-    ) -> Result<Option<usize>, Refusal> {
+    ) -> Result<Option<Weak<Export>>, Refusal> {
         if self.framing == Framing::Simple {
             return Err((reply::ERR_INVALID, "agree upon structured replies first"));
         }
         let setting = option == option::SET_META_CONTEXT;
         if setting {
-            self.allocation = None;
+            self.contexts = None;
         }
         let malformed = (reply::ERR_INVALID, "the option is malformed");
         let mut fields = FieldReader(data);
         let name = fields.string().ok_or(malformed)?;
         let count = fields.u32().ok_or(malformed)?;
-        let mut found = !setting && count == 0;
-        for _ in 0..count {
-            let query = fields.string().ok_or(malformed)?;
-            found |= query == ALLOCATION.as_bytes() || (!setting && query == b"base:");
-        }
-        if !fields.0.is_empty() {
-            return Err(malformed);
-        }
-        let index = self.find_or_refuse(name)?;
-        if found {
-            let id = if setting { ALLOCATION_ID } else { 0 };
+        let queries: Option<Vec<&[u8]>> = (0..count).map(|_| fields.string()).collect();
+        let queries = queries.filter(|_| fields.0.is_empty()).ok_or(malformed)?;
+        let export = self.find_or_refuse(name)?;
+        let wanted = |context: &str| {
+            let mut queries = queries.iter();
+            let listed = |query: &[u8]| {
+                let mut namespaces = NAMESPACES.iter();
+                namespaces.any(|space| space.as_bytes() == query && context.starts_with(space))
+            };
+            (!setting && count == 0)
+                || queries.any(|&query| query == context.as_bytes() || (!setting && listed(query)))
+        };
+        let points = export.backend.past_points().into_iter();
+        let changes = points.map(|point| {
+            let name = format!("{DIRTY_BITMAP}{}", point.name);
+            (name, Context::Changes(point.number))
+        });
+        let all = std::iter::once((ALLOCATION.to_owned(), Context::Allocation)).chain(changes);
+        let mut chosen = Vec::new();
+        for (name, context) in all.filter(|(name, _)| wanted(name)) {
+            let id = if setting { chosen.len() as u32 } else { 0 };
             let mut entry = Vec::from(id.to_be_bytes());
-            entry.extend(ALLOCATION.as_bytes());
+            entry.extend(name.as_bytes());
             out.extend(option_reply(option, reply::META_CONTEXT, &entry));
-            if setting {
-                self.allocation = Some(index);
-            }
+            chosen.push(context);
+        }
+        if setting {
+            self.contexts = Some((Arc::downgrade(&export), chosen));
         }
         Ok(None)
     }

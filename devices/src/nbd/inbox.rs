@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::connection::Connection;
-use crate::backend::Extent;
+use super::mapper::Status;
 use crate::control::Wake;
 use crate::event_loop::Remote;
 
@@ -23,7 +23,7 @@ pub(super) enum Mail {
     Connection(Box<Connection>),
     /// The answer of an export's `Mapper`.
     Answer(Mapped),
-    /// An export's gate has opened or closed.
+    /// An export's gate has opened or closed, or an export is being removed.
     Gate,
     /// No more connections will arrive; the worker ends when its clients are gone.
     Closed,
@@ -31,11 +31,11 @@ pub(super) enum Mail {
     Stop,
 }
 
-/// The extents of a disk: the answer to the request with this token at this desk.
+/// What is told of a disk's parts: the answer to the request with this token at this desk.
 pub(super) struct Mapped {
     pub(super) desk: usize,
     pub(super) token: usize,
-    pub(super) extents: io::Result<Vec<Extent>>,
+    pub(super) extents: io::Result<Vec<Vec<Status>>>,
 }
 
 /// The sending end of a worker's messages.

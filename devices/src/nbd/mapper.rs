@@ -1,4 +1,4 @@
-//! Asks a disk which parts of it hold data, in a thread of its own.
+//! Asks a disk which parts of it hold data, or have changed, in a thread of its own.
 //!
 //! The answer may take a seek in the base image (SEEK_HOLE). A file system on a network or in user space may take
 //! arbitrarily long for it, and a worker that serves many disks must not wait. So each export starts a thread with its
@@ -11,19 +11,64 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use crate::backend::{Backend, Extent};
+use super::protocol::extent;
+use crate::backend::{Allocation, Backend};
 use crate::listen::join;
 
-/// A range of sectors, and the most extents wanted in the answer.
-#[derive(Clone, Copy, Debug)]
+/// What is told of a disk's parts. The position in a connection's list of contexts is the context's ID.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Context {
+    /// Which hold data.
+    Allocation,
+    /// Which have changed since this point of the past.
+    Changes(u64),
+}
+
+/// A range of sectors, what is to be told of it, and the most extents wanted for each context in the answer.
+#[derive(Clone, Debug)]
 pub(super) struct Question {
     pub(super) sector: u64,
     pub(super) sectors: u64,
     pub(super) most: usize,
+    pub(super) contexts: Arc<[Context]>,
 }
 
-/// Receives the answer, in the thread that has it.
-pub(super) type Asker = Box<dyn FnOnce(io::Result<Vec<Extent>>) + Send>;
+/// A number of sectors, and their state in a context.
+pub(super) type Status = (u64, u32);
+
+/// Receives the answer, in the thread that has it: consecutive extents for each context.
+pub(super) type Asker = Box<dyn FnOnce(io::Result<Vec<Vec<Status>>>) + Send>;
+
+impl Question {
+    fn answer(&self, backend: &dyn Backend) -> io::Result<Vec<Vec<Status>>> {
+        let &Self {
+            sector,
+            sectors,
+            most,
+            ..
+        } = self;
+        let of = |context: &Context| match *context {
+            Context::Allocation => {
+                let extents = backend.extents(sector, sectors, most)?.into_iter();
+                let status = extents.map(|extent| match extent.allocation {
+                    Allocation::Data => (extent.sectors, 0),
+                    Allocation::Zero => (extent.sectors, extent::ZERO),
+                    Allocation::Hole => (extent.sectors, extent::HOLE | extent::ZERO),
+                });
+                Ok(status.collect())
+            }
+            Context::Changes(since) => {
+                let changes = backend.changes(since, sector, sectors, most)?.into_iter();
+                let status = changes.map(|change| match change.changed {
+                    true => (change.sectors, extent::DIRTY),
+                    false => (change.sectors, 0),
+                });
+                Ok(status.collect())
+            }
+        };
+        self.contexts.iter().map(of).collect()
+    }
+}
 
 /// The thread of an export, started by its first question. Dropping this ends the thread, after the pending questions.
 #[derive(Default)]
@@ -59,12 +104,7 @@ fn start(backend: Arc<dyn Backend>) -> io::Result<Running> {
         .name("nbd-map".into())
         .spawn(move || {
             for (question, asker) in asked {
-                let Question {
-                    sector,
-                    sectors,
-                    most,
-                } = question;
-                asker(backend.extents(sector, sectors, most));
+                asker(question.answer(&*backend));
             }
         })?;
     Ok(Running { questions, thread })

@@ -97,16 +97,19 @@ pub(super) mod chunk {
     pub(crate) const ERROR: u16 = (1 << 15) + 1;
 }
 
-/// States of an extent in the context `base:allocation`.
+/// States of an extent: the first two in the context `base:allocation`, the last in `qemu:dirty-bitmap:NAME`.
 pub(super) mod extent {
     pub(crate) const HOLE: u32 = 1;
     pub(crate) const ZERO: u32 = 2;
+    pub(crate) const DIRTY: u32 = 1;
 }
 
-/// The one metadata context that this server offers.
+/// The metadata context that tells which parts of a disk hold data.
 pub(super) const ALLOCATION: &str = "base:allocation";
-/// The context's ID in replies.
-pub(super) const ALLOCATION_ID: u32 = 1;
+/// The name of a point of the past follows: the metadata context that tells what has changed since.
+pub(super) const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
+/// Queries for all metadata contexts that begin so.
+pub(super) const NAMESPACES: [&str; 3] = ["base:", "qemu:", DIRTY_BITMAP];
 
 /// Error numbers in replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -234,6 +237,17 @@ pub(super) fn put_chunk(
     request: &NbdRequest,
     len: usize,
 ) {
+    put_part(out, framing, (kind, chunk::DONE), request, len);
+}
+
+/// As [`put_chunk`], for a chunk of this type and with these flags, of which there may be several.
+pub(super) fn put_part(
+    out: &mut Vec<u8>,
+    framing: Framing,
+    (kind, flags): (u16, u16),
+    request: &NbdRequest,
+    len: usize,
+) {
     let extended = framing == Framing::Extended;
     let magic = if extended {
         EXTENDED_REPLY
@@ -241,7 +255,7 @@ pub(super) fn put_chunk(
         STRUCTURED_REPLY
     };
     out.extend(magic.to_be_bytes());
-    out.extend(chunk::DONE.to_be_bytes());
+    out.extend(flags.to_be_bytes());
     out.extend(kind.to_be_bytes());
     out.extend(request.cookie.to_be_bytes());
     if extended {

@@ -1,21 +1,19 @@
 //! One request: its checks, its steps at the backend, its reply.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::incoming::{NbdMessage, Payload};
-use super::mapper::Question;
+use super::mapper::{Context, Question, Status};
 use super::outgoing::Outgoing;
 use super::protocol::{
-    ALLOCATION_ID, Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, extent, flag,
-    put_chunk, put_simple,
+    Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, flag, put_chunk, put_part, put_simple,
 };
-use crate::backend::{
-    Allocation, Backend, Buffer, Capabilities, Extent, Failure, Operation, SECTOR_SIZE,
-};
+use crate::backend::{Backend, Buffer, Capabilities, Failure, Operation, SECTOR_SIZE};
 
 /// Most sectors zeroed or discarded in one step: a multiple of every block size, 1 TiB.
 const ZERO_STEP: u64 = 1 << 31;
-/// Most extents in one reply.
+/// Most extents in one reply, for all contexts together.
 const MAX_EXTENTS: usize = 4096;
 
 /// What the checks of a request depend on.
@@ -23,7 +21,8 @@ pub(super) struct NbdRules<'a> {
     pub(super) backend: &'a dyn Backend,
     pub(super) capabilities: Capabilities,
     pub(super) framing: Framing,
-    pub(super) allocation: bool,
+    /// What the client may ask about with BLOCK_STATUS.
+    pub(super) contexts: &'a Arc<[Context]>,
 }
 
 /// How to go on with a request.
@@ -64,7 +63,7 @@ enum Work {
     Flush,
     Map {
         question: Question,
-        extents: Vec<Extent>,
+        extents: Vec<Vec<Status>>,
     },
 }
 
@@ -130,16 +129,17 @@ fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> 
             let kind = Zero::Zeroes { unmap };
             Work::Zero { left, kind }
         }
-        command::BLOCK_STATUS if rules.allocation => {
+        command::BLOCK_STATUS if !rules.contexts.is_empty() => {
             let sectors = range(&request, rules, Error::Invalid)?;
             let most = match request.flags & flag::REQUEST_ONE {
-                0 => MAX_EXTENTS,
+                0 => (MAX_EXTENTS / rules.contexts.len()).max(1),
                 _ => 1,
             };
             let question = Question {
                 sector: request.offset / SECTOR_SIZE,
                 sectors,
                 most,
+                contexts: Arc::clone(rules.contexts),
             };
             let extents = Vec::new();
             Work::Map { question, extents }
@@ -184,7 +184,9 @@ impl PendingRequest {
         match self.work {
             Work::Read { .. } | Work::Write { .. } => self.request.length as usize,
             Work::Zero { .. } | Work::Flush => 0,
-            Work::Map { question, .. } => question.most * size_of::<Extent>(),
+            Work::Map { ref question, .. } => {
+                question.contexts.len() * question.most * size_of::<Status>()
+            }
         }
     }
 
@@ -241,13 +243,13 @@ impl PendingRequest {
     /// The question about extents; `None` if the request has steps instead.
     pub(super) fn question(&self) -> Option<Question> {
         match &self.work {
-            Work::Map { question, .. } => Some(*question),
+            Work::Map { question, .. } => Some(question.clone()),
             _ => None,
         }
     }
 
     /// Takes the answer to the question.
-    pub(super) fn mapped(&mut self, found: Vec<Extent>) {
+    pub(super) fn mapped(&mut self, found: Vec<Vec<Status>>) {
         if let Work::Map { extents, .. } = &mut self.work {
             *extents = found;
         }
@@ -338,32 +340,38 @@ pub(super) fn refuse(
     false
 }
 
-/// Answers a BLOCK_STATUS: which parts of a range hold data.
-fn answer_extents(request: &NbdRequest, extents: &[Extent], framing: Framing, out: &mut Outgoing) {
-    let state = |extent: &Extent| match extent.allocation {
-        Allocation::Data => 0,
-        Allocation::Zero => extent::ZERO,
-        Allocation::Hole => extent::HOLE | extent::ZERO,
-    };
-    out.header(|out| match framing {
-        Framing::Extended => {
-            let len = 8 + 16 * extents.len();
-            put_chunk(out, framing, chunk::BLOCK_STATUS_EXTENDED, request, len);
-            out.extend(ALLOCATION_ID.to_be_bytes());
-            out.extend((extents.len() as u32).to_be_bytes());
-            for extent in extents {
-                out.extend((extent.sectors * SECTOR_SIZE).to_be_bytes());
-                out.extend(u64::from(state(extent)).to_be_bytes());
+/// Answers a BLOCK_STATUS with a chunk for each context.
+fn answer_extents(
+    request: &NbdRequest,
+    contexts: &[Vec<Status>],
+    framing: Framing,
+    out: &mut Outgoing,
+) {
+    out.header(|out| {
+        for (id, extents) in contexts.iter().enumerate() {
+            let flags = match id + 1 == contexts.len() {
+                true => chunk::DONE,
+                false => 0,
+            };
+            let id = (id as u32).to_be_bytes();
+            if framing == Framing::Extended {
+                let (kind, len) = (chunk::BLOCK_STATUS_EXTENDED, 8 + 16 * extents.len());
+                put_part(out, framing, (kind, flags), request, len);
+                out.extend(id);
+                out.extend((extents.len() as u32).to_be_bytes());
+                for (sectors, state) in extents {
+                    out.extend((sectors * SECTOR_SIZE).to_be_bytes());
+                    out.extend(u64::from(*state).to_be_bytes());
+                }
+                continue;
             }
-        }
-        _ => {
-            let len = 4 + 8 * extents.len();
-            put_chunk(out, framing, chunk::BLOCK_STATUS, request, len);
-            out.extend(ALLOCATION_ID.to_be_bytes());
-            for extent in extents {
+            let (kind, len) = (chunk::BLOCK_STATUS, 4 + 8 * extents.len());
+            put_part(out, framing, (kind, flags), request, len);
+            out.extend(id);
+            for (sectors, state) in extents {
                 // It fits: an extent is no longer than the requested range, whose length has 32 bits.
-                out.extend(((extent.sectors * SECTOR_SIZE) as u32).to_be_bytes());
-                out.extend(state(extent).to_be_bytes());
+                out.extend(((sectors * SECTOR_SIZE) as u32).to_be_bytes());
+                out.extend(state.to_be_bytes());
             }
         }
     });

@@ -11,7 +11,7 @@ use std::thread;
 
 use super::connection::{Connection, Seat};
 use super::ended::{ConnectionEnd, report};
-use super::export::Export;
+use super::export::{Export, Exports};
 use super::handshake::negotiate;
 use super::wire::{Tls, Wire};
 use super::worker::Pool;
@@ -80,6 +80,8 @@ pub struct Server {
     /// Joined before the pool is dropped, since these threads hand connections to it.
     listeners: Threads,
     pool: Arc<Pool>,
+    /// The exports of each service, in the order of the services.
+    exports: Vec<Arc<Exports>>,
 }
 
 impl Server {
@@ -92,6 +94,7 @@ impl Server {
             stop: Stop::new()?,
             listeners: Threads::new("NBD"),
             pool: Arc::default(),
+            exports: Vec::new(),
         };
         for service in services {
             let Service {
@@ -100,14 +103,33 @@ impl Server {
                 tls,
             } = service;
             listener.set_nonblocking()?;
-            let exports = exports.into_iter().map(Arc::new).collect();
+            let offered = Arc::<Exports>::default();
+            for export in exports {
+                offered.add(export);
+            }
+            server.exports.push(Arc::clone(&offered));
             let (stop, pool) = (server.stop.clone(), Arc::clone(&server.pool));
             let thread = thread::Builder::new().name("nbd-listener".into());
             server.listeners.start(thread, move || {
-                listen(&listener, &exports, &tls, &stop, &pool);
+                listen(&listener, &offered, &tls, &stop, &pool);
             })?;
         }
         Ok(server)
+    }
+
+    /// Offers another export at the listener of the service with this number, counted from 0 in the order of
+    /// [`start`](Self::start). Returns whether it does: another export may have the name, or there is no such service.
+    pub fn add(&self, service: usize, export: Export) -> bool {
+        let exports = self.exports.get(service);
+        exports.is_some_and(|exports| exports.add(export))
+    }
+
+    /// Removes an export of a service. Its clients get the replies to the requests that were taken, and are disconnected; one
+    /// that does not read its replies gets two seconds. Returns when no client and no thread of the server uses the disk any
+    /// more; `false`: there is no such export.
+    pub fn remove(&self, service: usize, name: &str) -> bool {
+        let exports = self.exports.get(service);
+        exports.is_some_and(|exports| exports.remove(name))
     }
 
     /// Stops accepting clients, answers the requests in flight, and returns when every connection has ended. Zeroing of
@@ -124,13 +146,7 @@ impl Drop for Server {
 }
 
 /// Accepts clients until `stop` is signalled, then waits for those still in the handshake.
-fn listen(
-    listener: &Listener,
-    exports: &Arc<[Arc<Export>]>,
-    tls: &Tls,
-    stop: &Stop,
-    pool: &Arc<Pool>,
-) {
+fn listen(listener: &Listener, exports: &Arc<Exports>, tls: &Tls, stop: &Stop, pool: &Arc<Pool>) {
     let seats = Arc::new(AtomicUsize::new(0));
     let mut choosing = Threads::new("NBD");
     accept_each(listener, stop, "NBD", Listener::accept, |socket| {
@@ -155,7 +171,7 @@ fn listen(
 /// Runs the handshake, in which the client chooses its export, then gives the connection to a worker.
 fn choose(
     socket: OwnedFd,
-    exports: &[Arc<Export>],
+    exports: &Exports,
     tls: &Tls,
     stop: &Stop,
     seat: Seat,

@@ -16,7 +16,7 @@ use walvisor_block::short_slice;
 use super::connection::{Connection, part};
 use super::desk::{Desk, kind};
 use super::ended::{ConnectionEnd, report};
-use super::export::Export;
+use super::export::{Export, Used};
 use super::inbox::{Inbox, Mail, Mapped, Source};
 use crate::backend::{Buffer, Completion, Failure};
 use crate::block::most_threads;
@@ -25,8 +25,6 @@ use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::listen::join;
 use crate::throttle::ThrottledQueue;
 
-/// How long clients may take to read their last replies when the server stops.
-const PARTING: Duration = Duration::from_secs(2);
 /// How many rounds of completions a worker handles before it looks at sockets again. The steps of one long request may
 /// complete as they are submitted, for a long time.
 const ROUNDS: usize = 64;
@@ -119,7 +117,7 @@ fn start(alone: bool) -> io::Result<Handle> {
         ended: Vec::new(),
         next_desk: 0,
         closed: false,
-        end: None,
+        stopping: false,
     };
     let thread = thread::Builder::new()
         .name("nbd-worker".into())
@@ -160,8 +158,8 @@ struct Worker {
     next_desk: usize,
     /// No more connections will arrive.
     closed: bool,
-    /// Set when the server stops: the time at which clients that have not read their replies are disconnected.
-    end: Option<Instant>,
+    /// The server stops.
+    stopping: bool,
 }
 
 impl Worker {
@@ -210,15 +208,9 @@ impl Worker {
         if !self.decrypted.is_empty() || self.busy_desk().is_some() {
             return Some(Duration::ZERO);
         }
-        let waits = |client: &Client| {
-            client
-                .connection
-                .as_ref()
-                .is_some_and(Connection::has_unsent)
-        };
-        let end = self
-            .end
-            .filter(|_| self.clients.iter().any(|(_, client)| waits(client)))?;
+        let connections = self.clients.iter();
+        let connections = connections.filter_map(|(_, client)| client.connection.as_ref());
+        let end = connections.filter_map(Connection::end).min()?;
         Some(end.saturating_duration_since(Instant::now()))
     }
 
@@ -227,7 +219,8 @@ impl Worker {
         match mail {
             Mail::Connection(connection) => self.welcome(*connection),
             Mail::Answer(answer) => self.end_question(answer),
-            // With an open gate, received requests go on; with a closed one, sockets are no longer watched for input.
+            // With an open gate, received requests go on; with a closed one, sockets are no longer watched for input. The
+            // connections to a removed export end.
             Mail::Gate => self.keys().into_iter().for_each(|key| self.submit(key)),
             Mail::Closed => self.closed = true,
             Mail::Stop => {
@@ -243,7 +236,7 @@ impl Worker {
 
     /// The server stops: clients get the replies to requests already taken, and no more are read.
     fn part(&mut self) {
-        self.end = Some(Instant::now() + PARTING);
+        self.stopping = true;
         for key in self.keys() {
             if let Some(connection) = &mut self.clients[key].connection {
                 connection.close();
@@ -256,9 +249,11 @@ impl Worker {
     fn welcome(&mut self, connection: Connection) {
         let desk = match self.desk(connection.export()) {
             Ok(desk) => desk,
-            Err(error) => {
-                let name = connection.export().name();
-                tracing::error!("NBD export '{name}': {error}: a client was turned away");
+            Err(ended) => {
+                if let ConnectionEnd::Socket(error) = ended {
+                    let name = connection.export().name();
+                    tracing::error!("NBD export '{name}': {error}: a client was turned away");
+                }
                 self.inbox.load.fetch_sub(1, Ordering::Relaxed);
                 return;
             }
@@ -276,16 +271,21 @@ impl Worker {
     }
 
     /// The desk of an export, opened if this worker has none yet.
-    fn desk(&mut self, export: &Arc<Export>) -> io::Result<usize> {
+    ///
+    /// # Errors
+    /// If the export is being removed, or the system refuses a descriptor.
+    fn desk(&mut self, export: &Arc<Export>) -> Result<usize, ConnectionEnd> {
         let same = |(_, desk): &(usize, &Desk)| Arc::ptr_eq(&desk.export, export);
         if let Some((key, _)) = self.desks.iter().find(same) {
             return Ok(key);
         }
+        let used = Used::begin(export).ok_or(ConnectionEnd::Gone)?;
         let queue = ThrottledQueue::open(&*export.backend, &export.throttle)?;
         let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
+        export.users.watch(Arc::downgrade(&watcher));
         let key = self.desks.insert(Desk {
-            export: Arc::clone(export),
+            export: used,
             part: part(export),
             queue,
             in_flight: Slab::new(),
@@ -390,7 +390,7 @@ impl Worker {
         let result = match result {
             Ok(data) => {
                 pending.stepped(data);
-                if self.end.is_some() {
+                if self.stopping {
                     pending.cut();
                 }
                 if !gone && (desk.step(token) || desk.waits(token)) {
@@ -418,8 +418,12 @@ impl Worker {
                 Ok(())
             }
             (Ok(_), None) => return,
+            // Such as a snapshot that was deleted after the client had asked for its context.
+            (Err(error), _) if error.kind() == io::ErrorKind::NotFound => Err(Failure::OutOfRange),
             (Err(error), _) => {
-                tracing::error!("cannot tell which parts of a disk hold data: {error}");
+                tracing::error!(
+                    "cannot tell which parts of a disk hold data or have changed: {error}"
+                );
                 Err(Failure::Io)
             }
         };
@@ -492,15 +496,13 @@ impl Worker {
                 Err(error) => self.leave(key, Err(error.into())),
             }
         }
-        if self.end.is_some_and(|end| end <= Instant::now()) {
-            let waits = |client: &Client| {
-                let connection = client.connection.as_ref();
-                connection.is_some_and(Connection::has_unsent)
-            };
-            let late = self.clients.iter().filter(|(_, client)| waits(client));
-            for key in late.map(|(key, _)| key).collect::<Vec<_>>() {
-                self.leave(key, Err(ConnectionEnd::Gone));
-            }
+        let is_late = |client: &Client| {
+            let end = client.connection.as_ref().and_then(Connection::end);
+            end.is_some_and(|end| end <= Instant::now())
+        };
+        let late = self.clients.iter().filter(|(_, client)| is_late(client));
+        for key in late.map(|(key, _)| key).collect::<Vec<_>>() {
+            self.leave(key, Err(ConnectionEnd::Gone));
         }
     }
 

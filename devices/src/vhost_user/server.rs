@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use super::message::{Channel, next};
@@ -54,8 +54,20 @@ impl Service {
 
 /// A running server. Dropping it stops it.
 pub struct Server {
-    stops: Vec<Stop>,
-    threads: Threads,
+    running: Mutex<Vec<Running>>,
+}
+
+/// A service with its thread. Dropping it stops it, and returns when its device is dropped.
+struct Running {
+    name: String,
+    stop: Stop,
+    _thread: Threads,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.tell();
+    }
 }
 
 impl Server {
@@ -64,22 +76,51 @@ impl Server {
     /// # Errors
     /// If the system refuses a descriptor or a thread.
     pub fn start(services: Vec<Service>) -> io::Result<Self> {
-        let mut server = Self {
-            stops: Vec::new(),
-            threads: Threads::new("vhost-user"),
+        let server = Self {
+            running: Mutex::default(),
         };
-        for mut service in services {
-            service.listener.set_nonblocking(true)?;
-            server.stops.push(service.stop.clone());
-            let thread = thread::Builder::new().name("vhost-user".into());
-            server.threads.start(thread, move || {
+        let mut services = services.into_iter();
+        services.try_for_each(|service| server.add(service))?;
+        Ok(server)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves another disk.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor or a thread.
+    pub fn add(&self, mut service: Service) -> io::Result<()> {
+        service.listener.set_nonblocking(true)?;
+        let (name, stop) = (service.name.clone(), service.stop.clone());
+        let mut thread = Threads::new("vhost-user");
+        thread.start(
+            thread::Builder::new().name("vhost-user".into()),
+            move || {
                 if let Err(SessionEnd::System(error)) = service.listen() {
                     let name = &service.name;
                     tracing::error!("disk '{name}': no more front-ends are served: {error}");
                 }
-            })?;
-        }
-        Ok(server)
+            },
+        )?;
+        self.lock().push(Running {
+            name,
+            stop,
+            _thread: thread,
+        });
+        Ok(())
+    }
+
+    /// Removes the service of this name: closes its listener, answers the requests in flight, and disconnects its front-end.
+    /// Returns when nothing of the server uses the disk any more; `false`: there is no such service.
+    pub fn remove(&self, name: &str) -> bool {
+        let mut running = self.lock();
+        let place = running.iter().position(|service| service.name == name);
+        let removed = place.map(|place| running.remove(place));
+        drop(running);
+        removed.is_some()
     }
 
     /// Stops accepting front-ends, answers the requests in flight, and returns when every front-end is disconnected.
@@ -90,7 +131,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.stops.iter().for_each(Stop::tell);
+        // All are told before the first is waited for.
+        self.lock().iter().for_each(|service| service.stop.tell());
     }
 }
 

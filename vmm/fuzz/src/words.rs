@@ -10,7 +10,7 @@ pub enum Piece {
 }
 
 /// The words that the bytes from 0x80 on stand for.
-const WORDS: [&str; 52] = [
+const WORDS: [&str; 53] = [
     "{\"execute\":\"stats\"}\n",
     "{\"execute\":\"stats\",\"arguments\":{\"format\":\"prometheus\"}}\n",
     "{\"execute\":\"pause\"}\n",
@@ -63,6 +63,7 @@ const WORDS: [&str; 52] = [
     "\",",
     "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
     "\u{fffd}",
+    "{\"execute\":\"export\",\"arguments\":{\"disk\":\"raw\"}}\n",
 ];
 /// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too long.
 const LONG: u8 = 0xf0;

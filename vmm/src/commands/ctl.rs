@@ -1,15 +1,26 @@
 //! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its statistics.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
 use serde_json::Value;
+use walvisor_storage::{Transfer, receive_image, scratch_file};
 
 use super::CommandError;
-use crate::control_socket::{CacheChoice, ControlCommand, Format, LimitChange, ask};
+use super::disk::report_transfer;
+use super::serve::nbd::unix_uri;
+use super::socket::bind;
+use super::socket_names::SocketNames;
+use crate::control_socket::{
+    CONTROL_MODE, CacheChoice, ControlCommand, Format, LimitChange, LookRequest, ask, ask_with,
+};
 use crate::metrics::unix_us;
+use crate::point::history_text;
+use crate::progress::with_bar;
 use crate::size::parse_size;
 
 /// The arguments of `walvisor ctl`.
@@ -71,12 +82,107 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
+    /// Copy a disk, as it is at one moment, to a new raw image, while requests go on
+    Export {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+        /// The point to export in place of now, as 'look' takes it
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
+        at: Option<String>,
+        /// The raw image to create
+        #[arg(long, short, value_name = "FILE")]
+        output: PathBuf,
+        /// Replace FILE if it exists
+        #[arg(long)]
+        force: bool,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back
+    Snapshot {
+        /// The snapshot's name
+        #[arg(value_name = "NAME")]
+        snapshot: String,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// List the snapshots of the disk's log, and how much history it keeps
+    Snapshots {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// Delete a snapshot of the disk's log
+    SnapshotDelete {
+        /// The snapshot's name
+        #[arg(value_name = "NAME")]
+        snapshot: String,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such as 50G
+    SetRetain {
+        /// How much
+        retain: String,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
+    /// Open another disk, and serve it; for the daemons, started with --disk-dir
+    AddDisk {
+        /// The disk, as on the daemon's command line; paths are the daemon's
+        spec: String,
+    },
+    /// Stop to serve a disk, and close it: its clients get the replies to what they have sent, and are disconnected
+    RemoveDisk {
+        /// The disk's name in stats
+        name: String,
+    },
+    /// Serve a disk in use over NBD as it was at a point, read-only without --scratch, until its last client is gone
+    Look(LookArguments),
+    /// End a look
+    Unlook {
+        /// Its socket, or its disk's name
+        #[arg(value_name = "SOCKET")]
+        look: PathBuf,
+    },
+    /// List the looks that are open
+    Looks,
     /// Shut down: press the guest's power button, or stop serving; flush and close the disks
     Shutdown {
         /// Stop the guest without asking it
         #[arg(long)]
         now: bool,
     },
+}
+
+/// What to look at, and where.
+#[derive(Args, Debug)]
+pub struct LookArguments {
+    /// Which disk
+    #[command(flatten)]
+    disk: DiskName,
+    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as -15m, or newest
+    #[arg(
+        long,
+        value_name = "AT",
+        default_value = "newest",
+        allow_hyphen_values = true
+    )]
+    at: String,
+    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be open, each on its own
+    #[arg(long = "socket", value_name = "SOCKET")]
+    at_socket: PathBuf,
+    /// Take writes, to a file without a name in TMPDIR or /var/tmp that is gone when the look ends
+    #[arg(long)]
+    scratch: bool,
+    /// Do not end when the last client is gone
+    #[arg(long)]
+    keep: bool,
 }
 
 /// Which disk.
@@ -113,6 +219,42 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             limits: *limits,
         },
         CtlRequest::Checkpoint { disk } => ControlCommand::Checkpoint { disk: named(disk) },
+        CtlRequest::Export {
+            disk,
+            at,
+            output,
+            force,
+            json,
+        } => {
+            let command = ControlCommand::Export {
+                disk: named(disk),
+                at: at.clone(),
+            };
+            return export(&arguments.socket, &command, output, *force, *json);
+        }
+        CtlRequest::Snapshot { snapshot, disk } => ControlCommand::Snapshot {
+            disk: named(disk),
+            name: snapshot.clone(),
+        },
+        CtlRequest::Snapshots { disk } => ControlCommand::Snapshots { disk: named(disk) },
+        CtlRequest::SnapshotDelete { snapshot, disk } => ControlCommand::SnapshotDelete {
+            disk: named(disk),
+            name: snapshot.clone(),
+        },
+        CtlRequest::SetRetain { retain, disk } => ControlCommand::SetRetain {
+            disk: named(disk),
+            retain: retain.clone(),
+        },
+        CtlRequest::AddDisk { spec } => ControlCommand::AddDisk { spec: spec.clone() },
+        CtlRequest::RemoveDisk { name } => ControlCommand::RemoveDisk { disk: name.clone() },
+        CtlRequest::Look(wanted) => return look(&arguments.socket, wanted),
+        CtlRequest::Unlook { look } => ControlCommand::Unlook {
+            look: match look.metadata().map(|found| found.file_type().is_socket()) {
+                Ok(true) => absolute(look),
+                _ => look.to_string_lossy().into_owned(),
+            },
+        },
+        CtlRequest::Looks => ControlCommand::Looks,
         CtlRequest::Shutdown { now } => ControlCommand::Shutdown { now: *now },
     };
     let answer = ask(&arguments.socket, &command).map_err(CommandError::Failed)?;
@@ -125,6 +267,69 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     };
     // A failed write is ignored: the reader has closed the pipe.
     let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(())
+}
+
+fn absolute(path: &Path) -> String {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.to_string_lossy().into_owned()
+}
+
+/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name when the look has ended,
+/// since the other process may not be allowed to.
+fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
+    let (listener, name) = bind(&wanted.at_socket, CONTROL_MODE)?;
+    let mut names = SocketNames::default();
+    names.add(name);
+    let scratch = wanted.scratch.then(scratch_file).transpose()?;
+    let kept = names.give_away().map_err(CommandError::failed)?;
+    let mut files = vec![listener.as_fd()];
+    files.extend(scratch.as_ref().map(AsFd::as_fd));
+    files.extend(kept.as_ref().map(AsFd::as_fd));
+    let command = ControlCommand::Look(LookRequest {
+        disk: wanted.disk.name.clone(),
+        at: wanted.at.clone(),
+        socket: absolute(&wanted.at_socket),
+        scratch: wanted.scratch,
+        keep: wanted.keep,
+    });
+    let answer = ask_with(control, &command, &files, &mut |_, _| {});
+    let answer = answer.map_err(CommandError::Failed)?;
+    let socket = text(&answer["socket"]);
+    let line = format!(
+        "serving {} as of {}: {} bytes at {}\n",
+        text(&answer["disk"]),
+        text(&answer["at"]),
+        answer["size_bytes"],
+        unix_uri(Path::new(&socket), &text(&answer["export"]))
+    );
+    let _ = std::io::stdout().write_all(line.as_bytes());
+    Ok(())
+}
+
+/// Lets the other process write to a new image, which gets its name when it is complete.
+fn export(
+    socket: &Path,
+    command: &ControlCommand,
+    output: &Path,
+    force: bool,
+    json: bool,
+) -> Result<(), CommandError> {
+    let answer = receive_image(output, force, |file| {
+        let answer = with_bar("exporting", |progress| {
+            ask_with(socket, command, &[file.as_fd()], progress)
+        });
+        answer.map_err(CommandError::Failed)
+    })?;
+    let bytes = |key: &str| answer[key].as_u64().unwrap_or(0);
+    let done = Transfer {
+        size: bytes("size_bytes"),
+        copied: bytes("copied_bytes"),
+        shared: false,
+    };
+    let disk = text(&answer["disk"]);
+    let said = format!("{}: exported {disk}", output.display());
+    report_transfer(json, Path::new(&disk), ("raw", output), done, &said);
     Ok(())
 }
 
@@ -152,11 +357,12 @@ fn condition(told: &Value) -> String {
         return name;
     };
     let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
-    let writes = match told["refuses_writes"].as_bool() {
-        Some(true) => "writes fail",
-        _ => "writes go on",
-    };
-    format!("{name} for {seconds} s, {writes}: {}", text(&told["error"]))
+    let error = text(&told["error"]);
+    match (&told["pauses_writes"], &told["refuses_writes"]) {
+        (Value::Bool(true), _) => format!("paused: {name} for {seconds} s: {error}"),
+        (_, Value::Bool(true)) => format!("{name} for {seconds} s, writes fail: {error}"),
+        _ => format!("{name} for {seconds} s, writes go on: {error}"),
+    }
 }
 
 /// A disk, for people.
@@ -223,6 +429,9 @@ fn table(stats: &Value) -> String {
             "base_bytes",
         ];
         lines += &format!("log {}: {}\n", text(&log["path"]), list(log, &counters));
+        if log["history"].is_object() {
+            lines += &format!("  history: {}\n", history_text(&log["history"]));
+        }
         for disk in disks
             .iter()
             .filter(|disk| disk["log"]["path"] == log["path"])

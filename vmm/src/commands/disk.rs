@@ -1,18 +1,24 @@
 //! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
+mod changes;
+mod membership;
 mod path;
+mod snapshot;
 mod transfer;
 
 use std::path::Path;
 
 use clap::{Args, Subcommand};
-use path::{DiskPath, print};
+use path::DiskPath;
+pub(super) use path::print;
 use serde_json::json;
+pub(super) use transfer::report as report_transfer;
 use walvisor_storage::{self as storage, DiskOptions, DiskReport, LogReport, Store, StoreOptions};
 
 use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
+use crate::point::{history_json, history_text, show_retain, snapshot_json, time_text};
 use crate::size::parse_size;
 
 /// Arguments of `walvisor disk`.
@@ -67,8 +73,23 @@ enum DiskAction {
     /// Write the contents that the disk had at a point in its history, since the last checkpoint, to a raw image; the disk
     /// is not changed.
     Restore(transfer::RestoreArguments),
+    /// Create a disk from another one, as it is or as it was at a point in its history, since the last checkpoint. Where the
+    /// file system can, both share their blocks.
+    Clone(transfer::CloneArguments),
+    /// Show which parts of a disk changed between two points in its history, since the last checkpoint.
+    Changes(changes::ChangesArguments),
+    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back.
+    Snapshot(snapshot::SnapshotArguments),
+    /// List the snapshots of the disk's log, oldest first.
+    Snapshots(snapshot::SnapshotsArguments),
+    /// Delete a snapshot.
+    SnapshotDelete(snapshot::SnapshotArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
+    /// Take a disk out of its log: its image is a plain raw image afterwards, and the log's other disks keep what they have.
+    Leave(membership::LeaveArguments),
+    /// Move a disk to another log, which is made if there is none; a raw image that has no log joins that one.
+    MoveLog(membership::MoveArguments),
 }
 
 /// Carries out `walvisor disk`.
@@ -98,7 +119,14 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Import(arguments) => transfer::import(arguments),
         DiskAction::Export(arguments) => transfer::export(arguments),
         DiskAction::Restore(arguments) => transfer::restore(arguments),
+        DiskAction::Clone(arguments) => transfer::clone(arguments),
+        DiskAction::Changes(arguments) => changes::run(arguments),
+        DiskAction::Snapshot(arguments) => snapshot::make(arguments),
+        DiskAction::Snapshots(arguments) => snapshot::list(arguments),
+        DiskAction::SnapshotDelete(arguments) => snapshot::delete(arguments),
         DiskAction::Resize(arguments) => transfer::resize(arguments),
+        DiskAction::Leave(arguments) => membership::leave(arguments),
+        DiskAction::MoveLog(arguments) => membership::move_log(arguments),
     }
 }
 
@@ -130,6 +158,15 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         "unapplied  {} records, {} bytes",
         log.records, log.payload_bytes
     );
+    println!("history    {}", history_text(&history_json(&log.history)));
+    for snapshot in &log.history.snapshots {
+        println!(
+            "snapshot   {} (lsn:{}, {})",
+            snapshot.name,
+            snapshot.lsn,
+            time_text(snapshot.unix_us)
+        );
+    }
     for path in log.disks {
         println!("serves     {}", path.display());
     }
@@ -264,7 +301,12 @@ fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
         &[DiskOptions::new(&disk.path)],
         &StoreOptions::default(),
     );
-    store.and_then(Store::close).map_err(CommandError::failed)
+    let store = store.map_err(CommandError::failed)?;
+    // A log that keeps history copies everything only when it is told to.
+    store.disks()[0]
+        .checkpoint()
+        .map_err(CommandError::failed)?;
+    store.close().map_err(CommandError::failed)
 }
 
 fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Value {
@@ -279,6 +321,9 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
             "payload_bytes": log.payload_bytes,
             "checkpoint_lsn": log.checkpoint_lsn,
             "last_lsn": log.last_lsn,
+            "retain": show_retain(log.history.retain),
+            "history": history_json(&log.history),
+            "snapshots": log.history.snapshots.iter().map(snapshot_json).collect::<Vec<_>>(),
             "torn_tail": log.torn_tail,
             "disks": log.disks,
             "damaged": log.damaged.iter().map(|block| json!({

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 use std::io::{self, BufWriter, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
@@ -10,8 +10,10 @@ use serde_json::json;
 use walvisor_storage::{self as storage, LogGroup, LogRecord, Point, RecordKind};
 
 use super::CommandError;
+use super::disk::print;
 use super::in_use::cannot_look;
 use crate::point::parse_point;
+use crate::size::parse_size;
 
 /// Arguments of `walvisor log`.
 #[derive(Debug, Args)]
@@ -37,6 +39,17 @@ enum LogAction {
         #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
         until: Option<Point>,
         /// Print JSON: one object per line.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Change the size of a log that is not in use.
+    Resize {
+        /// The log directory.
+        dir: PathBuf,
+        /// New size in bytes, rounded up to whole segments; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+        #[arg(long, value_parser = parse_size)]
+        size: u64,
+        /// Print JSON.
         #[arg(long)]
         json: bool,
     },
@@ -70,15 +83,23 @@ impl Lines {
 /// # Errors
 /// One line: what, where, what to do. The records before the damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
-    let LogAction::Dump {
-        dir,
-        records,
-        since,
-        until,
-        json,
-    } = &arguments.action;
+    let (dir, records, since, until, json) = match &arguments.action {
+        LogAction::Dump {
+            dir,
+            records,
+            since,
+            until,
+            json,
+        } => (dir, records, since, until, json),
+        LogAction::Resize { dir, size, json } => return resize(dir, *size, *json),
+    };
+    let found = |point: &Option<Point>| {
+        let found = point.map(|point| point.found(dir)).transpose();
+        found.map_err(cannot_look)
+    };
+    let (since, until) = (found(since)?, found(until)?);
     let wanted = |lsn, cid, unix_us| {
-        let place = |point: &Option<Point>| point.map(|point| point.compare(lsn, cid, unix_us));
+        let place = |point: Option<Point>| point.map(|point| point.compare(lsn, cid, unix_us));
         place(since) != Some(Ordering::Less) && place(until) != Some(Ordering::Greater)
     };
     let mut lines = Lines {
@@ -128,6 +149,21 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     }
     lines.end()?;
     dumped.map_err(cannot_look)
+}
+
+fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {
+    let storage::Resize { old_size, size } = storage::resize_log(dir, size)?;
+    match json {
+        true => print(format_args!(
+            "{}\n",
+            json!({ "log": dir, "size_bytes": size, "old_size_bytes": old_size })
+        )),
+        false => print(format_args!(
+            "{}: {size} bytes now, {old_size} before\n",
+            dir.display()
+        )),
+    }
+    Ok(())
 }
 
 fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {

@@ -32,3 +32,9 @@ impl CommandError {
         Self::Failed(error.to_string())
     }
 }
+
+impl From<walvisor_storage::Error> for CommandError {
+    fn from(error: walvisor_storage::Error) -> Self {
+        Self::failed(error)
+    }
+}

@@ -108,12 +108,12 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
     names.entrust().map_err(CommandError::failed)?;
-    disks::make_logs(&arguments.disks).map_err(CommandError::failed)?;
+    let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
     // The logs' threads start with the disks, before the VM is built, and inherit the blocked signals.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
-        disks::open(&arguments.disks, arguments.cpus).map_err(CommandError::failed)?;
+        disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
     let ran = run_on(arguments, started, &image, disks, console, metrics, control);
     drop(names);
     // The logs are closed however the run ended. The first error is reported.
@@ -184,7 +184,7 @@ fn run_on(
     if !crash::hardware_virtualisation() {
         eprintln!(
             "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
-             Linux kernel will hardly boot here; 'cargo run -p walvisor-guest-images -- run --help' runs it nested"
+             Linux kernel will hardly boot here; 'walvisor-guest-images boot IMAGE' boots a root image nested"
         );
     }
     if let Some(listener) = control {

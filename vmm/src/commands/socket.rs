@@ -16,7 +16,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::activation::Inherited;
-use super::socket_file::{Name, SocketFile, SocketPlace};
+use super::socket_file::{LateName, Name, SocketFile, SocketPlace};
 use super::socket_names::SocketNames;
 use crate::commands::CommandError;
 
@@ -130,6 +130,35 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     Ok((listener, SocketFile { name }))
 }
 
+/// As [`bind`], for a process that has several threads, and may not connect. So it sets the permissions without the umask,
+/// and refuses every path that exists. The name must be [removed](LateName) by this process.
+///
+/// # Errors
+/// If there is a file at `path`, or the system refuses.
+pub fn bind_late(path: &Path, mode: u32) -> Result<(UnixListener, LateName), String> {
+    let failed = |error: Errno| {
+        let what = match error {
+            Errno::ADDRINUSE => {
+                "the path exists: remove it if nothing listens there, or name another path"
+                    .to_owned()
+            }
+            error => format!(
+                "{}: give a path that can be written",
+                io::Error::from(error)
+            ),
+        };
+        format!("socket '{}': {what}", path.display())
+    };
+    let place = SocketPlace::new(path);
+    let place = place.map_err(|error| format!("socket '{}': {error}", path.display()))?;
+    let locked = place.lock().map_err(failed)?;
+    let listener = place.listen(Mode::from_raw_mode(mode)).map_err(failed)?;
+    let bound = place.stat().map_err(failed)?;
+    drop(locked);
+    let id = (bound.st_dev, bound.st_ino);
+    Ok((listener.into(), LateName(Name { place, id })))
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
@@ -206,6 +235,29 @@ mod tests {
             drop(won);
             assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
         }
+    }
+
+    #[test]
+    fn a_late_socket_has_its_mode_and_goes_with_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        for mode in [0o600, 0o666] {
+            let (listener, name) = bind_late(&path, mode).unwrap();
+            let found = fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(found & 0o777, mode);
+            assert!(UnixStream::connect(&path).is_ok());
+            let error = bind_late(&path, mode).unwrap_err();
+            assert!(error.contains("the path exists"), "{error}");
+            drop((listener, name));
+            assert!(!path.exists());
+        }
+        let (listener, name) = bind_late(&path, 0o600).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "another").unwrap();
+        drop((listener, name));
+        assert!(path.exists());
+        let error = bind_late(&directory.path().join("x/s"), 0o600).unwrap_err();
+        assert!(error.contains("No such file"), "{error}");
     }
 
     #[test]

@@ -3,19 +3,25 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FlockOperation, Stat, flock, statat, unlinkat};
+use rustix::fs::{AtFlags, FlockOperation, Mode, Stat, chmodat, fchmod, flock, statat, unlinkat};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
 
 /// Longest wait for another server to unlock a directory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Longest wait for a server that ends to close its sockets.
 const CLOSING: Duration = Duration::from_secs(1);
+
+/// Clients that may wait for a socket to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Pause between two attempts.
 const REST: Duration = Duration::from_millis(5);
@@ -69,6 +75,23 @@ impl SocketPlace {
             Err(Errno::CONNREFUSED) => Ok(false),
             Err(error) => Err(error),
         }
+    }
+
+    /// Makes a socket at this place with these permissions, and listens there.
+    pub(super) fn listen(&self, mode: Mode) -> Result<OwnedFd, Errno> {
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        // The name takes the socket's mode, less the umask.
+        fchmod(&socket, mode)?;
+        bind(&socket, &self.address)?;
+        let listening = chmodat(&self.directory, &self.name, mode, AtFlags::empty());
+        let listening = listening.and_then(|()| listen(&socket, BACKLOG));
+        listening.or_else(|error| self.remove().and(Err(error)))?;
+        Ok(socket)
     }
 
     pub(super) fn remove(&self) -> Result<(), Errno> {
@@ -140,6 +163,25 @@ impl Drop for SocketFile {
         if let Some(name) = &self.name {
             // A name that is gone already needs no removal.
             let _ = name.remove();
+        }
+    }
+}
+
+/// The name of a socket that was made while the process served others. Dropping it removes the name; the socket must have
+/// been closed before.
+#[derive(Debug)]
+pub struct LateName(pub(super) Name);
+
+impl Drop for LateName {
+    fn drop(&mut self) {
+        let Name { place, id } = &self.0;
+        let Ok(_locked) = place.lock() else {
+            return;
+        };
+        let ours = |found: Stat| (found.st_dev, found.st_ino) == *id;
+        if place.stat().is_ok_and(ours) {
+            // The next server that binds a name that stays replaces it.
+            let _ = place.remove();
         }
     }
 }

@@ -68,8 +68,22 @@ impl SocketNames {
             return Err(error);
         }
         let keep = Some(keep);
+        let gone = Some(gone);
         self.child = Some(Child { keep, gone });
         Ok(())
+    }
+
+    /// As [`entrust`](Self::entrust), but the child removes the names once all copies of the returned descriptor are closed,
+    /// which other processes may have too.
+    ///
+    /// # Errors
+    /// As [`entrust`](Self::entrust).
+    pub fn give_away(mut self) -> io::Result<Option<PipeWriter>> {
+        self.entrust()?;
+        Ok(self.child.as_mut().and_then(|child| {
+            child.gone = None;
+            child.keep.take()
+        }))
     }
 }
 
@@ -78,15 +92,17 @@ impl SocketNames {
 struct Child {
     /// The child removes the names when this end is closed.
     keep: Option<PipeWriter>,
-    /// Reaches its end when the child has ended.
-    gone: PipeReader,
+    /// Reaches its end when the child has ended; `None`: nobody waits for that.
+    gone: Option<PipeReader>,
 }
 
 impl Drop for Child {
     fn drop(&mut self) {
         self.keep = None;
         // The child never writes: the end of the pipe, or an error, means that the child has ended.
-        while let Err(Errno::INTR) = rustix::io::read(&self.gone, &mut [0; 1]) {}
+        if let Some(gone) = &self.gone {
+            while let Err(Errno::INTR) = rustix::io::read(gone, &mut [0; 1]) {}
+        }
     }
 }
 

@@ -1,8 +1,12 @@
 //! Requests and their answers, as lines of JSON.
 
+use std::time::SystemTime;
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+
+use crate::metrics::unix_us;
 
 /// Why a request was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -89,6 +93,29 @@ fn parse_rate(text: &str) -> Result<u64, String> {
     }
 }
 
+/// What to look at, and where.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LookRequest {
+    /// The disk's name.
+    pub disk: Option<String>,
+    /// The point, as `at=` takes it.
+    #[serde(default = "newest")]
+    pub at: String,
+    /// Where the socket that comes with the request is bound; the look's name.
+    pub socket: String,
+    /// The look takes writes. The descriptor of an empty file for them comes behind that of the socket.
+    #[serde(default)]
+    pub scratch: bool,
+    /// The look does not end when its last client is gone.
+    #[serde(default)]
+    pub keep: bool,
+}
+
+fn newest() -> String {
+    "newest".to_owned()
+}
+
 /// A request. Its disk may be left out where there is only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
@@ -124,6 +151,58 @@ pub enum ControlCommand {
         /// The disk's name.
         disk: Option<String>,
     },
+    /// Copy a disk, as it is at one moment, to the file whose descriptor comes with the request.
+    Export {
+        /// Its name.
+        disk: Option<String>,
+        /// The point, as `at=` takes it; `None`: the disk as it is.
+        at: Option<String>,
+    },
+    /// Name the present state of all disks of a disk's log.
+    Snapshot {
+        /// The disk's name.
+        disk: Option<String>,
+        /// The snapshot's name.
+        name: String,
+    },
+    /// Report the snapshots of a disk's log, and how much history it keeps.
+    Snapshots {
+        /// The disk's name.
+        disk: Option<String>,
+    },
+    /// Delete a snapshot of a disk's log.
+    SnapshotDelete {
+        /// The disk's name.
+        disk: Option<String>,
+        /// The snapshot's name.
+        name: String,
+    },
+    /// Change how much history a disk's log keeps.
+    SetRetain {
+        /// The disk's name.
+        disk: Option<String>,
+        /// How much, as the key retain= takes it.
+        retain: String,
+    },
+    /// Open another disk, and serve it.
+    AddDisk {
+        /// The disk, as on the command line of the daemon.
+        spec: String,
+    },
+    /// Stop to serve a disk, and close it.
+    RemoveDisk {
+        /// Its name.
+        disk: String,
+    },
+    /// Serve a disk as it was at a point, on the listening socket whose descriptor comes with the request.
+    Look(LookRequest),
+    /// End a look.
+    Unlook {
+        /// Its socket, or its disk's name.
+        look: String,
+    },
+    /// Report the looks that are open.
+    Looks,
     /// End the process.
     Shutdown {
         /// Whether to end without asking the guest.
@@ -160,6 +239,33 @@ struct OneDisk {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct ExportArguments {
+    disk: Option<String>,
+    at: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SnapshotArguments {
+    disk: Option<String>,
+    name: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RetainArguments {
+    disk: Option<String>,
+    retain: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct UnlookArguments {
+    look: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ResizeArguments {
     disk: Option<String>,
     size_bytes: u64,
@@ -170,6 +276,18 @@ struct ResizeArguments {
 struct CacheArguments {
     disk: Option<String>,
     cache: CacheChoice,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AddArguments {
+    spec: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RemoveArguments {
+    disk: String,
 }
 
 #[derive(Deserialize)]
@@ -198,6 +316,20 @@ impl ControlCommand {
                 ("set-limit", arguments)
             }
             Self::Checkpoint { disk } => ("checkpoint", json!({ "disk": disk })),
+            Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
+            Self::Snapshot { disk, name } => ("snapshot", json!({ "disk": disk, "name": name })),
+            Self::Snapshots { disk } => ("snapshots", json!({ "disk": disk })),
+            Self::SnapshotDelete { disk, name } => {
+                ("snapshot-delete", json!({ "disk": disk, "name": name }))
+            }
+            Self::SetRetain { disk, retain } => {
+                ("set-retain", json!({ "disk": disk, "retain": retain }))
+            }
+            Self::AddDisk { spec } => ("add-disk", json!({ "spec": spec })),
+            Self::RemoveDisk { disk } => ("remove-disk", json!({ "disk": disk })),
+            Self::Look(request) => ("look", json!(request)),
+            Self::Unlook { look } => ("unlook", json!({ "look": look })),
+            Self::Looks => ("looks", json!({})),
             Self::Shutdown { now } => ("shutdown", json!({ "now": now })),
         };
         json!({ "execute": name, "arguments": arguments }).to_string()
@@ -235,6 +367,39 @@ impl ControlCommand {
                 let OneDisk { disk } = read(name, arguments)?;
                 Self::Checkpoint { disk }
             }
+            "export" => {
+                let ExportArguments { disk, at } = read(name, arguments)?;
+                Self::Export { disk, at }
+            }
+            "snapshot" | "snapshot-delete" => {
+                let SnapshotArguments { disk, name: of } = read(name, arguments)?;
+                match name {
+                    "snapshot" => Self::Snapshot { disk, name: of },
+                    _ => Self::SnapshotDelete { disk, name: of },
+                }
+            }
+            "snapshots" => {
+                let OneDisk { disk } = read(name, arguments)?;
+                Self::Snapshots { disk }
+            }
+            "set-retain" => {
+                let RetainArguments { disk, retain } = read(name, arguments)?;
+                Self::SetRetain { disk, retain }
+            }
+            "add-disk" => {
+                let AddArguments { spec } = read(name, arguments)?;
+                Self::AddDisk { spec }
+            }
+            "remove-disk" => {
+                let RemoveArguments { disk } = read(name, arguments)?;
+                Self::RemoveDisk { disk }
+            }
+            "look" => Self::Look(read(name, arguments)?),
+            "unlook" => {
+                let UnlookArguments { look } = read(name, arguments)?;
+                Self::Unlook { look }
+            }
+            "looks" => read(name, arguments).map(|Nothing {}| Self::Looks)?,
             "shutdown" => {
                 let ShutdownArguments { now } = read(name, arguments)?;
                 Self::Shutdown { now }
@@ -242,7 +407,7 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
                 )));
             }
         })
@@ -298,6 +463,17 @@ impl ControlRequest {
     }
 }
 
+/// The event that tells a client how far its export is, as a line with its line end.
+pub(super) fn export_progress(passed: u64, total: u64) -> Vec<u8> {
+    let now = unix_us(SystemTime::now());
+    let event = json!({
+        "event": "EXPORT_PROGRESS",
+        "data": { "passed_bytes": passed, "total_bytes": total },
+        "timestamp": { "seconds": now / 1_000_000, "microseconds": now % 1_000_000 },
+    });
+    format!("{event}\n").into_bytes()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -330,6 +506,27 @@ mod tests {
                 },
             },
             ControlCommand::Checkpoint { disk: disk() },
+            ControlCommand::AddDisk {
+                spec: "path=a,,b,socket=s".to_owned(),
+            },
+            ControlCommand::RemoveDisk {
+                disk: "a,b".to_owned(),
+            },
+            ControlCommand::Export {
+                disk: disk(),
+                at: None,
+            },
+            ControlCommand::Look(LookRequest {
+                disk: disk(),
+                at: "-15m".to_owned(),
+                socket: "/s".to_owned(),
+                scratch: true,
+                keep: false,
+            }),
+            ControlCommand::Unlook {
+                look: "/s".to_owned(),
+            },
+            ControlCommand::Looks,
             ControlCommand::Shutdown { now: true },
         ]
     }

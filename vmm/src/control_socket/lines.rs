@@ -3,6 +3,9 @@
 /// Longest line in bytes, without its line end.
 pub const MAX_LINE: usize = 64 << 10;
 
+/// Most descriptors that come with a line; further ones are dropped.
+pub(super) const MOST_FILES: usize = 4;
+
 /// A complete line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Line {

@@ -12,20 +12,22 @@
 //! ```
 //! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and
 //! capabilities: a program that can write QMP can write these requests. A client's requests are carried out one
-//! after the other, and answered in order. Clients do not wait for each other, except where both change the
+//! after the other, and answered in order. An export needs a descriptor, which comes with the request; events before its
+//! answer tell how far it is. A look needs the descriptor of a socket that listens: it is served there, in this process. Clients do not wait for each other, except where both change the
 //! same thing.
 
 mod client;
 mod command;
 mod controlled;
 mod lines;
+mod looks;
 mod requests;
 mod server;
 mod stats;
 
-pub use client::ask;
-pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange};
-pub use controlled::{Controlled, Power};
+pub use client::{ask, ask_with};
+pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+pub use controlled::{Added, Controlled, Members, NotRemoved, Power};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};
 

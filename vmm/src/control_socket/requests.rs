@@ -1,24 +1,26 @@
 //! Carries out requests.
 
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
+use rustix::net::sockopt;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
 
-use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange};
-use super::controlled::{Controlled, Power};
+use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+use super::controlled::{Added, Controlled, Listed, Members, NotRemoved, Power};
 use super::stats;
-use crate::disk::{DiskInUse, cache_in_force};
+use crate::disk::{DiskInUse, cache_in_force, log_name, logged};
+use crate::disk_spec::DiskSpec;
+use crate::disks::Removed;
+use crate::point::{parse_point, parse_retain, show_retain, snapshot_json};
 
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
-        // The flag is read last: either this thread sees the end and lifts the limits, or the thread that ends
-        // the process lifts them.
-        if self.ending.load(Ordering::SeqCst) {
-            disk.throttle.set(throttle::Limits::default());
-        }
+        self.apply_end(disk);
     }
 
     /// Carries out a request.
@@ -39,6 +41,33 @@ impl Controlled {
             ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
             ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
             ControlCommand::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
+            ControlCommand::Export { .. } => Err(ControlError::new(
+                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+            )),
+            ControlCommand::AddDisk { spec } => self.add_disk(spec),
+            ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
+            ControlCommand::Snapshot { disk, name } => {
+                let made = self.in_log(disk.as_deref(), |disk| disk.snapshot(name.parse()?))?;
+                Ok(snapshot_json(&made))
+            }
+            ControlCommand::Snapshots { disk } => self.in_log(disk.as_deref(), |disk| {
+                let snapshots: Vec<_> = disk.snapshots().iter().map(snapshot_json).collect();
+                Ok(json!({ "retain": show_retain(disk.retain()), "snapshots": snapshots }))
+            }),
+            ControlCommand::SnapshotDelete { disk, name } => {
+                self.in_log(disk.as_deref(), |disk| disk.delete_snapshot(name.parse()?))?;
+                Ok(json!({ "deleted": name }))
+            }
+            ControlCommand::SetRetain { disk, retain } => {
+                let kept = parse_retain(retain).map_err(ControlError::new)?;
+                self.in_log(disk.as_deref(), |disk| disk.set_retain(kept))?;
+                Ok(json!({ "retain": show_retain(kept) }))
+            }
+            ControlCommand::Look(_) => Err(ControlError::new(
+                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+            )),
+            ControlCommand::Unlook { look } => self.looks.end(look),
+            ControlCommand::Looks => Ok(self.looks.told()),
             ControlCommand::Shutdown { now: false } => {
                 // A paused guest or disk cannot end in order.
                 self.resume();
@@ -56,22 +85,24 @@ impl Controlled {
         match &self.power {
             Power::Guest { control, .. } if *now => control.end(crate::control::RunEnd::Quit),
             Power::Guest { control, .. } => control.ask_for_power_down(),
-            Power::Daemon(end) => end(),
+            Power::Daemon { end, .. } => end(),
         }
     }
 
     /// The disk of that name, or the only one.
-    fn disk(&self, name: Option<&str>) -> Result<&DiskInUse, ControlError> {
+    fn disk(&self, name: Option<&str>) -> Result<Listed, ControlError> {
+        let disks = self.disks();
         let names = || {
-            let names: Vec<_> = self.disks.iter().map(|disk| disk.name.as_str()).collect();
+            let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
             names.join(", ")
         };
-        let found: Vec<_> = match name {
-            Some(name) => self.disks.iter().filter(|disk| disk.name == name).collect(),
-            None => self.disks.iter().collect(),
-        };
+        let wanted = |disk: &&Listed| name.is_none_or(|name| disk.name == name);
+        let found: Vec<_> = disks.iter().filter(wanted).collect();
         match (&found[..], name) {
-            ([disk], _) => Ok(disk),
+            ([disk], _) => Ok(Listed::clone(disk)),
+            ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
+                "no disk '{name}': there is no disk"
+            ))),
             ([], Some(name)) => Err(ControlError::no_such_disk(format_args!(
                 "no disk '{name}': there are {}",
                 names()
@@ -93,7 +124,7 @@ impl Controlled {
             if let Power::Guest { control, .. } = &self.power {
                 control.pause();
             }
-            for disk in &self.disks {
+            for disk in &self.disks() {
                 // Requests that a limit holds back would delay the pause, and no client can lift the limit
                 // during it.
                 let limits = disk.throttle.limits();
@@ -119,7 +150,7 @@ impl Controlled {
     }
 
     fn let_go_on(&self) {
-        self.disks.iter().for_each(|disk| disk.device.resume());
+        self.disks().iter().for_each(|disk| disk.device.resume());
         if let Power::Guest { control, .. } = &self.power {
             control.resume();
         }
@@ -185,25 +216,175 @@ impl Controlled {
                 ));
             }
         }
-        self.limit(disk, limits);
+        self.limit(&disk, limits);
         let mut answer = stats::limits(&disk.throttle);
         answer["disk"] = disk.name.clone().into();
         Ok(answer)
     }
 
+    /// What lets disks come and go.
+    fn members(&self) -> Result<&dyn Members, ControlError> {
+        match &self.power {
+            Power::Daemon {
+                members: Some(members),
+                ..
+            } => Ok(&**members),
+            Power::Daemon { members: None, .. } => Err(ControlError::new(format_args!(
+                "the disks of 'walvisor {}' are fixed: stop it and start it with other disks",
+                self.kind.words()
+            ))),
+            Power::Guest { .. } => Err(ControlError::new(
+                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and start it with other disks, \
+                 or use 'walvisor serve vhost-user' with a monitor that has hot-plug",
+            )),
+        }
+    }
+
+    fn add_disk(&self, spec: &str) -> Result<Value, ControlError> {
+        let members = self.members()?;
+        let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
+        if self.is_paused() {
+            return Err(ControlError::new(
+                "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
+            ));
+        }
+        let Added { disk, place } = members.add(&spec).map_err(ControlError::new)?;
+        let answer = json!({
+            "disk": disk.name,
+            "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
+            "place": place,
+            "log": log_name(&*disk.backend),
+        });
+        self.publish(disk);
+        Ok(answer)
+    }
+
+    /// Lets requests reach a disk that is served.
+    fn publish(&self, disk: DiskInUse) {
+        let _change = self.change();
+        if self.is_paused()
+            && let Err(error) = disk.device.pause()
+        {
+            tracing::warn!("disk '{}' is not paused: {error}", disk.name);
+        }
+        self.list(disk.clone());
+        self.apply_end(&disk);
+    }
+
+    fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
+        let members = self.members()?;
+        let disk = self.disk(Some(name))?;
+        let log = log_name(&*disk.backend);
+        // Requests that a limit holds back would delay the removal.
+        let limits = disk.throttle.limits();
+        disk.throttle.set(throttle::Limits::default());
+        drop(disk);
+        if !self.take_off(name) {
+            return Err(ControlError::no_such_disk(format_args!(
+                "no disk '{name}': another client has removed it"
+            )));
+        }
+        match members.remove(name) {
+            Ok(Removed::Complete) => Ok(json!({ "disk": name, "image": "complete", "log": log })),
+            Ok(Removed::InLog) => Ok(json!({
+                "disk": name,
+                "image": "incomplete",
+                "log": log,
+                "note": "the log keeps history, and with it the newest records of this disk: open the disk with its log",
+            })),
+            Err(NotRemoved { why, disk }) => {
+                if let Some(disk) = disk {
+                    disk.throttle.set(limits);
+                    self.publish(disk);
+                }
+                Err(ControlError::new(format_args!("disk '{name}': {why}")))
+            }
+        }
+    }
+
     fn checkpoint(&self, name: Option<&str>) -> Result<Value, ControlError> {
         let disks = match name {
             Some(name) => vec![self.disk(Some(name))?],
-            None => self.disks.iter().collect(),
+            None => self.disks(),
         };
         let mut done = Vec::new();
         for disk in disks {
             let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));
             disk.backend.checkpoint().map_err(failed)?;
-            done.push(&disk.name);
+            done.push(disk.name.clone());
         }
         Ok(json!({ "disks": done }))
     }
+
+    /// Does something with the log of a disk.
+    fn in_log<T>(
+        &self,
+        name: Option<&str>,
+        action: impl FnOnce(&walvisor_storage::Disk) -> walvisor_storage::Result<T>,
+    ) -> Result<T, ControlError> {
+        let disk = self.disk(name)?;
+        let Some(logged) = logged(&*disk.backend) else {
+            return Err(ControlError::new(format_args!(
+                "disk '{}': it has no log, and so no history",
+                disk.name
+            )));
+        };
+        action(logged)
+            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+    }
+
+    /// Serves a disk as it was at a point. `files`: the listening socket, for a look that takes writes an empty file, and
+    /// descriptors that are closed when the look ends.
+    pub(super) fn look(
+        &self,
+        request: &LookRequest,
+        files: Vec<OwnedFd>,
+    ) -> Result<Value, ControlError> {
+        let at = parse_point(&request.at).map_err(ControlError::new)?;
+        let mut files = files.into_iter();
+        let listener = files
+            .next()
+            .ok_or_else(|| missing("a socket that listens"))?;
+        if !matches!(sockopt::socket_acceptconn(&listener), Ok(true)) {
+            return Err(missing("a socket that listens"));
+        }
+        let scratch = match request.scratch {
+            true => Some(files.next().ok_or_else(|| missing("an empty file"))?.into()),
+            false => None,
+        };
+        let name = &self.disk(request.disk.as_deref())?.name;
+        let look = self.in_log(Some(name), |disk| disk.look(at, scratch))?;
+        let served = self
+            .looks
+            .serve(name, look, request, listener.into(), files.collect());
+        served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
+    }
+
+    /// Copies a disk, as it is or as it was at a point, to an empty file. `progress`: see [`Backend::export`](walvisor_devices::backend::Backend::export).
+    pub(super) fn export(
+        &self,
+        name: Option<&str>,
+        at: Option<&str>,
+        file: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
+        let done = match at {
+            Some(at) => self.in_log(name, |disk| disk.export_at(at, file, progress))?,
+            None => disk.backend.export(file, progress).map_err(|error| {
+                ControlError::new(format_args!("disk '{}': {error}", disk.name))
+            })?,
+        };
+        Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
+    }
+}
+
+/// The error for a look without a descriptor that it needs.
+fn missing(what: &str) -> ControlError {
+    ControlError::new(format_args!(
+        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as 'walvisor ctl' does"
+    ))
 }
 
 #[cfg(test)]
@@ -264,7 +445,10 @@ mod tests {
                 go: Mutex::new(goes),
             }),
         };
-        let power = Power::Daemon(Box::new(|| ()));
+        let power = Power::Daemon {
+            end: Box::new(|| ()),
+            members: None,
+        };
         let controlled = Controlled::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
         (controlled, comes, go)
     }
@@ -305,7 +489,7 @@ mod tests {
     #[test]
     fn no_limit_is_left_once_the_end_has_come() {
         let (controlled, comes, go) = daemon();
-        let limits = |controlled: &Controlled| controlled.disks[0].throttle.limits();
+        let limits = |controlled: &Controlled| controlled.disks()[0].throttle.limits();
         let one = ControlCommand::SetLimit {
             disk: None,
             limits: LimitChange {

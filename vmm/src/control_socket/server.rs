@@ -1,20 +1,28 @@
 //! One thread accepts clients, and one thread serves each client. Every wait also ends when the server stops,
 //! so a client that sends half a line, or never reads, holds up neither the server nor the other clients.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::fs::File;
+use std::io::{self, ErrorKind, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waited, Waiter, accept_each};
 
-use super::command::{ControlError, ControlRequest};
+use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
 use super::controlled::Controlled;
-use super::lines::{Line, Lines, MAX_LINE};
+use super::lines::{Line, Lines, MAX_LINE, MOST_FILES};
 
 /// Most clients at a time. A further client gets an error, and is disconnected.
 pub const MAX_CLIENTS: usize = 32;
+
+/// How often a client is told how far its export is.
+const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// The server's name in messages.
 const OWNER: &str = "control socket";
@@ -93,15 +101,17 @@ fn turn_away(mut stream: &UnixStream) {
 }
 
 /// Answers a client's lines until the client leaves or the server stops.
-fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
+fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
     let mut waiter = Waiter::new(stream, stop)?;
     let mut lines = Lines::default();
     let mut buffer = [0; 4096];
+    // Descriptors are for the request that they come with.
+    let mut files = Vec::new();
     loop {
         if waiter.wait(stream, EventSet::IN, None)? == Waited::Stopped {
             return Ok(());
         }
-        let count = match stream.read(&mut buffer) {
+        let count = match receive(stream, &mut buffer, &mut files) {
             Ok(0) if lines.is_open() => {
                 let error = ControlError::new("the last line is incomplete and was ignored");
                 return send(
@@ -126,16 +136,58 @@ fn converse(mut stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io
                     "the line is longer than {MAX_LINE} bytes: send a shorter one"
                 ))),
             };
-            let outcome = request
-                .command
-                .clone()
-                .and_then(|command| controlled.execute(&command));
+            let files = std::mem::take(&mut files);
+            let outcome = request.command.clone().and_then(|command| match &command {
+                ControlCommand::Export { disk, at } if !files.is_empty() => {
+                    let mut tell = progress(stream, &mut waiter);
+                    let file = files.into_iter().next_back().map(File::from);
+                    file.map_or_else(
+                        || controlled.execute(&command),
+                        |file| controlled.export(disk.as_deref(), at.as_deref(), file, &mut tell),
+                    )
+                }
+                ControlCommand::Look(request) if !files.is_empty() => {
+                    controlled.look(request, files)
+                }
+                _ => controlled.execute(&command),
+            });
             send(stream, &request.answer(outcome), &mut waiter)?;
             // Some commands take effect only after their answer was sent.
             if let Ok(command) = &request.command {
                 controlled.answered(command);
             }
         }
+    }
+}
+
+/// Receives bytes, and descriptors if any come with them.
+fn receive(stream: &UnixStream, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FILES))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let slices = &mut [IoSliceMut::new(buffer)];
+    let received = recvmsg(stream, slices, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            *files = rights.collect();
+        }
+    }
+    Ok(received.bytes)
+}
+
+/// Tells a client how far its export is, every now and then; returns `false` once the client is gone or the server stops.
+fn progress<'a>(
+    stream: &'a UnixStream,
+    waiter: &'a mut Waiter,
+) -> impl FnMut(u64, u64) -> bool + 'a {
+    let mut told = Instant::now();
+    move |passed, total| {
+        if told.elapsed() < TELL_EVERY {
+            return true;
+        }
+        told = Instant::now();
+        let free = waiter.wait(stream, EventSet::OUT, None);
+        matches!(free, Ok(Waited::Ready))
+            && send(stream, &export_progress(passed, total), waiter).is_ok()
     }
 }
 

@@ -3,12 +3,13 @@
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
 
-use super::controlled::{Controlled, Power};
-use crate::disk::{DiskInUse, cache_in_force, log_name};
+use super::controlled::{Controlled, Listed, Power};
+use crate::disk::{DiskInUse, cache_in_force, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
 use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
+use crate::point::history_json;
 use crate::vm::exits::ExitReason;
 
 /// All statistics, as JSON.
@@ -17,14 +18,15 @@ pub(super) fn json(controlled: &Controlled) -> Value {
         true => "paused",
         false => "running",
     };
+    let disks = controlled.disks();
     let mut all = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "kind": controlled.kind.name(),
         "pid": std::process::id(),
         "state": state,
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
-        "logs": logs(&controlled.disks),
-        "disks": controlled.disks.iter().map(disk).collect::<Vec<_>>(),
+        "logs": logs(&disks),
+        "disks": disks.iter().map(|listed| disk(listed)).collect::<Vec<_>>(),
     });
     if let Power::Guest { exits, .. } = &controlled.power {
         let of = |reason: ExitReason| exits.iter().map(move |counters| counters.get(reason));
@@ -79,12 +81,13 @@ fn condition(condition: &Condition) -> Value {
         told["since_unix_us"] = unix_us(trouble.since).into();
         told["error"] = trouble.error.as_str().into();
         told["refuses_writes"] = trouble.refuses_writes.into();
+        told["pauses_writes"] = trouble.pauses_writes.into();
     }
     told
 }
 
 /// Each log once, with the names of its disks.
-fn logs(disks: &[DiskInUse]) -> Vec<Value> {
+fn logs(disks: &[Listed]) -> Vec<Value> {
     let mut logs: Vec<Value> = Vec::new();
     for disk in disks {
         let Some(mut log) = log(&*disk.backend) else {
@@ -152,12 +155,17 @@ fn log(backend: &dyn Backend) -> Option<Value> {
         "base_bytes": log.base_bytes,
         "base_writes": log.base_writes,
         "index_bytes": log.index_bytes,
+        "history": logged(backend).map(|disk| history_json(&disk.history())),
     }))
 }
 
 /// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
 pub(super) fn prometheus(controlled: &Controlled) -> String {
-    let disks: Vec<_> = controlled.disks.iter().map(DiskMetrics::from).collect();
+    let disks = controlled.disks();
+    let disks: Vec<_> = disks
+        .iter()
+        .map(|disk| DiskMetrics::from(&**disk))
+        .collect();
     match &controlled.power {
         Power::Guest {
             exits, first_run, ..
@@ -168,6 +176,6 @@ pub(super) fn prometheus(controlled: &Controlled) -> String {
             disks,
             memory: None,
         }),
-        Power::Daemon(_) => render_served(&disks),
+        Power::Daemon { .. } => render_served(&disks),
     }
 }

@@ -10,7 +10,9 @@ use super::table::KEYS;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskSpecError {
     /// A part has no `=`.
-    #[error("'{0}' has no '=': a disk is path=FILE[,key=value ...] ('--disk help' lists the keys)")]
+    #[error(
+        "'{0}' has no '=': a disk is path=FILE[,key=value ...], with a comma in FILE written twice ('--disk help' lists the keys)"
+    )]
     NoValue(String),
     /// A key that does not exist.
     #[error(
@@ -145,6 +147,16 @@ impl DiskSpec {
     }
 }
 
+/// Keys about writing to a log.
+const COMMITS: [&str; 6] = [
+    "cache",
+    "answer",
+    "commit-wait-usec",
+    "commit-wait-count",
+    "close-seconds",
+    "index-memory",
+];
+
 /// Refuses keys of another backend, keys that contradict each other, and a disk that lacks a required key.
 fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
     let foreign = given
@@ -187,6 +199,19 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         (
             spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
             "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
+        ),
+        (
+            spec.at.is_some() && has("readonly") && spec.read_only == spec.scratch,
+            "at= is read-only without scratch=on, and written with it: leave readonly= out",
+        ),
+        (
+            spec.scratch && spec.at.is_none(),
+            "scratch=on is for a disk as it was: give at=AT too",
+        ),
+        (
+            spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
+            "at= shows a log that nobody writes: leave cache=, answer=, commit-wait-usec=, commit-wait-count=, \
+             close-seconds= and index-memory= out",
         ),
         (
             has("wwn") && spec.fabric == Fabric::None,

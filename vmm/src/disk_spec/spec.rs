@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::throttle::Limits;
-use walvisor_storage::{CommitWait, ImageFormat};
+use walvisor_storage::{CommitWait, ImageFormat, OnFull, Point, Retain};
 
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
@@ -165,6 +165,10 @@ pub struct DiskSpec {
     pub answer: Answer,
     /// Whether the guest may only read.
     pub read_only: bool,
+    /// The point in its history at which the disk is looked at; `None`: the disk as it is.
+    pub at: Option<Point>,
+    /// Whether such a disk can be written; what is written is thrown away.
+    pub scratch: bool,
     /// The serial a GET_ID request returns; `None` is the name of the image file.
     pub serial: Option<String>,
     /// Size of a RAM disk in bytes.
@@ -175,8 +179,13 @@ pub struct DiskSpec {
     pub commit_wait: CommitWait,
     /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
     pub close_time: Option<Duration>,
+    /// How much of its history the log keeps; `None`: as another disk of the log says, or as the log was last told.
+    pub retain: Option<Retain>,
     /// Most bytes of memory that the log's index takes; `None`: as another disk of the log says, or 64 MiB.
     pub index_memory: Option<u64>,
+    /// What requests do that need room in a log that is full for want of space; `None`: as another disk of the log says, or
+    /// they fail.
+    pub on_full: Option<OnFull>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
     /// The TCP port at which a server offers the disk; 0 means any free port.
@@ -212,12 +221,16 @@ impl Default for DiskSpec {
             cache: DiskCache::default(),
             answer: Answer::default(),
             read_only: false,
+            at: None,
+            scratch: false,
             serial: None,
             size: None,
             limits: Limits::default(),
             commit_wait: CommitWait::default(),
             close_time: None,
+            retain: None,
             index_memory: None,
+            on_full: None,
             socket: None,
             port: None,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),

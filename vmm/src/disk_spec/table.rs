@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
-use walvisor_storage::ImageFormat;
+use walvisor_storage::{ImageFormat, OnFull};
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric, Notifications, TransportKind};
+use crate::point::{POINT, RETAIN, parse_point, parse_retain};
 
 /// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -128,6 +129,25 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: ANY,
         help: "The serial number that a guest reads; for serve nbd the name of the export",
+    },
+    Key {
+        name: "at",
+        value: Value::Text {
+            expected: POINT,
+            set: |spec, text| parse_point(text).ok().map(|point| spec.at = Some(point)),
+        },
+        default: "the disk as it is",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "The disk as it was at this point since the last checkpoint, read-only without scratch=on; nobody else may write to it meanwhile",
+    },
+    Key {
+        name: "scratch",
+        value: Value::Switch(|spec, on| spec.scratch = on),
+        default: "off",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "With at=: writes are taken, into a file in TMPDIR (/var/tmp) that is gone when the disk is closed",
     },
     Key {
         name: "transport",
@@ -313,6 +333,21 @@ pub const KEYS: &[Key] = &[
         help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log for the next open; 0: all of it stays",
     },
     Key {
+        name: "retain",
+        value: Value::Text {
+            expected: RETAIN,
+            set: |spec, text| {
+                parse_retain(text)
+                    .ok()
+                    .map(|retain| spec.retain = Some(retain))
+            },
+        },
+        default: "as the log was last told; off for a new one",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "How much of its history the log keeps: any state in it can be looked at and brought back; the image is behind by as much",
+    },
+    Key {
         name: "index-memory",
         value: Value::Size {
             multiple: 1 << 20,
@@ -322,6 +357,17 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: LOGGED,
         help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that",
+    },
+    Key {
+        name: "on-full",
+        value: Value::Choice(&[
+            ("fail", |spec| spec.on_full = Some(OnFull::Fail)),
+            ("pause", |spec| spec.on_full = Some(OnFull::Pause)),
+        ]),
+        default: "fail, unless another disk of the log says pause",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "What writes and FLUSHes do when the log is full and there is no space to empty it: fail, or wait until there is space",
     },
     Key {
         name: "socket",

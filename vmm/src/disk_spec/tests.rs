@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 use walvisor_devices::backend::Answer;
-use walvisor_storage::CommitWait;
+use walvisor_storage::{CommitWait, Point};
 
 use super::key::Key;
 use super::table::KEYS;
@@ -133,6 +133,9 @@ fn example(key: &Key) -> &'static str {
         "command-timeout" | "queues" | "port" => "1",
         "size" | "index-memory" => "1M",
         "format" => "raw",
+        "at" => "cid:1",
+        "retain" => "24h",
+        "on-full" => "pause",
         _ => key.default,
     }
 }
@@ -313,6 +316,34 @@ fn a_raw_disk_has_an_image_and_no_log() {
 }
 
 #[test]
+fn a_look_is_at_a_point_and_written_with_scratch_alone() {
+    let spec = parse("path=a.img,at=cid:7,readonly=on,log=l").unwrap();
+    assert_eq!(spec.at, Some(Point::Cid(7)));
+    let spec = parse("path=a,at=cid:7,scratch=on,readonly=off").unwrap();
+    assert!(spec.scratch && !spec.read_only);
+    assert!(matches!(
+        parse("path=a,at=-15m").unwrap().at,
+        Some(Point::Time(_))
+    ));
+    for (wrong, part) in [
+        ("path=a,at=noon", "at=noon: give cid:N, lsn:N"),
+        ("path=a,at=cid:7,readonly=off", "leave readonly= out"),
+        (
+            "path=a,at=cid:7,scratch=on,readonly=on",
+            "leave readonly= out",
+        ),
+        ("path=a,scratch=on", "give at=AT too"),
+        ("path=a,at=cid:7,cache=unsafe", "leave cache="),
+        ("path=a,at=cid:7,close-seconds=0", "leave cache="),
+        ("path=a,at=cid:7,backend=raw", "at= is for backend=wal"),
+        ("backend=ram,size=1M,at=cid:7", "at= is for backend=wal"),
+    ] {
+        let error = parse(wrong).unwrap_err();
+        assert!(error.contains(part), "{wrong}: {error}");
+    }
+}
+
+#[test]
 fn a_refusal_names_the_commands_that_take_the_key() {
     let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     assert_eq!(
@@ -371,6 +402,8 @@ fn wrong_values_are_refused() {
         "path=a,close-seconds=86401",
         "path=a,close-seconds=-1",
         "path=a,backend=raw,close-seconds=1",
+        "path=a,retain=some",
+        "path=a,backend=raw,retain=all",
         "path=a,index-memory=0",
         "path=a,index-memory=1000000",
         "path=a,backend=raw,index-memory=1M",

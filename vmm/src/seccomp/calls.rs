@@ -64,8 +64,9 @@ pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Further calls for disks: making and recycling segments, checkpoints, holes, marks.
+/// Further calls for disks: making and recycling segments, checkpoints, exports, holes, marks.
 pub(super) const STORE: &[c_long] = &[
+    libc::SYS_copy_file_range,
     libc::SYS_fadvise64,
     libc::SYS_fallocate,
     libc::SYS_fgetxattr,
@@ -81,11 +82,26 @@ pub(super) const STORE: &[c_long] = &[
     libc::SYS_unlink,
 ];
 
-/// The calls for a control socket.
-pub(super) const CONTROL: &[c_long] = &[libc::SYS_accept4, libc::SYS_recvfrom, libc::SYS_sendto];
+/// Further calls for opening disks: resolving paths, making logs, naming their files, and the machine's memory, which bounds
+/// disks in memory.
+pub(super) const OPENING: &[c_long] = &[
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fchmod,
+    libc::SYS_mkdir,
+    libc::SYS_renameat2,
+    libc::SYS_sysinfo,
+];
 
-/// The calls for NBD clients.
-pub(super) const NBD: &[c_long] = &[libc::SYS_shutdown];
+/// The calls for a control socket, with which descriptors may come, and for NBD clients, which look at disks in use.
+pub(super) const CONTROL: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_getsockopt,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendto,
+    libc::SYS_shutdown,
+];
 
 /// The calls for vhost-user front-ends: descriptors that come with messages, memory shared with front-ends, and
 /// signals that do not block.
@@ -96,9 +112,15 @@ pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_io_setup,
     libc::SYS_io_submit,
     libc::SYS_memfd_create,
-    libc::SYS_recvmsg,
     libc::SYS_sendmsg,
-    libc::SYS_shutdown,
+];
+
+/// Further calls for the sockets of disks that are added, beside `socket` for Unix sockets only.
+pub(super) const VHOST_USER_OPENING: &[c_long] = &[
+    libc::SYS_bind,
+    libc::SYS_fchmodat,
+    libc::SYS_listen,
+    libc::SYS_unlinkat,
 ];
 
 /// The calls for the kernel's SCSI target: LUNs that come and go in configfs, and directories that are removed
@@ -116,12 +138,7 @@ pub(super) const EPOLL: &[c_long] = &[
 
 /// Further calls for a VM's process: duplicating doorbells, stricter filters for some threads, and the removal
 /// of the demo's directory.
-pub(super) const VM: &[c_long] = &[
-    libc::SYS_dup,
-    libc::SYS_seccomp,
-    libc::SYS_shutdown,
-    libc::SYS_unlinkat,
-];
+pub(super) const VM: &[c_long] = &[libc::SYS_dup, libc::SYS_seccomp, libc::SYS_unlinkat];
 
 /// The calls for a vCPU, which runs the guest, rings doorbells and prints. It opens and syncs no file, and maps
 /// only memory.

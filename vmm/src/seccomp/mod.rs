@@ -14,7 +14,8 @@
 //! left to the log's keeper and to the thread that ends the run.
 //!
 //! No thread can start a program or another process, make memory executable, make or connect a socket, trace,
-//! mount, signal another process or change its credentials.
+//! mount, signal another process or change its credentials. A daemon to which disks may be added (`--disk-dir`) can also make
+//! and lock files, and for vhost-user make Unix sockets.
 //!
 //! **io_uring.** Seccomp does not see the requests in a ring, and a thread that may make a ring can open files
 //! and sockets through it. IORING_REGISTER_RESTRICTIONS restricts one ring and not the thread. Code that runs
@@ -39,8 +40,8 @@ use seccompiler::{
 };
 
 use calls::{
-    CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL, NBD, OPEN_FILES, RUNTIME,
-    STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VM,
+    CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL, OPEN_FILES, OPENING, RUNTIME,
+    STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VHOST_USER_OPENING, VM,
 };
 
 /// The treatment of a system call that the filter does not allow.
@@ -94,18 +95,18 @@ impl Seccomp {
 }
 
 /// Restricts every thread of this process, and the threads that they will start. The restriction cannot be
-/// undone.
+/// undone. `opens`: the process will open more disks.
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
-pub fn restrict(mode: Seccomp, duty: Duty) -> Result<(), SeccompError> {
+pub fn restrict(mode: Seccomp, duty: Duty, opens: bool) -> Result<(), SeccompError> {
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
     // The first use of this clock looks up the kernel's own implementation, on kernels before 6.4 with open(2),
     // so it comes before the filter.
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let allowed = of_process(duty).map_err(seccompiler::Error::from)?;
+    let allowed = of_process(duty, opens).map_err(seccompiler::Error::from)?;
     // The arguments of clone3 are in memory, where a filter cannot see them. A C library that gets ENOSYS for
     // clone3 uses clone instead. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
@@ -151,18 +152,37 @@ fn program(
     Ok(filter.try_into()?)
 }
 
-fn of_process(duty: Duty) -> Result<Rules, seccompiler::BackendError> {
-    let common = [RUNTIME, OPEN_FILES, STORE, CONTROL, EPOLL];
+fn of_process(duty: Duty, opens: bool) -> Result<Rules, seccompiler::BackendError> {
+    let more = if opens { OPENING } else { &[] };
+    let common = [RUNTIME, OPEN_FILES, STORE, CONTROL, EPOLL, more];
     let no_new_privileges = libc::PR_SET_NO_NEW_PRIVS;
-    match duty {
-        Duty::Nbd => allowed(&common, NBD, &[], &[]),
+    let mut rules = match duty {
+        Duty::Nbd => allowed(&common, &[], &[], &[]),
         Duty::VhostUser => allowed(&common, VHOST_USER, &[], &[]),
         Duty::Tcmu => allowed(&common, TCMU, &[], &[]),
         Duty::Vm => {
             let ioctl = [TERMINAL_IOCTL, KVM_IOCTL].concat();
             allowed(&common, VM, &ioctl, &[no_new_privileges])
         }
+    }?;
+    let one_of = |argument, values: &[u64]| -> Result<Vec<_>, seccompiler::BackendError> {
+        let rules = values.iter().map(|value| {
+            let is = SeccompCondition::new(argument, Len::Dword, Is::Eq, *value)?;
+            SeccompRule::new(vec![is])
+        });
+        rules.collect()
+    };
+    if opens {
+        let locks = [libc::F_OFD_GETLK, libc::F_OFD_SETLK].map(|command| command as u64);
+        let fcntl = rules.entry(libc::SYS_fcntl).or_default();
+        fcntl.extend(one_of(1, &locks)?);
     }
+    if opens && duty == Duty::VhostUser {
+        let calls = VHOST_USER_OPENING.iter().map(|call| (*call, vec![]));
+        rules.extend(calls);
+        rules.insert(libc::SYS_socket, one_of(0, &[libc::AF_UNIX as u64])?);
+    }
+    Ok(rules)
 }
 
 fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
@@ -384,7 +404,7 @@ mod tests {
         };
         if let Some(kind) = kind {
             RAW_DISKS.set(open_raw_disks()).unwrap();
-            restrict(mode, Duty::Vm).unwrap();
+            restrict(mode, Duty::Vm, false).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
                 deed(&name);
@@ -398,7 +418,7 @@ mod tests {
             wait.recv().unwrap();
             deed(&name);
         });
-        restrict(mode, Duty::Nbd).unwrap();
+        restrict(mode, Duty::Nbd, false).unwrap();
         go.send(()).unwrap();
         earlier.join().unwrap();
         std::process::exit(0);

@@ -155,7 +155,7 @@ impl Vm {
     /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
     /// see [`RunOutcome::ended`].
     pub fn run(mut self) -> Result<RunOutcome, VmError> {
-        seccomp::restrict(self.seccomp, Duty::Vm)?;
+        seccomp::restrict(self.seccomp, Duty::Vm, false)?;
         let jobs = self.jobs.take().expect("a VM runs once");
         let starter = jobs.start(self.seccomp);
         let starter = starter.map_err(|error| VmError::System("start the disks", error))?;
@@ -183,6 +183,7 @@ impl Vm {
         // devices.
         for disk in &self.disks {
             disk.throttle.set(Limits::default());
+            disk.backend.end_pauses();
         }
         stop(threads);
         drop(input);

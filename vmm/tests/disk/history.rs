@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use serde_json::Value;
-use walvisor_tests::have_python;
+use serde_json::{Value, json};
+use walvisor_tests::{LoopFs, have_python};
 
-use crate::{MIB, done, json, objects, refused, unclosed, unclosed_bytes, walvisor};
+use crate::{MIB, done, objects, refused, unclosed, unclosed_bytes, walvisor};
 
 /// The disk that `unclosed` makes after each of its records, beginning with the base image.
 fn states() -> Vec<Vec<u8>> {
@@ -30,7 +30,7 @@ fn states() -> Vec<Vec<u8>> {
 fn restored(dir: &Path, at: &str) -> Vec<u8> {
     let new = dir.join("restored.img");
     let _ = std::fs::remove_file(&new);
-    let report = json(&done(
+    let report = crate::json(&done(
         dir,
         &format!("disk restore disk.img --at {at} -o restored.img --json"),
     ));
@@ -86,6 +86,139 @@ fn every_record_and_commit_can_be_brought_back() {
     assert_eq!(cids(until), [second - 1, second]);
     assert_eq!(done(dir, "log dump disk.img.wal --json --until -1h"), "");
     assert!(done(dir, "log dump disk.img.wal --until -1h").contains("no records there"));
+}
+
+/// On a file system with reflinks a clone copies only what the log has.
+#[test]
+fn clones_share_blocks_where_the_file_system_can() {
+    let Some(place) = LoopFs::xfs() else {
+        return;
+    };
+    let xfs = place.path();
+    for (dir, xfs) in [(tempfile::tempdir().unwrap().path(), false), (&*xfs, true)] {
+        let dir = &unclosed(dir);
+        let states = states();
+        let log = objects(&done(dir, "log dump disk.img.wal --records --json"));
+        let mut shared = false;
+        let numbers = log.iter().map(|record| record["lsn"].as_u64().unwrap());
+        for (lsn, state) in numbers.zip(&states[1..]) {
+            let clone =
+                format!("disk clone disk.img clone-{lsn} --new-log logs --at lsn:{lsn} --json");
+            let report = crate::json(&done(dir, &clone));
+            assert_eq!(
+                (&report["disk"], &report["new"]),
+                (&json!("disk.img"), &json!(format!("clone-{lsn}")))
+            );
+            assert_eq!(report["size_bytes"], 8 * MIB);
+            shared = report["shared"].as_bool().unwrap();
+            assert!(shared || !xfs);
+            if shared {
+                // The base image has 64 KiB, of which nothing is copied.
+                assert!(
+                    report["copied_bytes"].as_u64().unwrap() <= 10240,
+                    "{report}"
+                );
+            }
+            assert!(std::fs::read(dir.join(format!("clone-{lsn}"))).unwrap() == *state);
+            done(dir, &format!("disk check clone-{lsn} --log logs"));
+        }
+        // As it is; and a clone of a clone.
+        for clone in [
+            "disk.img now --new-log logs",
+            "now again --log logs --new-log again.wal",
+        ] {
+            done(dir, &format!("disk clone {clone}"));
+        }
+        for name in ["now", "again"] {
+            assert!(std::fs::read(dir.join(name)).unwrap() == unclosed_bytes());
+        }
+        assert!(!dir.join("now.wal").exists());
+        refused(
+            dir,
+            "disk clone now new --log logs --new-log ./logs",
+            1,
+            &["logs: the log of the disk to clone", "another log"],
+        );
+        let text = done(dir, "disk restore disk.img --at -0s -o restored");
+        assert_eq!(text.contains("the others shared"), shared, "{text}");
+        assert!(std::fs::read(dir.join("restored")).unwrap() == unclosed_bytes());
+        refused(dir, "disk clone disk.img now", 1, &["now: exists already"]);
+        refused(
+            dir,
+            "disk clone disk.img new --at cid:99",
+            1,
+            &["can't be brought back"],
+        );
+        assert!(!dir.join("new").exists() && !dir.join("new.wal").exists());
+    }
+}
+
+/// A copy of the disk at one point becomes that of a later one by the changes between them.
+#[test]
+fn changes_make_an_older_copy_a_newer_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = &unclosed(dir.path());
+    let states = states();
+    let log = objects(&done(dir, "log dump disk.img.wal --records --json"));
+    let oldest = log[0]["lsn"].as_u64().unwrap() - 1;
+    for (from, old) in states.iter().enumerate() {
+        for (to, new) in states.iter().enumerate().skip(from) {
+            let (first, last) = (oldest + from as u64, oldest + to as u64);
+            let command = format!("disk changes disk.img --from lsn:{first} --to lsn:{last}");
+            let report = crate::json(&done(dir, &format!("{command} --json")));
+            assert_eq!(
+                (
+                    &report["from_lsn"],
+                    &report["to_lsn"],
+                    &report["size_bytes"]
+                ),
+                (&json!(first), &json!(last), &json!(8 * MIB))
+            );
+            let (mut copy, mut sum) = (old.clone(), 0);
+            for range in report["ranges"].as_array().unwrap() {
+                let number = |key: &str| range[key].as_u64().unwrap() as usize;
+                let (offset, len) = (number("offset_bytes"), number("length_bytes"));
+                let bytes = &new[offset..offset + len];
+                copy[offset..offset + len].copy_from_slice(bytes);
+                sum += len;
+                let zero = bytes.iter().all(|&byte| byte == 0);
+                assert_eq!(range["now"] == "data", !zero, "{range}");
+            }
+            assert!(copy == *new, "{first} to {last}");
+            assert_eq!(report["changed_bytes"], sum);
+            let text = done(dir, &command);
+            assert_eq!(
+                text.lines().count(),
+                report["ranges"].as_array().unwrap().len() + 2
+            );
+            let told = format!("disk.img: {sum} of 8388608 bytes changed after LSN {first}");
+            assert!(text.lines().last().unwrap().starts_with(&told), "{text}");
+        }
+    }
+    let all = done(dir, &format!("disk changes disk.img --from lsn:{oldest}"));
+    let expected = [
+        "          offset            bytes  now",
+        "            4096             6144  data",
+        "           16384             8192  discarded",
+        "           25600              512  zero",
+        "         8384512             4096  data",
+    ];
+    assert!(all.lines().take(5).eq(expected), "{all}");
+    refused(
+        dir,
+        &format!(
+            "disk changes disk.img --from lsn:{} --to lsn:{oldest}",
+            oldest + 1
+        ),
+        1,
+        &["disk.img.wal", "exchange the two points"],
+    );
+    refused(
+        dir,
+        "disk changes disk.img --from cid:99",
+        1,
+        &["the newest is"],
+    );
 }
 
 /// Times of a log are those of its batches.
@@ -183,4 +316,52 @@ fn points_that_are_not_there_name_the_nearest() {
         &["no log, so no history"],
     );
     assert!(walvisor(dir, "disk check disk.img").status.success());
+}
+
+#[test]
+fn a_snapshot_of_a_closed_disk_is_brought_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = &unclosed(dir.path());
+    let made = crate::json(&done(dir, "disk snapshot disk.img before --json"));
+    assert_eq!(made["name"], "before");
+    let again = ["snapshot 'before' exists already", "give another name"];
+    refused(dir, "disk snapshot disk.img before", 1, &again);
+    refused(
+        dir,
+        "disk snapshot disk.img a/b",
+        2,
+        &["is no name for a snapshot"],
+    );
+    done(dir, "disk snapshot disk.img after");
+    // They are there as long as they are not deleted. A checkpoint may go as far as the oldest.
+    done(dir, "disk checkpoint disk.img");
+    assert!(restored(dir, "snapshot:before") == unclosed_bytes());
+    let listed = crate::json(&done(dir, "disk snapshots disk.img --json"));
+    let names: Vec<_> = listed
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|one| &one["name"])
+        .collect();
+    assert_eq!(names, ["before", "after"]);
+    let text = done(dir, "disk snapshots disk.img");
+    assert_eq!(text.lines().count(), 2);
+    let info = crate::json(&done(dir, "disk info disk.img --json"));
+    assert_eq!(
+        (&info["log"]["retain"], &info["log"]["snapshots"]),
+        (&json!("off"), &listed)
+    );
+    assert!(done(dir, "disk info disk.img").contains("snapshot   before (lsn:"));
+    done(dir, "disk snapshot-delete disk.img before");
+    let unknown = ["no snapshot 'before': the log has after"];
+    refused(dir, "disk snapshot-delete disk.img before", 1, &unknown);
+    refused(
+        dir,
+        "disk restore disk.img --at snapshot:before -o new",
+        1,
+        &unknown,
+    );
+    done(dir, "disk snapshot-delete disk.img after");
+    done(dir, "disk checkpoint disk.img");
+    assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
 }

@@ -10,7 +10,8 @@ use walvisor_storage::{DiskOptions, Operation, Port, Store, StoreOptions, create
 use walvisor_tests::have_python;
 
 use crate::{
-    MIB, SMALL, WALVISOR, crash, done, end, names, objects, refused, unclosed, walvisor, write,
+    MIB, SMALL, WALVISOR, crash, done, end, json, names, objects, refused, unclosed, walvisor,
+    write,
 };
 
 const READER: &str = concat!(
@@ -440,4 +441,40 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
     refused(&crashed, "disk export disk.img out", 1, &["damaged"]);
     refused(&crashed, "disk resize disk.img --size 16M", 1, &["damaged"]);
     assert!(names(&crashed).iter().all(|name| !name.starts_with("out")));
+}
+
+#[test]
+fn a_log_gets_another_size_and_a_small_one_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    done(dir, "disk create disk.img --size 8M");
+    assert_eq!(
+        done(dir, "log resize disk.img.wal --size 3000M"),
+        "disk.img.wal: 3154116608 bytes now, 2147483648 before\n"
+    );
+    assert_eq!(
+        json(&done(dir, "log resize disk.img.wal --size 256M --json")),
+        serde_json::json!({
+            "log": "disk.img.wal",
+            "size_bytes": 256 << 20,
+            "old_size_bytes": 3_154_116_608_u64,
+        })
+    );
+    refused(
+        dir,
+        "log resize disk.img.wal --size 192M",
+        1,
+        &["use 268435456 to 4398046511104"],
+    );
+    refused(dir, "log resize none --size 1G", 1, &["this is no log"]);
+    // A large disk: the advice is one line, what it says to type works, and then there is none.
+    let made = walvisor(dir, "disk create big.img --size 1T");
+    let told = String::from_utf8(made.stderr).unwrap();
+    assert!(made.status.success() && told.lines().count() == 1, "{told}");
+    let (_, command) = told.trim_end().split_once("walvisor log resize").unwrap();
+    assert_eq!(
+        done(dir, &format!("log resize{command}")),
+        "big.img.wal: 34359738368 bytes now, 2147483648 before\n"
+    );
+    done(dir, "disk create other.img --size 1T --log big.img.wal");
 }

@@ -5,6 +5,7 @@ mod formats;
 mod history;
 mod identity;
 mod log;
+mod membership;
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -33,6 +34,8 @@ const SMALL: StoreOptions = StoreOptions {
     operation_latency: std::time::Duration::ZERO,
     close_time: None,
     index_memory: 64 << 20,
+    retain: None,
+    on_full: walvisor_storage::OnFull::Fail,
     threads: None,
 };
 

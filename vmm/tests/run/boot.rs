@@ -2,7 +2,11 @@
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
+use std::time::Duration;
 
+use walvisor_storage::{
+    BackendQueue, Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk,
+};
 use walvisor_tests::leash;
 
 use crate::kernel::{self, Then};
@@ -232,4 +236,37 @@ fn a_raw_image_is_a_disk_without_a_log() {
     }
     assert_eq!(std::fs::read(&image).unwrap(), [7; 8192]);
     assert!(!directory.path().join("disk.img.wal").exists());
+}
+
+/// A guest may have disks as they were, with and without a scratch file.
+#[test]
+fn a_guest_gets_disks_as_they_were() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+    let options = StoreOptions {
+        segment_size: 1 << 20,
+        // All stays in the log.
+        close_time: Some(Duration::ZERO),
+        ..StoreOptions::default()
+    };
+    create_disk(&disk, 1 << 20, &log, &options).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    let data = Buffer::from(&[7; 512][..]);
+    port.submit(0, Operation::Write { sector: 0, data });
+    drop(port);
+    store.close().unwrap();
+    let disk = |at: &str| format!("path={},log={},{at}", disk.display(), log.display());
+    let (past, scratch) = (disk("at=lsn:0"), disk("at=lsn:1,scratch=on,transport=pci"));
+    for output in boot_both(Then::PowerOff, &["--disk", &past, "--disk", &scratch]) {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    }
+    for output in boot_both(Then::PowerOff, &["--disk", &disk("at=lsn:2")]) {
+        assert_eq!(output.status.code(), Some(1));
+        let error = stderr(&output);
+        assert!(error.contains("the newest is lsn:1"), "{error}");
+    }
 }

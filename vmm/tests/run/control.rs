@@ -245,7 +245,18 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
             .unwrap()
             <= 1
     );
+    let copy = guest.path("copy");
+    let exported = ctl(&format!("export --disk {name} -o {}", copy.display())).unwrap();
+    assert!(
+        exported.ends_with(": 3145728 bytes, 0 of them copied\n"),
+        "{exported}"
+    );
+    assert_eq!(std::fs::metadata(copy).unwrap().len(), 3 << 20);
     for (words, part) in [
+        (
+            "export --disk r -o none",
+            "a disk without a log can't be exported",
+        ),
         ("resize --size 3M", "say which disk"),
         ("set-limit --disk r --ops-burst 3", "a burst needs a limit"),
         ("resize --disk x --size 3M", "no disk 'x'"),
@@ -254,6 +265,11 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
         (
             &format!("resize --disk {name} --size 1000001"),
             "multiple of 512",
+        ),
+        ("add-disk path=other.img", "this monitor has no hot-plug"),
+        (
+            &format!("remove-disk {name}"),
+            "'walvisor serve vhost-user'",
         ),
     ] {
         let error = ctl(words).unwrap_err();

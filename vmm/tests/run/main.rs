@@ -4,6 +4,7 @@ mod bad_input;
 mod boot;
 mod control;
 mod kernel;
+mod mistakes;
 mod power;
 mod terminal;
 

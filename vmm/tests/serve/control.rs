@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -9,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::vhost_user::FrontEnd;
-use super::{Daemon, MIB, create, noise, text, walvisor};
+use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
+use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_tests::MemoryFs;
 
 /// Replies of this kind and above are errors.
@@ -17,7 +19,7 @@ const FAILED: u16 = 1 << 15;
 
 /// The output of `walvisor ctl ctl WORDS`.
 #[track_caller]
-fn ctl(dir: &Path, words: &str) -> Value {
+pub fn ctl(dir: &Path, words: &str) -> Value {
     let output = walvisor(dir, &format!("ctl ctl {words}"));
     assert!(output.status.success(), "{words}: {}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
@@ -255,6 +257,94 @@ fn a_disk_without_space_is_told_until_it_has_some() {
     drop(client);
     let errors = daemon.stop();
     assert!(errors.contains("No space left"), "{errors}");
+}
+
+/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the end.
+#[test]
+fn requests_wait_for_space_if_that_is_wanted() {
+    let Some(small) = MemoryFs::tmpfs("size=2m") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let image = small.path().join("disk.img");
+    let options = StoreOptions {
+        segment_size: MIB,
+        max_segments: 4,
+        ..StoreOptions::default()
+    };
+    create_disk(&image, 32 * MIB, &dir.join("log"), &options).unwrap();
+    let image_path = image.display();
+    let disk = format!("path={image_path},log=log,socket=s,serial=one,on-full=pause");
+    const WRITES: u64 = 64;
+    const LENGTH: u64 = MIB / 4;
+    let write_all = |client: &mut RawClient| {
+        for number in 0..WRITES {
+            client.request(0, WRITE, number, number * LENGTH, LENGTH);
+            client.send(&noise(LENGTH as usize));
+        }
+    };
+    let wait_for = |name: &str, pauses: bool| {
+        let began = Instant::now();
+        loop {
+            let told = ctl(dir, "stats --json")["disks"][0]["condition"].clone();
+            if told["name"] == name && told["pauses_writes"] == json!(pauses) {
+                return;
+            }
+            assert!(began.elapsed() < Duration::from_secs(120), "{told}");
+            thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let told = || fs::read_to_string(dir.join("errors")).unwrap();
+    for end in [false, true] {
+        let errors = fs::File::create(dir.join("errors")).unwrap();
+        let mut command = Command::new(WALVISOR);
+        command.args(["serve", "nbd", "--control", "ctl", "--disk", &disk]);
+        let mut daemon = Daemon::start_telling(dir, &mut command, errors.into(), 1);
+        let client = RawClient::extended(&dir.join("s"));
+        // A second descriptor of the connection: the requests are more than the socket's buffers hold.
+        let mut sender = RawClient {
+            socket: client.socket.try_clone().unwrap(),
+        };
+        let mut client = client;
+        let sending = thread::spawn(move || {
+            write_all(&mut sender);
+        });
+        wait_for("no_space", true);
+        // The keeper says so with its next attempt.
+        let began = Instant::now();
+        while !told().contains("wait until there is space") {
+            assert!(began.elapsed() < Duration::from_secs(120), "{}", told());
+            thread::sleep(Duration::from_millis(20));
+        }
+        let table = text(&walvisor(dir, "ctl ctl stats").stdout);
+        assert!(table.contains(", paused: no space for "), "{table}");
+        if end {
+            daemon.signal(rustix::process::Signal::TERM);
+            let status = daemon.child.wait().unwrap();
+            assert_eq!(status.code(), Some(1), "{}", told());
+            let _ = sending.join();
+            continue;
+        }
+        small.remount("size=64m");
+        for _ in 0..WRITES {
+            assert!(client.reply().kind < FAILED);
+        }
+        client.flush(WRITES);
+        sending.join().unwrap();
+        drop(client);
+        daemon.stop();
+        // Once more, with an image that can't grow.
+        let file = fs::File::options().write(true).open(&image).unwrap();
+        rustix::fs::fallocate(
+            &file,
+            rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE,
+            0,
+            32 * MIB,
+        )
+        .unwrap();
+        small.remount("size=2m");
+    }
 }
 
 #[test]

@@ -41,12 +41,18 @@ impl RawClient {
         client
     }
 
-    /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase.
+    /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase, with the only export.
     pub fn extended(path: &Path) -> Self {
+        Self::extended_to(path, "")
+    }
+
+    /// The same with the export of this name.
+    pub fn extended_to(path: &Path, export: &str) -> Self {
+        let named = [&(export.len() as u32).to_be_bytes(), export.as_bytes()].concat();
         let mut client = Self::greet(path);
         client.option(11, &[]);
         assert_eq!(client.option_reply(), (11, 1, vec![]));
-        let mut query = vec![0; 4];
+        let mut query = named.clone();
         query.extend(1_u32.to_be_bytes());
         query.extend(15_u32.to_be_bytes());
         query.extend(b"base:allocation");
@@ -54,7 +60,7 @@ impl RawClient {
         let (option, kind, _) = client.option_reply();
         assert_eq!((option, kind), (10, 4));
         assert_eq!(client.option_reply(), (10, 1, vec![]));
-        client.option(7, &[0; 6]);
+        client.option(7, &[&named[..], &[0; 2]].concat());
         while client.option_reply().1 == 3 {}
         client
     }
@@ -89,13 +95,7 @@ impl RawClient {
 
     /// Sends a request in extended framing.
     pub fn request(&mut self, flags: u16, command: u16, cookie: u64, offset: u64, length: u64) {
-        let mut bytes = Vec::from(0x21e4_1c71_u32.to_be_bytes());
-        bytes.extend(flags.to_be_bytes());
-        bytes.extend(command.to_be_bytes());
-        for field in [cookie, offset, length] {
-            bytes.extend(field.to_be_bytes());
-        }
-        self.send(&bytes);
+        self.send(&header(flags, command, cookie, offset, length));
     }
 
     pub fn reply(&mut self) -> Reply {
@@ -108,6 +108,23 @@ impl RawClient {
             offset: long(16),
             data: self.take(long(24) as usize),
         }
+    }
+
+    /// Sends a request with its payload, and waits for the reply. `false`: the connection has ended before that.
+    pub fn try_request(&mut self, command: u16, cookie: u64, offset: u64, data: &[u8]) -> bool {
+        let flags = if command == WRITE { PAYLOAD_LEN } else { 0 };
+        let request = header(flags, command, cookie, offset, data.len() as u64);
+        let mut reply = [0; 32];
+        let mut exchange = || {
+            self.socket.write_all(&[&request, data].concat())?;
+            self.socket.read_exact(&mut reply)
+        };
+        let answered = exchange().is_ok();
+        assert!(
+            !answered || reply[6..16] == [&[0; 2], &cookie.to_be_bytes()[..]].concat(),
+            "{reply:x?}"
+        );
+        answered
     }
 
     /// Writes `data` at `offset`, and waits for the reply.
@@ -133,4 +150,15 @@ impl RawClient {
             Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
         }
     }
+}
+
+/// A request in extended framing, without its payload.
+fn header(flags: u16, command: u16, cookie: u64, offset: u64, length: u64) -> Vec<u8> {
+    let mut bytes = Vec::from(0x21e4_1c71_u32.to_be_bytes());
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    for field in [cookie, offset, length] {
+        bytes.extend(field.to_be_bytes());
+    }
+    bytes
 }

@@ -98,7 +98,7 @@ impl Crash {
                 if !self.hardware_virtualisation && ring != Some(3) =>
             {
                 "this KVM has no VMX or SVM: it interprets ring 0 and cannot run a stock Linux kernel; run the guest \
-                 nested in QEMU's emulation ('cargo run -p walvisor-guest-images -- run --help'), or on a machine with VT-x or AMD-V"
+                 nested in QEMU's emulation ('walvisor-guest-images boot IMAGE'), or on a machine with VT-x or AMD-V"
             }
             CrashReason::Emulation => {
                 "the guest executed code outside its memory, or accessed a device with an instruction that KVM does \

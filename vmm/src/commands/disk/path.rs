@@ -25,6 +25,6 @@ impl DiskPath {
 }
 
 /// Prints the result. A failed write is ignored: the command has already done its work.
-pub(super) fn print(text: std::fmt::Arguments<'_>) {
+pub(in crate::commands) fn print(text: std::fmt::Arguments<'_>) {
     let _ = std::io::stdout().write_fmt(text);
 }

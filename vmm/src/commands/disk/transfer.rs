@@ -1,5 +1,5 @@
-//! `walvisor disk import`, `export`, `restore` and `resize`: a disk made from a raw image, a raw image made from a disk, or
-//! from what it was, and a disk of another size.
+//! `walvisor disk import`, `export`, `restore`, `clone` and `resize`: a disk made from a raw image, a raw image made from a
+//! disk, or from what it was, a disk made from a disk, and a disk of another size.
 
 use std::path::{Path, PathBuf};
 
@@ -67,6 +67,27 @@ pub(super) struct RestoreArguments {
     json: bool,
 }
 
+/// The arguments of `walvisor disk clone`.
+#[derive(Debug, Args)]
+pub(super) struct CloneArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The base image of the disk to create.
+    new: PathBuf,
+    /// The new disk's log directory [default: NEW.wal].
+    #[arg(long, value_name = "DIR")]
+    new_log: Option<PathBuf>,
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
+    /// -15m [default: the disk as it is].
+    #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
+    at: Option<Point>,
+    #[command(flatten)]
+    threads: Threads,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
 /// The arguments of `walvisor disk resize`.
 #[derive(Debug, Args)]
 pub(super) struct ResizeArguments {
@@ -83,15 +104,36 @@ pub(super) struct ResizeArguments {
     json: bool,
 }
 
-fn report(json: bool, disk: &Path, raw: &Path, done: storage::Transfer, said: &str) {
-    let storage::Transfer { size, copied } = done;
+/// Prints what was copied between a disk and another file, which JSON calls `key`.
+pub(in crate::commands) fn report(
+    json: bool,
+    disk: &Path,
+    (key, other): (&str, &Path),
+    done: storage::Transfer,
+    said: &str,
+) {
+    let storage::Transfer {
+        size,
+        copied,
+        shared,
+    } = done;
     match json {
         true => print(format_args!(
             "{}\n",
-            json!({ "disk": disk, "raw": raw, "size_bytes": size, "copied_bytes": copied })
+            json!({
+                "disk": disk,
+                key: other,
+                "size_bytes": size,
+                "copied_bytes": copied,
+                "shared": shared,
+            })
         )),
         false => print(format_args!(
-            "{said}: {size} bytes, {copied} of them copied\n"
+            "{said}: {size} bytes, {copied} of them copied{}\n",
+            match shared {
+                true => ", the others shared by the file system",
+                false => "",
+            }
         )),
     }
 }
@@ -118,7 +160,7 @@ pub(super) fn import(arguments: &ImportArguments) -> Result<(), CommandError> {
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: imported {}", disk.path.display(), raw.display());
-    report(*json, &disk.path, raw, done, &said);
+    report(*json, &disk.path, ("raw", raw), done, &said);
     Ok(())
 }
 
@@ -143,7 +185,7 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(), CommandError> {
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: exported {}", raw.display(), disk.path.display());
-    report(*json, &disk.path, raw, done, &said);
+    report(*json, &disk.path, ("raw", raw), done, &said);
     Ok(())
 }
 
@@ -168,7 +210,41 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
     })
     .map_err(CommandError::failed)?;
     let said = format!("{}: restored {}", output.display(), disk.path.display());
-    report(*json, &disk.path, output, done, &said);
+    report(*json, &disk.path, ("raw", output), done, &said);
+    Ok(())
+}
+
+/// Carries out `walvisor disk clone`.
+pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
+    let CloneArguments {
+        disk,
+        new,
+        new_log,
+        at,
+        threads,
+        json,
+    } = arguments;
+    let new_log = new_log
+        .clone()
+        .unwrap_or_else(|| storage::default_log_dir(new));
+    let options = StoreOptions {
+        threads: threads.get(),
+        ..StoreOptions::default()
+    };
+    let done = with_bar("cloning", |progress| {
+        storage::clone_disk(
+            &disk.path,
+            &disk.log(),
+            *at,
+            new,
+            &new_log,
+            &options,
+            progress,
+        )
+    })
+    .map_err(CommandError::failed)?;
+    let said = format!("{}: cloned {}", new.display(), disk.path.display());
+    report(*json, &disk.path, ("new", new), done, &said);
     Ok(())
 }
 

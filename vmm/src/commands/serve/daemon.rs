@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,16 +10,18 @@ use clap::Args;
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Waiter};
 
+use super::members::SharedLogs;
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
 use crate::commands::process::ProcessArguments;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Controlled, Power, Server as ControlServer};
-use crate::disk::{DiskInUse, OpenDisk};
+use crate::control_socket::{Controlled, Members, Power, Server as ControlServer};
+use crate::disk::DiskInUse;
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
-use crate::disks::{self, OpenLogs};
+use crate::disks::{self, ScratchFiles};
 use crate::landlock::Places;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::seccomp::{self, Duty};
 use crate::vm::TerminationSignals;
 
 /// What every daemon takes.
@@ -30,9 +33,22 @@ pub struct DaemonArguments {
     /// Permissions of the sockets, octal
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub mode: u32,
+    /// Let 'walvisor ctl SOCKET add-disk' add disks beneath this directory; may be given several times
+    #[arg(long = "disk-dir", value_name = "DIR", requires = "control", value_parser = parse_directory)]
+    pub disk_dirs: Vec<PathBuf>,
     /// Metrics, control, and what the process gives up.
     #[command(flatten)]
     pub process: ProcessArguments,
+}
+
+/// Parses the argument of `--disk-dir`.
+fn parse_directory(text: &str) -> Result<PathBuf, String> {
+    let found = Path::new(text).canonicalize();
+    let found = found.map_err(|error| format!("{error}: give a directory that exists"))?;
+    match found.is_dir() {
+        true => Ok(found),
+        false => Err("it is no directory: give one".to_owned()),
+    }
 }
 
 /// Parses the argument of `--mode`.
@@ -44,18 +60,26 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 
 impl DaemonArguments {
     /// Gives up every right that a daemon does not need, except those that `more` adds. To be called while
-    /// there is one thread, after its sockets are bound and before the disks are opened.
+    /// there is one thread, after its sockets are bound and before the disks are opened. Returns the files that were made
+    /// for the disks before.
     pub(super) fn restrict(
         &self,
         names: &mut SocketNames,
         more: impl FnOnce(&mut Places),
-    ) -> Result<(), CommandError> {
+    ) -> Result<ScratchFiles, CommandError> {
         names.entrust().map_err(CommandError::failed)?;
-        disks::make_logs(&self.disks).map_err(CommandError::failed)?;
+        let scratch = disks::make_files(&self.disks).map_err(CommandError::failed)?;
         let mut places = Places::of(&self.disks);
+        self.disk_dirs.iter().for_each(|dir| places.disks_in(dir));
         more(&mut places);
         places.restrict(self.process.landlock);
-        Ok(())
+        Ok(scratch)
+    }
+
+    /// Gives up every system call that a daemon does not need. To be called once the disks are open.
+    pub(super) fn filter(&self, duty: Duty) -> Result<(), CommandError> {
+        seccomp::restrict(self.process.seccomp, duty, !self.disk_dirs.is_empty())
+            .map_err(CommandError::failed)
     }
 }
 
@@ -64,15 +88,13 @@ impl DaemonArguments {
 pub(super) fn conclude(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
-    open: Vec<OpenDisk>,
-    logs: OpenLogs,
+    logs: &SharedLogs,
 ) -> Result<(), CommandError> {
     let told = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
     };
-    drop(open);
-    let closed = logs.close().map_err(CommandError::failed);
+    let closed = logs.take().close().map_err(CommandError::failed);
     served.map(|_| ()).and(told).and(closed)
 }
 
@@ -113,17 +135,29 @@ impl Ending {
         })
     }
 
-    /// Lets `disks` be controlled, and waits until a signal or a control client asks for the end.
-    pub(super) fn wait(mut self, disks: Vec<DiskInUse>) -> Result<(), CommandError> {
+    /// Lets `disks` be controlled, and waits until a signal or a control client asks for the end. Then `members`, which
+    /// serves the disks, is dropped. Returns the metrics of the disks that there are at the end.
+    pub(super) fn wait(
+        mut self,
+        disks: Vec<DiskInUse>,
+        members: Option<Box<dyn Members>>,
+    ) -> Result<Vec<DiskMetrics>, CommandError> {
         let stop = Stop::new().map_err(CommandError::failed)?;
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
-        let power = Power::Daemon(Box::new(move || stop.tell()));
+        let power = Power::Daemon {
+            end: Box::new(move || stop.tell()),
+            members,
+        };
         let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
         let server = self.socket.take();
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
-        let _server = server.transpose().map_err(CommandError::failed)?;
+        let server = server.transpose().map_err(CommandError::failed)?;
         let ended = waiter.wait(&self.signals, EventSet::IN, None);
         controlled.lift_limits();
-        ended.map(drop).map_err(CommandError::failed)
+        drop(server);
+        let disks = Arc::into_inner(controlled).map(Controlled::into_disks);
+        let disks = disks.into_iter().flatten();
+        ended.map_err(CommandError::failed)?;
+        Ok(disks.map(|disk| DiskMetrics::from(&disk)).collect())
     }
 }

@@ -1,7 +1,8 @@
 //! `walvisor serve`: serves disks to programs other than this VMM's guests.
 
 mod daemon;
-mod nbd;
+mod members;
+pub(super) mod nbd;
 mod tcmu;
 mod vhost_user;
 

@@ -10,14 +10,16 @@ use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
 use super::daemon::{DaemonArguments, Ending, announce, conclude};
+use super::members::{Exposure, Membership, SharedLogs};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
+use crate::control_socket::Added;
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::metrics::DiskMetrics;
-use crate::seccomp::{self, Duty};
+use crate::seccomp::Duty;
 
 /// The arguments of `walvisor serve nbd`.
 #[derive(Args, Debug)]
@@ -114,64 +116,136 @@ pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), Comm
         .map(|group| bind(&group.place, &mut sockets, &mut names))
         .collect::<Result<Vec<_>, _>>()?;
     sockets.finish()?;
-    arguments.restrict(&mut names, |_| ())?;
-    let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
-    let served = seccomp::restrict(arguments.process.seccomp, Duty::Nbd)
-        .map_err(CommandError::failed)
-        .and_then(|()| serve(specs, &open, &groups, bound, &tls, ending));
+    let scratch = arguments.restrict(&mut names, |_| ())?;
+    let (open, logs) = disks::open(specs, 1, scratch).map_err(CommandError::failed)?;
+    let logs = SharedLogs::new(logs);
+    let served = arguments
+        .filter(Duty::Nbd)
+        .and_then(|()| serve(arguments, open, &groups, bound, tls, &logs, ending));
     drop(names);
-    conclude(served, metrics, open, logs)
+    conclude(served, metrics, &logs)
 }
 
 /// Serves open disks until a signal comes. Returns the metrics of the disks.
 fn serve(
-    specs: &[DiskSpec],
-    disks: &[OpenDisk],
+    arguments: &DaemonArguments,
+    disks: Vec<OpenDisk>,
     groups: &[Group],
     bound: Vec<Bound>,
-    tls: &Tls,
+    tls: Tls,
+    logs: &SharedLogs,
     ending: Ending,
 ) -> Result<Vec<DiskMetrics>, CommandError> {
     let (mut services, mut lines) = (Vec::new(), String::new());
-    let mut controlled = Vec::new();
-    for (group, bound) in groups.iter().zip(bound) {
+    let (mut controlled, mut places) = (Vec::new(), Vec::new());
+    for (group, Bound { listener, uri }) in groups.iter().zip(bound) {
         let mut exports = Vec::new();
         for &member in &group.members {
-            let (name, disk) = (export_name(&specs[member]), &disks[member]);
-            let described = format!("{}, write-ahead logged by walvisor", disk.name);
-            let export = Export::new(&name, &described, Arc::clone(&disk.backend))
-                .answering(disk.device.answer);
-            export.throttle().set(disk.limits);
+            let (export, disk) = export(&arguments.disks[member], &disks[member]);
             let bytes = disk.backend.sectors() * SECTOR_SIZE;
-            let uri = bound.uri.of(&name, tls);
+            let uri = uri.of(export.name(), &tls);
             lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
-            controlled.push((
-                member,
-                DiskInUse {
-                    name: disk.name.clone(),
-                    transport: DiskCommand::Nbd.name(),
-                    backend: Arc::clone(&disk.backend),
-                    metrics: export.metrics(),
-                    throttle: export.throttle(),
-                    device: export.control(),
-                },
-            ));
+            controlled.push((member, disk));
             exports.push(export);
         }
-        let listener = bound.listener;
         services.push(Service {
             listener,
             exports,
             tls: tls.clone(),
         });
+        places.push((group.place.clone(), uri));
     }
+    drop(disks);
     let server = Server::start(services).map_err(CommandError::failed)?;
     announce(&lines);
     controlled.sort_by_key(|(member, _)| *member);
-    let controlled: Vec<_> = controlled.into_iter().map(|(_, disk)| disk).collect();
-    let ended = ending.wait(controlled.clone());
-    server.stop();
-    ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
+    let controlled = controlled.into_iter().map(|(_, disk)| disk).collect();
+    let exposure = Exports {
+        server,
+        places,
+        tls,
+    };
+    let (specs, dirs) = (&arguments.disks, &arguments.disk_dirs);
+    let members = Membership::new(exposure, specs, dirs, logs, 1);
+    ending.wait(controlled, Some(Box::new(members)))
+}
+
+/// The export of a disk, and its handle.
+fn export(spec: &DiskSpec, disk: &OpenDisk) -> (Export, DiskInUse) {
+    let described = format!("{}, write-ahead logged by walvisor", disk.name);
+    let export = Export::new(&export_name(spec), &described, Arc::clone(&disk.backend))
+        .answering(disk.device.answer);
+    export.throttle().set(disk.limits);
+    let in_use = DiskInUse {
+        name: disk.name.clone(),
+        transport: DiskCommand::Nbd.name(),
+        backend: Arc::clone(&disk.backend),
+        metrics: export.metrics(),
+        throttle: export.throttle(),
+        device: export.control(),
+    };
+    (export, in_use)
+}
+
+/// The server, and the places where its clients find its services.
+struct Exports {
+    server: Server,
+    places: Vec<(ListenAddress, Uri)>,
+    tls: Tls,
+}
+
+impl Exports {
+    /// The service at a disk's place.
+    fn service(&self, spec: &DiskSpec) -> Result<usize, String> {
+        let wanted = place(spec)?;
+        let mut places = self.places.iter();
+        places
+            .position(|(place, uri)| *place == wanted || uri.is_at(&wanted))
+            .ok_or_else(|| {
+                let places: Vec<_> = self.places.iter().map(|(_, uri)| uri.key()).collect();
+                format!(
+                    "disk '{}': a disk can be added where this daemon listens already: give {}",
+                    spec.name(),
+                    places.join(" or ")
+                )
+            })
+    }
+}
+
+impl Exposure for Exports {
+    fn check(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
+        let (service, name) = (self.service(spec)?, export_name(spec));
+        let mut others = others.iter().filter(|other| export_name(other) == name);
+        match others.any(|other| self.service(other) == Ok(service)) {
+            true => Err(same_name(&name)),
+            false => Ok(None),
+        }
+    }
+
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+        let service = self.service(spec)?;
+        let (export, disk) = export(spec, disk);
+        let name = export.name().to_owned();
+        if !self.server.add(service, export) {
+            return Err(same_name(&name));
+        }
+        let place = self.places[service].1.of(&name, &self.tls);
+        Ok(Added { disk, place })
+    }
+
+    fn remove(&mut self, spec: &DiskSpec) {
+        if let Ok(service) = self.service(spec) {
+            self.server.remove(service, &export_name(spec));
+        }
+    }
+
+    /// The listener stays for the other disks.
+    fn forget(&mut self, _spec: &DiskSpec) {}
+}
+
+/// The error for two disks that clients could not tell apart.
+fn same_name(name: &str) -> String {
+    format!("two disks at one address have the name '{name}': give one of them a serial=")
 }
 
 /// Groups the disks by their address, in the order in which the addresses are first named.
@@ -195,10 +269,7 @@ fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
             .collect();
         names.sort();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(format!(
-                "two disks at one address have the name '{}': give one of them a serial=",
-                pair[0]
-            ));
+            return Err(same_name(&pair[0]));
         }
     }
     Ok(groups)
@@ -252,6 +323,22 @@ fn bind(
 }
 
 impl Uri {
+    /// Whether it is this address, whose port the system may have chosen.
+    fn is_at(&self, place: &ListenAddress) -> bool {
+        match (self, place) {
+            (Self::Tcp(address), ListenAddress::Tcp(wanted)) => address == wanted,
+            _ => false,
+        }
+    }
+
+    /// The keys of a disk that is served there.
+    fn key(&self) -> String {
+        match self {
+            Self::Unix(path) => format!("socket={}", path.display()),
+            Self::Tcp(address) => format!("port={},address={}", address.port(), address.ip()),
+        }
+    }
+
     /// The URI of an export (the NBD project's `doc/uri.md`).
     fn of(&self, export: &str, tls: &Tls) -> String {
         let export = escape(export.as_bytes());
@@ -267,6 +354,11 @@ impl Uri {
             Self::Tcp(address) => format!("{scheme}://{address}/{export}"),
         }
     }
+}
+
+/// The URI of an export on a Unix socket.
+pub(in crate::commands) fn unix_uri(socket: &Path, export: &str) -> String {
+    Uri::Unix(socket.to_owned()).of(export, &Tls::Off)
 }
 
 /// Percent-encodes the bytes that a URI's path or query cannot hold (RFC 3986).

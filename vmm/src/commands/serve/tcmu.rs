@@ -15,6 +15,7 @@ use walvisor_devices::listen::{Stop, Waited, Waiter};
 use walvisor_devices::tcmu::Device;
 
 use super::daemon::{DaemonArguments, Ending, announce, conclude};
+use super::members::SharedLogs;
 use crate::commands::CommandError;
 use crate::commands::socket_names::SocketNames;
 use crate::disk::{DiskInUse, OpenDisk};
@@ -23,7 +24,7 @@ use crate::disks;
 use crate::landlock::Places;
 use crate::lio::{Backstore, Change, Events, Standing, Target, TargetExport, Uio, Wanted};
 use crate::metrics::DiskMetrics;
-use crate::seccomp::{self, Duty};
+use crate::seccomp::Duty;
 
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
@@ -75,14 +76,15 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     // changes.
     let events = Events::listen()
         .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
-    arguments.restrict(&mut names, |places| {
+    let scratch = arguments.restrict(&mut names, |places| {
         standing
             .iter()
             .for_each(|disk| reach(places, &target, disk));
     })?;
-    let (open, logs) = disks::open(specs, 1).map_err(CommandError::failed)?;
-    let served = seccomp::restrict(arguments.process.seccomp, Duty::Tcmu)
-        .map_err(CommandError::failed)
+    let (open, logs) = disks::open(specs, 1, scratch).map_err(CommandError::failed)?;
+    let logs = SharedLogs::new(logs);
+    let served = arguments
+        .filter(Duty::Tcmu)
         .and_then(|()| serve(specs, &wanted, &open, &mut standing, events.ok(), ending));
     let down: Vec<_> = standing.into_iter().map(Standing::dismantle).collect();
     let down: Result<Vec<_>, _> = down.into_iter().collect();
@@ -90,7 +92,8 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
         (served, Ok(stays)) => (served, stays),
         (served, Err(error)) => (served.and(Err(CommandError::failed(error))), Vec::new()),
     };
-    conclude(served, metrics, open, logs)?;
+    drop(open);
+    conclude(served, metrics, &logs)?;
     // Now that the logs are closed, no completed write is in memory only, so the next process can take over
     // these back stores.
     for (store, spec) in stays.into_iter().zip(specs) {
@@ -178,15 +181,14 @@ fn serve(
     }
     announce(&lines);
     let stop = Stop::new().map_err(CommandError::failed)?;
-    let ended = thread::scope(|scope| {
+    thread::scope(|scope| {
         if let Some(events) = &events {
             scope.spawn(|| listen(events, &changed, &stop));
         }
-        let ended = ending.wait(controlled.clone());
+        let ended = ending.wait(controlled, None);
         stop.tell();
         ended
-    });
-    ended.map(|()| controlled.iter().map(DiskMetrics::from).collect())
+    })
 }
 
 /// The address where initiators find a disk, for people.

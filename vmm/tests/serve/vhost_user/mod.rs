@@ -7,8 +7,10 @@ mod front_end;
 mod hostile;
 mod largest;
 mod libblkio;
+mod members;
 mod requests;
 
+pub use client::{BUFFER, Client};
 pub use front_end::FrontEnd;
 
 use std::path::Path;

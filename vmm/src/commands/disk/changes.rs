@@ -1,0 +1,87 @@
+//! `walvisor disk changes`: what changed between two points.
+
+use clap::Args;
+use serde_json::json;
+use walvisor_storage::{self as storage, Allocation, Point};
+
+use super::path::{DiskPath, print};
+use crate::commands::CommandError;
+use crate::commands::in_use::cannot_look;
+use crate::commands::threads::Threads;
+use crate::point::parse_point;
+
+/// The arguments of `walvisor disk changes`.
+#[derive(Debug, Args)]
+pub(super) struct ChangesArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The point after which the changes begin: cid:N or lsn:N (`walvisor log dump` shows both),
+    /// time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
+    #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+    from: Point,
+    /// The point with which the changes end [default: the newest record].
+    #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+    to: Option<Point>,
+    #[command(flatten)]
+    threads: Threads,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Carries out `walvisor disk changes`.
+pub(super) fn run(arguments: &ChangesArguments) -> Result<(), CommandError> {
+    let ChangesArguments {
+        disk,
+        from,
+        to,
+        threads,
+        json,
+    } = arguments;
+    let found = storage::disk_changes(&disk.path, &disk.log(), *from, *to, threads.get());
+    let storage::Changes {
+        size,
+        from_lsn,
+        to_lsn,
+        ranges,
+    } = found.map_err(cannot_look)?;
+    let changed: u64 = ranges.iter().map(|range| range.len).sum();
+    let ranges = ranges.iter().map(|range| {
+        let now = match range.now {
+            Allocation::Data => "data",
+            Allocation::Zero => "zero",
+            Allocation::Hole => "discarded",
+        };
+        (range.offset, range.len, now)
+    });
+    if *json {
+        let ranges = ranges.map(|(offset, len, now)| {
+            json!({
+                "offset_bytes": offset,
+                "length_bytes": len,
+                "now": now,
+            })
+        });
+        print(format_args!(
+            "{}\n",
+            json!({
+                "disk": disk.path,
+                "size_bytes": size,
+                "from_lsn": from_lsn,
+                "to_lsn": to_lsn,
+                "changed_bytes": changed,
+                "ranges": ranges.collect::<Vec<_>>(),
+            })
+        ));
+        return Ok(());
+    }
+    let mut text = format!("{:>16} {:>16}  now\n", "offset", "bytes");
+    for (offset, len, now) in ranges {
+        text.push_str(&format!("{offset:>16} {len:>16}  {now}\n"));
+    }
+    print(format_args!(
+        "{text}{}: {changed} of {size} bytes changed after LSN {from_lsn}, up to LSN {to_lsn}\n",
+        disk.path.display()
+    ));
+    Ok(())
+}

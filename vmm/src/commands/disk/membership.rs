@@ -1,0 +1,74 @@
+//! `walvisor disk leave` and `move-log`: a disk without its log, and a disk on another log.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::json;
+use walvisor_storage::{self as storage, StoreOptions};
+
+use super::path::{DiskPath, print};
+use crate::commands::CommandError;
+
+/// The arguments of `walvisor disk leave`.
+#[derive(Debug, Args)]
+pub(super) struct LeaveArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk move-log`.
+#[derive(Debug, Args)]
+pub(super) struct MoveArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// The directory of the other log.
+    new: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Carries out `walvisor disk leave`.
+pub(super) fn leave(arguments: &LeaveArguments) -> Result<(), CommandError> {
+    let LeaveArguments { disk, json } = arguments;
+    let (path, log) = (&disk.path, disk.log());
+    let left = storage::leave_log(path, &log).map_err(CommandError::failed)?;
+    if *json {
+        print(format_args!(
+            "{}\n",
+            json!({ "disk": path, "log": log, "disks_left": left })
+        ));
+        return Ok(());
+    }
+    let (name, log) = (path.display(), log.display());
+    match left.len() {
+        0 => print(format_args!(
+            "{name}: a raw image now; the log in {log} has no disk any more: remove that directory\n"
+        )),
+        count => print(format_args!(
+            "{name}: a raw image now; disks left on the log in {log}: {count}\n"
+        )),
+    }
+    Ok(())
+}
+
+/// Carries out `walvisor disk move-log`.
+pub(super) fn move_log(arguments: &MoveArguments) -> Result<(), CommandError> {
+    let MoveArguments { disk, new, json } = arguments;
+    let path = &disk.path;
+    storage::move_to_log(path, &disk.log(), new, &StoreOptions::default())
+        .map_err(CommandError::failed)?;
+    match json {
+        true => print(format_args!("{}\n", json!({ "disk": path, "log": new }))),
+        false => print(format_args!(
+            "{}: on the log in {} now; open it with log={}\n",
+            path.display(),
+            new.display(),
+            new.display(),
+        )),
+    }
+    Ok(())
+}

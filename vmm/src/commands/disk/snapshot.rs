@@ -1,0 +1,101 @@
+//! `walvisor disk snapshot`, `snapshots` and `snapshot-delete`: named points in the history of a disk that is not in use.
+
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::{Value, json};
+use walvisor_storage::{self as storage, DiskOptions, SnapshotName, Store, StoreOptions};
+
+use super::path::{DiskPath, print};
+use crate::commands::CommandError;
+use crate::commands::in_use::cannot_look;
+use crate::point::{snapshot_json, time_text};
+
+/// The arguments of `walvisor disk snapshot` and `snapshot-delete`.
+#[derive(Args, Debug)]
+pub(super) struct SnapshotArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// Its name: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
+    name: SnapshotName,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk snapshots`.
+#[derive(Args, Debug)]
+pub(super) struct SnapshotsArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Opens the disk for one change of its log's history.
+fn change<T>(
+    disk: &DiskPath,
+    change: impl FnOnce(&storage::Disk) -> storage::Result<T>,
+) -> Result<T, CommandError> {
+    let options = StoreOptions {
+        // What the log holds can stay there.
+        close_time: Some(Duration::ZERO),
+        ..StoreOptions::default()
+    };
+    let store = Store::open(&disk.log(), &[DiskOptions::new(&disk.path)], &options);
+    let store = store.map_err(cannot_look)?;
+    let changed = change(&store.disks()[0]).map_err(CommandError::failed)?;
+    store.close().map_err(CommandError::failed)?;
+    Ok(changed)
+}
+
+/// Makes a snapshot.
+pub(super) fn make(arguments: &SnapshotArguments) -> Result<(), CommandError> {
+    let SnapshotArguments { disk, name, json } = arguments;
+    let made = change(disk, |disk| disk.snapshot(*name))?;
+    match json {
+        true => print(format_args!("{}\n", snapshot_json(&made))),
+        false => print(format_args!(
+            "{}: snapshot '{name}' at lsn:{} of cid:{}\n",
+            disk.path.display(),
+            made.lsn,
+            made.cid
+        )),
+    }
+    Ok(())
+}
+
+/// Deletes a snapshot.
+pub(super) fn delete(arguments: &SnapshotArguments) -> Result<(), CommandError> {
+    let SnapshotArguments { disk, name, json } = arguments;
+    change(disk, |disk| disk.delete_snapshot(*name))?;
+    if *json {
+        print(format_args!("{}\n", json!({ "deleted": name.as_str() })));
+    }
+    Ok(())
+}
+
+/// Lists the snapshots.
+pub(super) fn list(arguments: &SnapshotsArguments) -> Result<(), CommandError> {
+    let SnapshotsArguments { disk, json } = arguments;
+    let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
+    let snapshots = report
+        .log
+        .map_or_else(Vec::new, |log| log.history.snapshots);
+    if *json {
+        let all: Vec<_> = snapshots.iter().map(snapshot_json).collect();
+        print(format_args!("{}\n", Value::from(all)));
+        return Ok(());
+    }
+    for snapshot in snapshots {
+        print(format_args!(
+            "{}  {}  lsn:{}  cid:{}\n",
+            snapshot.name,
+            time_text(snapshot.unix_us),
+            snapshot.lsn,
+            snapshot.cid
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! Looks at disks in use: each is served read-only, or with a scratch file, over NBD on a socket of its own.
+//!
+//! ```text
+//!   walvisor ctl look ── binds SOCKET ── descriptors ──▶ Looks::serve ──▶ a thread: NBD server of one export
+//!          │                                                                  │ until its last client is gone, 'unlook', or
+//!          └─ child that removes the name ◀────────── closes the pipe ────────┘ the end of the process
+//! ```
+//! The process may not be able to reach the directory of the socket, and need not: the client makes the socket.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use serde_json::{Value, json};
+use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::listen::{Stop, join};
+use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
+use walvisor_storage::Look;
+
+use super::command::{ControlError, LookRequest};
+
+/// Most looks that are open at a time: each has threads and an index of its own.
+pub const MAX_LOOKS: usize = 64;
+
+/// The looks that are open. Dropping it ends them.
+#[derive(Default)]
+pub(super) struct Looks {
+    open: Arc<Mutex<Vec<Served>>>,
+}
+
+/// A look that is served.
+struct Served {
+    /// What clients are told of it.
+    told: Value,
+    end: Stop,
+    thread: JoinHandle<()>,
+}
+
+impl Served {
+    fn is(&self, key: &str, value: &str) -> bool {
+        self.told[key].as_str() == Some(value)
+    }
+
+    /// Ends the look, and returns once its socket is closed.
+    fn end(self) -> Value {
+        self.end.tell();
+        join(self.thread, "a look");
+        self.told
+    }
+}
+
+fn lock(open: &Mutex<Vec<Served>>) -> MutexGuard<'_, Vec<Served>> {
+    // A list is whole whenever it is unlocked.
+    open.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Looks {
+    /// Serves a look at a disk. `kept`: descriptors that are closed when the look has ended.
+    pub(super) fn serve(
+        &self,
+        disk: &str,
+        look: Look,
+        request: &LookRequest,
+        listener: UnixListener,
+        kept: Vec<OwnedFd>,
+    ) -> io::Result<Value> {
+        let mut open = lock(&self.open);
+        if open.len() >= MAX_LOOKS {
+            let full = format!("{MAX_LOOKS} looks are open: end one ('unlook')");
+            return Err(io::Error::other(full));
+        }
+        let file = Path::new(disk).file_name();
+        let name = file.map_or_else(|| disk.into(), |name| name.to_string_lossy());
+        let told = json!({
+            "socket": request.socket,
+            "export": name,
+            "disk": disk,
+            "at": request.at,
+            "size_bytes": look.sectors() * SECTOR_SIZE,
+            "scratch": request.scratch,
+            "keep": request.keep,
+        });
+        let end = Stop::new()?;
+        let mut export = Export::new(
+            &name,
+            &format!("{disk} as of {}", request.at),
+            Arc::new(look),
+        );
+        if !request.keep {
+            let deserted = end.clone();
+            export = export.when_deserted(move || deserted.tell());
+        }
+        let server = Server::start(vec![Service {
+            listener: Listener::Unix(listener),
+            exports: vec![export],
+            tls: Tls::Off,
+        }])?;
+        let (all, ended) = (Arc::clone(&self.open), end.clone());
+        let thread = thread::Builder::new().name("look".into());
+        let thread = thread.spawn(move || {
+            let mut wanted = [PollFd::new(&ended, PollFlags::IN)];
+            while let Err(Errno::INTR) = poll(&mut wanted, None) {}
+            server.stop();
+            // Whoever removes the socket's name finds nobody there any more.
+            drop(kept);
+            let me = thread::current().id();
+            lock(&all).retain(|served| served.thread.thread().id() != me);
+        })?;
+        open.push(Served {
+            told: told.clone(),
+            end,
+            thread,
+        });
+        Ok(told)
+    }
+
+    /// Ends the look on this socket, or the only one at this disk.
+    pub(super) fn end(&self, look: &str) -> Result<Value, ControlError> {
+        let mut open = lock(&self.open);
+        let mut found = open.iter().position(|served| served.is("socket", look));
+        if found.is_none() {
+            let of_disk = |served: &Served| served.is("disk", look);
+            found = open.iter().position(of_disk);
+            if open.iter().filter(|served| of_disk(served)).count() > 1 {
+                return Err(ControlError::new(format_args!(
+                    "several looks at '{look}' are open: give the socket of one ('looks' lists them)"
+                )));
+            }
+        }
+        let Some(found) = found else {
+            return Err(ControlError::new(format_args!(
+                "no look '{look}' is open: give its socket or its disk ('looks' lists them)"
+            )));
+        };
+        let served = open.remove(found);
+        // The look's thread locks the list at its end.
+        drop(open);
+        Ok(served.end())
+    }
+
+    /// All looks, for clients.
+    pub(super) fn told(&self) -> Value {
+        let open = lock(&self.open);
+        let looks: Vec<_> = open.iter().map(|served| served.told.clone()).collect();
+        json!({ "looks": looks })
+    }
+}
+
+impl Drop for Looks {
+    fn drop(&mut self) {
+        let all = std::mem::take(&mut *lock(&self.open));
+        all.iter().for_each(|served| served.end.tell());
+        all.into_iter().for_each(|served| drop(served.end()));
+    }
+}

@@ -1,0 +1,340 @@
+//! Disks as they were: `at=` in a disk's spec.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::raw_client::{FLUSH, READ, RawClient, WRITE};
+use super::vhost_user::{BUFFER, Client};
+use super::{Daemon, MIB, create, metric, noise, text, walvisor};
+use walvisor_storage::{StoreOptions, create_disk};
+
+const TRIM: u16 = 4;
+
+/// Makes a disk of 8 MiB whose daemon was killed after these commits. Returns the state after each of them.
+fn killed(dir: &Path, commits: usize) -> Vec<Vec<u8>> {
+    create(dir, "disk.img", "8M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    let mut disk = vec![0; 8 << 20];
+    let data = noise(64 << 10);
+    let mut states = Vec::new();
+    for commit in 0..commits {
+        // Each commit overwrites half of the one before.
+        let at = MIB as usize + commit * (32 << 10);
+        let mut data = data.clone();
+        data[..8].copy_from_slice(&commit.to_le_bytes());
+        client.write(1, at as u64, &data);
+        client.flush(2);
+        disk[at..at + data.len()].copy_from_slice(&data);
+        states.push(disk.clone());
+    }
+    daemon.kill();
+    let _ = fs::remove_file(dir.join("s"));
+    states
+}
+
+/// The commit IDs in a log.
+fn cids(dir: &Path) -> Vec<u64> {
+    let dump = text(&walvisor(dir, "log dump disk.img.wal --json").stdout);
+    let group = |line: &str| serde_json::from_str::<Value>(line).unwrap()["cid"].as_u64();
+    dump.lines().map(|line| group(line).unwrap()).collect()
+}
+
+/// All bytes of a served disk.
+fn contents(client: &mut RawClient) -> Vec<u8> {
+    client.request(0, READ, 9, 0, 8 * MIB);
+    let reply = client.reply();
+    assert_eq!(reply.kind, 1);
+    reply.data[8..].to_vec()
+}
+
+/// The bytes of the disk's files.
+fn files(dir: &Path) -> Vec<Vec<u8>> {
+    let names = fs::read_dir(dir.join("disk.img.wal")).unwrap();
+    let mut paths: Vec<_> = names.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths.push(dir.join("disk.img"));
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
+#[test]
+fn ten_points_are_looked_at_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let states = killed(dir, 10);
+    let (cids, before) = (cids(dir), files(dir));
+    assert_eq!(cids.len(), states.len());
+    let disks = cids.iter().map(|cid| {
+        format!("--disk path=disk.img,at=cid:{cid},socket=s,serial=cid-{cid},readonly=on ")
+    });
+    let daemon = Daemon::start(dir, &disks.collect::<String>());
+    // The URIs are in the order of the command line.
+    for ((cid, uri), state) in cids.iter().zip(&daemon.uris).zip(&states) {
+        assert!(uri.contains(&format!("/cid-{cid}?")), "{uri}");
+        let copy = format!("copy-{cid}");
+        super::client(dir, "nbdcopy", &[uri, &copy]);
+        assert!(fs::read(dir.join(copy)).unwrap() == *state, "cid {cid}");
+    }
+    // Another process looks too.
+    let other = format!("--disk path=disk.img,at=cid:{},socket=t", cids[3]);
+    let other = Daemon::start(dir, &other);
+    let mut client = RawClient::extended(&dir.join("t"));
+    assert!(contents(&mut client) == states[3]);
+    // A write is refused, and a FLUSH succeeds.
+    client.request(1 << 5, WRITE, 1, 0, 512);
+    client.send(&[1; 512]);
+    assert_eq!(client.reply().kind, 0x8001);
+    client.request(0, FLUSH, 2, 0, 0);
+    assert_eq!(client.reply().kind, 0);
+    drop(client);
+    assert_eq!(other.stop(), "");
+    // So does one with another door.
+    let other = format!("--disk path=disk.img,at=cid:{},socket=u", cids[5]);
+    let other = Daemon::start_door(dir, "vhost-user", &other);
+    let mut client = Client::connect(&dir.join("u"), 1);
+    assert_eq!(client.capacity(), 8 * MIB / 512);
+    client.read(0, 0, MIB, BUFFER);
+    client.finish(0, 1);
+    assert!(client.data(0, BUFFER) == states[5][MIB as usize..][..BUFFER]);
+    drop(client);
+    assert_eq!(other.stop(), "");
+    // Nobody may write meanwhile.
+    let refused = walvisor(dir, "disk checkpoint disk.img");
+    assert!(text(&refused.stderr).contains("already open elsewhere"));
+    assert_eq!(daemon.stop(), "");
+    assert!(files(dir) == before, "looks change nothing");
+}
+
+/// The client of a scratch disk reads what it wrote; the disk and its log stay as they are.
+#[test]
+fn what_is_written_to_a_scratch_disk_is_thrown_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let states = killed(dir, 4);
+    let (cids, before) = (cids(dir), files(dir));
+    let disk = format!(
+        "--disk path=disk.img,at=cid:{},scratch=on,socket=s",
+        cids[1]
+    );
+    let daemon = Daemon::start(dir, &disk);
+    let mut client = RawClient::extended(&dir.join("s"));
+    let mut state = states[1].clone();
+    let data = noise(MIB as usize);
+    for at in [
+        3 * MIB as usize / 2,
+        5 * MIB as usize,
+        8 * MIB as usize - 4096,
+    ] {
+        let data = &data[..data.len().min(state.len() - at)];
+        client.write(1, at as u64, data);
+        state[at..at + data.len()].copy_from_slice(data);
+    }
+    client.request(0, TRIM, 1, 5 * MIB, 8192);
+    assert_eq!(client.reply().kind, 0);
+    state[5 << 20..(5 << 20) + 8192].fill(0);
+    client.flush(2);
+    assert!(contents(&mut client) == state);
+    assert_eq!(daemon.stop(), "");
+    // Another look begins anew.
+    let daemon = Daemon::start(dir, &disk);
+    let mut client = RawClient::extended(&dir.join("s"));
+    assert!(contents(&mut client) == states[1]);
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+    assert!(
+        files(dir) == before,
+        "the disk and its log are as they were"
+    );
+}
+
+#[test]
+fn what_cannot_be_looked_at_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    killed(dir, 2);
+    let newest = cids(dir)[1];
+    let refused = |disks: &str, status: i32, parts: &[&str]| {
+        let output = walvisor(dir, &format!("serve nbd {disks}"));
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+        for part in parts {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+    };
+    let future = format!("--disk path=disk.img,socket=s,at=cid:{}", newest + 1);
+    let told = format!("the newest is lsn:2 of cid:{newest}");
+    refused(&future, 1, &["disk.img.wal", &told]);
+    create(dir, "other.img", "1M");
+    fs::remove_dir_all(dir.join("other.img.wal")).unwrap();
+    refused(
+        "--disk path=other.img,socket=s,at=cid:1",
+        1,
+        &["other.img.wal: no log, so no history"],
+    );
+    refused(
+        "--disk path=disk.img,socket=s --disk path=disk.img,socket=t,at=cid:1",
+        2,
+        &["disk 'disk.img' has at="],
+    );
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    refused(
+        "--disk path=disk.img,socket=t,at=cid:1",
+        1,
+        &["already open elsewhere"],
+    );
+    assert_eq!(daemon.stop(), "");
+}
+
+/// The output of `walvisor ctl ctl WORDS`.
+#[track_caller]
+fn ctl(dir: &Path, words: &str) -> Value {
+    let output = walvisor(dir, &format!("ctl ctl {words}"));
+    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// A client's disk is named at one moment while the client goes on writing; the log keeps it, and what it is told to keep,
+/// over a stop and a kill.
+#[test]
+fn a_disk_in_use_gets_snapshots_and_keeps_history() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "8M");
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,retain=64M",
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    let mut disk = vec![0; 8 << 20];
+    let mut write = |client: &mut RawClient, number: usize| {
+        let (at, data) = (number * 7 % 2048 * 4096, [number as u8 + 1; 4096]);
+        client.write(1, at as u64, &data);
+        disk[at..at + 4096].copy_from_slice(&data);
+        disk.clone()
+    };
+    let mut states = Vec::new();
+    for number in 0..20 {
+        let state = write(&mut client, number);
+        if number % 5 == 4 {
+            // No FLUSH: the snapshot makes durable what was written.
+            let made = ctl(dir, &format!("snapshot at-{number}"));
+            assert_eq!(made["lsn"], number + 1);
+            states.push((format!("at-{number}"), state));
+        }
+    }
+    let listed = ctl(dir, "snapshots");
+    assert_eq!(listed["retain"], (64 << 20).to_string());
+    assert_eq!(listed["snapshots"].as_array().unwrap().len(), states.len());
+    assert_eq!(ctl(dir, "snapshot-delete at-4")["deleted"], "at-4");
+    for (words, expected) in [
+        ("snapshot at-9", "exists already"),
+        ("snapshot a:b", "is no name for a snapshot"),
+        (
+            "snapshot-delete at-4",
+            "no snapshot 'at-4': the log has at-9, at-14, at-19",
+        ),
+        (
+            "set-retain much",
+            "is no amount of history: give off, all, a time such as 24h",
+        ),
+        ("checkpoint", "snapshot 'at-9' needs the log"),
+    ] {
+        let output = walvisor(dir, &format!("ctl ctl {words}"));
+        assert_eq!(output.status.code(), Some(1));
+        let told = text(&output.stderr);
+        assert!(told.contains(expected), "{words}: {told}");
+    }
+    assert_eq!(ctl(dir, "set-retain 2h")["retain"], "2h");
+    daemon.stop();
+    let restored = |at: &str| {
+        let new = dir.join("new");
+        let _ = fs::remove_file(&new);
+        let output = walvisor(dir, &format!("disk restore disk.img --at {at} -o new"));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        fs::read(new).unwrap()
+    };
+    let all = |states: &[(String, Vec<u8>)]| {
+        for (name, state) in &states[1..] {
+            assert!(restored(&format!("snapshot:{name}")) == *state, "{name}");
+        }
+        // The history is kept too, not only what is named.
+        assert!(restored("lsn:5") == states[0].1);
+    };
+    all(&states);
+    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    assert_eq!(ctl(dir, "snapshots")["retain"], "2h");
+    let mut client = RawClient::extended(&dir.join("s"));
+    write(&mut client, 20);
+    client.flush(2);
+    ctl(dir, "snapshot last");
+    daemon.kill();
+    all(&states);
+    let look = "--disk path=disk.img,at=snapshot:at-14,socket=t";
+    let daemon = Daemon::start(dir, look);
+    let mut client = RawClient::extended(&dir.join("t"));
+    assert!(contents(&mut client) == states[2].1);
+    drop(client);
+    daemon.stop();
+}
+
+/// The owner is told once when snapshots have almost filled the log, and again if that was over meanwhile.
+#[test]
+fn a_log_that_fills_up_for_a_snapshot_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let options = StoreOptions {
+        segment_size: 256 << 10,
+        max_segments: 10,
+        ..StoreOptions::default()
+    };
+    let log = dir.join("disk.img.wal");
+    create_disk(&dir.join("disk.img"), 8 * MIB, &log, &options).unwrap();
+    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    let history = || ctl(dir, "stats --json")["logs"][0]["history"].clone();
+    for round in 0..2 {
+        ctl(dir, &format!("snapshot held-{round}"));
+        let mut number = 0;
+        let told = loop {
+            client.write(1, number % 200 * 32_768, &[7; 32_768]);
+            client.flush(2);
+            number += 1;
+            let told = history();
+            if told["pinned_bytes"].as_u64() >= Some(8 * (256 << 10)) {
+                break told;
+            }
+        };
+        assert_eq!(told["room_bytes"], 10 * (256 << 10));
+        assert_eq!(told["oldest_snapshot"]["name"], format!("held-{round}"));
+        let told = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
+        let pinned = metric(&told, "walvisor_log_pinned_bytes");
+        assert!(pinned >= 8 * (256 << 10));
+        let oldest = format!(
+            "walvisor_log_oldest_snapshot_seconds{{log=\"disk.img.wal\",snapshot=\"held-{round}\"}} "
+        );
+        assert!(told.contains(&oldest), "{told}");
+        let told = text(&walvisor(dir, "ctl ctl stats").stdout);
+        let line = format!("for snapshots (1, the oldest 'held-{round}', ");
+        assert!(told.contains(&line), "{told}");
+        // The log's thread carries out the second of these after it has looked at the log.
+        ctl(dir, "snapshot other");
+        ctl(dir, "snapshot-delete other");
+        ctl(dir, &format!("snapshot-delete held-{round}"));
+        // Now it has seen that the log has room again.
+        ctl(dir, "set-retain off");
+        ctl(dir, "set-retain off");
+    }
+    drop(client);
+    let errors = daemon.stop();
+    let told: Vec<_> = errors.lines().collect();
+    assert_eq!(told.len(), 2, "{errors}");
+    for (round, line) in told.into_iter().enumerate() {
+        let part = format!(
+            "80 % of its room, and writes fail at 100 %: snapshot 'held-{round}' needs the log; delete it with 'snapshot-delete held-{round}'"
+        );
+        assert!(line.contains(&part), "{line}");
+    }
+}
