@@ -12,7 +12,7 @@ use crate::linux::{
 };
 use crate::output::Output;
 use crate::report::plot::{Kind, Plot};
-use crate::report::{Cell, Section, Spread};
+use crate::report::{Better, Cell, Section, Spread};
 
 const SCRIPT: &str = include_str!("../scripts/tcmu.sh");
 
@@ -177,7 +177,7 @@ fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
         let timed = |cell: Cell| if real { cell } else { cell.grey() };
         let ratio = match (Spread::of(&tcmu), Spread::of(&nbd)) {
             (Some(tcmu), Some(nbd)) if nbd.median > 0.0 => {
-                Cell::Number(tcmu.median / nbd.median, 2)
+                Cell::ratio(tcmu.median / nbd.median, Better::More)
             }
             _ => Cell::None,
         };
@@ -219,9 +219,11 @@ fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
         section.plots.push(Plot {
             name: "tcmu-nbd".to_owned(),
             title: "TCMU and NBD in user-mode Linux, a disk in memory, no scheduler".to_owned(),
+            caption: String::new(),
             kind: Kind::Bars {
                 unit: "MB/s".to_owned(),
                 groups: vec!["TCMU".to_owned(), "NBD".to_owned()],
+                even: None,
                 rows: bars,
             },
         });

@@ -1,9 +1,9 @@
 #!/bin/sh
 # First process of a guest. In the initramfs it is /init: loads the modules, then either mounts the root file system
-# named on the command line and continues as its /sbin/init, or stays. There it runs /job (appended to the initramfs)
-# and ends the machine as guest.end=poweroff|reboot|halt says; without a job it gives a shell.
+# named on the command line and continues as its /sbin/init (or what init= names), or stays. There it runs /job (appended
+# to the initramfs) and ends the machine as guest.end=poweroff|reboot|halt says; without a job it gives a shell.
 export PATH=/bin:/sbin HOME=/
-root='' end=poweroff
+root='' init=/sbin/init end=poweroff
 
 if [ "$0" = /init ]; then
     mount -t proc proc /proc
@@ -21,17 +21,27 @@ fi
 for word in $(cat /proc/cmdline); do
     case $word in
     root=*) root=${word#root=} ;;
+    init=*) init=${word#init=} ;;
     guest.end=*) end=${word#guest.end=} ;;
     esac
 done
 
 if [ "$0" = /init ] && [ -n "$root" ]; then
-    if mount -t ext4 "$root" /mnt; then
-        for directory in proc sys dev run; do mount --move /$directory /mnt/$directory; done
-        exec switch_root /mnt /sbin/init
+    if ! mount -t ext4 "$root" /mnt; then
+        echo "guest: cannot mount $root: it holds no ext4"
+        poweroff -f
     fi
-    echo "guest: cannot mount $root"
-    poweroff -f
+    # An absolute link points into the new root, which is not the root yet.
+    if [ -e "/mnt$init" ] || [ -L "/mnt$init" ]; then
+        for directory in proc sys dev run; do mount --move /$directory /mnt/$directory; done
+        exec switch_root /mnt "$init"
+    fi
+    echo "guest: $root has no $init: a shell in its place, whose end powers off"
+    for directory in proc sys dev run; do mount --bind /$directory /mnt/$directory; done
+    setsid cttyhack chroot /mnt /bin/sh
+    sync
+    umount -a -r 2>/dev/null
+    "$end" -f
 fi
 [ "$0" = /init ] || echo "guest: root is $root"
 

@@ -8,7 +8,8 @@
 # and these functions:
 #   progress TEXT                         replaces the progress line
 #   guest_initrd OUT SCRIPT [PART...]     makes an initramfs whose guest runs SCRIPT; with these parts: fio, disks
-#   start_guest NAME ARGUMENT...          starts `walvisor run ARGUMENT...`; its output is shown and kept in $RESULTS/NAME.log
+#   start_guest NAME ARGUMENT...          starts `walvisor run ARGUMENT...`; its output is shown and kept in $RESULTS/NAME.log;
+#                                         its input is $GUEST_INPUT, by default nothing
 #   wait_guest NAME SECONDS               waits for its end: walvisor's exit status, or 124 after SECONDS (it is killed then)
 #   wait_line NAME PATTERN SECONDS        waits until the output has a line that matches PATTERN: 0, or 1 if it never comes
 #   kill_guest NAME                       kills it with SIGKILL, and waits for its end
@@ -22,7 +23,7 @@
 #                                         and that on a nested machine
 JOB=$BASE/job WORK=$BASE/files RESULTS=$BASE/results MACHINE=$(cat "$BASE/machine")
 PATH=$BASE/bin:$PATH
-BOOT_SECONDS=${BOOT_SECONDS:-90}
+BOOT_SECONDS=${BOOT_SECONDS:-90} GUEST_INPUT=${GUEST_INPUT:-/dev/null}
 export IMAGES JOB WORK RESULTS MACHINE PATH
 # KVM polls for an idle guest's next interrupt. In emulation that only takes the processor from others.
 [ "$MACHINE" = nested ] && [ -e /sys/module/kvm/parameters/halt_poll_ns ] && echo 0 >/sys/module/kvm/parameters/halt_poll_ns
@@ -52,7 +53,7 @@ start_guest() {
     echo $! >"$WORK/$name.tee"
     {
         # The inner shell becomes walvisor: its process id is what kill_guest needs.
-        sh -c 'echo $$ >"$0"; exec walvisor run "$@"' "$WORK/$name.pid" "$@" </dev/null
+        sh -c 'echo $$ >"$0"; exec walvisor run "$@"' "$WORK/$name.pid" "$@" <"$GUEST_INPUT"
         echo $? >"$WORK/$name.new"
         mv "$WORK/$name.new" "$WORK/$name.status"
     } >"$WORK/$name.pipe" 2>&1 &

@@ -55,6 +55,12 @@ pub enum Error {
         /// The end of its console.
         console: String,
     },
+    /// A signal has asked this process to end.
+    #[error("ended by signal {signal}")]
+    Stopped {
+        /// Its number.
+        signal: i32,
+    },
     /// A job took too long.
     #[error("the job did not end within {seconds} s: the console output shows what it was doing")]
     TimedOut {

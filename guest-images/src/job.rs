@@ -16,6 +16,7 @@ use crate::nested::{Boot, End, extract};
 use crate::packages::install_missing;
 use crate::process::Leashed;
 use crate::reporter::Reporter;
+use crate::stop;
 use crate::userland::{make_ext4, needed_libraries, search_path};
 
 const RUN: &str = include_str!("../scripts/run.sh");
@@ -39,7 +40,7 @@ pub struct Job {
     /// The script, for a POSIX shell.
     pub script: String,
     /// Further files, `(name, content)`, which the script finds in `$JOB`: mostly the guests' scripts.
-    pub files: Vec<(String, String)>,
+    pub files: Vec<(String, Vec<u8>)>,
     /// The `walvisor` binary.
     pub walvisor: PathBuf,
     /// The whole job is killed after this time.
@@ -48,6 +49,10 @@ pub struct Job {
     pub disk_mebibytes: u64,
     /// How often the job is started at most, from 1, if its machine or a guest on it hangs or crashes.
     pub attempts: u32,
+    /// The socket of a vhost-user disk, which a nested machine has as /dev/vdc.
+    pub disk: Option<PathBuf>,
+    /// Whether the console of a nested machine is the terminal of this process, for input too.
+    pub terminal: bool,
 }
 
 impl Job {
@@ -61,12 +66,14 @@ impl Job {
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
             attempts: 6,
+            disk: None,
+            terminal: false,
         }
     }
 
     /// Adds the file `$JOB/<name>`.
     #[must_use]
-    pub fn file(mut self, name: impl Into<String>, content: impl Into<String>) -> Self {
+    pub fn file(mut self, name: impl Into<String>, content: impl Into<Vec<u8>>) -> Self {
         self.files.push((name.into(), content.into()));
         self
     }
@@ -95,6 +102,7 @@ impl Job {
         install_missing(needs, reporter)?;
         let images = GuestImages::ensure(cache, reporter)?;
         for attempt in 1..=self.attempts {
+            stop::check()?;
             let area = Area::new(cache, reporter)?;
             let base = area.path().join(BASE);
             self.lay_out(&base, machine)?;
@@ -114,6 +122,10 @@ impl Job {
                     let _session = cache.lock("session", reporter)?;
                     let disk = images_disk(cache, &images, reporter)?;
                     reporter.progress("booting the outer machine");
+                    if self.terminal {
+                        reporter.note("booting the outer machine, which takes some seconds");
+                        reporter.clear();
+                    }
                     self.run_nested(&base, &images, &disk, line)?
                 }
             };
@@ -144,7 +156,7 @@ impl Job {
             let path = base.join(directory);
             fs::create_dir_all(&path).at("create", &path)?;
         }
-        let write = |name: &str, content: &str, mode: u32| {
+        let write = |name: &str, content: &[u8], mode: u32| {
             let path = base.join(name);
             fs::write(&path, content).at("write", &path)?;
             fs::set_permissions(&path, fs::Permissions::from_mode(mode))
@@ -154,10 +166,10 @@ impl Job {
             Machine::Direct => "direct",
             Machine::Nested => "nested",
         };
-        write("machine", kind, 0o644)?;
-        write("run.sh", RUN, 0o644)?;
-        write("guest-functions.sh", GUEST_FUNCTIONS, 0o644)?;
-        write("job/job.sh", &self.script, 0o644)?;
+        write("machine", kind.as_bytes(), 0o644)?;
+        write("run.sh", RUN.as_bytes(), 0o644)?;
+        write("guest-functions.sh", GUEST_FUNCTIONS.as_bytes(), 0o644)?;
+        write("job/job.sh", self.script.as_bytes(), 0o644)?;
         for (name, content) in &self.files {
             write(&format!("job/{name}"), content, 0o644)?;
         }
@@ -177,7 +189,8 @@ impl Job {
                 "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
             }
         };
-        write("bin/walvisor", &format!("#!/bin/sh\n{start}\n"), 0o755)
+        let start = format!("#!/bin/sh\n{start}\n");
+        write("bin/walvisor", start.as_bytes(), 0o755)
     }
 
     /// Runs the script on this machine. Returns `None` if a guest hung at boot.
@@ -205,6 +218,7 @@ impl Job {
                 ControlFlow::Continue(())
             }
         });
+        stop::check()?;
         let status = status
             .at("wait for", "sh")?
             .ok_or_else(|| self.timed_out())?;
@@ -231,6 +245,8 @@ impl Job {
             images: disk,
             work: &work,
             limit: self.limit,
+            disks: self.disk.as_slice(),
+            terminal: self.terminal,
         };
         let mut no_kvm = false;
         let end = boot.run(|text| {

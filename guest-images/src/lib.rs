@@ -13,9 +13,10 @@
 //! From the command line:
 //!
 //! ```text
+//! cargo run -p walvisor-guest-images -- boot disk.img              a guest of your own: a raw image with an ext4 root
 //! cargo run -p walvisor-guest-images -- build                      images only; prints their directory
 //! cargo run -p walvisor-guest-images -- run job.sh [FILE ...]      runs job.sh; FILEs are found in $JOB
-//!                                          [--walvisor PATH]       (default: built with cargo)
+//!                                          [--walvisor PATH]       (default: beside this program, or built with cargo)
 //!                                          [--results DIR]         keeps what the job put into $RESULTS
 //! cargo run -p walvisor-guest-images -- user-mode script.sh        user-mode Linux, near native: streams its console
 //!                                          [--disk SOCKET]         a vhost-user disk, as /dev/vda, /dev/vdb, ...
@@ -42,6 +43,7 @@
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 
 mod area;
+mod boot;
 mod cache;
 mod demo;
 mod error;
@@ -56,8 +58,10 @@ mod packages;
 mod process;
 mod program;
 mod reporter;
+pub mod stop;
 mod userland;
 
+pub use boot::OwnGuest;
 pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
@@ -68,5 +72,5 @@ pub use machine::Machine;
 pub use metrics::Metrics;
 pub use packages::{install_missing, obstacle};
 pub use process::leash;
-pub use program::{program, walvisor_binary, without_cargo};
+pub use program::{program, sibling_or_built, walvisor_binary, without_cargo};
 pub use reporter::Reporter;

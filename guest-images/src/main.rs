@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use walvisor_guest_images::{
-    Cache, Error, Guest, GuestImages, Job, Reporter, Result, UserMode, demo, guest::END,
-    install_missing, walvisor_binary,
+    Cache, Error, Guest, GuestImages, Job, OwnGuest, Reporter, Result, UserMode, demo, guest::END,
+    install_missing, sibling_or_built, stop,
 };
 
 #[derive(Parser)]
@@ -23,6 +23,27 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Action {
+    /// Boots your own root image with Debian's kernel, its disk on a log: with `walvisor run` here, or nested where this
+    /// machine's KVM runs no kernel. On a terminal Ctrl-A x ends the guest
+    Boot {
+        /// The raw image: an ext4 root file system, or a disk with one on a partition
+        image: PathBuf,
+        /// The device with the root file system
+        #[arg(long, default_value = "/dev/vda")]
+        root: String,
+        /// Further words of the kernel's command line, such as init=/bin/bash
+        #[arg(long, default_value = "")]
+        append: String,
+        /// Virtual CPUs
+        #[arg(long, default_value_t = 1)]
+        cpus: u8,
+        /// Guest memory
+        #[arg(long, default_value = "512M")]
+        memory: String,
+        /// The walvisor binary [default: beside this program, or built from this source tree]
+        #[arg(long)]
+        walvisor: Option<PathBuf>,
+    },
     /// Builds the images if they are missing or out of date, and prints their directory
     Build,
     /// Runs a shell script on a machine whose KVM can run Linux; ends with its exit status
@@ -31,7 +52,7 @@ enum Action {
         script: PathBuf,
         /// Further files, which the script finds in $JOB
         files: Vec<PathBuf>,
-        /// The walvisor binary [default: built from this source tree]
+        /// The walvisor binary [default: beside this program, or built from this source tree]
         #[arg(long)]
         walvisor: Option<PathBuf>,
         /// Copies what the script put into $RESULTS into this directory
@@ -65,7 +86,7 @@ enum Action {
     },
     /// The embedded guest, then a Debian guest that runs fio on two write-ahead-logged disks, and a table
     Demo {
-        /// The walvisor binary [default: built from this source tree]
+        /// The walvisor binary [default: beside this program, or built from this source tree]
         #[arg(long)]
         walvisor: Option<PathBuf>,
         /// Where fio's JSON, the metrics and the console are kept
@@ -75,11 +96,18 @@ enum Action {
 }
 
 fn main() -> ExitCode {
-    match act(Arguments::parse()) {
+    let arguments = Arguments::parse();
+    let ended = stop::children_first()
+        .map_err(|error| Error::Unusable(format!("cannot wait for signals: {error}")))
+        .and_then(|()| act(arguments));
+    match ended {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
             eprintln!("walvisor-guest-images: {error}");
-            ExitCode::FAILURE
+            match error {
+                Error::Stopped { signal } => ExitCode::from(128_u8.saturating_add(signal as u8)),
+                _ => ExitCode::FAILURE,
+            }
         }
     }
 }
@@ -87,6 +115,23 @@ fn main() -> ExitCode {
 fn act(arguments: Arguments) -> Result<u8> {
     let cache = Cache::open(arguments.cache)?;
     match arguments.command {
+        Action::Boot {
+            image,
+            root,
+            append,
+            cpus,
+            memory,
+            walvisor,
+        } => {
+            let guest = OwnGuest {
+                image,
+                root,
+                append,
+                cpus,
+                memory,
+            };
+            guest.boot(&binary(walvisor)?, &cache)
+        }
         Action::Build => {
             let images = GuestImages::ensure(&cache, &Reporter::quiet(None))?;
             println!("{}", images.directory.display());
@@ -108,7 +153,7 @@ fn act(arguments: Arguments) -> Result<u8> {
                     .unwrap_or_default()
                     .to_string_lossy()
                     .into_owned();
-                job = job.file(name, read(&file)?);
+                job = job.file(name, fs::read(&file).map_err(unread(&file))?);
             }
             let outcome = job.run(&cache, &reporter)?;
             if let Some(target) = results {
@@ -206,17 +251,19 @@ fn absolute(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// The binary `named` on the command line, else one built now.
+/// The binary `named` on the command line, else the one that belongs to this program.
 fn binary(named: Option<PathBuf>) -> Result<PathBuf> {
-    let reporter = Reporter::quiet(None);
-    reporter.progress("building walvisor");
-    named.map_or_else(|| walvisor_binary("release"), Ok)
+    named.map_or_else(|| sibling_or_built(&Reporter::quiet(None)), Ok)
 }
 
 fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|source| Error::File {
+    fs::read_to_string(path).map_err(unread(path))
+}
+
+fn unread(path: &Path) -> impl Fn(std::io::Error) -> Error {
+    move |source| Error::File {
         action: "read",
         path: path.to_owned(),
         source,
-    })
+    }
 }

@@ -8,12 +8,17 @@
 //! ```
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::stdio::stdin;
+use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
+
 use crate::error::{Error, FileContext, Result};
+use crate::guest::vhost_user_disk;
 use crate::process::{Leashed, failed, run};
+use crate::stop;
 use crate::userland::search_path;
 
 /// Messages of the kernels of either machine when a processor is stuck. Emulated virtualisation sometimes mixes the
@@ -43,6 +48,10 @@ pub(crate) struct Boot<'a> {
     pub(crate) images: &'a Path,
     pub(crate) work: &'a Path,
     pub(crate) limit: Duration,
+    /// Sockets of further vhost-user disks: /dev/vdc, ...
+    pub(crate) disks: &'a [PathBuf],
+    /// Whether its console is the terminal of this process.
+    pub(crate) terminal: bool,
 }
 
 impl Boot<'_> {
@@ -55,12 +64,17 @@ impl Boot<'_> {
             )
         };
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
-            .args(["-display", "none", "-serial", "stdio"])
+            .args(["-display", "none", "-serial", "chardev:console", "-chardev"])
+            // Ctrl-C on a terminal goes to the guest.
+            .arg(format!("stdio,id=console,signal={}", if self.terminal { "off" } else { "on" }))
             .args([
                 "-accel",
                 "tcg,thread=multi",
                 "-machine",
-                "q35",
+                // The daemons of vhost-user disks share the machine's memory.
+                "q35,memory-backend=memory",
+                "-object",
+                "memory-backend-memfd,id=memory,size=4G,share=on",
                 "-cpu",
                 "EPYC,+svm",
             ])
@@ -82,7 +96,11 @@ impl Boot<'_> {
             // The disk is deleted after the run, so it need not survive a power loss of this machine.
             .arg(disk("work", self.work, "cache=unsafe"))
             .args(["-device", "virtio-blk-pci,drive=work"])
-            .stdin(Stdio::null())
+            .args(self.disks.iter().flat_map(|socket| vhost_user_disk(socket, 1)))
+            .stdin(match self.terminal {
+                true => Stdio::inherit(),
+                false => Stdio::null(),
+            })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         qemu
@@ -93,10 +111,16 @@ impl Boot<'_> {
     /// # Errors
     /// QEMU cannot be started or fails.
     pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<End> {
+        let _terminal = self.terminal.then(Terminal::keep);
         let mut command = self.command();
         let mut qemu = Leashed::spawn(&mut command, false)?;
+        if self.terminal {
+            qemu.show();
+        }
         let start = Instant::now();
         let (mut booted, mut stuck) = (false, false);
+        // A person may think for longer than a machine.
+        let waits_for_person = self.terminal && isatty(stdin());
         let mut heard = start;
         let status = qemu.watch(|text| {
             if let Some(text) = text {
@@ -105,13 +129,14 @@ impl Boot<'_> {
                 stuck |= STUCK.iter().any(|words| text.contains(words));
                 line(text);
             }
-            stuck |= heard.elapsed() > SILENCE_LIMIT;
+            stuck |= !waits_for_person && heard.elapsed() > SILENCE_LIMIT;
             if stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
             }
         });
+        stop::check()?;
         match status.at("wait for", "qemu-system-x86_64")? {
             Some(status) if status.code().is_none() => {
                 line(&format!("outer: qemu-system-x86_64 was killed: {status}"));
@@ -121,6 +146,24 @@ impl Boot<'_> {
             Some(_) if booted => Ok(End::PoweredOff),
             None if booted && !stuck => Ok(End::TimedOut),
             _ => Ok(End::Hung),
+        }
+    }
+}
+
+/// The mode of the terminal at stdin, which a QEMU that is killed leaves as it has made it. Dropping this restores it.
+struct Terminal(Option<Termios>);
+
+impl Terminal {
+    fn keep() -> Self {
+        Self(tcgetattr(stdin()).ok())
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        if let Some(mode) = &self.0 {
+            // A failure cannot be reported any more.
+            let _ = tcsetattr(stdin(), OptionalActions::Now, mode);
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Running other programs: errors that name the command line, and children that never outlive this process.
 
 use std::ffi::OsStr;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, ExitStatus, Output};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
@@ -14,6 +14,7 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
 use crate::error::{Error, Result};
+use crate::stop;
 
 /// The command line as text, for messages.
 pub(crate) fn words(command: &Command) -> String {
@@ -36,10 +37,12 @@ pub(crate) fn words(command: &Command) -> String {
 /// # Errors
 /// The program is missing, or ends with another status than 0.
 pub(crate) fn run(command: &mut Command) -> Result<Output> {
+    stop::check()?;
     let output = command.output().map_err(|source| Error::Start {
         command: words(command),
         source,
     })?;
+    stop::check()?;
     if output.status.success() {
         Ok(output)
     } else {
@@ -99,6 +102,27 @@ pub(crate) fn inherit(command: &mut Command, file: &Arc<OwnedFd>) {
 pub(crate) struct Leashed {
     child: Child,
     whole_group: bool,
+    shown: bool,
+}
+
+/// A pipe of which all that is read is shown on standard output.
+struct Shown {
+    pipe: ChildStdout,
+    shown: bool,
+}
+
+impl Read for Shown {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let count = self.pipe.read(bytes)?;
+        if self.shown {
+            // Who looks may have gone; the lines are wanted all the same.
+            let mut output = io::stdout();
+            let _ = output
+                .write_all(&bytes[..count])
+                .and_then(|()| output.flush());
+        }
+        Ok(count)
+    }
 }
 
 impl Leashed {
@@ -107,6 +131,7 @@ impl Leashed {
     /// # Errors
     /// The program cannot be started.
     pub(crate) fn spawn(command: &mut Command, whole_group: bool) -> Result<Self> {
+        stop::check()?;
         if whole_group {
             command.process_group(0);
         }
@@ -114,7 +139,17 @@ impl Leashed {
             command: words(command),
             source,
         })?;
-        Ok(Self { child, whole_group })
+        Ok(Self {
+            child,
+            whole_group,
+            shown: false,
+        })
+    }
+
+    /// From now on its standard output is shown on that of this process too, byte by byte: a person wants to see the
+    /// unfinished line that asks for input.
+    pub(crate) fn show(&mut self) {
+        self.shown = true;
     }
 
     /// The writing end of the child's standard input, if that is a pipe. Only the first call gets it.
@@ -125,9 +160,9 @@ impl Leashed {
     /// The lines of its standard output, which must be a pipe, as they arrive. Only the first call gets them.
     pub(crate) fn lines(&mut self) -> Receiver<String> {
         let (sender, lines) = mpsc::channel();
-        let output = self.child.stdout.take();
+        let (pipe, shown) = (self.child.stdout.take(), self.shown);
         std::thread::spawn(move || {
-            let mut output = BufReader::new(output?);
+            let mut output = BufReader::new(Shown { pipe: pipe?, shown });
             let mut bytes = Vec::new();
             while output
                 .read_until(b'\n', &mut bytes)
@@ -151,7 +186,8 @@ impl Leashed {
     }
 
     /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
-    /// whenever 0.2 s pass without a line. If `each` answers `Break`, returns `None` without waiting further.
+    /// whenever 0.2 s pass without a line. If `each` answers `Break`, or a signal has asked this process to end, returns
+    /// `None` without waiting further.
     ///
     /// # Errors
     /// The child cannot be waited for.
@@ -166,7 +202,7 @@ impl Leashed {
                 Err(RecvTimeoutError::Timeout) => each(None),
                 Err(RecvTimeoutError::Disconnected) => return self.child.wait().map(Some),
             };
-            if flow.is_break() {
+            if flow.is_break() || stop::check().is_err() {
                 return Ok(None);
             }
         }

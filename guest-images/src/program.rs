@@ -1,10 +1,11 @@
 //! The programs of this source tree that jobs and tests run.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::error::{Error, Result};
 use crate::process::run;
+use crate::reporter::Reporter;
 
 /// The `walvisor` binary: `$WALVISOR` if that is set, else one that [`program`] builds.
 ///
@@ -15,6 +16,23 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
         Some(path) => Ok(path.into()),
         None => program("walvisor", profile),
     }
+}
+
+/// The `walvisor` binary for a person: `$WALVISOR` if that is set, else the one beside this program, else one that cargo
+/// builds for release. That takes minutes, so a note says so, and cargo tells of its progress.
+///
+/// # Errors
+/// The program does not build.
+pub fn sibling_or_built(reporter: &Reporter) -> Result<PathBuf> {
+    if std::env::var_os("WALVISOR").is_none_or(|path| path.is_empty()) {
+        let beside = std::env::current_exe().map(|this| this.with_file_name("walvisor"));
+        if let Some(beside) = beside.ok().filter(|path| path.is_file()) {
+            return Ok(beside);
+        }
+        reporter
+            .note("building walvisor for release with cargo, which takes minutes the first time");
+    }
+    walvisor_binary("release")
 }
 
 /// Removes from the environment of `command` what `cargo test` tells a test of its package.
@@ -46,10 +64,14 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.toml");
     let mut command = Command::new(cargo);
     without_cargo(&mut command)
-        .args(["build", "--quiet", "--workspace", "--bin", name])
+        .args(["build", "--workspace", "--bin", name])
         .args(["--message-format=json-render-diagnostics"])
         .args(["--profile", profile, "--manifest-path"])
         .arg(manifest);
+    if profile == "release" {
+        // A person waits.
+        command.stderr(Stdio::inherit());
+    }
     if profile == "dev" {
         // With an example, cargo selects the same dependency features as `cargo test --workspace`. Other features
         // would make it build nearly everything once more.

@@ -47,6 +47,11 @@ impl Reporter {
         self.line.set_message(text.to_owned());
     }
 
+    /// Removes the progress line for good: from here on the terminal is the guest's.
+    pub fn clear(&self) {
+        self.line.finish_and_clear();
+    }
+
     /// Takes one line of the job's console.
     pub fn console(&self, text: &str) {
         if let Some(mut log) = self.log.as_ref() {
@@ -61,6 +66,6 @@ impl Reporter {
 
 impl Drop for Reporter {
     fn drop(&mut self) {
-        self.line.finish_and_clear();
+        self.clear();
     }
 }

@@ -1,6 +1,7 @@
 //! The shared part of the integration tests: they run jobs with Linux guests, or print why this machine cannot.
 
 mod daemon;
+mod loop_fs;
 mod memory_fs;
 pub mod postgresql;
 mod qemu_nbd;
@@ -10,6 +11,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
+pub use loop_fs::LoopFs;
 pub use memory_fs::MemoryFs;
 pub use qemu_nbd::QemuNbd;
 use rustix::fs::{Mode, OFlags, open};

@@ -1,9 +1,9 @@
-//! File systems in memory.
+//! File systems in memory, or in a file.
 
 use std::path::Path;
 use std::process::Command;
 
-/// A file system in memory. Dropping it unmounts it.
+/// A file system in memory, or in a file. Dropping it unmounts it.
 pub struct MemoryFs(tempfile::TempDir);
 
 impl MemoryFs {
@@ -26,9 +26,23 @@ impl MemoryFs {
         Self::mount("tmpfs", options)
     }
 
+    /// Mounts the ext4 file system in the file at `image`, as `-o loop` with further `options` of mount(8), in the same way.
+    ///
+    /// # Panics
+    /// As [`ramfs`](Self::ramfs).
+    #[must_use]
+    pub fn ext4(image: &Path, options: &str) -> Option<Self> {
+        Self::mount_from("ext4", &format!("loop,{options}"), image)
+    }
+
     fn mount(kind: &str, options: &str) -> Option<Self> {
+        Self::mount_from(kind, options, Path::new(kind))
+    }
+
+    fn mount_from(kind: &str, options: &str, source: &Path) -> Option<Self> {
         let mounted = Self(tempfile::tempdir().expect("a directory"));
-        match mounted.call(&["-t", kind, "-o", options, kind]) {
+        let source = source.to_string_lossy();
+        match mounted.call(&["-t", kind, "-o", options, &source]) {
             Ok(()) => Some(mounted),
             Err(why) => {
                 println!("skipped: no {kind}: {why}");

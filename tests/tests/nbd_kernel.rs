@@ -75,6 +75,62 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
     assert_eq!(of("walvisor_block_errors_total"), 0.0);
 }
 
+/// A file system and a database as they were a moment before a mistake are used from a scratch disk, and brought back.
+#[test]
+fn a_row_that_was_deleted_is_found_again() {
+    let needs = [
+        ("linux.uml", "user-mode-linux"),
+        ("nbd-client", "nbd-client"),
+        ("sqlite3", "sqlite3"),
+        ("mkfs.ext4", "e2fsprogs"),
+    ];
+    if !needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+    {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let place = dir.path().join("files");
+    fs::create_dir(&place).unwrap();
+    let script = format!(
+        "WALVISOR='{}' PLACE='{}'\n{}",
+        walvisor_binary("dev").expect("building walvisor").display(),
+        place.display(),
+        include_str!("../scripts/history-guest.sh")
+    );
+    let guest = UserMode {
+        modules: vec!["nbd".to_owned()],
+        ..UserMode::default()
+    };
+    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
+    assert_eq!(
+        lines_of(&mut guest),
+        [
+            "guest: row 7: owner 7",
+            "guest: row 7: gone",
+            "guest: killed: status 137",
+            "guest: mounted without scratch: status 32",
+            "guest: daemon: status 0",
+            "guest: row 7: owner 7",
+            "guest: integrity: ok",
+            "guest: rows: 1000|1499500",
+            "guest: rows: 1001|1499501",
+            "guest: e2fsck: status 0",
+            "guest: daemon: status 0",
+            "guest: the disk and its log are as they were",
+            "guest: clone: status 0",
+            "guest: row 7: owner 7",
+            "guest: rows: 1000|1499500",
+            "guest: daemon: status 0",
+            "guest: end",
+        ],
+        "{}",
+        guest.console()
+    );
+    guest.end().unwrap();
+}
+
 /// The lines of a guest's console that begin with `guest: `, up to the last one.
 fn lines_of(guest: &mut Guest) -> Vec<String> {
     let mut said = Vec::new();

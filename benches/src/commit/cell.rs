@@ -7,7 +7,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
 use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Cell, Spread};
+use crate::report::{Better, Cell, Spread};
 use crate::session::Session;
 use crate::store::commit::{CommitPlan, CommitReport, MediumModel, Mode, Switch, measure};
 
@@ -148,9 +148,14 @@ pub fn median(cell: &CommitCell, figure: fn(&CommitReport) -> f64) -> Option<f64
 }
 
 /// The ratio of one cell's figure to another's.
-pub fn ratio(of: &CommitCell, to: &CommitCell, figure: fn(&CommitReport) -> f64) -> Cell {
+pub fn ratio(
+    of: &CommitCell,
+    to: &CommitCell,
+    figure: fn(&CommitReport) -> f64,
+    better: Better,
+) -> Cell {
     match (median(of, figure), median(to, figure)) {
-        (Some(of), Some(to)) if to > 0.0 => Cell::Number(of / to, 2),
+        (Some(of), Some(to)) if to > 0.0 => Cell::ratio(of / to, better),
         _ => Cell::None,
     }
 }
@@ -176,6 +181,7 @@ pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> 
     Plot {
         name: name.to_owned(),
         title: title.to_owned(),
+        caption: String::new(),
         kind: Kind::Lines { x, y, series },
     }
 }

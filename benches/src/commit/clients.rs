@@ -4,8 +4,15 @@ use walvisor_storage::CommitWait;
 
 use super::cell::{CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell, Section};
+use crate::report::{Better, Cell, Section};
 use crate::store::commit::{CommitPlan, Switch};
+
+/// The names of the lines, and what they mean.
+const OFF: &str = "off";
+const ON: &str = "on";
+const ADAPTIVE: &str = "adaptive";
+const CAPTION: &str = "Group commit is off: each FLUSH has a sync of its own. On: one sync for all that wait. Adaptive, the \
+                       default: on, and a group waits for more to come where that pays.";
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
@@ -43,13 +50,13 @@ pub fn section(cells: &[CommitCell]) -> Section {
         ],
         &[
             ("clients", "clients"),
-            ("off_syncs_per_commit", "syncs/commit: off"),
-            ("on_syncs_per_commit", "on"),
-            ("adaptive_syncs_per_commit", "adaptive"),
+            ("off_syncs_per_commit", "off: syncs/commit"),
+            ("on_syncs_per_commit", "on: syncs/commit"),
+            ("adaptive_syncs_per_commit", "adaptive: syncs/commit"),
             ("ideal_syncs_per_commit", "2/N"),
-            ("off_commits_per_s", "commits/s: off"),
-            ("on_commits_per_s", "on"),
-            ("adaptive_commits_per_s", "adaptive"),
+            ("off_commits_per_s", "off: commits/s"),
+            ("on_commits_per_s", "on: commits/s"),
+            ("adaptive_commits_per_s", "adaptive: commits/s"),
             ("gain", "on/off"),
             ("source_gain", "source: gain"),
         ],
@@ -66,7 +73,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&off.of(rate), 0),
             Cell::of(&on.of(rate), 0),
             Cell::of(&adaptive.of(rate), 0),
-            ratio(on, off, rate),
+            ratio(on, off, rate, Better::More),
             match clients {
                 1 => Cell::Number(1.0, 1),
                 30 => Cell::Number(6.1, 1),
@@ -83,24 +90,26 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Axis::log("clients"),
             Axis::log("syncs per commit"),
             vec![
-                Series::measured("a sync each", of(&off, syncs)),
-                Series::measured("group commit", of(&on, syncs)),
-                Series::measured("group commit, adaptive wait", of(&adaptive, syncs)),
+                Series::measured(OFF, of(&off, syncs)),
+                Series::measured(ON, of(&on, syncs)),
+                Series::measured(ADAPTIVE, of(&adaptive, syncs)),
                 curve("ideal without a wait: 2/N", &on, |n| (2.0 / n).min(1.0)),
                 curve("ideal with a wait: 1/N", &on, |n| 1.0 / n),
             ],
-        ),
+        )
+        .captioned(&format!("{CAPTION} Fewer syncs are better.")),
         lines(
             "commit-clients-rate",
             "Commits a second on this machine's disk",
             Axis::log("clients"),
             Axis::log("commits per second"),
             vec![
-                Series::measured("a sync each", of(&off, rate)),
-                Series::measured("group commit", of(&on, rate)),
-                Series::measured("group commit, adaptive wait", of(&adaptive, rate)),
+                Series::measured(OFF, of(&off, rate)),
+                Series::measured(ON, of(&on, rate)),
+                Series::measured(ADAPTIVE, of(&adaptive, rate)),
             ],
-        ),
+        )
+        .captioned(&format!("{CAPTION} More commits are better.")),
     ];
     section
 }

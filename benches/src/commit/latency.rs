@@ -6,7 +6,7 @@ use super::cell::{
     CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
 };
 use crate::report::plot::{Axis, Plot, Series};
-use crate::report::{Cell, Section};
+use crate::report::{Better, Cell, Section};
 use crate::store::commit::{CommitPlan, Switch};
 
 /// The cells of the experiment, in full or quickly.
@@ -132,7 +132,7 @@ impl Line<'_> {
                 Cell::of(&on.of(syncs), 3),
                 Cell::of(&on.of(rate), 0),
                 ceiling(served(clients.into())),
-                ratio(on, off, rate),
+                ratio(on, off, rate, Better::More),
             ]);
             row
         };
@@ -152,5 +152,5 @@ pub fn series(lines: &[Line], at: usize) -> Vec<Series> {
 /// A plot of rates by clients.
 pub fn rates(name: &str, title: &str, series: Vec<Series>) -> Plot {
     let (clients, commits) = (Axis::log("clients"), Axis::log("commits per second"));
-    lines(name, title, clients, commits, series)
+    lines(name, title, clients, commits, series).captioned("More commits are better.")
 }

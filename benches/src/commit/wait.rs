@@ -6,7 +6,7 @@ use walvisor_storage::CommitWait;
 
 use super::cell::{CommitCell, lines, median, plan, points, rate, ratio, slow_sync, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell, Section};
+use crate::report::{Better, Cell, Section};
 use crate::store::commit::{CommitPlan, CommitReport};
 
 const COUNTS: [u32; 3] = [10, 25, 50];
@@ -79,9 +79,9 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&cell.of(rate), 0),
             Cell::of(&cell.of(p50), 0),
             Cell::of(&cell.of(|report| report.p99_us), 0),
-            ratio(cell, none, rate),
-            ratio(cell, none, syncs),
-            ratio(cell, none, p50),
+            ratio(cell, none, rate, Better::More),
+            ratio(cell, none, syncs, Better::Less),
+            ratio(cell, none, p50, Better::Less),
         ]);
     }
     let longest = |plan: &CommitPlan| {
@@ -104,14 +104,17 @@ pub fn section(cells: &[CommitCell]) -> Section {
             })
             .filter(|series| !series.points.is_empty())
             .collect();
-        let ends = series
-            .first()
-            .map(|line| line.points.clone())
-            .unwrap_or_default();
-        let ends = [ends.first(), ends.last()].map(|point| point.map_or(1.0, |point| point.0));
-        if let Some(none) = median(none, figure) {
-            let flat = ends.map(|at| (at, none)).to_vec();
-            series.push(Series::ideal("no wait", flat));
+        let waits = series.iter().flat_map(|line| &line.points);
+        let waits: Vec<f64> = waits.map(|point| point.0).collect();
+        let ends = [
+            waits.iter().copied().fold(f64::INFINITY, f64::min),
+            waits.iter().copied().fold(0.0, f64::max),
+        ];
+        // The first two cells have no such wait, so each is a line across.
+        for (cell, name) in cells.iter().zip(["no wait", "adaptive (the default)"]) {
+            if let Some(flat) = median(cell, figure) {
+                series.push(Series::ideal(name, ends.map(|at| (at, flat)).to_vec()));
+            }
         }
         series
     };
@@ -122,14 +125,16 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Axis::log("longest wait of a group, us"),
             Axis::log("syncs per commit"),
             series(syncs),
-        ),
+        )
+        .captioned("A group begins after the longest wait, or once so many clients have come. Fewer syncs are better."),
         lines(
             "commit-wait-latency",
             "What a wait costs: the time of half the commits",
             Axis::log("longest wait of a group, us"),
             Axis::log("p50 of a commit, us"),
             series(p50),
-        ),
+        )
+        .captioned("The same waits. A shorter time is better."),
     ];
     section
 }

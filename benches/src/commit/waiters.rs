@@ -2,7 +2,7 @@
 
 use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Cell, Section};
+use crate::report::{Better, Cell, Section};
 use crate::store::commit::CommitPlan;
 
 /// Results in the source: clients, and commits per second before and after the change.
@@ -68,22 +68,25 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&one.of(writes), 3),
             Cell::of(&one.of(syncs), 3),
             Cell::of(&one.of(rate), 0),
-            ratio(one, each, rate),
+            ratio(one, each, rate, Better::More),
             reported.map_or(Cell::None, |(_, before, after)| {
                 Cell::Number(after / before, 2)
             }),
         ]);
     }
     let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
-    section.plots = vec![lines(
-        "commit-waiters",
-        "One write for a group, and a write for each waiter",
-        Axis::log("clients"),
-        Axis::linear("commits per second"),
-        vec![
-            Series::measured("a write for each waiter", of(0)),
-            Series::measured("one write for the group", of(1)),
-        ],
-    )];
+    section.plots = vec![
+        lines(
+            "commit-waiters",
+            "One write for a group, and a write for each waiter",
+            Axis::log("clients"),
+            Axis::linear("commits per second"),
+            vec![
+                Series::measured("a write for each waiter", of(0)),
+                Series::measured("one write for the group", of(1)),
+            ],
+        )
+        .captioned("More commits are better."),
+    ];
     section
 }

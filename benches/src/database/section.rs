@@ -3,7 +3,7 @@
 use super::cell::{DatabaseCell, FIGURES};
 use super::job::{DatabaseDisk, DatabaseEngine, DatabaseMeasured};
 use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Cell as Figure, Section, Spread};
+use crate::report::{Better, Cell as Figure, Section, Spread};
 
 /// MariaDB by clients.
 pub fn mariadb(cells: &[DatabaseCell]) -> Section {
@@ -74,6 +74,7 @@ fn by_clients(mut section: Section, server: &str, cells: &[DatabaseCell]) -> Sec
         Plot {
             name: format!("{}-{name}", section.key),
             title: format!("{server}: {title}"),
+            caption: String::new(),
             kind: Kind::Lines {
                 x: Axis::log("clients"),
                 y: Axis::linear(label),
@@ -111,7 +112,7 @@ fn beside_raw(cell: &DatabaseCell, cells: &[DatabaseCell]) -> Figure {
         .find(|other| other.job.side() == "raw" && other.job.clients == cell.job.clients);
     let rates = [raw, Some(cell)].map(|it| it.and_then(|it| it.median(|it| it.commits_per_s)));
     match rates {
-        [Some(raw), Some(rate)] if raw > 0.0 => Figure::Number(rate / raw, 2),
+        [Some(raw), Some(rate)] if raw > 0.0 => Figure::ratio(rate / raw, Better::More),
         _ => Figure::None,
     }
 }
@@ -146,9 +147,11 @@ pub fn sqlite(cells: &[DatabaseCell]) -> Section {
     section.plots = vec![Plot {
         name: "sqlite-rate".to_owned(),
         title: "SQLite: transactions a second, one client".to_owned(),
+        caption: String::new(),
         kind: Kind::Bars {
             unit: "transactions a second".to_owned(),
             groups: vec!["raw".to_owned(), "wal".to_owned()],
+            even: None,
             rows: bars,
         },
     }];
@@ -232,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_row_tells_its_rate_beside_that_of_raw() {
-        let number = |ratio| Figure::Number(ratio, 2);
+        let number = |ratio| Figure::ratio(ratio, Better::More);
         let section = mariadb(&with_a_round(cell::mariadb(true, &[1, 16])));
         let expected = [1.0, 1.5, 1.5].map(number);
         let twice: Vec<&Figure> = expected.iter().chain(&expected).collect();

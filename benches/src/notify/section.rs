@@ -245,6 +245,9 @@ fn label(sample: &Sample) -> String {
     }
 }
 
+/// What brackets around a path mean.
+const EMULATED: &str = "In brackets: an emulated machine, whose times mean nothing.";
+
 /// Plots of the rows with the fewest queues.
 fn plots(name: &str, title: &str, rows: &[Row<'_>]) -> Vec<Plot> {
     let queues = rows.iter().map(|row| row.first().queues).min().unwrap_or(1);
@@ -264,24 +267,28 @@ fn plots(name: &str, title: &str, rows: &[Row<'_>]) -> Vec<Plot> {
             "IOPS",
             &rows,
             |sample| sample.iops,
-        ),
+        )
+        .captioned(&format!("More is better. {EMULATED}")),
         bars_by_depth(
             format!("notify-{name}-p50"),
             format!("{title}, {loops}"),
             "p50, microseconds",
             &rows,
             |sample| sample.p50_us,
-        ),
+        )
+        .captioned(&format!("Less is better. {EMULATED}")),
         latency(
             format!("notify-{name}-latency"),
             format!("{title}: latency against iodepth, {loops}"),
             &rows,
-        ),
+        )
+        .captioned(&format!("Less is better. {EMULATED}")),
         notices(
             format!("notify-{name}-counts"),
             format!("{title}, {loops}: what crosses"),
             &rows,
-        ),
+        )
+        .captioned("Fewer are better."),
     ]
 }
 
@@ -308,12 +315,14 @@ fn bars_by_depth(
     Plot {
         name,
         title,
+        caption: String::new(),
         kind: Kind::Bars {
             unit: unit.to_owned(),
             groups: depths
                 .iter()
                 .map(|depth| format!("iodepth {depth}"))
                 .collect(),
+            even: None,
             rows: distinct(&first, label).into_iter().map(of_path).collect(),
         },
     }
@@ -338,6 +347,7 @@ fn latency(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     Plot {
         name,
         title,
+        caption: String::new(),
         kind: Kind::Lines {
             x: Axis::log("iodepth"),
             y: Axis::log("p50, microseconds"),
@@ -364,6 +374,7 @@ fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
     Plot {
         name,
         title,
+        caption: String::new(),
         kind: Kind::Bars {
             unit: format!("a request, iodepth {}", least.unwrap_or(1)),
             groups: [
@@ -375,6 +386,7 @@ fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
             ]
             .map(str::to_owned)
             .into(),
+            even: None,
             rows: lone.map(of_path).collect(),
         },
     }

@@ -24,7 +24,7 @@ use walvisor::commands::CommandError;
 
 use crate::output::Output;
 use crate::report::plot::{Kind, Plot};
-use crate::report::{Cell, Section, Spread};
+use crate::report::{Better, Cell, Section, Spread};
 use place::ImageDirectory;
 use turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, expected};
 
@@ -162,7 +162,7 @@ fn section(rows: &[PeerRow], missing: &[String], pace: Schedule) -> Section {
                 grey(Cell::of(&row.ours, 0)),
                 Cell::text(peer),
                 grey(Cell::of(rates, 0)),
-                ratio.map_or(Cell::None, |ratio| grey(Cell::Number(ratio, 2))),
+                ratio.map_or(Cell::None, |ratio| grey(Cell::ratio(ratio, Better::More))),
                 // A goal is relative to a peer, so another mode of `walvisor` itself has none.
                 row.goal
                     .filter(|_| peer != nbd::FROM_MEMORY)
@@ -175,9 +175,12 @@ fn section(rows: &[PeerRow], missing: &[String], pace: Schedule) -> Section {
     section.plots = vec![Plot {
         name: "peers".to_owned(),
         title: "walvisor beside its peers".to_owned(),
+        caption: "A green bar: walvisor does more than the peer. An orange one: it does less."
+            .to_owned(),
         kind: Kind::Bars {
-            unit: "times what the peer does; 1 is as much".to_owned(),
+            unit: "times what the peer does; the line is at 1, as much".to_owned(),
             groups: vec!["ratio".to_owned()],
+            even: Some(1.0),
             rows: bars,
         },
     }];

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use walvisor::commands::CommandError;
 
-use super::plot::on_page;
-use super::section::{Cell, Report, Table};
+use super::picture::on_page;
+use super::section::{Cell, Report, SCATTER, Table, Verdict};
 
 const STYLE: &str = include_str!("page.css");
 
@@ -77,10 +77,18 @@ fn table(body: &mut String, table: &Table) {
     }
     body.push_str("</tr></thead>\n<tbody>\n");
     for row in &table.rows {
-        body.push_str("<tr>");
+        body.push_str(match verdict(row) {
+            Some(Verdict::Good) => "<tr class=\"good\">",
+            Some(Verdict::Bad) => "<tr class=\"bad\">",
+            None => "<tr>",
+        });
         for (cell, class) in row.iter().zip(&classes) {
             let (text, class) = match cell {
                 Cell::Grey(cell) => (cell.to_string(), " class=\"figure grey\""),
+                Cell::Judged(cell, Verdict::Good) => {
+                    (format!("▲ {cell}"), " class=\"figure good\"")
+                }
+                Cell::Judged(cell, Verdict::Bad) => (format!("▼ {cell}"), " class=\"figure bad\""),
                 cell => (cell.to_string(), *class),
             };
             let _ = write!(body, "<td{class}>{}</td>", escaped(&text));
@@ -88,6 +96,28 @@ fn table(body: &mut String, table: &Table) {
         body.push_str("</tr>\n");
     }
     body.push_str("</tbody></table></div>\n");
+    if table
+        .rows
+        .iter()
+        .any(|row| row.iter().any(|cell| matches!(cell, Cell::Judged(..))))
+    {
+        let percent = SCATTER * 100.0;
+        let text = format!(
+            "▲ is better than what it is compared with, ▼ worse, by {percent:.0} % or more. A row with a mark at its left has \
+             only such figures."
+        );
+        paragraph(body, "note", &text);
+    }
+}
+
+/// The verdict of the cells of a row that have one, if they agree.
+fn verdict(row: &[Cell]) -> Option<Verdict> {
+    let mut verdicts = row.iter().filter_map(|cell| match cell {
+        Cell::Judged(_, verdict) => Some(*verdict),
+        _ => None,
+    });
+    let first = verdicts.next()?;
+    verdicts.all(|other| other == first).then_some(first)
 }
 
 /// The text with the characters of markup escaped.
@@ -110,7 +140,7 @@ mod tests {
     use std::path::Path;
 
     use super::super::machine::Machine;
-    use super::super::section::Section;
+    use super::super::section::{Better, Section};
     use super::*;
 
     #[test]
@@ -119,6 +149,8 @@ mod tests {
         section.table.rows = vec![
             vec![Cell::text("<script>")],
             vec![Cell::Number(1.5, 1).grey()],
+            vec![Cell::ratio(6.1, Better::More)],
+            vec![Cell::ratio(6.2, Better::Less)],
         ];
         let report = Report {
             title: "T".to_owned(),
@@ -134,6 +166,9 @@ mod tests {
             "&lt;script&gt;",
             "Cut short",
             "figure grey\">1.5<",
+            "<tr class=\"good\"><td class=\"figure good\">▲ 6.10<",
+            "<tr class=\"bad\"><td class=\"figure bad\">▼ 6.20<",
+            "by 5 % or more",
         ] {
             assert!(page.contains(text), "{text}: {page}");
         }

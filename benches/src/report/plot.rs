@@ -1,16 +1,18 @@
-//! Plots as SVG: lines on linear or logarithmic axes, and bars. Their colours are for white paper. [`on_page`]
-//! replaces them by those of the page, which has a light and a dark set.
+//! Plots as SVG: lines on linear or logarithmic axes, and bars. Their letters can be read when a plot is shown 500 pixels
+//! wide: names stand above what they name, not beside it.
 
-use std::ops::Range;
+use std::borrow::Cow;
 
-use plotters::coord::Shift;
-use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use walvisor::commands::CommandError;
 
-use super::spread::{Spread, figure};
+use super::picture::{
+    Area, BAD, COLOURS, Drawn, GOOD, GRID, Head, INK, MARGIN, MUTED, PAPER, SMALL, Sign, WIDTH,
+    broken, line_height, style, text, text_width,
+};
+use super::scale::{Scale, short};
+use super::spread::Spread;
 
 /// A plot of some measurements.
 #[derive(Clone, Debug)]
@@ -19,6 +21,8 @@ pub struct Plot {
     pub name: String,
     /// Its title.
     pub title: String,
+    /// What the names in it mean, and which side is good; may be empty.
+    pub caption: String,
     /// Its kind and data.
     pub kind: Kind,
 }
@@ -26,7 +30,7 @@ pub struct Plot {
 /// The kind of a plot, with its data.
 #[derive(Clone, Debug)]
 pub enum Kind {
-    /// Lines over an axis.
+    /// Lines over an axis; bars if all points have one place on it.
     Lines {
         /// The horizontal axis.
         x: Axis,
@@ -41,6 +45,8 @@ pub enum Kind {
         unit: String,
         /// The names of a label's bars, in order. With only one name there is no legend.
         groups: Vec<String>,
+        /// A length that is neither good nor bad. A line shows it; longer bars are good, and shorter ones bad.
+        even: Option<f64>,
         /// Each label with its bars; `None` leaves a bar out.
         rows: Vec<(String, Vec<Option<Spread>>)>,
     },
@@ -84,7 +90,8 @@ pub struct Series {
     pub name: String,
     /// Its points, from left to right.
     pub points: Vec<(f64, f64)>,
-    /// Whether it is computed, not measured: then it is dashed, without dots.
+    /// Whether it is to compare the others with: computed, or without a place of its own on the axis. It is dashed, without
+    /// dots.
     pub ideal: bool,
 }
 
@@ -98,7 +105,7 @@ impl Series {
         }
     }
 
-    /// A computed line.
+    /// A line to compare the others with.
     pub fn ideal(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
         Self {
             name: name.into(),
@@ -108,365 +115,276 @@ impl Series {
     }
 }
 
-const WIDTH: u32 = 860;
-const HEIGHT: u32 = 440;
-/// Pixels on the right for the names of lines.
-const LEGEND: u32 = 210;
-const FONT: &str = "sans-serif";
+/// Pixels: the height of the part with axes, a bar, and the gap below the bars of a label.
+const HEIGHT: i32 = 340;
+const BAR: i32 = 18;
+const GAP: i32 = 10;
 
-const PAPER: RGBColor = RGBColor(0xff, 0xff, 0xff);
-const INK: RGBColor = RGBColor(0x1f, 0x23, 0x28);
-const MUTED: RGBColor = RGBColor(0x59, 0x63, 0x6e);
-const GRID: RGBColor = RGBColor(0xd1, 0xd9, 0xe0);
-/// Colours that colour-blind readers can distinguish too, as far as possible in order of lightness.
-const COLOURS: [RGBColor; 8] = [
-    RGBColor(0x09, 0x69, 0xda),
-    RGBColor(0xcf, 0x5c, 0x00),
-    RGBColor(0x1a, 0x7f, 0x37),
-    RGBColor(0x82, 0x50, 0xdf),
-    RGBColor(0xbf, 0x39, 0x89),
-    RGBColor(0x0e, 0x84, 0x8a),
-    RGBColor(0x8a, 0x6d, 0x00),
-    RGBColor(0x6b, 0x72, 0x7a),
-];
-
-/// Each colour, and the name of the page's variable that replaces it.
-const NAMED: [(RGBColor, &str); 12] = [
-    (PAPER, "var(--paper)"),
-    (INK, "var(--ink)"),
-    (MUTED, "var(--muted)"),
-    (GRID, "var(--grid)"),
-    (COLOURS[0], "var(--c0)"),
-    (COLOURS[1], "var(--c1)"),
-    (COLOURS[2], "var(--c2)"),
-    (COLOURS[3], "var(--c3)"),
-    (COLOURS[4], "var(--c4)"),
-    (COLOURS[5], "var(--c5)"),
-    (COLOURS[6], "var(--c6)"),
-    (COLOURS[7], "var(--c7)"),
-];
-
-/// The plot with the colours of the page that contains it.
-pub fn on_page(svg: &str) -> String {
-    let mut svg = svg.to_owned();
-    for (RGBColor(red, green, blue), name) in NAMED {
-        svg = svg.replace(
-            &format!("\"#{red:02X}{green:02X}{blue:02X}\""),
-            &format!("\"{name}\""),
-        );
-    }
-    svg
-}
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Rows = [(String, Vec<Option<Spread>>)];
 
 impl Plot {
+    /// The plot with a caption.
+    #[must_use]
+    pub fn captioned(self, caption: &str) -> Self {
+        Self {
+            caption: caption.to_owned(),
+            ..self
+        }
+    }
+
     /// The plot as a file of its own.
     ///
     /// # Errors
     /// If the library refuses to draw it.
     pub fn svg(&self) -> Result<String, CommandError> {
         let mut svg = String::new();
-        let drawn = match &self.kind {
-            Kind::Lines { x, y, series } => {
-                let root = SVGBackend::with_string(&mut svg, (WIDTH, HEIGHT)).into_drawing_area();
-                self.lines(&root, x, y, series)
-            }
-            Kind::Bars { unit, groups, rows } => {
-                let height = bars_height(groups.len(), rows.len());
-                let root = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
-                self.bars(&root, unit, groups, rows)
-            }
-        };
-        drawn.map_err(|error| {
+        self.draw(&mut svg).map_err(|error| {
             CommandError::Failed(format!("the plot {} cannot be drawn: {error}", self.name))
         })?;
         Ok(svg)
     }
 
-    fn lines(
-        &self,
-        root: &Area<'_>,
-        x: &Axis,
-        y: &Axis,
-        series: &[Series],
-    ) -> Result<(), Box<dyn std::error::Error>> {
-        root.fill(&PAPER)?;
-        let seen = |line: &Series| -> Vec<(f64, f64)> {
-            let points = line.points.iter().copied();
-            points
-                .filter(|&(at, value)| x.has_place_for(at) && y.has_place_for(value))
-                .collect()
+    fn draw(&self, svg: &mut String) -> Drawn {
+        let kind = self.kind.drawn();
+        let unit = match &*kind {
+            Kind::Bars { unit, .. } => unit,
+            Kind::Lines { .. } => "",
         };
-        let all: Vec<(f64, f64)> = series.iter().flat_map(seen).collect();
-        let (area, legend) = root.split_horizontally(WIDTH - LEGEND);
-        let mut chart = ChartBuilder::on(&area)
-            .caption(&self.title, text(18, INK))
-            .margin(10)
-            .x_label_area_size(46)
-            .y_label_area_size(76)
-            .build_cartesian_2d(
-                Scale::new(x.log, all.iter().map(|point| point.0)).ticked_at_values(),
-                Scale::new(y.log, all.iter().map(|point| point.1)),
-            )?;
-        chart
-            .configure_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID)
-            .axis_style(MUTED)
-            .x_desc(&x.label)
-            .y_desc(&y.label)
-            .axis_desc_style(text(14, INK))
-            .label_style(text(13, MUTED))
-            .draw()?;
-        for (at, line) in series.iter().enumerate() {
-            let colour = COLOURS[at % COLOURS.len()];
-            let points = seen(line);
-            let height = 40 + 22 * at as i32;
-            if line.ideal {
-                let dashes = DashedLineSeries::new(points, 5, 4, colour.stroke_width(2));
-                chart.draw_series(dashes)?;
-                for dash in 0..3 {
-                    let from = 4 + dash * 8;
-                    let stroke = vec![(from, height), (from + 5, height)];
-                    legend.draw(&PathElement::new(stroke, colour.stroke_width(2)))?;
-                }
-            } else {
-                chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
-                let dots = points.into_iter();
-                chart.draw_series(dots.map(|at| Circle::new(at, 3, colour.filled())))?;
-                let stroke = vec![(4, height), (26, height)];
-                legend.draw(&PathElement::new(stroke, colour.stroke_width(2)))?;
-                legend.draw(&Circle::new((15, height), 3, colour.filled()))?;
-            }
-            let name = text(13, INK).pos(Pos::new(HPos::Left, VPos::Center));
-            legend.draw(&Text::new(line.name.clone(), (32, height), name))?;
-        }
-        root.present()?;
-        Ok(())
-    }
-
-    fn bars(
-        &self,
-        root: &Area<'_>,
-        unit: &str,
-        groups: &[String],
-        rows: &[(String, Vec<Option<Spread>>)],
-    ) -> Result<(), Box<dyn std::error::Error>> {
+        let head = Head::new(&self.title, &[unit, &self.caption], &kind.names());
+        let height = head.height
+            + match &*kind {
+                Kind::Lines { .. } => HEIGHT,
+                Kind::Bars { rows, .. } => bars_height(rows),
+            };
+        let root = SVGBackend::with_string(svg, (WIDTH as u32, height as u32)).into_drawing_area();
         root.fill(&PAPER)?;
-        let begin = bars_begin(rows);
-        let at =
-            |horizontal, size, colour| text(size, colour).pos(Pos::new(horizontal, VPos::Center));
-        let left = at(HPos::Left, 18, INK);
-        root.draw(&Text::new(self.title.clone(), (12, 20), left))?;
-        root.draw(&Text::new(
-            unit.to_owned(),
-            (12, 42),
-            at(HPos::Left, 13, MUTED),
-        ))?;
-        let most = rows.iter().flat_map(|row| row.1.iter().flatten());
-        let most = most
-            .map(|spread| spread.high)
-            .fold(f64::MIN_POSITIVE, f64::max);
-        // The longest bar leaves room for its number.
-        let length = |value: f64| (value / most * f64::from(WIDTH as i32 - begin - 90)) as i32;
-        let mut top = HEAD;
-        if groups.len() > 1 {
-            let mut from = begin;
-            for (group, name) in groups.iter().enumerate() {
-                let colour = COLOURS[group % COLOURS.len()];
-                let corners = [(from, 36), (from + 12, 48)];
-                root.draw(&Rectangle::new(corners, colour.filled()))?;
-                let style = at(HPos::Left, 13, INK);
-                root.draw(&Text::new(name.clone(), (from + 18, 42), style))?;
-                from += 40 + 8 * name.chars().count() as i32;
-            }
+        head.draw(&root)?;
+        let (_, area) = root.split_vertically(head.height);
+        match &*kind {
+            Kind::Lines { x, y, series } => lines(&area, x, y, series)?,
+            Kind::Bars { even, rows, .. } => bars(&area, *even, rows)?,
         }
-        for (label, bars) in rows {
-            let middle = top + BAR * bars.len() as i32 / 2;
-            let style = at(HPos::Right, 13, INK);
-            root.draw(&Text::new(label.clone(), (begin - 8, middle), style))?;
-            for (group, spread) in bars.iter().enumerate() {
-                let (from, middle) = (top + 1, top + BAR / 2);
-                top += BAR;
-                let Some(spread) = spread else { continue };
-                let colour = COLOURS[group % COLOURS.len()];
-                let end = begin + length(spread.median);
-                let corners = [(begin, from), (end.max(begin + 1), from + BAR - 2)];
-                root.draw(&Rectangle::new(corners, colour.filled()))?;
-                let ends = [spread.low, spread.high].map(|value| begin + length(value));
-                if ends[1] > ends[0] {
-                    let whisker = ends.map(|end| (end, middle)).to_vec();
-                    root.draw(&PathElement::new(whisker, MUTED.stroke_width(2)))?;
-                }
-                let (place, style) = ((end.max(ends[1]) + 6, middle), at(HPos::Left, 13, INK));
-                root.draw(&Text::new(short(spread.median), place, style))?;
-            }
-            top += GAP;
-        }
-        let axis = vec![(begin, HEAD - 4), (begin, top)];
-        root.draw(&PathElement::new(axis, MUTED.stroke_width(1)))?;
         root.present()?;
         Ok(())
     }
 }
 
-/// Pixels: average width of a label's letter, at most; height of a bar; gap between labels; space above all bars.
-const LETTER: f64 = 6.6;
-const BAR: i32 = 18;
-const GAP: i32 = 10;
-const HEAD: i32 = 62;
+impl Kind {
+    /// What is drawn: bars, if a line would be a single dot.
+    fn drawn(&self) -> Cow<'_, Self> {
+        let Self::Lines { x, y, series } = self else {
+            return Cow::Borrowed(self);
+        };
+        let place = |line: &Series| seen(line, x, y).first().copied();
+        let all: Vec<f64> = series
+            .iter()
+            .flat_map(|line| seen(line, x, y))
+            .map(|point| point.0)
+            .collect();
+        let Some(&only) = all
+            .first()
+            .filter(|first| all.iter().all(|at| at == *first))
+        else {
+            return Cow::Borrowed(self);
+        };
+        let row = |line: &Series| {
+            let spread = Spread::of(&[place(line)?.1]);
+            Some((line.name.clone(), vec![spread]))
+        };
+        Cow::Owned(Self::Bars {
+            unit: format!("{}; {}: {}", y.label, x.label, short(only)),
+            groups: vec![y.label.clone()],
+            even: None,
+            rows: series.iter().filter_map(row).collect(),
+        })
+    }
 
-/// Pixels: the left end of the bars, right of the longest label.
-fn bars_begin(rows: &[(String, Vec<Option<Spread>>)]) -> i32 {
-    let longest = rows.iter().map(|(label, _)| label.chars().count()).max();
-    ((longest.unwrap_or(0) as f64 * LETTER) as i32 + 20).clamp(160, WIDTH as i32 * 2 / 3)
-}
-
-fn bars_height(groups: usize, rows: usize) -> u32 {
-    (HEAD + rows as i32 * (groups as i32 * BAR + GAP) + GAP) as u32
-}
-
-fn text(size: u32, colour: RGBColor) -> TextStyle<'static> {
-    (FONT, size).into_font().color(&colour)
-}
-
-/// An axis: its range, and the values of its grid lines. Positions are values, or their logarithms.
-struct Scale {
-    log: bool,
-    /// The range of positions.
-    places: Range<f64>,
-    /// The values shown, in order.
-    values: Vec<f64>,
-    ticks: Vec<f64>,
-}
-
-impl Scale {
-    fn new(log: bool, values: impl Iterator<Item = f64>) -> Self {
-        let mut values: Vec<f64> = values.collect();
-        values.sort_by(f64::total_cmp);
-        values.dedup_by(|one, other| (*one - *other).abs() <= 1e-6 * other.abs());
-        let place = |value: &f64| if log { value.log10() } else { *value };
-        let places = match (values.first().map(place), values.last().map(place)) {
-            (Some(low), Some(high)) if log => {
-                let room = ((high - low) * 0.04).max(0.02);
-                low - room..high + room
+    /// The legend: each name with its colour, and whether its line is dashed.
+    fn names(&self) -> Vec<(&str, RGBColor, Sign)> {
+        let coloured = |(at, name)| {
+            let (name, sign): (&str, Sign) = name;
+            (name, COLOURS[at % COLOURS.len()], sign)
+        };
+        match self {
+            Self::Lines { series, .. } => {
+                let sign = |line: &Series| if line.ideal { Sign::Dashes } else { Sign::Line };
+                let names = series.iter().map(|line| (line.name.as_str(), sign(line)));
+                names.enumerate().map(coloured).collect()
             }
-            (Some(low), Some(high)) if high > 0.0 => low.min(0.0)..high * 1.05,
-            // There are no values, so any range works.
-            _ => 0.0..1.0,
-        };
-        let ticks = match log {
-            true => log_ticks(&places),
-            false => linear_ticks(&places),
-        };
-        Self {
-            log,
-            places,
-            values,
-            ticks,
-        }
-    }
-
-    /// Puts the ticks at the values themselves if they are few, such as numbers of clients.
-    fn ticked_at_values(self) -> Self {
-        match self.log && self.values.len() <= 10 {
-            true => Self {
-                ticks: self.values.clone(),
-                ..self
-            },
-            false => self,
+            Self::Bars { groups, .. } if groups.len() == 1 => Vec::new(),
+            Self::Bars { groups, .. } => {
+                let names = groups.iter().map(|name| (name.as_str(), Sign::Bar));
+                names.enumerate().map(coloured).collect()
+            }
         }
     }
 }
 
-impl Ranged for Scale {
-    type FormatOption = NoDefaultFormatting;
-    type ValueType = f64;
-
-    fn map(&self, value: &f64, (from, to): (i32, i32)) -> i32 {
-        let place = if self.log { value.log10() } else { *value };
-        let part = (place - self.places.start) / (self.places.end - self.places.start);
-        from + (part * f64::from(to - from)).round() as i32
-    }
-
-    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
-        match hint.weight().allow_light_points() {
-            true => Vec::new(),
-            false => self.ticks.clone(),
-        }
-    }
-
-    fn range(&self) -> Range<f64> {
-        let value = |place: f64| if self.log { 10f64.powf(place) } else { place };
-        value(self.places.start)..value(self.places.end)
-    }
-}
-
-impl ValueFormatter<f64> for Scale {
-    fn format(value: &f64) -> String {
-        short(*value)
-    }
-}
-
-/// About six round numbers.
-fn linear_ticks(range: &Range<f64>) -> Vec<f64> {
-    let rough = (range.end - range.start) / 6.0;
-    let power = 10f64.powf(rough.log10().floor());
-    let steps = [1.0, 2.0, 5.0].map(|times| times * power);
-    let step = steps.into_iter().find(|&step| step >= rough);
-    let step = step.unwrap_or(10.0 * power);
-    let (first, last) = ((range.start / step).ceil(), (range.end / step).floor());
-    let numbers = first as i64..=last as i64;
-    numbers.map(|number| number as f64 * step).collect()
-}
-
-/// Powers of ten. If there are few, also 2 and 5 times these.
-fn log_ticks(places: &Range<f64>) -> Vec<f64> {
-    let times: &[f64] = match places.end - places.start {
-        ..2.5 => &[1.0, 2.0, 5.0],
-        _ => &[1.0],
-    };
-    let decades = places.start.floor() as i32..=places.end.ceil() as i32;
-    let all = decades.flat_map(|power| times.iter().map(move |times| times * 10f64.powi(power)));
-    all.filter(|value| places.contains(&value.log10()))
+/// The points that have a place on both axes.
+fn seen(line: &Series, x: &Axis, y: &Axis) -> Vec<(f64, f64)> {
+    let points = line.points.iter().copied();
+    points
+        .filter(|&(at, value)| x.has_place_for(at) && y.has_place_for(value))
         .collect()
 }
 
-/// A number as text, for an axis or a bar.
-fn short(value: f64) -> String {
-    let size = value.abs();
-    match size {
-        _ if size >= 100.0 || (value - value.round()).abs() < 1e-9 => figure(value, 0),
-        _ if size >= 10.0 => figure(value, 1),
-        _ if size >= 0.1 => figure(value, 2),
-        _ => figure(value, 3),
+fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> Drawn {
+    let all: Vec<(f64, f64)> = series.iter().flat_map(|line| seen(line, x, y)).collect();
+    if all.is_empty() {
+        let style = style(SMALL, MUTED);
+        area.draw(&Text::new("nothing was measured", (MARGIN, MARGIN), style))?;
+        return Ok(());
     }
+    let mut chart = ChartBuilder::on(area)
+        .margin(MARGIN)
+        .margin_top(4)
+        .x_label_area_size(52)
+        .y_label_area_size(80)
+        .build_cartesian_2d(
+            Scale::new(x.log, all.iter().map(|point| point.0)).ticked_at_values(),
+            Scale::new(y.log, all.iter().map(|point| point.1)),
+        )?;
+    chart
+        .configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(GRID)
+        .axis_style(MUTED)
+        .x_desc(&x.label)
+        .y_desc(&y.label)
+        .axis_desc_style(text(SMALL, INK))
+        .label_style(text(SMALL, MUTED))
+        .draw()?;
+    for (at, line) in series.iter().enumerate() {
+        let colour = COLOURS[at % COLOURS.len()];
+        let points = seen(line, x, y);
+        if line.ideal {
+            let dashes = DashedLineSeries::new(points, 5, 4, colour.stroke_width(2));
+            chart.draw_series(dashes)?;
+        } else {
+            chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
+            let dots = points.into_iter();
+            chart.draw_series(dots.map(|at| Circle::new(at, 3, colour.filled())))?;
+        }
+    }
+    Ok(())
+}
+
+fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> Drawn {
+    let most = rows.iter().flat_map(|row| row.1.iter().flatten());
+    let most = most
+        .map(|spread| spread.high)
+        .chain(even)
+        .fold(f64::MIN_POSITIVE, f64::max);
+    // The longest bar leaves room for its number.
+    let room = WIDTH - 2 * MARGIN - text_width("1,000,000", SMALL);
+    let end = |value: f64| MARGIN + (value / most * f64::from(room)) as i32;
+    let mut top = 0;
+    for (label, bars) in rows {
+        for line in broken(label, SMALL) {
+            let place = (MARGIN, top + line_height(SMALL) / 2);
+            area.draw(&Text::new(line, place, style(SMALL, INK)))?;
+            top += line_height(SMALL);
+        }
+        for (group, spread) in bars.iter().enumerate() {
+            let (from, middle) = (top + 1, top + BAR / 2);
+            top += BAR;
+            let Some(spread) = spread else { continue };
+            let colour = match even {
+                Some(even) if spread.median < even => BAD,
+                Some(_) => GOOD,
+                None => COLOURS[group % COLOURS.len()],
+            };
+            let right = end(spread.median).max(MARGIN + 1);
+            let corners = [(MARGIN, from), (right, from + BAR - 2)];
+            area.draw(&Rectangle::new(corners, colour.filled()))?;
+            let ends = [spread.low, spread.high].map(end);
+            if ends[1] > ends[0] {
+                let whisker = ends.map(|end| (end, middle)).to_vec();
+                area.draw(&PathElement::new(whisker, MUTED.stroke_width(2)))?;
+            }
+            let place = (right.max(ends[1]) + 6, middle);
+            let style = style(SMALL, INK);
+            area.draw(&Text::new(short(spread.median), place, style))?;
+        }
+        top += GAP;
+    }
+    if let Some(even) = even {
+        let line = vec![(end(even), 0), (end(even), top - GAP)];
+        area.draw(&PathElement::new(line, MUTED.stroke_width(1)))?;
+    }
+    Ok(())
+}
+
+fn bars_height(rows: &Rows) -> i32 {
+    let row = |(label, bars): &(String, Vec<Option<Spread>>)| {
+        let lines = broken(label, SMALL).len() as i32;
+        lines * line_height(SMALL) + bars.len() as i32 * BAR + GAP
+    };
+    rows.iter().map(row).sum::<i32>() + GAP
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::picture::on_page;
     use super::*;
 
-    fn lines(points: Vec<(f64, f64)>) -> Plot {
+    fn plot(kind: Kind) -> Plot {
         Plot {
             name: "a".to_owned(),
             title: "A < B".to_owned(),
-            kind: Kind::Lines {
-                x: Axis::log("clients"),
-                y: Axis::log("a second"),
-                series: vec![
-                    Series::measured("on", points),
-                    Series::ideal("ideal", vec![(1.0, 1.0), (64.0, 0.01)]),
-                ],
-            },
+            caption: String::new(),
+            kind,
         }
+    }
+
+    fn lines(points: Vec<(f64, f64)>) -> Plot {
+        let end = points.last().map_or(64.0, |point| point.0);
+        plot(Kind::Lines {
+            x: Axis::log("clients"),
+            y: Axis::log("a second"),
+            series: vec![
+                Series::measured("on", points.clone()),
+                Series::ideal(
+                    "ideal",
+                    vec![(points.first().map_or(1.0, |at| at.0), 1.0), (end, 0.01)],
+                ),
+            ],
+        })
+    }
+
+    fn bars(unit: &str, groups: &[&str], rows: Vec<(String, Vec<Option<Spread>>)>) -> Plot {
+        plot(Kind::Bars {
+            unit: unit.to_owned(),
+            groups: groups.iter().map(|&name| name.to_owned()).collect(),
+            even: None,
+            rows,
+        })
+    }
+
+    /// The texts of a picture, each with the x coordinate of its left end.
+    fn texts(svg: &str) -> Vec<(i32, String)> {
+        let parts = svg.split("<text ").skip(1).map(|part| {
+            let (attributes, rest) = part.split_once('>').unwrap();
+            let x = attributes.split("x=\"").nth(1).unwrap().split('"').next();
+            let text = rest.split('<').next().unwrap().trim();
+            (x.unwrap().parse().unwrap(), text.to_owned())
+        });
+        parts.collect()
     }
 
     #[test]
     fn a_plot_has_its_words_and_no_colour_of_its_own_on_a_page() {
-        let svg = lines(vec![(1.0, 1.0), (64.0, 0.05)]).svg().unwrap();
-        for word in ["A &lt; B", "clients", "a second", "ideal", "64", "0.010"] {
+        let plot = lines(vec![(1.0, 1.0), (64.0, 0.05)]).captioned("on: & off");
+        let svg = plot.svg().unwrap();
+        for word in [
+            "A &lt; B",
+            "on: &amp; off",
+            "clients",
+            "a second",
+            "ideal",
+            "64",
+            "0.010",
+        ] {
             assert!(svg.contains(word), "{word}: {svg}");
         }
         assert!(svg.contains("viewBox"), "it scales");
@@ -476,24 +394,65 @@ mod tests {
     }
 
     #[test]
-    fn bars_begin_behind_the_longest_label() {
-        let label = "vhost-user: write + flush, 16 clients, 4 queues (qemu-storage-daemon)";
+    fn texts_of_any_length_stay_in_the_picture() {
+        let long = "vhost-user: write + flush, 16 clients, 4 queues (qemu-storage-daemon), and still more words";
+        let row = (
+            long.to_owned(),
+            vec![Spread::of(&[1.5]), Spread::of(&[2.5])],
+        );
         let plot = Plot {
-            name: "bars".to_owned(),
-            title: "bars".to_owned(),
-            kind: Kind::Bars {
-                unit: "times".to_owned(),
-                groups: vec!["ratio".to_owned()],
-                rows: vec![(label.to_owned(), vec![Spread::of(&[1.5])])],
-            },
+            title: long.to_owned(),
+            ..bars(long, &[&long[..40], &long[..60]], vec![row])
         };
+        let plot = plot.captioned(long);
         let svg = plot.svg().unwrap();
-        // The x coordinate of the right end of the label.
-        let before = svg.split(label).next().unwrap();
-        let text = &before[before.rfind("<text").unwrap()..];
-        let end = text.split("x=\"").nth(1).unwrap().split('"').next();
-        let end: usize = end.unwrap().parse().unwrap();
-        assert!(end >= 6 * label.len(), "{end}");
+        let found = texts(&svg);
+        for (left, text) in &found {
+            let right = left + text_width(text, SMALL);
+            assert!((0..=WIDTH).contains(&right), "{text}: {left} to {right}");
+        }
+        let words = |text: &str| {
+            text.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let all: Vec<_> = found.iter().flat_map(|(_, text)| words(text)).collect();
+        for word in words(long) {
+            // In the title, the unit, the caption and the label.
+            assert!(
+                all.iter().filter(|found| **found == word).count() >= 4,
+                "{word}"
+            );
+        }
+    }
+
+    #[test]
+    fn lines_with_one_place_are_bars() {
+        let svg = lines(vec![(8.0, 3.0)]).svg().unwrap();
+        let words: Vec<_> = texts(&svg).into_iter().map(|(_, text)| text).collect();
+        assert_eq!(
+            words,
+            ["A &lt; B", "a second; clients: 8", "on", "3", "ideal", "1"]
+        );
+        assert!(svg.contains("<rect") && !svg.contains("<circle"));
+        // The same line with a second place is a line.
+        let svg = lines(vec![(8.0, 3.0), (9.0, 3.0)]).svg().unwrap();
+        assert!(svg.contains("<circle"), "{svg}");
+    }
+
+    #[test]
+    fn bars_beyond_even_are_good_and_others_bad() {
+        let rows = [0.8, 1.0, 3.0].map(|value| (value.to_string(), vec![Spread::of(&[value])]));
+        let mut plot = bars("times", &["ratio"], rows.to_vec());
+        if let Kind::Bars { even, .. } = &mut plot.kind {
+            *even = Some(1.0);
+        }
+        let page = on_page(&plot.svg().unwrap());
+        let of = |name: &str| page.matches(&format!("fill=\"{name}\"")).count();
+        assert_eq!(
+            (of("var(--c2)"), of("var(--c1)"), of("var(--c0)")),
+            (2, 1, 0)
+        );
     }
 
     #[test]
@@ -501,27 +460,15 @@ mod tests {
         for points in [vec![], vec![(0.0, -1.0), (f64::NAN, 1.0)], vec![(3.0, 3.0)]] {
             lines(points).svg().unwrap();
         }
+        let empty = plot(Kind::Lines {
+            x: Axis::log("x"),
+            y: Axis::linear("y"),
+            series: vec![Series::measured("none", vec![])],
+        });
+        assert!(empty.svg().unwrap().contains("nothing was measured"));
         let spread = Spread::of(&[1.0, 3.0]);
-        let plot = Plot {
-            name: "b".to_owned(),
-            title: "B".to_owned(),
-            kind: Kind::Bars {
-                unit: "us".to_owned(),
-                groups: vec!["one".to_owned(), "two".to_owned()],
-                rows: vec![("mmio".to_owned(), vec![spread, None])],
-            },
-        };
-        let svg = plot.svg().unwrap();
+        let rows = vec![("mmio".to_owned(), vec![spread, None])];
+        let svg = bars("us", &["one", "two"], rows).svg().unwrap();
         assert!(svg.contains("mmio") && svg.contains(">\n2\n<"), "{svg}");
-    }
-
-    #[test]
-    fn ticks_are_round_numbers() {
-        let linear = Scale::new(false, [3.0, 10.5].into_iter());
-        assert_eq!(linear.ticks, [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
-        let log = Scale::new(true, [1.0, 11.0].into_iter());
-        assert_eq!(log.ticks, [1.0, 2.0, 5.0, 10.0]);
-        let values = log.ticked_at_values().ticks;
-        assert_eq!(values, [1.0, 11.0]);
     }
 }

@@ -100,7 +100,30 @@ pub enum Cell {
     Series(Vec<f64>),
     /// A figure that is not meaningful where it was measured, such as a time in an emulated machine.
     Grey(Box<Cell>),
+    /// A figure that is good or bad beside what it is compared with.
+    Judged(Box<Cell>, Verdict),
 }
+
+/// What a figure is beside the one that it is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Better.
+    Good,
+    /// Worse.
+    Bad,
+}
+
+/// Which of two figures is the better one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Better {
+    /// The larger one, as of rates.
+    More,
+    /// The smaller one, as of times and syncs.
+    Less,
+}
+
+/// How far from 1 a ratio is judged: less may be the scatter of rounds.
+pub const SCATTER: f64 = 0.05;
 
 impl Cell {
     /// A text cell.
@@ -113,10 +136,26 @@ impl Cell {
         Self::Number(count as f64, 0)
     }
 
-    /// The cell in grey.
+    /// The cell in grey, which is neither good nor bad.
     #[must_use]
     pub fn grey(self) -> Self {
-        Self::Grey(Box::new(self))
+        match self {
+            Self::Judged(cell, _) => cell.grey(),
+            cell => Self::Grey(Box::new(cell)),
+        }
+    }
+
+    /// A measured figure over the one that it is compared with, judged if it is further than a few per cent from 1.
+    pub fn ratio(ratio: f64, better: Better) -> Self {
+        let number = Self::Number(ratio, 2);
+        let (more, less) = (ratio >= 1.0 + SCATTER, ratio <= 1.0 - SCATTER);
+        let verdict = match better {
+            _ if !more && !less => return number,
+            Better::More if more => Verdict::Good,
+            Better::Less if less => Verdict::Good,
+            _ => Verdict::Bad,
+        };
+        Self::Judged(Box::new(number), verdict)
     }
 
     /// The spread of rounds; an empty cell if there are none.
@@ -129,7 +168,7 @@ impl Cell {
         match self {
             Self::None | Self::Number(..) | Self::Spread(..) => true,
             Self::Text(_) | Self::Series(_) => false,
-            Self::Grey(cell) => cell.is_figure(),
+            Self::Grey(cell) | Self::Judged(cell, _) => cell.is_figure(),
         }
     }
 }
@@ -162,6 +201,7 @@ impl Display for Cell {
             }
             Self::Series(values) => f.write_str(&bars(values)),
             Self::Grey(cell) => write!(f, "[{cell}]"),
+            Self::Judged(cell, _) => cell.fmt(f),
         }
     }
 }
@@ -179,7 +219,7 @@ impl Serialize for Cell {
                 .map(|value| rounded(*value))
                 .collect::<Vec<_>>()
                 .serialize(serializer),
-            Self::Grey(cell) => cell.serialize(serializer),
+            Self::Grey(cell) | Self::Judged(cell, _) => cell.serialize(serializer),
         }
     }
 }
@@ -277,6 +317,32 @@ mod tests {
                     \x20 another                 [0.25]\n\
                     \x20 none                         -\n";
         assert_eq!(table().to_string(), text);
+    }
+
+    #[test]
+    fn ratios_are_judged_by_which_is_better() {
+        use Better::{Less, More};
+        let verdict = |ratio, better| match Cell::ratio(ratio, better) {
+            Cell::Judged(_, verdict) => Some(verdict),
+            _ => None,
+        };
+        for (ratio, more) in [
+            (6.1, Some(Verdict::Good)),
+            (1.03, None),
+            (0.97, None),
+            (0.5, Some(Verdict::Bad)),
+            (f64::NAN, None),
+        ] {
+            assert_eq!(verdict(ratio, More), more, "{ratio}");
+            let less = more.map(|more| match more {
+                Verdict::Good => Verdict::Bad,
+                Verdict::Bad => Verdict::Good,
+            });
+            assert_eq!(verdict(ratio, Less), less, "{ratio}");
+        }
+        let cell = Cell::ratio(6.1, More);
+        assert_eq!(cell.to_string(), "6.10");
+        assert_eq!(serde_json::to_string(&cell).unwrap(), "6.1");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::medium::Medium;
 use super::side::Side;
 use super::turn::{Row, Turn};
 use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Cell, Section, Spread};
+use crate::report::{Better, Cell, Section, Spread};
 
 /// Most points of a plot's line.
 const POINTS: usize = 300;
@@ -90,7 +90,7 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
             Spread::of(&figures).map(|spread| spread.median)
         };
         match (median(turns), median(&row.turns[other.position()])) {
-            (Some(this), Some(other)) if other > 0.0 => Cell::Number(this / other, 2),
+            (Some(this), Some(other)) if other > 0.0 => Cell::ratio(this / other, Better::More),
             _ => Cell::None,
         }
     };
@@ -144,6 +144,7 @@ fn plot(key: &str, title: &str, row: &Row) -> Plot {
     Plot {
         name: format!("{key}-{}", row.job.name()),
         title: format!("{title}: {}", row.job.title()),
+        caption: String::new(),
         kind: Kind::Lines {
             x: Axis::linear("second"),
             y: Axis::linear("requests a second"),

@@ -1,0 +1,62 @@
+//! File systems on loop devices.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::have;
+
+/// A file system on a file. Dropping it unmounts and removes it.
+pub struct LoopFs {
+    dir: tempfile::TempDir,
+}
+
+impl LoopFs {
+    /// Makes an XFS of 400 MiB, where files can share blocks, and mounts it. Returns `None` if that fails, after printing
+    /// `skipped: why`.
+    ///
+    /// # Panics
+    /// There is no room for the file.
+    #[must_use]
+    pub fn xfs() -> Option<Self> {
+        if !have("mkfs.xfs", "xfsprogs") {
+            return None;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (image, place) = (dir.path().join("image"), dir.path().join("place"));
+        let file = std::fs::File::create(&image).expect("a file");
+        file.set_len(400 << 20).expect("a length");
+        std::fs::create_dir(&place).expect("a directory");
+        let made = Self { dir };
+        let run = |program: &str, arguments: &[&str], paths: &[&Path]| {
+            let mut command = Command::new(program);
+            let output = command.args(arguments).args(paths).output();
+            let output = output.map_err(|error| format!("{program}: {error}"))?;
+            match output.status.success() {
+                true => Ok(()),
+                false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+            }
+        };
+        let mounted = run("mkfs.xfs", &["-q", "-m", "reflink=1"], &[&image])
+            .and_then(|()| run("mount", &["-o", "loop"], &[&image, &place]));
+        match mounted {
+            Ok(()) => Some(made),
+            Err(why) => {
+                println!("skipped: no XFS: {why}");
+                None
+            }
+        }
+    }
+
+    /// The mount point.
+    #[must_use]
+    pub fn path(&self) -> std::path::PathBuf {
+        self.dir.path().join("place")
+    }
+}
+
+impl Drop for LoopFs {
+    fn drop(&mut self) {
+        // Fails if it is not mounted.
+        let _ = Command::new("umount").arg(self.path()).output();
+    }
+}
