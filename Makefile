@@ -7,7 +7,7 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: all install uninstall deb demo test soak setup format lint doc check fuzz
+.PHONY: all install uninstall deb demo test soak setup format lint doc check fuzz api api-update
 
 ## all: the program, target/release/walvisor; then this list
 all: setup
@@ -68,15 +68,24 @@ SOAK_ROUNDS ?= 1
 SOAK_POWER_CUTS ?= each
 SOAK_HISTORIES ?= 1000000
 SOAK_INTERLEAVINGS ?= 50000
+SOAK_MEMBER_CYCLES ?= 1000
 
 ## soak: thousands of power cuts, a million random histories, long fuzzing; WALVISOR_SEED=N repeats the power cuts
 soak: setup
 	WALVISOR_POWER_CUT_ROUNDS=$(SOAK_ROUNDS) WALVISOR_POWER_CUTS=$(SOAK_POWER_CUTS) \
 	  $(CARGO) test --package walvisor-tests --test power_cut --locked -- --nocapture
 	WALVISOR_HISTORIES=$(SOAK_HISTORIES) $(CARGO) test --package walvisor-storage --lib --locked histories -- --nocapture
+	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor-storage --test members --locked -- --nocapture
+	WALVISOR_MEMBER_CYCLES=$(SOAK_MEMBER_CYCLES) $(CARGO) test --package walvisor --test serve --locked members -- --nocapture
 	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
 	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture
 	$(MAKE) fuzz FUZZ_TIME=250 FUZZ_SHORT_TIME=90
+
+## api: whether the public items of the crates that others embed are those in their api.txt; `make api-update` writes these
+api: setup
+	$(TEST) --test api
+api-update: setup
+	WALVISOR_API=update $(TEST) --test api
 
 setup:
 	@command -v $(CARGO) >/dev/null || { echo 'cargo is missing: install Rust 1.95 or newer' >&2; exit 1; }
@@ -124,7 +133,7 @@ GUESTS_BESIDE = test-emulated $(NATIVE:%=test-of-%)
 .PHONY: test-all $(BESIDE) test-emulated test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/tests/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/tests/*/main.rs))))
 GUESTS = $(call names,tests benches)
-EMULATED = linux linux_disks kill linux_boot vhost_user jobs
+EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest
 LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
 NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
