@@ -46,7 +46,6 @@ impl Drop for Seat {
 
 /// A connection that has chosen its export.
 pub(super) struct Connection {
-    agreed: Agreed,
     wire: Wire,
     incoming: Incoming,
     outgoing: Outgoing,
@@ -59,6 +58,8 @@ pub(super) struct Connection {
     end: Option<Instant>,
     _seat: Seat,
     _client: Client,
+    /// The last field, so that the use of the export ends when nothing of the connection has the export any more.
+    agreed: Agreed,
 }
 
 impl AsFd for Connection {
@@ -243,4 +244,49 @@ fn count(metrics: &BlockMetrics, command: u16) {
         _ => return,
     };
     add(counter, 1);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::Mutex;
+    use std::thread;
+
+    use super::*;
+    use crate::backend::ram::RamDisk;
+    use crate::nbd::export::Used;
+    use crate::nbd::protocol::Framing;
+
+    /// A connection may end before a worker has taken it on, so that it alone uses the export.
+    #[test]
+    fn an_export_is_removed_after_its_last_connection_has_let_go_of_it() {
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let note = |what| {
+            let order = Arc::clone(&order);
+            move || order.lock().unwrap().push(what)
+        };
+        let (let_go, removed) = (note("let go"), note("removed"));
+        let export = Arc::new(
+            Export::new("disk", "", Arc::new(RamDisk::new(8))).when_deserted(move || {
+                // Long enough for the other thread to go on, if nothing holds it up.
+                thread::sleep(Duration::from_millis(100));
+                let_go();
+            }),
+        );
+        let agreed = Agreed {
+            export: Used::begin(&export).unwrap(),
+            framing: Framing::Simple,
+            contexts: Arc::new([]),
+        };
+        let (socket, _client) = UnixStream::pair().unwrap();
+        let seat = Seat::take(&Arc::default());
+        let connection = Connection::new(agreed, Wire::new(socket.into()), seat);
+        let removing = thread::spawn(move || {
+            export.users.close();
+            removed();
+        });
+        drop(connection);
+        removing.join().unwrap();
+        assert_eq!(*order.lock().unwrap(), ["let go", "removed"]);
+    }
 }
