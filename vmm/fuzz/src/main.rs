@@ -46,7 +46,13 @@ fn run(input: &[u8]) {
     let (kind, power) = if options & 1 == 0 {
         let end = Arc::clone(&ended);
         let end = move || end.store(true, Ordering::SeqCst);
-        (DiskCommand::Nbd, Power::Daemon(Box::new(end)))
+        (
+            DiskCommand::Nbd,
+            Power::Daemon {
+                end: Box::new(end),
+                members: None,
+            },
+        )
     } else {
         let power = Power::Guest {
             control: Arc::clone(&control),
