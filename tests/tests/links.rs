@@ -1,19 +1,28 @@
-//! The targets of the links in the documentation pages exist.
+//! The targets of the links in the documentation pages exist, and so do the source files that they name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pages below `folder`, except in build directories and hidden ones.
-fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
+/// The files below `folder`, except in build directories and hidden ones.
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if path.is_dir() && name != "target" && !name.starts_with('.') {
-            pages(&path, found);
-        } else if name.ends_with(".md") {
+            files(&path, found);
+        } else {
             found.push(path);
         }
     }
+}
+
+/// All files of the project, and those of them that are documentation pages.
+fn project() -> (Vec<PathBuf>, Vec<PathBuf>) {
+    let mut all = Vec::new();
+    files(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), &mut all);
+    let page = |path: &&PathBuf| path.extension().is_some_and(|end| end == "md");
+    let found = all.iter().filter(page).cloned().collect();
+    (all, found)
 }
 
 /// The targets of a page's links, except in code blocks.
@@ -39,9 +48,7 @@ fn anchor(heading: &str) -> String {
 
 #[test]
 fn links_lead_to_files_and_headings_that_are_there() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut found = Vec::new();
-    pages(&root, &mut found);
+    let (_, found) = project();
     let (mut seen, mut broken) = (0, Vec::new());
     for page in &found {
         let text = fs::read_to_string(page).unwrap();
@@ -69,4 +76,38 @@ fn links_lead_to_files_and_headings_that_are_there() {
     println!("{seen} links on {} pages", found.len());
     assert!(found.len() > 10 && seen > 30, "links are not seen");
     assert!(broken.is_empty(), "{broken:#?}");
+}
+
+/// The source files that a page names: words such as `a/b.rs` and `a/{b,c}.rs`.
+fn sources(page: &str) -> Vec<String> {
+    let word = |c: char| !(c.is_ascii_alphanumeric() || "_-/.{,}".contains(c));
+    let named = page.split(word).filter(|word| word.ends_with(".rs"));
+    named
+        .flat_map(|word| match word.split_once('{') {
+            Some((before, rest)) => {
+                let (names, after) = rest.split_once('}').expect("braces are closed");
+                let each = names
+                    .split(',')
+                    .map(|name| format!("{before}{name}{after}"));
+                each.collect()
+            }
+            None => vec![word.to_owned()],
+        })
+        .collect()
+}
+
+#[test]
+fn source_files_that_pages_name_are_there() {
+    let (there, found) = project();
+    let (mut seen, mut missing) = (0, Vec::new());
+    for page in &found {
+        for source in sources(&fs::read_to_string(page).unwrap()) {
+            seen += 1;
+            if !there.iter().any(|path| path.ends_with(&source)) {
+                missing.push(format!("{}: {source}", page.display()));
+            }
+        }
+    }
+    assert!(seen > 50, "names are not seen");
+    assert!(missing.is_empty(), "{missing:#?}");
 }
