@@ -53,7 +53,7 @@ impl Log {
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
         };
-        let mut growth = Growth::new(state.ring.end());
+        let mut growth = Growth::of_log(state.ring.end());
         drop(state);
         let mut give_way = |took: Duration| {
             let state = self.lock();

@@ -5,6 +5,9 @@
 //! the log grows and the copy is ahead; few are while the log does not grow; many are if the log would otherwise be
 //! full before the copy ends. If even that is too slow, writers wait, but never until the copy ends: it hands on
 //! the room of the log in step with its progress, so that the log grows as fast as the copy can follow.
+//!
+//! A guest's read waits behind all that the copy has in flight. So the copy has little in flight while guests read, even
+//! if it is late: its writers wait a little longer, and the readers a lot less.
 
 use std::time::{Duration, Instant};
 
@@ -12,11 +15,14 @@ use crate::log::state::{Log, State};
 use crate::sync;
 use crate::sync::atomic::Ordering;
 
-/// Most runs in flight, and how many while the copy disturbs no writer.
-pub(super) const IN_FLIGHT_RUNS: usize = 64;
+/// Most runs in flight, how many while guests read, and how many while the copy disturbs no writer.
+pub(super) const IN_FLIGHT_RUNS: usize = 256;
+const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
 /// After this long without growth of the log, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
+/// After this long without a read, the copy disturbs no reader.
+const UNREAD: Duration = Duration::from_millis(5);
 /// A copy that is this share of its work behind schedule has most runs in flight; with less, proportionally fewer.
 const WORST_LAG: f64 = 0.125;
 /// The share of the room that may be used before everything is copied.
@@ -26,36 +32,47 @@ const FREE_SHARE: f64 = 0.125;
 /// The room is handed on in steps of so many bytes, because each step wakes the writers that wait.
 const ROOM_STEP: u64 = 256 << 10;
 
-/// Detects whether a log is being written to: background work would then delay the writers.
+/// Detects whether something that is counted goes on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Growth {
-    /// The log's end at the last check.
-    end: u64,
-    /// When the log was last seen to have grown.
+    /// The count at the last check.
+    count: u64,
+    /// When the count was last seen to have grown.
     grown: Option<Instant>,
+    quiet: Duration,
 }
 
 impl Growth {
-    /// Growth of a log that ends at `end`.
-    pub(crate) fn new(end: u64) -> Self {
-        Self { end, grown: None }
+    /// Growth of a log that ends at `end`: background work would delay those who write to it.
+    pub(crate) fn of_log(end: u64) -> Self {
+        Self::new(end, QUIET)
     }
 
-    /// Whether the log has grown lately, given that it now ends at `end`.
-    pub(crate) fn is_under_way(&mut self, end: u64) -> bool {
+    fn new(count: u64, quiet: Duration) -> Self {
+        Self {
+            count,
+            grown: None,
+            quiet,
+        }
+    }
+
+    /// Whether the count has grown lately, given that it is `count` now.
+    pub(crate) fn is_under_way(&mut self, count: u64) -> bool {
         let now = sync::now();
-        if end > self.end {
+        if count > self.count {
             self.grown = Some(now);
         }
-        self.end = end;
+        self.count = count;
         self.grown
-            .is_some_and(|grown| now.duration_since(grown) < QUIET)
+            .is_some_and(|grown| now.duration_since(grown) < self.quiet)
     }
 }
 
 /// The pace of a copy: it is to end before the log is full.
 pub(crate) struct CopyPace {
     growth: Growth,
+    /// Reads of all disks of the log.
+    reads: Growth,
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
@@ -76,7 +93,8 @@ impl CopyPace {
         let room = state.ring.unused_bytes();
         let room = room.saturating_sub(log.segment_size);
         let mut pace = Self {
-            growth: Growth::new(end),
+            growth: Growth::of_log(end),
+            reads: Growth::new(log.reads.load(Ordering::Relaxed), UNREAD),
             hurry,
             bytes: (end, room),
             index: (index, log.index_limit.saturating_sub(index)),
@@ -129,7 +147,11 @@ impl CopyPace {
         if disturbing {
             return 0;
         }
-        let more = (IN_FLIGHT_RUNS - UNHURRIED_RUNS) as f64;
+        let most = match self.reads.is_under_way(log.reads.load(Ordering::Relaxed)) {
+            true => RUNS_BESIDE_READS,
+            false => IN_FLIGHT_RUNS,
+        };
+        let more = (most - UNHURRIED_RUNS) as f64;
         UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize
     }
 }
@@ -137,7 +159,7 @@ impl CopyPace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DiskOptions, Store, StoreOptions, create_disk};
+    use crate::{DiskOptions, Operation, Store, StoreOptions, create_disk};
 
     /// How far the log may grow rises with the progress of the copy, and ends with it.
     #[test]
@@ -168,5 +190,35 @@ mod tests {
         assert_eq!(pace.allowed(500), share((1.0 + FREE_SHARE) / 2.0));
         assert_eq!(pace.runs(&log, 1000), IN_FLIGHT_RUNS);
         assert_eq!(pace.allowed(1000), None);
+    }
+
+    #[test]
+    fn little_is_in_flight_while_guests_read() {
+        let mut reads = Growth::new(7, Duration::MAX);
+        assert!(!reads.is_under_way(7));
+        assert!(reads.is_under_way(8));
+        assert!(reads.is_under_way(8), "a moment ago");
+        reads.quiet = Duration::ZERO;
+        assert!(!reads.is_under_way(8), "long ago");
+
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions::default();
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let log = store.disks()[0].log.clone();
+        let mut pace = CopyPace::new(&log, &mut log.lock(), true);
+        pace.plan(1000);
+        pace.reads.quiet = Duration::MAX;
+        assert_eq!(pace.runs(&log, 0), IN_FLIGHT_RUNS);
+        let mut port = store.disks()[0].open_port().unwrap();
+        port.end_for_test(Operation::Read {
+            sector: 0,
+            sectors: 8,
+        })
+        .unwrap();
+        assert_eq!(pace.runs(&log, 0), RUNS_BESIDE_READS);
+        pace.reads.quiet = Duration::ZERO;
+        assert_eq!(pace.runs(&log, 0), IN_FLIGHT_RUNS);
     }
 }

@@ -285,6 +285,7 @@ impl Port {
     fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
         check_read(sector, sectors, self.disk.sectors())?;
         let (disk, committer) = (&self.disk, &mut self.committer);
+        committer.log.reads.fetch_add(1, Ordering::Relaxed);
         let count = u64::from(sectors);
         disk.index().pieces(sector, count, &mut self.pieces);
         let parts = self

@@ -175,6 +175,8 @@ pub(crate) struct Log {
     pub poisoned: AtomicBool,
     /// Ports hold back requests until the pending bytes fall.
     pub held_back: AtomicBool,
+    /// Counts the reads of all disks.
+    pub reads: AtomicU64,
     pub counters: Counters,
     /// Where the records behind snapshots begin, as far as that was asked for.
     pub borders: Borders,

@@ -381,6 +381,7 @@ fn new_log(
         written: AtomicU64::new(last_lsn),
         poisoned: AtomicBool::new(false),
         held_back: AtomicBool::new(false),
+        reads: AtomicU64::new(0),
         counters: Counters::default(),
         borders: Borders::default(),
         state: Mutex::new(state),
