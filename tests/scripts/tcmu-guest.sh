@@ -1,17 +1,6 @@
 # The disks of `walvisor serve tcmu` under the kernel's own SCSI target and disk driver: first the errors for missing
 # parts, then two disks on one log, every command of sg3-utils, a file system, kills of the daemon under load, resize,
-# the largest disk, and the state of configfs and the images at the end. Runs in user-mode Linux, in the directory
-# $PLACE/files of the machine; $WALVISOR is the program, and the kernel's modules are below $PLACE.
-walvisor() { "$WALVISOR" "$@"; }
-mkdir files && mount -t hostfs none files -o "$PLACE/files" && cd files || exit
-config=/sys/kernel/config
-load() { for module; do modprobe -d "$PLACE" "$module"; done; }
-say() { echo "guest: $*"; }
-# Runs a command that must fail, and prints its status and its message.
-fails() {
-    "$@" >out 2>err
-    say "status $?: $(sed "s/process $daemon:/the daemon:/; s/: as root run .*/: as root run .../" err)"
-}
+# the largest disk, and the state of configfs and the images at the end. Begins with tcmu-functions.sh.
 
 # What is missing.
 fails walvisor serve tcmu --list
@@ -29,33 +18,11 @@ say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/d
 walvisor disk create files.img --size 192M --log log || exit
 walvisor disk create raw.img --size 64M --log log || exit
 
-# Starts the daemon `$1` with the rest as its arguments, and waits for all of its disks.
-serve() {
-    name=$1
-    shift
-    : >"$name.served"
-    "$WALVISOR" serve tcmu "$@" --metrics "$name.prom" >"$name.served" 2>"$name.log" &
-    daemon=$!
-    disks=$(echo "$*" | grep -o -e '--disk' | wc -l)
-    until [ "$(wc -l <"$name.served")" = "$disks" ]; do
-        kill -0 $daemon 2>/dev/null || { cat "$name.log"; exit 1; }
-        sleep 0.2
-    done
-}
 both() {
     serve "$1" --disk path=files.img,log=log,name=files,cache=writethrough --disk path=raw.img,log=log,name=raw,block-size=4096 \
         --control control
     files=$(disk_of "$1" files) raw=$(disk_of "$1" raw)
 }
-disk_of() { sed -n "s|^serving $2: .* at /dev/\([a-z]*\) .*|\1|p" "$1.served"; }
-stop() {
-    kill -TERM $daemon
-    wait $daemon
-    say "daemon: status $?"
-    cat "$1.log"
-}
-sum() { sha256sum <"$1" | cut -d' ' -f1; }
-
 # Attaching.
 both first
 for name in $files $raw; do

@@ -47,6 +47,7 @@ const VMM: &[&[&str]] = &[
     &[
         "arch",
         "bus",
+        "child",
         "disk",
         "disk_spec",
         "point",

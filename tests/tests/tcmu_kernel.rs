@@ -10,6 +10,8 @@ use walvisor_tests::{have, run_emulated_job, said};
 
 /// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
+/// The same of the guest whose disks come and go.
+const CHANGING: &str = include_str!("tcmu_changing.txt");
 
 /// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
 fn sum(place: &Path, name: &str, counter: &str) -> f64 {
@@ -18,8 +20,8 @@ fn sum(place: &Path, name: &str, counter: &str) -> f64 {
     metrics.value(counter).unwrap_or_default()
 }
 
-#[test]
-fn the_kernels_target_has_its_disks_from_walvisor() {
+/// Runs a script in user-mode Linux, and checks the lines that it prints. `None`: it cannot run here.
+fn told(dir: &Path, script: &str, said: &str) -> Option<()> {
     let needs = [
         ("linux.uml", "user-mode-linux"),
         ("modprobe", "kmod"),
@@ -31,25 +33,44 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
         .iter()
         .all(|(program, package)| have(program, package))
     {
+        return None;
+    }
+    fs::create_dir(dir.join("files")).unwrap();
+    let script = format!(
+        "WALVISOR='{}' PLACE='{}'\n{}{script}",
+        walvisor_binary("dev").expect("building walvisor").display(),
+        dir.display(),
+        include_str!("../scripts/tcmu-functions.sh")
+    );
+    let mut guest = UserMode::default().boot_here(dir, &script).unwrap();
+    let mut told = Vec::new();
+    while told.last().is_none_or(|line| line != "guest: end") {
+        told.push(guest.wait_for("guest: ").unwrap());
+    }
+    let expected: Vec<_> = said.lines().map(|line| format!("guest: {line}")).collect();
+    assert_eq!(told[..told.len() - 1], expected, "{}", guest.console());
+    guest.end().unwrap();
+    Some(())
+}
+
+#[test]
+fn disks_come_and_go_in_the_kernels_target() {
+    let dir = tempfile::tempdir().unwrap();
+    let _ = told(
+        dir.path(),
+        include_str!("../scripts/tcmu-changing.sh"),
+        CHANGING,
+    );
+}
+
+#[test]
+fn the_kernels_target_has_its_disks_from_walvisor() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = include_str!("../scripts/tcmu-guest.sh");
+    if told(dir.path(), script, SAID).is_none() {
         return;
     }
-    let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("files");
-    fs::create_dir(&place).unwrap();
-    let script = format!(
-        "WALVISOR='{}' PLACE='{}'\n{}",
-        walvisor_binary("dev").expect("building walvisor").display(),
-        dir.path().display(),
-        include_str!("../scripts/tcmu-guest.sh")
-    );
-    let mut guest = UserMode::default().boot_here(dir.path(), &script).unwrap();
-    let mut said = Vec::new();
-    while said.last().is_none_or(|line| line != "guest: end") {
-        said.push(guest.wait_for("guest: ").unwrap());
-    }
-    let expected: Vec<_> = SAID.lines().map(|line| format!("guest: {line}")).collect();
-    assert_eq!(said[..said.len() - 1], expected, "{}", guest.console());
-    guest.end().unwrap();
 
     // UIO wakes per command: about one for commands that run alone, less for commands that run together.
     let sum = |name, counter| sum(&place, name, counter);
@@ -81,6 +102,11 @@ fn a_disk_for_guests_is_at_vhost() {
         [
             "status 1: walvisor: the kernel module vhost_scsi is not loaded: as root run ...",
             "serving guest: 1048576 bytes at vhost naa.5001405000000042",
+            "added at vhost naa.5001405000000043",
+            r#"{"disk":"later","image":"complete","log":"disks/later.img.wal"}"#,
+            "added at vhost naa.5001405000000043",
+            "status 1: walvisor: /sys/kernel/config/target/loopback was not there when this process gave up its rights: run \
+             'modprobe tcm_loop && mkdir /sys/kernel/config/target/loopback', and start it again",
             "daemon: status 0",
             "left: 0",
         ]

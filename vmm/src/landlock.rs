@@ -100,6 +100,12 @@ impl Places {
         self.rules.push((path.to_owned(), rights));
     }
 
+    /// Allows making directories beneath a directory, and what [`configure`](Self::configure) allows.
+    pub fn build(&mut self, path: &Path) {
+        self.configure(path);
+        self.rules.push((path.to_owned(), AccessFs::MakeDir.into()));
+    }
+
     /// Allows removing directories beneath a directory.
     pub fn dismantle(&mut self, path: &Path) {
         self.rules

@@ -10,6 +10,7 @@
 
 pub mod arch;
 pub mod bus;
+mod child;
 pub mod cli;
 pub mod commands;
 pub mod control;

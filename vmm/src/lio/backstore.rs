@@ -4,13 +4,12 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::opener::SUBTYPE;
 use super::target::{
     Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 
-/// The start of the configuration of walvisor's back stores; tcmu-runner calls this a subtype.
-const SUBTYPE: &str = "walvisor/";
 /// The two values of a back store's alias, which records its durability.
 const DURABLE: &str = "durable";
 const VOLATILE: &str = "volatile";

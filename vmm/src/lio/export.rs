@@ -65,6 +65,12 @@ impl TargetExport {
                 let what = format!("the kernel module {module} is not loaded");
                 return Err(TargetError::Missing { what, command });
             }
+            if error.kind() == io::ErrorKind::PermissionDenied {
+                return Err(TargetError::Taken(format!(
+                    "{0} was not there when this process gave up its rights: run '{command} && mkdir {0}', and start it again",
+                    root.display()
+                )));
+            }
             return Err(error).doing("make", &root);
         }
         let export = Self {

@@ -5,6 +5,7 @@
 //!     core/user_N/NAME/                                    Backstore: control, enable, attrib/, action/   backstore.rs
 //!     loopback|vhost/naa.…/tpgt_1/lun/lun_0/NAME ─▶ there  Export: who sees it                            export.rs
 //!   /sys/class/uio/uioM/name = tcm-user/N/NAME/walvisor/…  Uio: the way to its ring                       uio.rs
+//!                                                          opened before or by a child process              opener.rs
 //!   netlink, family TCM-USER, group config                 Events: what an administrator changes          events.rs
 //! ```
 //! Each step that makes something can be undone, and is undone if a later step fails, so nothing half-built
@@ -13,6 +14,7 @@
 mod backstore;
 mod events;
 mod export;
+mod opener;
 mod refusal;
 mod standing;
 mod target;

@@ -124,12 +124,17 @@ impl Standing {
         Ok(self.stays.then(|| self.store.clone()))
     }
 
+    /// An export that others have made.
+    pub fn other_export(&self) -> Option<TargetExport> {
+        let mut exports = TargetExport::of(&self.store).into_iter();
+        exports.find(|export| !export.is_simple() || !self.exports.contains(export))
+    }
+
     fn take_down(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.released, true) {
             return Ok(());
         }
-        let others = TargetExport::of(&self.store);
-        let others = others.iter().find(|export| !export.is_simple());
+        let others = self.other_export();
         if self.inherited || others.is_some() {
             self.stays = true;
             let blocked = self.store.block(true);

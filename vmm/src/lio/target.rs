@@ -3,6 +3,9 @@
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::opener::Opener;
 
 /// Mount point of configfs on every distribution.
 pub(super) const CONFIGFS: &str = "/sys/kernel/config";
@@ -61,6 +64,8 @@ impl<T> Doing<T> for io::Result<T> {
 pub struct Target {
     pub(super) configfs: PathBuf,
     pub(super) uio: PathBuf,
+    /// Opens UIO devices; `None`: this process does.
+    pub(super) opener: Option<Arc<Opener>>,
 }
 
 impl Target {
@@ -72,6 +77,7 @@ impl Target {
         let target = Self {
             configfs: CONFIGFS.into(),
             uio: "/sys/class/uio".into(),
+            opener: None,
         };
         target.check()?;
         Ok(target)
@@ -103,6 +109,33 @@ impl Target {
             "the kernel's SCSI target is not loaded (no /sys/kernel/config/target)",
             "modprobe target_core_user",
         )
+    }
+
+    /// Starts a child process that opens the devices of back stores from now on, so that this process may give up the right
+    /// to. To be called while the process has one thread.
+    ///
+    /// # Errors
+    /// If the system refuses a socket or a process.
+    pub fn entrust(&mut self) -> Result<()> {
+        let opener =
+            Opener::start(&self.uio).doing("let a process open the devices of", &self.uio)?;
+        self.opener = Some(Arc::new(opener));
+        Ok(())
+    }
+
+    /// The directories in which the disks of the fabrics that there are now are made and removed.
+    pub fn grounds(&self) -> Vec<PathBuf> {
+        let all = [
+            self.core(),
+            self.root().join("loopback"),
+            self.root().join("vhost"),
+        ];
+        all.into_iter().filter(|path| path.is_dir()).collect()
+    }
+
+    /// The directory with a link for each UIO device.
+    pub fn devices(&self) -> &Path {
+        &self.uio
     }
 
     /// Its directory in configfs.

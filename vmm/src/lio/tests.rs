@@ -11,6 +11,7 @@ fn target(directory: &Path) -> Target {
     Target {
         configfs: directory.join("config"),
         uio: directory.join("uio"),
+        opener: None,
     }
 }
 

@@ -1,14 +1,14 @@
 //! The UIO device of a back store: its ring, and the notifications in both directions.
 
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use walvisor_devices::tcmu::Mapping;
 
 use super::backstore::Backstore;
+use super::opener::open_device;
 use super::target::{Doing, Result, TargetError, get, name_of};
 
 /// An open UIO device.
@@ -32,12 +32,15 @@ impl Uio {
                 store.target.uio.display()
             )));
         };
-        let path = Path::new("/dev").join(name_of(&sys));
-        let opened = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(&path);
+        let name = name_of(&sys);
+        let path = Path::new("/dev").join(&name);
+        let number = name
+            .strip_prefix("uio")
+            .and_then(|number| number.parse().ok());
+        let opened = match (&store.target.opener, number) {
+            (Some(opener), Some(number)) => opener.open(number),
+            _ => open_device(&path).map_err(Into::into),
+        };
         let busy = |error: &std::io::Error| error.raw_os_error() == Some(libc::EBUSY);
         if opened.as_ref().is_err_and(busy) {
             let by = match server_of(&path) {
@@ -49,7 +52,7 @@ impl Uio {
                 "disk '{name}' is served already, {by}"
             )));
         }
-        let device: OwnedFd = opened.doing("open", &path)?.into();
+        let device = opened.doing("open", &path)?;
         let attribute = sys.join("maps/map0/size");
         let size = get(&attribute);
         let len = usize::from_str_radix(size.trim_start_matches("0x"), 16).unwrap_or(0);

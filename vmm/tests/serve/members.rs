@@ -453,6 +453,8 @@ fn what_cannot_be_added_or_removed_is_told_in_one_line() {
         error.contains("start it with --disk-dir DIR, a directory above in/a"),
         "{error}"
     );
+    let error = refused(dir, "add-disk backend=ram,size=1M,socket=s");
+    assert!(error.ends_with("start it with --disk-dir DIR"), "{error}");
     // Without the option disks can go all the same.
     assert_eq!(ctl(dir, "remove-disk first")["image"], "complete");
     assert_eq!(daemon.stop(), "");

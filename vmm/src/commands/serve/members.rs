@@ -36,6 +36,14 @@ impl SharedLogs {
 
 /// How a daemon serves its disks.
 pub(super) trait Exposure: Send {
+    /// The key of `--disk` that gives a disk its name.
+    const NAME_KEY: &str = "serial";
+
+    /// The name of a disk in control requests.
+    fn name(&self, spec: &DiskSpec) -> String {
+        disk_name(spec)
+    }
+
     /// Refuses a disk that cannot be served beside `others`, before it is opened. Returns the socket that serving it makes.
     fn check(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String>;
 
@@ -43,7 +51,10 @@ pub(super) trait Exposure: Send {
     fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String>;
 
     /// Stops to serve a disk, and returns when nothing of the daemon uses it any more.
-    fn remove(&mut self, spec: &DiskSpec);
+    ///
+    /// # Errors
+    /// If something outside this process must let go of the disk first. Then it is served as before.
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved>;
 
     /// Gives up what was kept to serve a removed disk again.
     fn forget(&mut self, spec: &DiskSpec);
@@ -94,27 +105,30 @@ impl<E: Exposure> Membership<E> {
             return Ok(());
         }
         let path = path.display();
-        Err(match &self.disk_dirs[..] {
-            [] => format!(
-                "disk '{name}': this daemon gave up the right to open disks when it started: start it with --disk-dir DIR, a \
-                 directory above {path}"
-            ),
-            dirs => {
-                let dirs: Vec<_> = dirs.iter().map(|dir| dir.display().to_string()).collect();
-                format!(
-                    "disk '{name}': {path} is not beneath a --disk-dir of this daemon ({}): name one there, or start the \
-                     daemon with --disk-dir DIR, a directory above it",
-                    dirs.join(", ")
-                )
-            }
-        })
+        let dirs = self.disk_dirs.iter().map(|dir| dir.display().to_string());
+        let dirs: Vec<_> = dirs.collect();
+        Err(format!(
+            "disk '{name}': {path} is not beneath a --disk-dir of this daemon ({}): name one there, or start the daemon with \
+             --disk-dir DIR, a directory above it",
+            dirs.join(", ")
+        ))
     }
 
     fn check(&self, state: &State<E>, spec: &DiskSpec) -> Result<(), String> {
-        let name = disk_name(spec);
-        if state.specs.iter().any(|other| disk_name(other) == name) {
+        let name_of = |spec| state.exposure.name(spec);
+        let name = name_of(spec);
+        if self.disk_dirs.is_empty() {
+            let above = spec.path.as_ref();
+            let above = above.map(|path| format!(", a directory above {}", path.display()));
             return Err(format!(
-                "disk '{name}' is served already: remove it first, or give the new one its own serial="
+                "disk '{name}': this daemon gave up the right to open disks when it started: start it with --disk-dir DIR{}",
+                above.unwrap_or_default()
+            ));
+        }
+        if state.specs.iter().any(|other| name_of(other) == name) {
+            return Err(format!(
+                "disk '{name}' is served already: remove it first, or give the new one its own {}=",
+                E::NAME_KEY
             ));
         }
         let image =
@@ -125,7 +139,7 @@ impl<E: Exposure> Membership<E> {
         {
             return Err(format!(
                 "disk '{name}': its image is served already, as '{}': remove that disk first",
-                disk_name(other)
+                name_of(other)
             ));
         }
         if spec.scratch {
@@ -168,11 +182,12 @@ impl<E: Exposure> Members for Membership<E> {
     fn remove(&self, name: &str) -> Result<Removed, NotRemoved> {
         let mut state = self.lock();
         let State { exposure, specs } = &mut *state;
-        let Some(place) = specs.iter().position(|spec| disk_name(spec) == name) else {
+        let named = |spec: &DiskSpec| exposure.name(spec) == name;
+        let Some(place) = specs.iter().position(named) else {
             let why = "it is not served".to_owned();
             return Err(NotRemoved { why, disk: None });
         };
-        exposure.remove(&specs[place]);
+        exposure.remove(&specs[place])?;
         let closed = self.logs.lock().remove(&specs[place]);
         match closed {
             Ok(removed) => {

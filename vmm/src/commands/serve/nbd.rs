@@ -14,7 +14,7 @@ use super::members::{Exposure, Membership, SharedLogs};
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::Added;
+use crate::control_socket::{Added, NotRemoved};
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
@@ -233,10 +233,11 @@ impl Exposure for Exports {
         Ok(Added { disk, place })
     }
 
-    fn remove(&mut self, spec: &DiskSpec) {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
         if let Ok(service) = self.service(spec) {
             self.server.remove(service, &export_name(spec));
         }
+        Ok(())
     }
 
     /// The listener stays for the other disks.

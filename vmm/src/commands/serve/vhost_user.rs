@@ -20,7 +20,7 @@ use crate::commands::CommandError;
 use crate::commands::socket::{self, Sockets};
 use crate::commands::socket_file::LateName;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::Added;
+use crate::control_socket::{Added, NotRemoved};
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec, MAX_QUEUES};
 use crate::disks::{self, disk_name};
@@ -203,8 +203,9 @@ impl Exposure for FrontEnds {
         })
     }
 
-    fn remove(&mut self, spec: &DiskSpec) {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
         self.server.remove(&disk_name(spec));
+        Ok(())
     }
 
     fn forget(&mut self, spec: &DiskSpec) {
