@@ -43,14 +43,24 @@ uninstall:
 	  $(SHARE)/bash-completion/completions/walvisor $(SHARE)/zsh/site-functions/_walvisor \
 	  $(SHARE)/fish/vendor_completions.d/walvisor.fish $(addprefix $(SYSTEMD)/,$(notdir $(UNITS)))
 
-## deb: a Debian package of the same files in `target/debian`; installs cargo-deb in `target/tools` if there is none
+# Where the package goes, and the tree that it is packed from.
+DEB = target/debian
+DEB_ROOT = $(DEB)/root
+
+## deb: a Debian package of the same files in `target/debian`
 deb:
-	rm -rf target/deb-root
-	$(MAKE) install PREFIX=/usr DESTDIR=$(CURDIR)/target/deb-root
-	strip target/deb-root/usr/bin/walvisor
-	export PATH="$$PATH:$(CURDIR)/target/tools/bin"; command -v cargo-deb >/dev/null || \
-	  $(CARGO) install cargo-deb --locked --root target/tools; \
-	$(CARGO) deb --package walvisor --no-build --no-strip --output target/debian/
+	rm -rf $(DEB_ROOT)
+	$(MAKE) install PREFIX=/usr DESTDIR=$(abspath $(DEB_ROOT))
+	strip $(DEB_ROOT)/usr/bin/walvisor
+	mv $(DEB_ROOT)/usr/share/zsh/site-functions $(DEB_ROOT)/usr/share/zsh/vendor-completions
+	gzip -9n $(DEB_ROOT)/usr/share/man/man1/*
+	install -D -m 644 LICENSE $(DEB_ROOT)/usr/share/doc/walvisor/copyright
+	install -d -m 755 $(DEB_ROOT)/DEBIAN
+	install -m 755 vmm/debian/postinst vmm/debian/prerm vmm/debian/postrm $(DEB_ROOT)/DEBIAN
+	version=$$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml) libc=$$(dpkg-query -W -f '$${source:Upstream-Version}' libc6) && \
+	sed "s/@VERSION@/$$version/; s/@ARCHITECTURE@/$$(dpkg --print-architecture)/; s/@LIBC@/$$libc/" vmm/debian/control \
+	  >$(DEB_ROOT)/DEBIAN/control
+	dpkg-deb --root-owner-group --build $(DEB_ROOT) $(DEB)/
 
 ## demo: the embedded guest, then a Debian guest that runs fio on two disks on one write-ahead log, and a table
 demo: setup

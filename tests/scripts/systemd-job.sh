@@ -1,4 +1,13 @@
-# What an administrator does with the installed units. Each line that begins with `guest: ` is compared by the test.
+# What an administrator does with the package and its units. Each line that begins with `guest: ` is compared by the test.
+files() { find /usr /etc /var/lib /run/walvisor -name '*walvisor*' 2>/dev/null | sort; }
+files >/root/before
+package() {
+    dpkg "$@" >/root/dpkg 2>&1 && return
+    cat /root/dpkg
+    echo "guest: dpkg $1 failed"
+}
+package -i /root/walvisor.deb
+echo "guest: installed: $(systemctl is-enabled walvisor-nbd.socket)"
 mkdir /var/lib/walvisor
 walvisor disk create /var/lib/walvisor/disk.img --size 1G
 walvisor disk create /var/lib/walvisor/vm.img --size 64M
@@ -71,4 +80,16 @@ journalctl --no-pager -o cat -u walvisor-nbd.service >/root/journal
 sed 's/^/journal: /' /root/journal
 echo "guest: journal: $(grep -c '^Started' /root/journal) starts"
 grep -q '^serving /var/lib/walvisor/disk.img: 1073741824 bytes at nbd+unix:' /root/journal && echo 'guest: journal: what walvisor prints'
+
+# The package is removed while a daemon runs. A sixth start within ten seconds would be one too many.
+systemctl reset-failed
+systemctl start walvisor-nbd.socket
+python3 /root/client 0
+package --remove walvisor
+echo "guest: removed: $(systemctl is-active walvisor-nbd.service)"
+ls /var/lib/walvisor | sed 's/^/guest: kept: /'
+rm -r /var/lib/walvisor/*
+package --purge walvisor
+files >/root/after
+diff /root/before /root/after && [ ! -e /run/walvisor ] && echo 'guest: purged: nothing is left'
 echo 'guest: end'

@@ -1,5 +1,5 @@
-//! `make install`: the installed files work, the units under a systemd that has booted, and `make uninstall` removes all of
-//! them.
+//! `make install`: the installed files work, and `make uninstall` removes all of them. `make deb`: the package and its units work
+//! under a systemd that has booted, and purging the package removes all of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,12 +29,20 @@ fn run(program: &str, arguments: &[&str], dir: &Path) -> String {
     told
 }
 
-/// Runs `make install` or `make uninstall` with the prefix /usr below `place`.
+/// Runs `make install` or `make uninstall` with the prefix /usr below `place`, or `make deb`, which leaves the package there.
 #[track_caller]
 fn make(target: &str, place: &Path) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let destination = format!("DESTDIR={}", place.display());
-    let arguments = ["-s", target, "PROFILE=dev", "PREFIX=/usr", &destination];
+    let package = format!("DEB={}", place.display());
+    let arguments = [
+        "-s",
+        target,
+        "PROFILE=dev",
+        "PREFIX=/usr",
+        &destination,
+        &package,
+    ];
     run("make", &arguments, &root);
 }
 
@@ -140,7 +148,8 @@ fn what_is_installed_can_be_used_and_goes_again() {
 }
 
 /// What systemd and the units do in a guest: see scripts/systemd-job.sh.
-const UNITS_WORK: [&str; 16] = [
+const UNITS_WORK: [&str; 24] = [
+    "installed: disabled",
     "enabled: enabled enabled",
     "socket started: active inactive",
     "client: all its blocks are there",
@@ -157,10 +166,17 @@ const UNITS_WORK: [&str; 16] = [
     "vhost-user stopped: success",
     "journal: 5 starts",
     "journal: what walvisor prints",
+    "client: all its blocks are there",
+    "removed: inactive",
+    "kept: disk.img",
+    "kept: disk.img.wal",
+    "kept: vm.img",
+    "kept: vm.img.wal",
+    "purged: nothing is left",
 ];
 
 #[test]
-fn the_units_work_in_a_booted_systemd() {
+fn the_package_and_its_units_work_in_a_booted_systemd() {
     let programs = [
         ("make", "make"),
         ("linux.uml", "user-mode-linux"),
@@ -168,6 +184,7 @@ fn the_units_work_in_a_booted_systemd() {
         ("systemctl", "systemd"),
         ("nbdsh", "python3-libnbd"),
         ("strip", "binutils"),
+        ("dpkg-deb", "dpkg"),
     ];
     if !programs
         .iter()
@@ -177,15 +194,17 @@ fn the_units_work_in_a_booted_systemd() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
-    let installed = place.path().join("installed");
-    make("install", &installed);
-    // The guest keeps the program in its memory.
-    run("strip", &["usr/bin/walvisor"], &installed);
+    make("deb", place.path());
+    let package = files(place.path()).into_iter();
+    let package = package.filter(|path| path.extension().is_some_and(|end| end == "deb"));
+    let [package] = &package.collect::<Vec<_>>()[..] else {
+        panic!("make deb makes one package");
+    };
     let job = place.path().join("job");
     fs::write(&job, include_str!("../scripts/systemd-job.sh")).unwrap();
     let script = format!(
-        "INSTALLED={} JOB={}\n{}",
-        installed.display(),
+        "PACKAGE={} JOB={}\n{}",
+        package.display(),
         job.display(),
         include_str!("../scripts/systemd-root.sh")
     );

@@ -10,8 +10,8 @@ use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Waited, Waiter};
 use walvisor_devices::tcmu::Device;
 
-use super::super::members::Exposure;
 use super::wanted::{backstore_name, wanted, wwn};
+use crate::commands::serve::members::Exposure;
 use crate::control_socket::{Added, NotRemoved};
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
