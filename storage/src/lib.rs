@@ -24,6 +24,31 @@
 //! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
 //! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
 //! engines), and the modules outside the folders.
+//!
+//! A disk, one write, and a FLUSH, after which the write survives a power loss (`examples/` has larger programs):
+//!
+//! ```
+//! use walvisor_block::flush;
+//! use walvisor_storage::{
+//!     BackendQueue, Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir,
+//! };
+//!
+//! let dir = tempfile::tempdir()?;
+//! let (path, options) = (dir.path().join("disk.img"), StoreOptions::default());
+//! let log = default_log_dir(&path);
+//! create_disk(&path, 1 << 20, &log, &options)?;
+//! let store = Store::open(&log, &[DiskOptions::new(&path)], &options)?;
+//! let disk = &store.disks()[0];
+//! let mut port = disk.open_port()?;
+//! let data = Buffer::from(&[7; 512][..]);
+//! port.submit(0, Operation::Write { sector: 3, data });
+//! port.kick();
+//! flush(disk)?;
+//! drop(port);
+//! store.close()?;
+//! assert_eq!(std::fs::read(&path)?[3 * 512..4 * 512], [7; 512]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod catalog;
 mod checkpoint;

@@ -130,37 +130,47 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
     }
 }
 
+/// Prints a line of a report.
+macro_rules! say {
+    ($($text:tt)*) => { print(format_args!("{}\n", format_args!($($text)*))) };
+}
+
 fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     let report = storage::inspect(&disk.path, &disk.log()).map_err(cannot_look)?;
     if json {
-        println!("{}", to_json(&disk.path, &disk.log(), &report));
+        say!("{}", to_json(&disk.path, &disk.log(), &report));
         return Ok(());
     }
-    println!("disk       {}", disk.path.display());
-    println!(
+    say!("disk       {}", disk.path.display());
+    say!(
         "size       {} bytes ({} allocated)",
-        report.size, report.allocated
+        report.size,
+        report.allocated
     );
     let Some(log) = report.log else {
-        println!("log        none: {}", without_log(&report));
+        say!("log        none: {}", without_log(&report));
         return Ok(());
     };
-    println!("log        {}", disk.log().display());
-    println!(
+    say!("log        {}", disk.log().display());
+    say!(
         "segments   {} of at most {}, {} bytes each",
-        log.segments, log.max_segments, log.segment_size
+        log.segments,
+        log.max_segments,
+        log.segment_size
     );
-    println!(
+    say!(
         "last LSN   {} ({} in the base image)",
-        log.last_lsn, log.checkpoint_lsn
+        log.last_lsn,
+        log.checkpoint_lsn
     );
-    println!(
+    say!(
         "unapplied  {} records, {} bytes",
-        log.records, log.payload_bytes
+        log.records,
+        log.payload_bytes
     );
-    println!("history    {}", history_text(&history_json(&log.history)));
+    say!("history    {}", history_text(&history_json(&log.history)));
     for snapshot in &log.history.snapshots {
-        println!(
+        say!(
             "snapshot   {} (lsn:{}, {})",
             snapshot.name,
             snapshot.lsn,
@@ -168,7 +178,7 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         );
     }
     for path in log.disks {
-        println!("serves     {}", path.display());
+        say!("serves     {}", path.display());
     }
     Ok(())
 }
@@ -191,10 +201,10 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
     let damaged: Vec<_> = damaged.collect();
     if let Some(first) = damaged.first() {
         if json {
-            println!("{}", to_json(&disk.path, &disk.log(), &report));
+            say!("{}", to_json(&disk.path, &disk.log(), &report));
         }
         for block in damaged.iter().filter(|_| !json) {
-            println!(
+            say!(
                 "{}: damaged: sectors {} to {}, written by LSN {} ({}, byte {})",
                 block.disk.display(),
                 block.sector,
@@ -215,10 +225,10 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
     let headers = report.log.iter().flat_map(|log| &log.damaged_headers);
     if let Some(first) = headers.clone().next() {
         if json {
-            println!("{}", to_json(&disk.path, &disk.log(), &report));
+            say!("{}", to_json(&disk.path, &disk.log(), &report));
         }
         for header in headers.clone().filter(|_| !json) {
-            println!(
+            say!(
                 "{}: damaged: the batch header at byte {}",
                 header.segment.display(),
                 header.offset
@@ -232,8 +242,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
         )));
     }
     match (&report.log, json) {
-        (_, true) => println!("{}", to_json(&disk.path, &disk.log(), &report)),
-        (None, _) => println!(
+        (_, true) => say!("{}", to_json(&disk.path, &disk.log(), &report)),
+        (None, _) => say!(
             "{name}: {}: {}",
             if report.marked {
                 "clean"
@@ -242,7 +252,7 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             },
             without_log(&report)
         ),
-        (Some(log), _) => println!(
+        (Some(log), _) => say!(
             "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the base image{}",
             log.batches,
             log.records,

@@ -164,3 +164,30 @@ fn an_odd_size_is_rounded_up_never_down() {
         refused(dir, "disk info disk.img", 1, &parts);
     }
 }
+
+/// A reader that has seen enough (`walvisor disk info disk.img | head -n 1`) is no error.
+#[test]
+fn a_reader_that_closes_the_pipe_is_no_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    done(dir, "disk create disk.img --size 1M");
+    for arguments in [
+        "disk info disk.img",
+        "disk check disk.img",
+        "log dump disk.img.wal",
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = std::process::Command::new(super::WALVISOR)
+            .args(arguments.split(' '))
+            .current_dir(dir)
+            .stdout(writer)
+            .output()
+            .unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && error.is_empty(),
+            "{arguments}: {error}"
+        );
+    }
+}
