@@ -111,7 +111,7 @@ pub(crate) fn open_store_file(
 /// # Errors
 /// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
 /// [`ErrorKind::Io`] if the file system has no locks.
-pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, holder: Holder) -> Result<()> {
+pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Holder) -> Result<()> {
     let failed = |error| Error::io("lock", path, error);
     let mut waited = Duration::ZERO;
     loop {
@@ -129,7 +129,13 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, holder: Holder)
         }
         std::thread::sleep(LOCK_TRY);
         waited += LOCK_TRY;
-        if waited == SILENCE && writes {
+        if waited != SILENCE || !writes {
+            continue;
+        }
+        if file.host().is_some_and(owner::lives) {
+            // It has the file as a disk of another log.
+            holder = Holder::User;
+        } else {
             tracing::warn!(
                 "{}: waiting for the writes that a killed process still has in flight",
                 path.display()

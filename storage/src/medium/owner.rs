@@ -17,6 +17,24 @@ pub(crate) fn of(file: &File) -> Option<(u32, String)> {
     Some((pid, name.trim_end().to_owned()))
 }
 
+/// Whether a living process took a lock of the file with `flock`: one that was killed and has not ended does not count.
+pub(crate) fn lives(file: &File) -> bool {
+    let stat = of(file).and_then(|(pid, _)| read_to_string(format!("/proc/{pid}/stat")).ok());
+    stat.is_some_and(|stat| !is_exiting(&stat))
+}
+
+/// Whether /proc/PID/stat tells of a process that is ending or has ended.
+fn is_exiting(stat: &str) -> bool {
+    // PF_EXITING of the kernel's sched.h.
+    const EXITING: u64 = 4;
+    // The name, which may hold anything, ends at the last parenthesis; then come state, parents, session, terminal, flags.
+    let words = stat.rsplit(')').next().unwrap_or_default();
+    let flags = words.split_whitespace().nth(6);
+    flags
+        .and_then(|flags| flags.parse::<u64>().ok())
+        .is_none_or(|flags| flags & EXITING != 0)
+}
+
 /// The process of a line of /proc/locks, if the line tells of a `flock` of the file at `place`.
 fn of_line(line: &str, place: &str) -> Option<u32> {
     let mut words = line.split_whitespace().skip(1);
@@ -58,6 +76,18 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_was_killed_does_not_live() {
+        for (stat, exiting) in [
+            ("7 (a) b) S 1 7 7 0 -1 4194304 183 0", false),
+            ("7 (a) b) Z 1 7 7 0 -1 4228108 183 0", true),
+            ("7 (a", true),
+            ("", true),
+        ] {
+            assert_eq!(is_exiting(stat), exiting, "{stat}");
+        }
+    }
+
+    #[test]
     fn this_process_has_its_locks() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let (holder, other) = (file.reopen().unwrap(), file.reopen().unwrap());
@@ -69,6 +99,7 @@ mod tests {
             return println!("skipped: /proc/locks does not have this process");
         }
         assert_eq!(of(&other).map(|(pid, _)| pid), Some(pid));
+        assert!(lives(&other));
         drop(holder);
         assert_eq!(of(&other), None);
     }

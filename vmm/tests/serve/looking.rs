@@ -45,6 +45,22 @@ fn a_disk_in_use_names_its_process_and_how_to_ask_it() {
     }
 }
 
+/// The log that these commands look at is not the one that the disk is served with.
+#[test]
+fn a_disk_in_use_on_another_log_names_its_process_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,log=other,socket=s");
+    let output = walvisor(dir, "disk info disk.img");
+    let told = format!(
+        "walvisor: disk.img: already open elsewhere, in process {} (walvisor); end that process first\n",
+        daemon.child.id()
+    );
+    assert_eq!(text(&output.stderr), told);
+    assert_eq!(daemon.stop(), "");
+}
+
 /// Makes a disk whose newest bytes are in its log, because its daemon was killed.
 fn killed(dir: &Path) {
     create(dir, "disk.img", "1M");
