@@ -363,8 +363,8 @@ mod tests {
     use crate::catalog::control::open_control;
     use crate::medium::lock::Use;
     use crate::{
-        BackendQueue, Buffer, DiskOptions, Operation, Port, Store, StoreOptions, create_disk,
-        default_log_dir,
+        BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retain, Store, StoreOptions,
+        create_disk, default_log_dir, rewind_disk,
     };
 
     fn corpus() -> PathBuf {
@@ -480,8 +480,34 @@ mod tests {
         input_of(&log)
     }
 
+    /// A log that keeps its history, whose disk was restored in place twice.
+    fn rewound_log() -> Vec<u8> {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: SEGMENT as u64,
+            max_segments: SEGMENTS as u32,
+            retain: Some(Retain::All),
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        for sector in 0..5 {
+            let data = Buffer::zeroed(SECTOR_SIZE as usize);
+            request(&mut port, Operation::Write { sector, data });
+        }
+        request(&mut port, Operation::Flush);
+        drop(port);
+        store.close().unwrap();
+        for to in [2, 4] {
+            rewind_disk(&disk, &log, Point::Lsn(to)).unwrap();
+        }
+        input_of(&log)
+    }
+
     /// Logs after some work: short ones, one over several segments, one of two disks, one closed, one of sealed
-    /// segments.
+    /// segments, one with restores in place.
     fn real_logs() -> Vec<(String, Vec<u8>)> {
         let options = StoreOptions {
             segment_size: SEGMENT as u64,
@@ -530,6 +556,7 @@ mod tests {
             log("segments", 1, 6, 32, false),
             log("closed", 2, 5, 2, true),
             ("sealed".to_string(), sealed_log()),
+            ("rewound".to_string(), rewound_log()),
         ]
     }
 
@@ -545,6 +572,12 @@ mod tests {
             assert!(!records || !found.2.is_empty(), "{name}: {found:?}");
             let sealed = name == "sealed";
             assert!(!sealed || (found.0, found.2.len()) == (6, 6), "{found:?}");
+            // The newest restore is to the fourth record, and the next one comes behind it.
+            let sectors: u64 = found.2.iter().map(|extent| extent.2).sum();
+            assert!(
+                name != "rewound" || (found.1, sectors) == (8, 4),
+                "{found:?}"
+            );
         }
         if std::env::var_os("WALVISOR_WRITE_CORPUS").is_some() {
             std::fs::create_dir_all(corpus()).unwrap();

@@ -108,6 +108,7 @@ pub use {
     store::open::Store,
     store::point::Point,
     store::resize::resize_disk,
+    store::rewind::{Rewound, rewind_disk},
     store::scratch::scratch_file,
     store::transfer::{
         clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,

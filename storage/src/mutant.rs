@@ -50,6 +50,10 @@ pub(crate) enum Mutant {
     PointReadsNewer,
     /// A fold passes a pin. Pins are in memory.
     FoldPassesPin,
+    /// A fold ends between the two points of a rewind. The medium does not know of rewinds.
+    FoldSplitsRewind,
+    /// The newest rewind is forgotten when the log is read. It is in memory then.
+    RewindForgotten,
     /// A look at a disk in use does not pin the base images. Pins are in memory.
     LookUnpinned,
     /// A fold omits DISCARD and WRITE_ZEROES. The medium does not know of records.

@@ -212,6 +212,7 @@ pub(crate) fn create_log(
         disks: Vec::new(),
         history: HistoryHeader::default(),
         snapshots: Vec::new(),
+        rewinds: Vec::new(),
     };
     let mut control = ControlFile {
         home: home(log_dir)?,

@@ -4,4 +4,5 @@ pub(crate) mod control;
 pub(crate) mod identity;
 pub(crate) mod options;
 pub(crate) mod retain;
+pub(crate) mod rewind;
 pub(crate) mod snapshot;

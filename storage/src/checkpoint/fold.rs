@@ -128,7 +128,9 @@ impl Keeper {
             false => pinned,
         };
         let now = state.stamps.now();
-        let (count, early) = state.ring.expired(retain, now, pressed, pinned);
+        let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
+        let (count, more) = self.unsplit(state, wanted, pressed, pinned);
+        let early = early + more;
         let shortened = early > 0 && retain != crate::Retain::All;
         if shortened && !self.shortened {
             tracing::warn!(
@@ -141,6 +143,31 @@ impl Keeper {
         let segments = state.ring.oldest(count);
         let last = segments.last()?.1;
         Some(Oldest { segments, last })
+    }
+
+    /// How many of the oldest segments are folded if so many are to be: no rewind is split. If the log is pressed for room and
+    /// fewer would be none, more. With the number of those that are more.
+    fn unsplit(&self, state: &State, wanted: usize, pressed: bool, pinned: u64) -> (usize, usize) {
+        let control = &self.control.control;
+        if control.rewinds.is_empty() {
+            return (wanted, 0);
+        }
+        let fits = |lsn| {
+            let lsn = control.with_rewinds(lsn);
+            lsn <= pinned && !control.splits_rewind(lsn)
+        };
+        let (mut fewer, mut more) = (0, None);
+        for (count, lsn) in (1..).zip(state.ring.sealed_ends()) {
+            match count <= wanted {
+                _ if !fits(lsn) => {}
+                true => fewer = count,
+                false => more = more.or(Some(count)),
+            }
+        }
+        match (fewer, more) {
+            (0, Some(more)) if pressed => (more, more - wanted),
+            _ => (fewer, 0),
+        }
     }
 
     /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
@@ -251,7 +278,8 @@ impl Keeper {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
         let visit = &mut |found: Found<'_>| {
-            if found.in_base {
+            // What counts now is also what counted as of the end of these segments: no rewind is split.
+            if !found.counts {
                 return;
             }
             let descriptor = found.descriptor;

@@ -418,8 +418,13 @@ impl Keeper {
         // log.
         for _ in 0..2 {
             self.control.change(|control| {
-                // An earlier checkpoint, which did not end, may have copied more.
-                let copying = control.header.copying_lsn.get().max(lsn);
+                // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
+                // more.
+                let copying = control
+                    .header
+                    .copying_lsn
+                    .get()
+                    .max(control.with_rewinds(lsn));
                 control.header.copying_lsn = U64::new(copying);
                 for (disk, layer) in layers {
                     if let Some(entry) = control.disk_mut(disk.id) {
@@ -523,7 +528,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         if let Some(lsn) = state.keeper.pinned()
-            && lsn < newest
+            && lsn < self.control.control.with_rewinds(newest)
             && self.frozen_at.is_none()
         {
             drop(state);
@@ -561,7 +566,8 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`. `drop_copied` drops from the indexes what was
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and are as of the rewinds that follow it.
+    /// `drop_copied` drops from the indexes what was
     /// copied.
     pub(super) fn end_checkpoint(
         &mut self,
@@ -569,6 +575,7 @@ impl Keeper {
         drop_copied: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let lsn = horizon.lsn;
+        let reached = self.control.control.with_rewinds(lsn);
         let state = self.log.lock();
         let (freed, first_sequence) = state.ring.unneeded(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
@@ -579,9 +586,9 @@ impl Keeper {
         self.control.change(|control| {
             let header = &mut control.header;
             header.first_sequence = U64::new(first_sequence);
-            header.checkpoint_lsn = U64::new(lsn);
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
+            control.set_checkpoint(reached);
             settle(control, &self.announced);
         })?;
         self.announced.clear();
@@ -591,7 +598,10 @@ impl Keeper {
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
-        state.horizon = horizon;
+        state.horizon = Commit {
+            lsn: reached,
+            ..horizon
+        };
         drop(state);
         if !planted(Mutant::RecycleEarly) {
             self.recycle(freed);

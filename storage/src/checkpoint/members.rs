@@ -80,7 +80,8 @@ impl Keeper {
         loop {
             let state = self.log.lock();
             let index = disk.index();
-            if index.active.is_empty() && index.frozen.is_none() {
+            let rewound = self.control.control.rewound(disk.id);
+            if index.active.is_empty() && index.frozen.is_none() && rewound.is_none() {
                 return Ok(());
             }
             // This frees no segment. If few are unused, a checkpoint of the whole log is needed anyway, and must find the
@@ -123,8 +124,10 @@ impl Keeper {
         }
         self.control.change(|control| {
             settle(control, &self.announced);
+            // What a rewind has undone does not come back.
+            let void_lsn = control.rewound(disk.id).map_or(lsn, |at| at.max(lsn));
             if let Some(entry) = control.disk_mut(disk.id) {
-                entry.void_lsn = U64::new(lsn);
+                entry.void_lsn = U64::new(void_lsn);
             }
         })
     }

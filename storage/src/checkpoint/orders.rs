@@ -68,7 +68,7 @@ impl Keeper {
         let cid = self.log.lock().pipeline.next_cid() - 1;
         let snapshot = Snapshot {
             name,
-            lsn,
+            lsn: self.control.control.with_rewinds(lsn),
             cid,
             unix_us,
         };
@@ -114,7 +114,7 @@ impl Keeper {
         segments.retain(|&(_, last_lsn)| last_lsn > applied);
         Ok(Held {
             segments,
-            newest,
+            newest: control.with_rewinds(newest),
             control,
             pin,
         })

@@ -223,7 +223,7 @@ impl Backend for Disk {
     /// The snapshots of the log, by name and LSN.
     fn past_points(&self) -> Vec<PastPoint> {
         let snapshots = self.snapshots().into_iter();
-        let known = snapshots.filter(|snapshot| snapshot.lsn >= self.state.void_lsn);
+        let known = snapshots.filter(|snapshot| self.state.comes_from(snapshot.lsn));
         known.map(PastPoint::from).collect()
     }
 
@@ -246,7 +246,7 @@ impl Backend for Disk {
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
         // Nothing behind a pinned LSN has left the log until now.
         let pinned = log.lock().keeper.pinned();
-        match pinned.is_some_and(|lsn| lsn <= since) && state.void_lsn <= since {
+        match pinned.is_some_and(|lsn| lsn <= since) && state.comes_from(since) {
             true => Ok(changes),
             false => Err(unknown_point(since).into()),
         }

@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::sealed::{CRC_AT, Decoded, Uuid, VERSION, counted, crc_without, seal};
+use super::sealed::{CRC_AT, Decoded, Uuid, VERSION, VERSION_REWOUND, counted, crc_without, seal};
 use crate::Buffer;
 use crate::mutant::{Mutant, planted};
 
@@ -13,10 +13,15 @@ pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
 
 /// Most disks on one log: as many as a control slot holds.
 #[cfg(test)]
-const MAX_DISKS: usize = (CONTROL_SLOT - size_of::<ControlHeader>() - size_of::<HistoryHeader>())
+const MAX_DISKS: usize = (CONTROL_SLOT
+    - size_of::<ControlHeader>()
+    - size_of::<HistoryHeader>()
+    - size_of::<RewindHeader>())
     / size_of::<DiskEntry>();
 
-/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s.
+/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. If disks
+/// were rewound, a [`RewindHeader`] and its [`RewindEntry`]s follow, and the version is [`VERSION_REWOUND`]: programs that
+/// know no rewinds refuse the log.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -146,22 +151,65 @@ pub(crate) struct SnapshotEntry {
     pub reserved: U64,
 }
 
+/// How often disks of the log were rewound.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct RewindHeader {
+    pub rewind_count: U32,
+    pub reserved: U32,
+}
+
+/// A disk was restored in place: as of LSN `at`, and until records follow, it is what it was as of LSN `to`.
+///
+/// The entry stays until the base images are as of `at`. Meanwhile they are never as of an LSN between the two.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct RewindEntry {
+    /// The disk's number.
+    pub disk_id: U32,
+    pub reserved: U32,
+    pub to: U64,
+    /// An LSN that no record has: one more than the newest before, of a record or of a rewind.
+    pub at: U64,
+    /// When it was, in microseconds since 1970, by the log's clock.
+    pub unix_us: U64,
+}
+
 /// The control slot's contents, decoded.
 #[derive(Clone, Debug)]
 pub(crate) struct Control {
+    /// Its version is [`VERSION`], whatever the slot's is.
     pub header: ControlHeader,
     pub disks: Vec<DiskEntry>,
     pub history: HistoryHeader,
     pub snapshots: Vec<SnapshotEntry>,
+    /// In the order of their LSNs.
+    pub rewinds: Vec<RewindEntry>,
 }
 
 impl Control {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    /// Whether all its numbers are below the limit, so that counting can have reached them, and its rewinds possible.
     pub(crate) fn counted(&self) -> bool {
         let mut snapshots = self.snapshots.iter();
         self.header.counted()
             && self.disks.iter().all(DiskEntry::counted)
             && snapshots.all(|snapshot| counted(&[snapshot.lsn, snapshot.cid]))
+            && self.rewinds_are_possible()
+    }
+
+    /// Whether each rewind goes back, comes after the one before, and is of what the log still has.
+    fn rewinds_are_possible(&self) -> bool {
+        let header = &self.header;
+        let goes_back = |rewind: &RewindEntry| {
+            let kept = header.checkpoint_lsn <= rewind.to || planted(Mutant::FoldSplitsRewind);
+            kept && rewind.to < rewind.at
+        };
+        self.rewinds.iter().all(goes_back)
+            && self.rewinds.is_sorted_by(|one, next| one.at < next.at)
+            && self
+                .rewinds
+                .last()
+                .is_none_or(|last| last.at < header.next_lsn)
     }
 
     /// The LSN of the oldest snapshot.
@@ -172,10 +220,14 @@ impl Control {
             .min()
     }
 
-    /// Whether a slot has room for all disks and snapshots.
+    /// Whether a slot has room for all disks, snapshots and rewinds.
     pub(crate) fn fits(&self) -> bool {
-        let tables = size_of_val(&self.disks[..]) + size_of_val(&self.snapshots[..]);
-        size_of::<ControlHeader>() + size_of::<HistoryHeader>() + tables <= CONTROL_SLOT
+        let tables = size_of_val(&self.disks[..])
+            + size_of_val(&self.snapshots[..])
+            + size_of_val(&self.rewinds[..]);
+        let headers =
+            size_of::<ControlHeader>() + size_of::<HistoryHeader>() + size_of::<RewindHeader>();
+        headers + tables <= CONTROL_SLOT
     }
 
     /// The entry of a disk.
@@ -198,18 +250,29 @@ impl Control {
     /// The sealed slot, ready to be written at `(generation % 2) * CONTROL_SLOT`.
     ///
     /// # Panics
-    /// If the disks and snapshots do not [fit](Self::fits).
+    /// If the disks, snapshots and rewinds do not [fit](Self::fits).
     pub(crate) fn encode(&self) -> Buffer {
         let mut slot = Buffer::zeroed(CONTROL_SLOT);
         let (mut header, mut history) = (self.header, self.history);
         header.disk_count = U32::new(self.disks.len() as u32);
         history.snapshot_count = U32::new(self.snapshots.len() as u32);
+        header.version = U32::new(match self.rewinds.is_empty() {
+            true => VERSION,
+            false => VERSION_REWOUND,
+        });
+        // All zero if there are none, as a slot of the older version is here.
+        let rewound = RewindHeader {
+            rewind_count: U32::new(self.rewinds.len() as u32),
+            reserved: U32::new(0),
+        };
         let mut end = 0;
         let parts = [
             header.as_bytes(),
             self.disks.as_bytes(),
             history.as_bytes(),
             self.snapshots.as_bytes(),
+            rewound.as_bytes(),
+            self.rewinds.as_bytes(),
         ];
         for part in parts {
             slot[end..end + part.len()].copy_from_slice(part);
@@ -220,25 +283,35 @@ impl Control {
     }
 
     pub(crate) fn decode(slot: &[u8]) -> Decoded<Self> {
-        let Ok((header, rest)) = ControlHeader::read_from_prefix(slot) else {
+        let Ok((mut header, rest)) = ControlHeader::read_from_prefix(slot) else {
             return Decoded::Invalid;
         };
         let right = header.crc.get() == crc_without(slot, CRC_AT);
         if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
             return Decoded::Invalid;
         }
-        if header.version.get() != VERSION {
+        let rewound = header.version.get() == VERSION_REWOUND;
+        if header.version.get() != VERSION && !rewound {
             return Decoded::Version(header.version.get());
         }
+        header.version = U32::new(VERSION);
         let tables = || {
             let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
             let (history, rest) = HistoryHeader::read_from_prefix(rest).ok()?;
-            let (snapshots, _) = table::<SnapshotEntry>(rest, history.snapshot_count)?;
+            let (snapshots, rest) = table::<SnapshotEntry>(rest, history.snapshot_count)?;
+            let rewinds = match rewound {
+                true => {
+                    let (rewound, rest) = RewindHeader::read_from_prefix(rest).ok()?;
+                    table::<RewindEntry>(rest, rewound.rewind_count)?.0
+                }
+                false => Vec::new(),
+            };
             Some(Self {
                 header,
                 disks,
                 history,
                 snapshots,
+                rewinds,
             })
         };
         match tables().filter(Self::counted) {
@@ -270,27 +343,81 @@ mod tests {
         assert_eq!(size_of::<DiskEntry>(), 624);
         assert_eq!(size_of::<HistoryHeader>(), 16);
         assert_eq!(size_of::<SnapshotEntry>(), 96);
+        assert_eq!(size_of::<RewindHeader>(), 8);
+        assert_eq!(size_of::<RewindEntry>(), 32);
         const { assert!(MAX_DISKS >= 100) };
+    }
+
+    fn rewind(to: u64, at: u64) -> RewindEntry {
+        let mut rewind = RewindEntry::new_zeroed();
+        (rewind.to, rewind.at) = (U64::new(to), U64::new(at));
+        rewind
+    }
+
+    fn control(disks: usize, rewinds: Vec<RewindEntry>) -> Control {
+        let mut header = ControlHeader::new_zeroed();
+        header.magic = CONTROL_MAGIC;
+        header.version = U32::new(VERSION);
+        header.checkpoint_lsn = U64::new(3);
+        header.next_lsn = U64::new(100);
+        let mut entry = DiskEntry::new_zeroed();
+        entry.path = [b'x'; 480];
+        let mut snapshot = SnapshotEntry::new_zeroed();
+        snapshot.name = [b'x'; 64];
+        Control {
+            header,
+            disks: vec![entry; disks],
+            history: HistoryHeader::default(),
+            snapshots: vec![snapshot; 3],
+            rewinds,
+        }
+    }
+
+    /// A slot is of the older version, byte by byte, unless a disk was rewound; then only a program that knows rewinds reads
+    /// it.
+    #[test]
+    fn the_version_of_a_slot_tells_of_rewinds() {
+        let version = |slot: &[u8]| slot[8];
+        let without = control(2, Vec::new()).encode();
+        assert_eq!(version(&without), 2);
+        let rewinds = vec![rewind(3, 10), rewind(9, 11), rewind(4, 99)];
+        let with = control(2, rewinds).encode();
+        assert_eq!(version(&with), 3);
+        let Decoded::Valid(read) = Control::decode(&with) else {
+            panic!("a valid slot");
+        };
+        assert_eq!(read.header.version.get(), VERSION);
+        let numbers = |rewind: &RewindEntry| (rewind.to.get(), rewind.at.get());
+        let read: Vec<_> = read.rewinds.iter().map(numbers).collect();
+        assert_eq!(read, [(3, 10), (9, 11), (4, 99)]);
+    }
+
+    #[test]
+    fn impossible_rewinds_are_damage() {
+        for rewinds in [
+            // To itself, from the future, twice at once, in the wrong order, to before the base images.
+            vec![rewind(5, 5)],
+            vec![rewind(5, 100)],
+            vec![rewind(5, 6), rewind(4, 6)],
+            vec![rewind(5, 9), rewind(4, 8)],
+            vec![rewind(2, 9)],
+        ] {
+            let slot = control(1, rewinds).encode();
+            assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+        }
+        // More than the slot has.
+        let mut slot = control(1, vec![rewind(5, 6)]).encode();
+        let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 16 + 3 * 96;
+        slot[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
+        seal(&mut slot);
+        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
     }
 
     /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
     /// lie in one sector.
     #[test]
     fn every_flipped_bit_of_a_control_slot_is_noticed() {
-        let mut header = ControlHeader::new_zeroed();
-        header.magic = CONTROL_MAGIC;
-        header.version = U32::new(VERSION);
-        let mut entry = DiskEntry::new_zeroed();
-        entry.path = [b'x'; 480];
-        let disks = vec![entry; 2];
-        let mut snapshot = SnapshotEntry::new_zeroed();
-        snapshot.name = [b'x'; 64];
-        let control = Control {
-            header,
-            disks,
-            history: HistoryHeader::default(),
-            snapshots: vec![snapshot; 3],
-        };
+        let control = control(2, vec![rewind(5, 9); 1]);
         assert!(control.fits());
         let slot = control.encode();
         let is_taken = |bit: usize| {
@@ -299,12 +426,12 @@ mod tests {
             matches!(Control::decode(&bad), Decoded::Valid(_))
         };
         let tables = 2 * size_of::<DiskEntry>() + 16 + 3 * size_of::<SnapshotEntry>();
-        let used = size_of::<ControlHeader>() + tables;
+        let used = size_of::<ControlHeader>() + tables + 8 + size_of::<RewindEntry>();
         let mut bits = (0..used * 8).chain((used * 8..CONTROL_SLOT * 8).step_by(97));
         assert!(bits.all(|bit| !is_taken(bit)));
         // Without the checksum a changed path would be believed.
         PLANTED.set(Some(Mutant::ControlChecksumIgnored));
-        let believed = is_taken((used - 1) * 8);
+        let believed = is_taken((size_of::<ControlHeader>() + 200) * 8);
         PLANTED.set(None);
         assert!(believed);
     }

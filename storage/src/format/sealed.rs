@@ -4,8 +4,10 @@ use zerocopy::little_endian::U64;
 
 /// Alignment of the start of every structure: one page, a multiple of any sector size in use.
 pub(crate) const BLOCK: usize = 4096;
-/// The one format version this code reads and writes.
+/// The format version this code reads and writes.
 pub(crate) const VERSION: u32 = 2;
+/// The version of a control slot with rewinds. Everything else stays as it is.
+pub(crate) const VERSION_REWOUND: u32 = 3;
 /// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
 /// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::rewind::Line;
 use crate::error::{Error, Result};
-use crate::format::{DiskEntry, Uuid};
+use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
 use crate::log::export::Export;
 use crate::medium::file::DataFile;
@@ -32,6 +33,8 @@ pub(crate) struct DiskState {
     pub aside: AtomicBool,
     /// Records up to this LSN were given up, or copied before the disk came back to the log.
     pub void_lsn: u64,
+    /// The rewinds of the disk when it was opened: it gets no more while it is open.
+    pub rewinds: Vec<RewindEntry>,
     /// The newest record of this disk: what a FLUSH of it has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
@@ -54,6 +57,7 @@ impl DiskState {
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
             aside: AtomicBool::new(false),
             void_lsn: entry.void_lsn.get(),
+            rewinds: Vec::new(),
             last_lsn: AtomicU64::new(0),
             index: RwLock::default(),
             exports: Mutex::default(),
@@ -99,6 +103,12 @@ impl DiskState {
         let synced = self.base.sync_all();
         synced.map_err(|error| Error::io("sync the base image", &self.path, error))?;
         Ok(marked)
+    }
+
+    /// Whether the disk is what it was as of this LSN, and the records behind that.
+    pub(crate) fn comes_from(&self, lsn: u64) -> bool {
+        let line = |until| Line::new(self.rewinds.iter(), self.void_lsn, until);
+        self.void_lsn <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
     }
 
     pub(crate) fn sectors(&self) -> u64 {

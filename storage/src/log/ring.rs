@@ -406,6 +406,12 @@ impl SegmentRing {
             .collect()
     }
 
+    /// The LSN of the last record of each segment that takes no more, oldest first.
+    pub(crate) fn sealed_ends(&self) -> impl Iterator<Item = u64> {
+        let sealed = self.live.len() - usize::from(self.tail.is_some());
+        self.live.iter().take(sealed).map(|live| live.last.lsn)
+    }
+
     /// How many segments have records behind this LSN.
     pub(crate) fn newer(&self, lsn: u64) -> usize {
         let older = self.live.iter().take_while(|live| live.last.lsn <= lsn);

@@ -45,6 +45,7 @@ pub(crate) fn read_live(
         }
         Ok((segment.clone(), contents.batches))
     };
+    let lines = control.lines(u64::MAX);
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
     parallel::in_order(threads, segments.iter(), read, |part| {
         let (segment, batches) = part?;
@@ -57,6 +58,7 @@ pub(crate) fn read_live(
                 if lsn > until {
                     return Ok(false);
                 }
+                let disk_id = descriptor.disk_id.get();
                 visit(Found {
                     lsn,
                     descriptor,
@@ -64,7 +66,8 @@ pub(crate) fn read_live(
                     batch: &batch.header,
                     segment: &segment,
                     offset,
-                    in_base: lsn <= control.applied_lsn(descriptor.disk_id.get()),
+                    in_base: lsn <= control.applied_lsn(disk_id),
+                    counts: lines.of(disk_id).has(lsn),
                     damaged: wrong.iter().any(|block| blocks.contains(block)),
                 });
             }

@@ -1,13 +1,13 @@
 //! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ops::RangeInclusive;
 use std::path::Path;
 
 use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
+use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Descriptor, Kind};
 use crate::index::{Builder, ExtentMap, Place};
@@ -25,9 +25,11 @@ use crate::sync::atomic::Ordering;
 /// The records of one disk in a log that are not in its base image.
 #[derive(Default)]
 pub(crate) struct Waiting {
+    /// Those that count.
     pub extents: ExtentMap,
     /// LSN of the newest record.
     pub last_lsn: u64,
+    /// All records, also those that a rewind has undone: it may itself be undone.
     pub records: u64,
     pub payload_bytes: u64,
 }
@@ -67,16 +69,20 @@ impl Reading {
 /// The disks of a log while it is read.
 struct Disks {
     disks: BTreeMap<u32, Reading>,
+    /// The records that count.
+    lines: Lines,
     /// A record for sectors that no disk has.
     stray: Option<u64>,
 }
 
 impl Disks {
-    fn of(control: &Control) -> Self {
+    /// The disks as of LSN `until`.
+    fn of(control: &Control, until: u64) -> Self {
         let disks = control.disks.iter();
         let disks = disks.map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)));
         Self {
             disks: disks.collect(),
+            lines: control.lines(until),
             stray: None,
         }
     }
@@ -88,13 +94,16 @@ impl Disks {
         }
         let (descriptor, lsn) = (found.descriptor, found.lsn);
         let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
-        let disk = self.disks.get_mut(&descriptor.disk_id.get());
+        let disk_id = descriptor.disk_id.get();
+        let disk = self.disks.get_mut(&disk_id);
         let Some(disk) = disk.filter(|disk| disk.has(sector, sectors)) else {
             self.stray.get_or_insert(lsn);
             return;
         };
-        let place = place(descriptor, lsn, found.segment, found.offset);
-        disk.extents.add(sector, sectors, place);
+        if self.lines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
+            let place = place(descriptor, lsn, found.segment, found.offset);
+            disk.extents.add(sector, sectors, place);
+        }
         disk.waiting.last_lsn = lsn;
         disk.waiting.records += 1;
         disk.waiting.payload_bytes += descriptor.payload_len();
@@ -146,7 +155,16 @@ pub(crate) fn read_log(
     verify: Verify,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
-    read(medium, log_dir, control, 0..=u64::MAX, verify, progress)
+    let until = u64::MAX;
+    read(
+        medium,
+        log_dir,
+        control,
+        until,
+        verify,
+        &mut |_| {},
+        progress,
+    )
 }
 
 /// As [`read_log`], but the indexes are as of LSN `until`, and no more is verified than the log's end needs.
@@ -156,33 +174,61 @@ pub(crate) fn read_log_until(
     control: &Control,
     until: u64,
 ) -> Result<(Scan, Indexes)> {
-    read_log_of(medium, log_dir, control, 0..=until)
+    let (verify, progress) = (Verify::Tail, &mut |_, _| {});
+    read(
+        medium,
+        log_dir,
+        control,
+        until,
+        verify,
+        &mut |_| {},
+        progress,
+    )
 }
 
-/// As [`read_log_until`], but the indexes have only the records whose LSNs are in `lsns`.
-pub(crate) fn read_log_of(
+/// The extents of the records of one disk for which `wanted` holds, by LSN. No point of the disk need have them all.
+pub(crate) fn read_records(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
-    lsns: RangeInclusive<u64>,
-) -> Result<(Scan, Indexes)> {
-    let (verify, progress) = (Verify::Tail, &mut |_, _| {});
-    read(medium, log_dir, control, lsns, verify, progress)
+    disk_id: u32,
+    wanted: impl Fn(u64) -> bool,
+) -> Result<ExtentMap> {
+    let mut extents = Builder::default();
+    let visit = &mut |found: Found<'_>| {
+        let (descriptor, lsn) = (found.descriptor, found.lsn);
+        if descriptor.disk_id.get() == disk_id && wanted(lsn) {
+            let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+            let place = place(descriptor, lsn, found.segment, found.offset);
+            extents.add(sector, sectors, place);
+        }
+    };
+    scan::scan(
+        medium,
+        log_dir,
+        control,
+        Verify::Tail,
+        visit,
+        &mut |_, _| {},
+    )?;
+    Ok(extents.finish())
 }
 
+/// Calls `visit` with each record of the log, too.
 fn read(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
-    lsns: RangeInclusive<u64>,
+    until: u64,
     verify: Verify,
+    visit: &mut dyn FnMut(&Found<'_>),
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
-    let newer = u64::from(planted(Mutant::PointReadsNewer));
-    let lsns = *lsns.start()..=lsns.end().saturating_add(newer);
-    let mut disks = Disks::of(control);
+    let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
+    let mut disks = Disks::of(control, until);
     let visit = &mut |found: Found<'_>| {
-        if lsns.contains(&found.lsn) {
+        visit(&found);
+        if found.lsn <= until {
             disks.take(&found);
         }
     };
@@ -205,7 +251,8 @@ pub(crate) fn read_live_disk(
     log_dir: &Path,
     threads: usize,
 ) -> Result<ExtentMap> {
-    let mut disks = Disks::of(control);
+    let newer = u64::from(planted(Mutant::PointReadsNewer));
+    let mut disks = Disks::of(control, until.saturating_add(newer));
     let visit = &mut |found: Found<'_>| {
         if found.descriptor.disk_id.get() == disk_id {
             disks.take(&found);
@@ -224,12 +271,33 @@ pub(crate) fn read_for_recovery(
     control: &mut ControlFile,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
+    read_durable(medium, log_dir, control, &mut |_| {}, progress)
+}
+
+/// As [`read_for_recovery`], and calls `visit` with each record of the log.
+pub(crate) fn read_durable(
+    medium: &dyn Medium,
+    log_dir: &Path,
+    control: &mut ControlFile,
+    visit: &mut dyn FnMut(&Found<'_>),
+    progress: Progress<'_>,
+) -> Result<(Scan, Indexes)> {
     control.confirm()?;
     for (_, segment) in medium.segments()? {
         let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
-    let (scan, waiting) = read_log(medium, log_dir, &control.control, Verify::Tail, progress)?;
+    let (until, verify) = (u64::MAX, Verify::Tail);
+    let read = read(
+        medium,
+        log_dir,
+        &control.control,
+        until,
+        verify,
+        visit,
+        progress,
+    );
+    let (scan, waiting) = read?;
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(

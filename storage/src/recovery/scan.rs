@@ -17,6 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::catalog::control::unknown_version;
+use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
@@ -49,12 +50,12 @@ pub(crate) struct Scan {
     pub batches: u64,
     /// One more than the highest number of a segment file.
     pub files: u32,
-    /// Records above the checkpoint LSN, and their payload bytes.
+    /// Records that count now, and their payload bytes.
     pub records: u64,
     pub payload_bytes: u64,
     /// Whether a write that never completed was found behind the end.
     pub torn_tail: bool,
-    /// Blocks of records above the checkpoint LSN that the medium has changed, as far as they were verified.
+    /// Blocks of records that count now and that the medium has changed, as far as they were verified.
     pub damaged: Vec<DamagedBlock>,
     /// Segment and byte offset of batch headers that the medium has changed, and that the segment's summary replaces.
     pub damaged_headers: Vec<(Arc<Segment>, u64)>,
@@ -111,8 +112,21 @@ pub(crate) struct Found<'a> {
     pub offset: u64,
     /// Whether the base image has the record (it is at or below the checkpoint LSN), or the record was given up.
     pub in_base: bool,
+    /// Whether the record counts now: the base image does not have it, and no rewind has undone it.
+    pub counts: bool,
     /// Whether the payload is damaged, as far as it was verified.
     pub damaged: bool,
+}
+
+impl Found<'_> {
+    /// The place of the record in the history of the log.
+    pub(crate) fn commit(&self) -> Commit {
+        Commit {
+            lsn: self.lsn,
+            cid: self.batch.cid.get(),
+            unix_us: self.batch.unix_us.get(),
+        }
+    }
 }
 
 /// Called for each record found.
@@ -157,7 +171,9 @@ pub(crate) fn scan(
     let mut taker = Taker {
         candidates: &candidates,
         control,
-        durable: root.checkpoint_lsn.get().max(root.copying_lsn.get()),
+        lines: control.lines(u64::MAX),
+        // No record has the LSN of a rewind.
+        durable: control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get())),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -250,6 +266,7 @@ pub(crate) fn scan(
             last,
         })
         .collect();
+    let passed = scan.last.lsn < horizon.lsn;
     scan.last.lsn = scan.last.lsn.max(horizon.lsn);
     if evidence > scan.last.lsn {
         let (path, offset) = match end.checked_sub(1) {
@@ -268,6 +285,11 @@ pub(crate) fn scan(
                 scan.last.lsn + 1,
             ),
         ));
+    }
+    if passed {
+        // All that the segments hold is in the base images, and the next one is to follow the checkpoint.
+        scan.live.clear();
+        end = 0;
     }
     scan.void = candidates[end..]
         .iter()
@@ -337,6 +359,8 @@ fn classify(
 struct Taker<'a> {
     candidates: &'a [Candidate],
     control: &'a Control,
+    /// The records that count now.
+    lines: Lines,
     /// The log was durable up to this LSN, as far as it has been read.
     durable: u64,
     /// For each segment that was read: the last record taken from it or from segments before it.
@@ -430,18 +454,22 @@ impl Taker<'_> {
         });
         for (lsn, descriptor, at, blocks) in batch.records() {
             let len = descriptor.payload_len();
-            let in_base = lsn <= self.control.applied_lsn(descriptor.disk_id.get())
-                && !planted(Mutant::RecoveryAcceptsStale);
+            let (disk_id, stale) = (
+                descriptor.disk_id.get(),
+                planted(Mutant::RecoveryAcceptsStale),
+            );
+            let in_base = lsn <= self.control.applied_lsn(disk_id) && !stale;
+            let counts = self.lines.of(disk_id).has(lsn) || stale;
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
-            if !in_base {
+            if counts {
                 scan.records += 1;
                 scan.payload_bytes += len;
                 scan.damaged.extend(wrong.map(|block| {
                     let skipped = ((block - blocks.start) * BLOCK) as u64;
                     DamagedBlock {
                         lsn,
-                        disk_id: descriptor.disk_id.get(),
+                        disk_id,
                         sector: descriptor.sector.get() + skipped / SECTOR_SIZE,
                         sectors: (len - skipped).min(BLOCK as u64) / SECTOR_SIZE,
                         segment: segment.clone(),
@@ -457,6 +485,7 @@ impl Taker<'_> {
                 segment,
                 offset: at,
                 in_base,
+                counts,
                 damaged,
             });
         }

@@ -10,7 +10,7 @@ use super::files::Simulated;
 use super::medium::{LOG, Stored, World};
 use super::names::DIRECTORY;
 use super::oracle::{Contents, Readable, value_of};
-use crate::catalog::control::{ControlFile, read_control};
+use crate::catalog::control::{ControlFile, open_control, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::retain::Retain;
 use crate::checkpoint::keeper::Keeper;
@@ -20,12 +20,16 @@ use crate::log::group::Group;
 use crate::log::leader::Leader;
 use crate::log::state::Log;
 use crate::medium::engine::{Appended, Engine};
+use crate::medium::lock::Use;
 use crate::mutant::PLANTED;
+use crate::store::attach::OpenBase;
 use crate::store::open::open_log;
+use crate::store::rewind::rewind;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{
-    Backend, BackendQueue, Buffer, CommitWait, Failure, Operation, Port, StoreOptions, create_disk,
+    Backend, BackendQueue, Buffer, CommitWait, Failure, Operation, Point, Port, Rewound,
+    StoreOptions, create_disk,
 };
 
 /// The sizes of a log and its disks.
@@ -147,6 +151,16 @@ impl Fixture {
         let _files = self.medium.enter();
         let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
         Ok(Running::new(&self.medium, opened?))
+    }
+
+    /// Restores a disk in place, to an LSN.
+    pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<Rewound> {
+        let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
+        let _files = self.medium.enter();
+        let mut control = open_control(log, Use::Log)?;
+        let base = OpenBase::open(&image, Use::Write, true)?;
+        // At the time of the newest record: a seed reproduces one run.
+        rewind(&self.medium, log, &mut control, &base, Point::Lsn(to), 0)
     }
 
     /// The path of a disk's image.

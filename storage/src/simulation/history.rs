@@ -7,17 +7,16 @@ use std::time::Duration;
 use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, control_of, filled};
 use super::medium::{LOG, World};
-use super::oracle::{Broken, Oracle, difference, readable, value_of};
+use super::oracle::{Broken, Contents, Oracle, difference, readable};
+use super::past::Restored;
 use super::random::Random;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
-use crate::index::{ExtentMap, Place};
-use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
-use crate::recovery::replay::{read_log, read_log_until};
-use crate::{Buffer, CommitWait, Operation};
+use crate::recovery::replay::read_log;
+use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
 const SECTORS: u64 = 96;
@@ -52,6 +51,12 @@ pub(super) struct Totals {
     pub looked_back: u64,
     /// Of these, looks at a log with a snapshot.
     pub pinned: u64,
+    /// Disks that were restored in place.
+    pub rewound: u64,
+    /// Of these, restores during which power was lost.
+    pub cut_rewinds: u64,
+    /// States from before a restore in place, or an earlier crash, that were looked at again.
+    pub seen_again: u64,
 }
 
 impl super::Total for Totals {
@@ -74,21 +79,26 @@ impl super::Total for Totals {
         self.kept += other.kept;
         self.looked_back += other.looked_back;
         self.pinned += other.pinned;
+        self.rewound += other.rewound;
+        self.cut_rewinds += other.cut_rewinds;
+        self.seen_again += other.seen_again;
     }
 }
 
 pub(super) struct History {
-    random: Random,
-    fixture: Fixture,
-    oracle: Oracle,
+    pub random: Random,
+    pub fixture: Fixture,
+    pub oracle: Oracle,
     /// The LSN of the oracle's first change.
-    first_lsn: u64,
+    pub first_lsn: u64,
     next_value: u32,
     /// The sequence with which each salt was seen.
     salts: HashMap<u64, u64>,
     /// The LSN of the log's snapshot.
-    pin: Option<u64>,
-    totals: Totals,
+    pub pin: Option<u64>,
+    /// What the disks were as of LSNs before the oracle's first change.
+    pub past: Vec<(u64, Contents)>,
+    pub totals: Totals,
 }
 
 impl History {
@@ -112,6 +122,7 @@ impl History {
             next_value: 0,
             salts: HashMap::new(),
             pin: None,
+            past: Vec::new(),
             totals: Totals::default(),
         }
     }
@@ -147,7 +158,11 @@ impl History {
             },
             false => CommitWait::NONE,
         };
-        self.fixture.retain = match self.random.below(6) {
+        // The base images are more often to go past a restore in place.
+        self.fixture.retain = match self
+            .random
+            .below(if self.totals.rewound > 0 { 2 } else { 6 })
+        {
             0 => Retain::All,
             1 => Retain::Bytes((1 + self.random.below(3)) << 16),
             _ => Retain::Nothing,
@@ -167,7 +182,7 @@ impl History {
     }
 
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
-    fn end_process(&mut self) -> bool {
+    pub(super) fn end_process(&mut self) -> bool {
         let killed = self.random.one_in(3);
         if killed {
             // The cache is kept, unsynced.
@@ -262,7 +277,7 @@ impl History {
         if kept {
             self.expect_written();
         }
-        self.judge()
+        self.judge(kept)
     }
 
     /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under way may take some.
@@ -353,16 +368,28 @@ impl History {
     /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
     /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
     /// then returned.
-    fn judge(&mut self) -> Result<Option<Running>, Broken> {
+    fn judge(&mut self, kept: bool) -> Result<Option<Running>, Broken> {
         self.look_back()?;
+        let rewound = self.rewind(kept)?;
         let running = self
             .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
-        self.check_numbers(running.disks[0].log.lock().pipeline.next_lsn())?;
+        let next_lsn = running.disks[0].log.lock().pipeline.next_lsn();
+        self.check_numbers(next_lsn)?;
         let found = running
             .read()
             .map_err(|failure| format!("reading after recovery: {failure}"))?;
-        self.totals.lost_records += self.oracle.judge(&found)? as u64;
+        match rewound {
+            Some(Restored { may_be, .. }) if may_be.contains(&found) => {}
+            Some(Restored { may_be, certain }) if certain => {
+                return Err(format!(
+                    "after a restore in place the disks differ: {}",
+                    difference(&readable(&found), &may_be[0])
+                ));
+            }
+            _ => self.totals.lost_records += self.oracle.judge(&found)? as u64,
+        }
+        self.past.push((next_lsn - 1, found.clone()));
         let written = self.oracle.written;
         self.oracle = Oracle::new(found);
         self.oracle.written = written;
@@ -373,59 +400,6 @@ impl History {
         drop(running);
         self.end_process();
         Ok(None)
-    }
-
-    /// Looks at the disks as they were after a random record since the last checkpoint.
-    fn look_back(&mut self) -> Result<(), Broken> {
-        let broken = |error| format!("looking back at a legal crash: {error}");
-        let medium = &self.fixture.medium;
-        let control = &control_of(medium).map_err(broken)?.control;
-        let read = |until| read_log_until(medium, Path::new(LOG), control, until);
-        let (scan, _) = read(u64::MAX).map_err(broken)?;
-        let horizon = control.header.checkpoint_lsn.get();
-        let horizon = horizon.max(control.header.copying_lsn.get());
-        if self.pin.is_some_and(|pin| pin < horizon) {
-            return Err(format!(
-                "the base images have passed a snapshot: {:?}, {horizon}",
-                self.pin
-            ));
-        }
-        let from = horizon.max(self.first_lsn - 1);
-        let Some(records) = scan.last.lsn.checked_sub(from) else {
-            return Ok(());
-        };
-        drop(scan);
-        let point = from + self.random.below(records + 1);
-        let (_, indexes) = read(point).map_err(broken)?;
-        let mut found = self.fixture.bases();
-        for (disk, sectors) in control.disks.iter().zip(&mut found) {
-            let extents = indexes.get(&disk.id.get()).map(|waiting| &waiting.extents);
-            for piece in extents.into_iter().flat_map(ExtentMap::iter) {
-                let range = piece.sector as usize..(piece.sector + piece.sectors) as usize;
-                let bytes = match piece.place {
-                    Some(Place::Log { segment, offset }) => {
-                        let len = piece.sectors as usize * 512;
-                        LogRead::new(segment, offset, len).read().map_err(broken)?
-                    }
-                    _ => Buffer::zeroed(piece.sectors as usize * 512),
-                };
-                let values = bytes.chunks(512).map(value_of);
-                sectors[range]
-                    .iter_mut()
-                    .zip(values)
-                    .for_each(|(sector, value)| *sector = value);
-            }
-        }
-        self.totals.looked_back += 1;
-        self.totals.pinned += u64::from(self.pin.is_some());
-        let wanted = self.oracle.after((point + 1 - self.first_lsn) as usize);
-        match found == wanted {
-            true => Ok(()),
-            false => Err(format!(
-                "as of LSN {point} the disks differ: {}",
-                difference(&readable(&found), &wanted)
-            )),
-        }
     }
 
     /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
@@ -504,7 +478,8 @@ impl History {
             (from..until, 1 + self.random.below(3))
         });
         // A few requests, or enough to go around the ring.
-        let requests = if full.is_some() || self.random.one_in(8) {
+        let many = if self.totals.rewound > 0 { 2 } else { 8 };
+        let requests = if full.is_some() || self.random.one_in(many) {
             150
         } else {
             3 + self.random.below(25)

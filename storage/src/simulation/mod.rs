@@ -8,7 +8,8 @@
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
 //! the runs changes are completed only once they are written, and a second floor is how much of them must survive a
 //! kill. After a crash the disks together must be exactly the state after some prefix of the order that is not
-//! below the floor.
+//! below the floor. Some disks are then restored in place, and the states from before are looked at later, as long as the
+//! log has them.
 
 mod bytes;
 mod clients;
@@ -31,6 +32,7 @@ mod looks;
 mod medium;
 mod names;
 mod oracle;
+mod past;
 mod random;
 #[cfg(not(feature = "shuttle"))]
 mod sealed;
@@ -145,6 +147,10 @@ fn run(seeds: Range<u64>) {
         assert!(
             total.cut_closes > count / 10,
             "too few closes leave something in the log"
+        );
+        assert!(
+            total.rewound > count / 10 && total.cut_rewinds > count / 50,
+            "too few restores in place"
         );
         assert!(
             total.late_writes > count / 30 && total.torn_slots > count / 100,
@@ -288,6 +294,8 @@ fn every_planted_fault_is_noticed() {
         Mutant::SummaryStopsEarly,
         Mutant::PointReadsNewer,
         Mutant::FoldPassesPin,
+        Mutant::FoldSplitsRewind,
+        Mutant::RewindForgotten,
         Mutant::FoldSkipsZeroes,
         Mutant::FoldForgetsNewer,
         Mutant::SummaryUnreserved,

@@ -162,6 +162,15 @@ pub(crate) fn find(
         .collect()
 }
 
+/// Finds the place of the entry of an image in a log's table, whether or not the disk accepts the image.
+///
+/// # Errors
+/// If the table has none.
+pub(crate) fn locate(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Result<usize> {
+    let found = look_up(std::slice::from_ref(base), control)?;
+    found[0].ok_or_else(|| unknown(base, control, log_dir))
+}
+
 /// Whether a log's table has an entry for the image, whether or not the disk accepts it.
 pub(crate) fn is_known(base: &OpenBase, control: &ControlFile) -> bool {
     look_up(std::slice::from_ref(base), control).is_ok_and(|found| found[0].is_some())
@@ -388,7 +397,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
         settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
     }
     entry.renew_samples(base.file.as_ref());
-    let state = DiskState::new(entry, &base.options, base.file.into());
+    let mut state = DiskState::new(entry, &base.options, base.file.into());
+    state.rewinds = control.control.rewinds_of(state.id).copied().collect();
     Ok(Arc::new(state))
 }
 

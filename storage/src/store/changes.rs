@@ -40,6 +40,9 @@ pub struct Changed {
 /// They are exact: a range is there if a record touched it, also if the bytes are the same as before. The log is read on
 /// `threads` threads; `None`: one for each processor.
 ///
+/// What a restore in place between the points undid has changed too. If the bytes are those of the base image again, it is
+/// told as [`Data`](Allocation::Data).
+///
 /// # Errors
 /// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
 pub fn disk_changes(
@@ -61,9 +64,31 @@ pub fn disk_changes(
             log_dir.display()
         )));
     }
-    log.read_range(from_lsn + 1..=to_lsn)?;
+    let (control, disk_id) = (&log.control.control, log.entry().id.get());
+    let (then, now) = (
+        control.line(disk_id, from_lsn),
+        control.line(disk_id, to_lsn),
+    );
+    let touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
+    // What a restore in place undid has changed too: to what the records that still count left there, or the base image has.
+    let as_of_to = match control.leads(disk_id, from_lsn, to_lsn) {
+        true => None,
+        false => {
+            log.read_until(to_lsn)?;
+            Some(log.take_extents())
+        }
+    };
+    let mut pieces = Vec::new();
+    for piece in touched.iter() {
+        match &as_of_to {
+            None => pieces.push(piece),
+            Some(extents) => {
+                extents.visit(piece.sector, piece.sectors, &mut |part| pieces.push(part))
+            }
+        }
+    }
     let mut ranges: Vec<Changed> = Vec::new();
-    for piece in log.take_extents().iter() {
+    for piece in pieces {
         let changed = Changed {
             offset: piece.sector * SECTOR_SIZE,
             len: piece.sectors * SECTOR_SIZE,

@@ -53,6 +53,8 @@ pub struct LogRecord<'a> {
     pub offset: u64,
     /// Whether the record is already in the base image.
     pub in_base: bool,
+    /// Whether a restore in place has undone the record: the disk is now as if it had never been.
+    pub undone: bool,
     /// Whether the medium has changed the payload since it was written.
     pub damaged: bool,
 }
@@ -109,6 +111,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,
+            undone: !found.in_base && !found.counts,
             damaged: found.damaged,
         });
     };

@@ -37,6 +37,7 @@ use crate::medium::engine::{self, Chunk, Done, Engine, Io};
 use crate::medium::file::DataFile;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
+use crate::recovery::scan::Found;
 use crate::store::point::Point;
 use crate::store::scratch::{Content, Scratch};
 use crate::store::view::{Layers, View};
@@ -195,9 +196,10 @@ impl Look {
 
 /// The snapshots of a disk from which it is known what has changed up to this LSN.
 fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
-    let known = control.applied_lsn(disk_id)..=last_lsn;
+    let from = control.applied_lsn(disk_id);
+    let known = |lsn| from <= lsn && control.leads(disk_id, lsn, last_lsn);
     let all = Snapshot::all(control).into_iter();
-    all.filter(|snapshot| known.contains(&snapshot.lsn))
+    all.filter(|snapshot| known(snapshot.lsn))
         .map(PastPoint::from)
         .collect()
 }
@@ -250,6 +252,7 @@ impl Disk {
         let until = match at {
             Point::Newest => newest,
             at => at.resolve(&log.dir, &control, disk.id, |visit| {
+                let visit = &mut |found: Found<'_>| visit(&found.commit());
                 read_live(&segments, newest, &control, threads, visit)
             })?,
         };

@@ -202,7 +202,11 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
 fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
     for copied in [false, true] {
         let View {
-            base, log, extents, ..
+            base,
+            log,
+            extents,
+            rewound,
+            ..
         } = View::open(path, log_dir, Use::Write, None)?;
         let Some((control, place)) = log else {
             return Err(Error::new(
@@ -216,7 +220,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
         };
         let entry = &control.control.disks[place];
         let void = entry.void_lsn.get() > control.control.header.checkpoint_lsn.get();
-        if extents.is_empty() && !void && entry.resizing == 0 {
+        if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
             return Ok((base, control, place));
         }
         if copied {

@@ -16,6 +16,7 @@ pub(crate) mod other_format;
 pub(crate) mod part;
 pub(crate) mod point;
 pub(crate) mod resize;
+pub(crate) mod rewind;
 pub(crate) mod scratch;
 pub(crate) mod transfer;
 pub(crate) mod view;

@@ -146,7 +146,9 @@ impl Store {
                 read_only: true,
                 ..base.options
             };
-            let state = DiskState::new(&control.control.disks[place], &options, base.file.into());
+            let control = &control.control;
+            let mut state = DiskState::new(&control.disks[place], &options, base.file.into());
+            state.rewinds = control.rewinds_of(state.id).copied().collect();
             let mut index = state.index_mut();
             index.active = waiting.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);
@@ -323,7 +325,9 @@ fn assemble(
             }
         }
     })?;
-    let recovered = (scan.records > 0 && !keeps_history).then_some(scan.last.lsn);
+    // Also if no record counts: a restore in place has undone them all.
+    let frozen = states.iter().any(|state| state.index().frozen.is_some());
+    let recovered = frozen.then_some(scan.last.lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
     for state in states {
         state.index_mut().count_in(&log.counters.index);
@@ -360,9 +364,11 @@ fn new_log(
         scan.live.into(),
         scan.free.into_iter().chain(scan.void).collect(),
     );
+    let rewound = control.control.rewinds.last();
+    let rewound = rewound.map_or(0, |rewind| rewind.unix_us.get());
     let (gather, stamps) = (
         Gather::new(options.commit_wait),
-        Stamps::after(scan.last.unix_us),
+        Stamps::after(scan.last.unix_us.max(rewound)),
     );
     let mut state = State::new(pipeline, ring, gather, stamps);
     state.horizon = scan.horizon;

@@ -16,7 +16,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::log::history::Commit;
 use crate::medium::lock::Use;
-use crate::recovery::scan::{Found, Visitor};
 
 /// A point in the history of a log: after one of its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +73,8 @@ impl Point {
         }
     }
 
-    /// The LSN of the last record up to this point, for a disk of the log. `read` calls its argument with each record of the
-    /// log, in LSN order.
+    /// The LSN of the last record, or restore in place, up to this point, for a disk of the log. `read` calls its argument with
+    /// each record of the log, in LSN order.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if the disk can't be brought back there; the error names the nearest points. Those of `read`.
@@ -84,7 +83,7 @@ impl Point {
         log_dir: &Path,
         control: &Control,
         disk_id: u32,
-        read: impl FnOnce(Visitor<'_>) -> Result<()>,
+        read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
     ) -> Result<u64> {
         if let Self::Snapshot(_) = self {
             let point = self.numbered(control, log_dir)?;
@@ -93,23 +92,20 @@ impl Point {
         // A checkpoint that was interrupted may have copied some records.
         let copying = control.header.copying_lsn.get();
         let horizon = control.applied_lsn(disk_id).max(copying);
-        if self == Self::Lsn(horizon) {
+        match self {
             // The base image alone; the record itself may have left the log.
-            return Ok(horizon);
+            Self::Lsn(lsn) if lsn == horizon => return Ok(horizon),
+            // After a restore in place, of this disk or another one.
+            Self::Lsn(lsn) if lsn > horizon && control.is_rewind(lsn) => return Ok(lsn),
+            _ => {}
         }
         let (mut before, mut after): (Option<Commit>, Option<Commit>) = (None, None);
-        let mut visit = |found: Found<'_>| {
-            let commit = Commit {
-                lsn: found.lsn,
-                cid: found.batch.cid.get(),
-                unix_us: found.batch.unix_us.get(),
-            };
-            match self.compare(commit.lsn, commit.cid, commit.unix_us) {
+        let mut visit =
+            |&commit: &Commit| match self.compare(commit.lsn, commit.cid, commit.unix_us) {
                 Ordering::Greater if commit.lsn <= horizon => {}
                 Ordering::Greater => drop(after.get_or_insert(commit)),
                 Ordering::Less | Ordering::Equal => before = Some(commit),
-            }
-        };
+            };
         read(&mut visit)?;
         let is_there = |commit: &Commit| match self {
             Self::Time(_) | Self::Newest => true,
@@ -117,7 +113,11 @@ impl Point {
         };
         let before = before.filter(|before| before.lsn >= horizon);
         match (before.filter(is_there), before, after) {
-            (Some(commit), ..) => Ok(commit.lsn),
+            (Some(commit), ..) => Ok(match self {
+                Self::Newest => control.with_rewinds(commit.lsn),
+                Self::Time(time) => control.with_rewinds_until(commit.lsn, time),
+                _ => commit.lsn,
+            }),
             (None, Some(before), Some(after)) => {
                 Err(self.refused(log_dir, &format!("the nearest are {before} and {after}")))
             }
@@ -128,7 +128,7 @@ impl Point {
                 log_dir,
                 &format!("the oldest are LSN {horizon}, which the base image holds, and {after}"),
             )),
-            (None, None, None) if self == Self::Newest => Ok(horizon),
+            (None, None, None) if self == Self::Newest => Ok(control.with_rewinds(horizon)),
             (None, None, None) => Err(self.refused(
                 log_dir,
                 &format!("there is only LSN {horizon}, which the base image holds"),

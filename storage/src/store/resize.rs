@@ -47,7 +47,7 @@ fn resize(
 ) -> Result<Resize> {
     check_size(path, size)?;
     let view = View::open(path, log_dir, Use::Write, None)?;
-    let view = match size < view.size && !view.extents.is_empty() {
+    let view = match size < view.size && holds_records(&view) {
         false => view,
         // No record may reach behind the new end, so all records go to the base image first.
         true => {
@@ -58,7 +58,7 @@ fn resize(
         }
     };
     refuse_loss(&view, size, lose_data)?;
-    if size < view.size && !view.extents.is_empty() {
+    if size < view.size && holds_records(&view) {
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
@@ -91,6 +91,11 @@ fn resize(
     (entry.size, entry.resizing) = (U64::new(size), 0);
     control.write()?;
     Ok(done)
+}
+
+/// Whether the log has records of the disk that its image does not have, and that count or may count again.
+fn holds_records(view: &View) -> bool {
+    view.rewound || !view.extents.is_empty()
 }
 
 fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {

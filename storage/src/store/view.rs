@@ -1,7 +1,7 @@
 //! A disk that is not in use, as its guest saw it last: the log over the base image. Read only.
 
 use std::num::NonZeroUsize;
-use std::ops::{Range, RangeInclusive};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -19,8 +19,8 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
 use crate::recovery::contents::Verify;
-use crate::recovery::replay::{Indexes, read_log_of, read_log_until};
-use crate::recovery::scan;
+use crate::recovery::replay::{Indexes, read_log_until, read_records};
+use crate::recovery::scan::{self, Found};
 use crate::store::attach::OpenBase;
 use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
@@ -34,9 +34,11 @@ pub(crate) struct View {
     pub size: u64,
     /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
-    /// The segments of the log, and the last record that was read.
+    /// The segments of the log, and the point up to which it was read.
     pub live: Vec<Live>,
     pub last_lsn: u64,
+    /// Whether the disk was rewound: the log has records that do not count, but may again.
+    pub rewound: bool,
     /// The base image through the page cache: holes need not be aligned to the medium's sectors.
     reader: Box<dyn DataFile>,
 }
@@ -65,7 +67,7 @@ pub(crate) struct LocatedLog {
     pub medium: Directory,
     /// The segments that were read.
     pub live: Vec<Live>,
-    /// The last record that was read.
+    /// The newest point, or that up to which the log was read again.
     pub last_lsn: u64,
     pub waiting: Indexes,
 }
@@ -95,11 +97,11 @@ impl Located {
         let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let place = base.find(&control, log_dir, &waiting)?;
         let log = Some(LocatedLog {
-            control,
             place,
             medium,
             live: scan.live,
-            last_lsn: scan.last.lsn,
+            last_lsn: control.control.with_rewinds(scan.last.lsn),
+            control,
             waiting,
         });
         Ok(Self { base, log })
@@ -135,19 +137,32 @@ impl LocatedLog {
         let (medium, control) = (&self.medium, &self.control.control);
         let (dir, tail) = (&medium.path, Verify::Tail);
         point.resolve(dir, control, self.entry().id.get(), |visit| {
+            let visit = &mut |found: Found<'_>| visit(&found.commit());
             scan::scan(medium, dir, control, tail, visit, &mut |_, _| {}).map(drop)
         })
     }
 
-    /// Reads the log again: only the records whose LSNs are in `lsns`.
-    pub(crate) fn read_range(&mut self, lsns: RangeInclusive<u64>) -> Result<()> {
+    /// Reads the log again, as of LSN `until`.
+    pub(crate) fn read_until(&mut self, until: u64) -> Result<()> {
         // Two indexes would take twice the memory.
         self.waiting.clear();
         let (dir, control) = (&self.medium.path, &self.control.control);
-        self.last_lsn = self.last_lsn.min(*lsns.end());
-        let (scan, waiting) = read_log_of(&self.medium, dir, control, lsns)?;
+        self.last_lsn = self.last_lsn.min(until);
+        let (scan, waiting) = read_log_until(&self.medium, dir, control, until)?;
         (self.live, self.waiting) = (scan.live, waiting);
         Ok(())
+    }
+
+    /// See [`read_records`].
+    pub(crate) fn read_records(&self, wanted: impl Fn(u64) -> bool) -> Result<ExtentMap> {
+        let (dir, control) = (&self.medium.path, &self.control.control);
+        let disk_id = self.entry().id.get();
+        read_records(&self.medium, dir, control, disk_id, wanted)
+    }
+
+    /// The LSN of the disk's newest rewind, if it has one.
+    pub(crate) fn rewound(&self) -> Option<u64> {
+        self.control.control.rewound(self.entry().id.get())
     }
 
     /// Takes the extents of the disk out of what was read.
@@ -244,7 +259,7 @@ impl View {
     ) -> Result<Self> {
         let (base, mut log) = Located::with_history(options, log_dir, threads)?;
         let until = log.resolve(at)?;
-        log.read_range(0..=until)?;
+        log.read_until(until)?;
         Self::of(base, Some(log))
     }
 
@@ -259,10 +274,12 @@ impl View {
             extents: ExtentMap::default(),
             live: Vec::new(),
             last_lsn: 0,
+            rewound: false,
             reader,
         };
         if let Some(mut log) = log {
             (view.size, view.extents) = (log.entry().size.get(), log.take_extents());
+            view.rewound = log.rewound().is_some();
             (view.live, view.last_lsn) = (log.live, log.last_lsn);
             view.log = Some((log.control, log.place));
         }

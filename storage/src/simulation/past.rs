@@ -1,0 +1,167 @@
+//! The past in a random history: looks at it, and restores in place.
+
+use std::path::Path;
+
+use super::fixture::control_of;
+use super::history::History;
+use super::medium::LOG;
+use super::oracle::{Broken, Contents, difference, readable, value_of};
+use crate::Buffer;
+use crate::error::ErrorKind;
+use crate::format::Control;
+use crate::index::{ExtentMap, Place};
+use crate::medium::segment::LogRead;
+use crate::recovery::replay::read_log_until;
+
+/// What the disks are after a restore in place.
+pub(super) struct Restored {
+    /// One of these, whatever the log had.
+    pub may_be: Vec<Contents>,
+    /// The restore has succeeded; otherwise it may have.
+    pub certain: bool,
+}
+
+impl History {
+    /// Looks at the disks as they were after a random record since the last checkpoint, and at all older states that the log
+    /// still has.
+    pub(super) fn look_back(&mut self) -> Result<(), Broken> {
+        let broken = |error| format!("looking back at a legal crash: {error}");
+        let control = control_of(&self.fixture.medium).map_err(broken)?.control;
+        let (horizon, last) = self.span(&control)?;
+        if self.pin.is_some_and(|pin| pin < horizon) {
+            return Err(format!(
+                "the base images have passed a snapshot: {:?}, {horizon}",
+                self.pin
+            ));
+        }
+        self.past.retain(|(lsn, _)| *lsn >= horizon);
+        for (lsn, wanted) in &self.past {
+            self.totals.seen_again += 1;
+            self.expect_as_of(&control, *lsn, wanted)?;
+        }
+        let from = horizon.max(self.first_lsn - 1);
+        let Some(records) = last.checked_sub(from) else {
+            return Ok(());
+        };
+        let point = from + self.random.below(records + 1);
+        self.totals.looked_back += 1;
+        self.totals.pinned += u64::from(self.pin.is_some());
+        self.expect_as_of(&control, point, &self.after(point))
+    }
+
+    /// The oldest and the newest LSN that the log has the disks as of.
+    fn span(&self, control: &Control) -> Result<(u64, u64), Broken> {
+        let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
+        let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
+        let horizon = control
+            .header
+            .checkpoint_lsn
+            .max(control.header.copying_lsn);
+        Ok((horizon.get(), control.with_rewinds(scan.last.lsn)))
+    }
+
+    /// What the oracle knows the disks to have been as of an LSN, which is not before its first change.
+    fn after(&self, lsn: u64) -> Contents {
+        self.oracle
+            .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
+    }
+
+    /// Whether the disks as of an LSN are these.
+    fn expect_as_of(&self, control: &Control, lsn: u64, wanted: &Contents) -> Result<(), Broken> {
+        let broken = |error| format!("looking back at a legal crash: {error}");
+        let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
+        let (_, indexes) = read.map_err(broken)?;
+        let mut found = self.fixture.bases();
+        for (disk, sectors) in control.disks.iter().zip(&mut found) {
+            let extents = indexes.get(&disk.id.get()).map(|waiting| &waiting.extents);
+            for piece in extents.into_iter().flat_map(ExtentMap::iter) {
+                let range = piece.sector as usize..(piece.sector + piece.sectors) as usize;
+                let bytes = match piece.place {
+                    Some(Place::Log { segment, offset }) => {
+                        let len = piece.sectors as usize * 512;
+                        LogRead::new(segment, offset, len).read().map_err(broken)?
+                    }
+                    _ => Buffer::zeroed(piece.sectors as usize * 512),
+                };
+                let values = bytes.chunks(512).map(value_of);
+                sectors[range]
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(sector, value)| *sector = value);
+            }
+        }
+        match found == *wanted {
+            true => Ok(()),
+            false => Err(format!(
+                "as of LSN {lsn} the disks differ: {}",
+                difference(&readable(&found), wanted)
+            )),
+        }
+    }
+
+    /// Now and then restores a disk in place, perhaps while power is lost, to a record since the last checkpoint or to an older
+    /// state that the log still has. `kept`: what a killed process left must survive, so power is not lost before the log is
+    /// durable.
+    pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<Restored>, Broken> {
+        if !self.random.one_in(3) {
+            return Ok(None);
+        }
+        let broken = |error| format!("a restore in place after a legal crash: {error}");
+        let control = control_of(&self.fixture.medium).map_err(broken)?.control;
+        let (horizon, newest) = self.span(&control)?;
+        let (from, disk) = (
+            horizon.max(self.first_lsn - 1),
+            self.random.below(self.fixture.bases().len() as u64),
+        );
+        let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
+        let (to, then) = match (records, self.past.len() as u64) {
+            (Some(records), _) => {
+                let to = from + self.random.below(records + 1);
+                (to, self.after(to))
+            }
+            (None, 0) => return Ok(None),
+            (None, all) => self.past[self.random.below(all) as usize].clone(),
+        };
+        if !kept && self.random.one_in(3) {
+            let ticks = self.random.below(6);
+            self.fixture.medium.lock().ticks = Some(ticks);
+        }
+        let done = self.fixture.rewind(disk as usize, to);
+        let crashed = self.fixture.medium.lock().crashed;
+        let disk = disk as usize;
+        let restored = |mut state: Contents| {
+            state[disk].clone_from(&then[disk]);
+            state
+        };
+        let may_be = match done {
+            Ok(done) => {
+                // What the restore found is durable from then on.
+                let before = self.after(done.from_lsn);
+                self.oracle.judge(&before)?;
+                let after = restored(before.clone());
+                self.totals.rewound += 1;
+                self.past.push((done.from_lsn, before));
+                self.past.extend(done.lsn.map(|lsn| (lsn, after.clone())));
+                vec![after]
+            }
+            Err(_) if crashed => {
+                let before = (from..=newest).map(|lsn| self.after(lsn));
+                let legal = before.filter(|before| self.oracle.judge(before).is_ok());
+                legal.map(restored).collect()
+            }
+            // The record is not there, or the disk has none: these numbers are not those of points.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.fixture.medium.lock().ticks = None;
+                return Ok(None);
+            }
+            Err(error) => return Err(broken(error)),
+        };
+        self.totals.cut_rewinds += u64::from(crashed);
+        self.fixture.medium.lock().ticks = None;
+        if crashed || self.random.one_in(2) {
+            self.end_process();
+        }
+        let certain = may_be.len() == 1 && !crashed;
+        Ok(Some(Restored { may_be, certain }))
+    }
+}
