@@ -51,7 +51,8 @@ class Control:
         for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
             if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
                 continue
-            check_version(slot, path)
+            if struct.unpack_from("<I", slot, 8) != (3,):
+                check_version(slot, path)
             if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
                 newest = slot
         if newest is None:
@@ -71,6 +72,29 @@ class Control:
             size, _, _, self.void_lsn[disk_id] = struct.unpack_from("<4Q", entry, 24)
             image = os.fsdecode(entry[144 : 144 + path_len])
             self.disks[disk_id] = (size, image and os.path.join(home, image))
+        self.rewinds = []
+        if struct.unpack_from("<I", newest, 8) == (3,):
+            history = 96 + 624 * disk_count
+            (snapshots,) = struct.unpack_from("<I", newest, history + 4)
+            rewound = history + 16 + 96 * snapshots
+            (count,) = struct.unpack_from("<I", newest, rewound)
+            self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
+        lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
+        if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
+            raise Damaged(f"{path}: impossible rewinds")
+        # No record has the LSN of a rewind.
+        for _, at in reversed(lsns):
+            self.copying_lsn -= self.copying_lsn == at
+
+    def undone(self, disk_id, lsn):
+        """Whether the disk, as it is now, is made without this record."""
+        end = float("inf")
+        for disk, _, to, at, _ in reversed(self.rewinds):
+            if disk == disk_id and at <= end:
+                if lsn > at:
+                    break
+                end = to
+        return lsn > end
 
 
 class Segment:
@@ -189,9 +213,11 @@ def records_of(batch, segment, control):
                 "segment": segment.name,
                 "payload_offset": at,
                 "in_base": lsn <= max(control.checkpoint_lsn, control.void_lsn.get(disk_id, 0)),
+                "undone": False,
                 "damaged": any(damaged),
             }
         )
+        found[-1]["undone"] = not found[-1]["in_base"] and control.undone(disk_id, lsn)
         at += len(payload)
     return found
 

@@ -229,6 +229,7 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
                 "segment": segment,
                 "payload_offset": record.offset,
                 "in_base": record.in_base,
+                "undone": record.undone,
                 "damaged": record.damaged,
             })
         ));
@@ -244,10 +245,11 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
         record.sector,
         record.sectors,
         record.disk.display(),
-        match (record.damaged, record.in_base) {
-            (true, _) => " (damaged: not what was written)",
-            (false, true) => " (in the base image)",
-            (false, false) => "",
+        match (record.damaged, record.in_base, record.undone) {
+            (true, ..) => " (damaged: not what was written)",
+            (false, true, _) => " (in the base image)",
+            (false, _, true) => " (undone by a restore in place)",
+            (false, ..) => "",
         },
     ));
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
+use walvisor_storage::{DiskOptions, Store, StoreOptions};
 use walvisor_tests::{LoopFs, have_python};
 
 use crate::{MIB, done, objects, refused, unclosed, unclosed_bytes, walvisor};
@@ -316,6 +317,124 @@ fn points_that_are_not_there_name_the_nearest() {
         &["no log, so no history"],
     );
     assert!(walvisor(dir, "disk check disk.img").status.success());
+}
+
+/// The command at the end of what a restore in place says, without the name of the program.
+fn undo(said: &str) -> &str {
+    let undo = said.lines().last().unwrap();
+    undo.strip_prefix("to undo this: walvisor ").unwrap()
+}
+
+#[test]
+fn a_disk_is_restored_in_place_and_that_is_undone() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = &unclosed(dir.path());
+    let states = states();
+    let log = objects(&done(dir, "log dump disk.img.wal --records --json"));
+    let lsn = |at: usize| log[at]["lsn"].as_u64().unwrap();
+    let exported = || {
+        done(dir, "disk export disk.img now.img --force");
+        std::fs::read(dir.join("now.img")).unwrap()
+    };
+    let (two, newest) = (lsn(1), lsn(log.len() - 1));
+    let said = done(
+        dir,
+        &format!("disk restore disk.img --at lsn:{two} --in-place"),
+    );
+    let text = format!("disk.img: restored in place as of LSN {two}: 3 records are undone\n");
+    assert!(said.starts_with(&text), "{said}");
+    let command = format!("disk restore disk.img --at lsn:{newest} --in-place");
+    assert_eq!(undo(&said), command);
+    assert!(exported() == states[2]);
+    // A second time there is nothing to do.
+    let again = done(
+        dir,
+        &format!("disk restore disk.img --at lsn:{two} --in-place"),
+    );
+    assert!(again.contains("already: nothing is changed"), "{again}");
+    let undone = log.iter().map(|record| record["lsn"].as_u64() > Some(two));
+    let now = objects(&done(dir, "log dump disk.img.wal --records --json"));
+    assert!(now.iter().map(|record| record["undone"] == true).eq(undone));
+    let text = done(dir, "log dump disk.img.wal --records");
+    assert_eq!(text.matches("(undone by a restore in place)").count(), 3);
+    assert!(restored(dir, &format!("lsn:{newest}")) == *states.last().unwrap());
+    // The command undoes it, and says how to undo that.
+    let said = done(dir, undo(&said));
+    assert!(
+        said.contains("0 records are undone, and 3 are back"),
+        "{said}"
+    );
+    assert!(exported() == *states.last().unwrap());
+    let report = crate::json(&done(dir, &format!("{} --json", undo(&said))));
+    assert_eq!(report["undone_records"], 3);
+    assert_eq!(report["from_lsn"], newest + 2);
+    assert_eq!(report["lsn"], newest + 3);
+    assert_eq!(report["to_lsn"], newest + 1);
+    let back = report["undo"].as_str().unwrap().strip_prefix("walvisor ");
+    assert!(exported() == states[2]);
+    done(dir, back.unwrap());
+    let base = format!("disk restore disk.img --at lsn:{} --in-place", lsn(0) - 1);
+    let said = done(dir, &base);
+    assert!(exported() == states[0]);
+    done(dir, undo(&said));
+    assert!(exported() == *states.last().unwrap());
+    done(
+        dir,
+        &format!("disk restore disk.img --at lsn:{two} --in-place"),
+    );
+    // Copied to the image, there is no way back.
+    done(dir, "disk checkpoint disk.img");
+    assert!(std::fs::read(dir.join("disk.img")).unwrap() == states[2]);
+    refused(dir, &command, 1, &["no history", "retain=24h"]);
+}
+
+#[test]
+fn a_restore_in_place_that_can_not_be_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = &unclosed(dir.path());
+    let wrong = ["--in-place", "--output"];
+    refused_usage(
+        dir,
+        "disk restore disk.img --at -0s --in-place -o new.img",
+        &wrong,
+    );
+    refused_usage(dir, "disk restore disk.img --at -0s", &["--output"]);
+    for (at, told) in [
+        ("lsn:900", "the newest is"),
+        ("-1h", "the oldest are LSN"),
+        ("snapshot:x", "no snapshot 'x'"),
+    ] {
+        let restore = format!("disk restore disk.img --at {at} --in-place");
+        refused(dir, &restore, 1, &["disk.img.wal", told]);
+    }
+    let (disk, log) = (dir.join("disk.img"), dir.join("disk.img.wal"));
+    let disks = [DiskOptions::new(&disk)];
+    let store = Store::open(&log, &disks, &StoreOptions::default()).unwrap();
+    let process = format!("process {}", std::process::id());
+    refused(
+        dir,
+        "disk restore disk.img --at -0s --in-place",
+        1,
+        &[&process],
+    );
+    drop(store);
+    std::fs::remove_dir_all(log).unwrap();
+    refused(
+        dir,
+        "disk restore disk.img --at -0s --in-place",
+        1,
+        &["disk.img.wal"],
+    );
+}
+
+/// As `refused`, of a wrong use, which clap reports in several lines.
+fn refused_usage(dir: &Path, arguments: &str, parts: &[&str]) {
+    let output = walvisor(dir, arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{arguments}: {error}");
+    for part in parts {
+        assert!(error.contains(part), "{arguments}: {error}");
+    }
 }
 
 #[test]

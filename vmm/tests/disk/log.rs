@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use walvisor_storage::{DiskOptions, Operation, Port, Store, StoreOptions, create_disk};
+use walvisor_storage::{DiskOptions, Operation, Port, Retain, Store, StoreOptions, create_disk};
 use walvisor_tests::have_python;
 
 use crate::{
@@ -205,6 +205,46 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
 }
 
 /// Both readers take the batches of sealed segments from the summaries, and read a segment whose summary is damaged.
+/// A disk restored in place, twice, and the disk beside it: both readers know which records that undid.
+#[test]
+fn both_readers_know_what_a_restore_in_place_undid() {
+    if !have_python() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let disks = [at("a.img"), at("b.img")];
+    let options = StoreOptions {
+        max_segments: 16,
+        retain: Some(Retain::All),
+        ..SMALL
+    };
+    for disk in &disks {
+        create_disk(disk, 2 * MIB, &at("log"), &options).unwrap();
+    }
+    let mut undone = 0;
+    for (seed, (disk, to)) in (3..).zip([("a.img", 9), ("a.img", 20), ("b.img", 15)]) {
+        let opened = disks.each_ref().map(DiskOptions::new);
+        let store = Store::open(&at("log"), &opened, &options).unwrap();
+        let mut ports: Vec<Port> = store
+            .disks()
+            .iter()
+            .map(|disk| disk.open_port().unwrap())
+            .collect();
+        work(&mut ports, seed, 30);
+        drop(ports);
+        store.close().unwrap();
+        done(
+            dir.path(),
+            &format!("disk restore {disk} --log log --at lsn:{to} --in-place"),
+        );
+        let records = both_read(dir.path(), "log").expect("a good log");
+        let now = records.iter().filter(|record| record["undone"] == true);
+        let before = std::mem::replace(&mut undone, now.count());
+        assert_ne!(undone, before);
+    }
+}
+
 #[test]
 fn both_readers_use_and_refuse_the_same_summaries() {
     const SEGMENT: u64 = 128 << 10;

@@ -58,8 +58,12 @@ pub(super) struct RestoreArguments {
     #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
     at: Point,
     /// The raw image to create.
-    #[arg(long, short, value_name = "NEW")]
-    output: PathBuf,
+    #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
+    output: Option<PathBuf>,
+    /// Make the disk itself what it was, at once. Restoring in place to the point before undoes it, as long as the log keeps
+    /// that.
+    #[arg(long, conflicts_with = "output")]
+    in_place: bool,
     #[command(flatten)]
     threads: Threads,
     /// Print JSON.
@@ -195,9 +199,13 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
         disk,
         at,
         output,
+        in_place: _,
         threads,
         json,
     } = arguments;
+    let Some(output) = output else {
+        return restore_in_place(disk, *at, *json);
+    };
     let done = with_bar("restoring", |progress| {
         storage::restore_disk(
             &disk.path,
@@ -211,6 +219,51 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
     .map_err(CommandError::failed)?;
     let said = format!("{}: restored {}", output.display(), disk.path.display());
     report(*json, &disk.path, ("raw", output), done, &said);
+    Ok(())
+}
+
+/// Carries out `walvisor disk restore --in-place`.
+fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), CommandError> {
+    let done = storage::rewind_disk(&disk.path, &disk.log(), at).map_err(CommandError::failed)?;
+    let path = disk.path.display();
+    let storage::Rewound {
+        to_lsn,
+        from_lsn,
+        lsn,
+        undone,
+        redone,
+    } = done;
+    let log = match disk.log() == storage::default_log_dir(&disk.path) {
+        true => String::new(),
+        false => format!(" --log {}", disk.log().display()),
+    };
+    let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
+    match (json, lsn) {
+        (true, _) => print(format_args!(
+            "{}\n",
+            json!({
+                "disk": disk.path,
+                "to_lsn": to_lsn,
+                "from_lsn": from_lsn,
+                "lsn": lsn,
+                "undone_records": undone,
+                "redone_records": redone,
+                "undo": lsn.map(|_| undo),
+            })
+        )),
+        (false, None) => print(format_args!(
+            "{path}: the disk is what it was as of LSN {to_lsn} already: nothing is changed\n"
+        )),
+        (false, Some(_)) => {
+            let back = match redone {
+                0 => String::new(),
+                redone => format!(", and {redone} are back"),
+            };
+            print(format_args!(
+                "{path}: restored in place as of LSN {to_lsn}: {undone} records are undone{back}\nto undo this: {undo}\n"
+            ));
+        }
+    }
     Ok(())
 }
 
