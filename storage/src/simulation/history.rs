@@ -96,6 +96,8 @@ pub(super) struct History {
     salts: HashMap<u64, u64>,
     /// The LSN of the log's snapshot.
     pub pin: Option<u64>,
+    /// The log always keeps history, and all of it is looked at.
+    pub keeps: bool,
     /// What the disks were as of LSNs before the oracle's first change.
     pub past: Vec<(u64, Contents)>,
     pub totals: Totals,
@@ -123,8 +125,16 @@ impl History {
             salts: HashMap::new(),
             pin: None,
             past: Vec::new(),
+            keeps: false,
             totals: Totals::default(),
         }
+    }
+
+    /// A history whose log always keeps history, with snapshots in half of its openings.
+    pub(super) fn keeping(seed: u64) -> Self {
+        let mut history = Self::new(seed);
+        history.keeps = true;
+        history
     }
 
     /// Runs the history to its end.
@@ -159,10 +169,8 @@ impl History {
             false => CommitWait::NONE,
         };
         // The base images are more often to go past a restore in place.
-        self.fixture.retain = match self
-            .random
-            .below(if self.totals.rewound > 0 { 2 } else { 6 })
-        {
+        let often = self.keeps || self.totals.rewound > 0;
+        self.fixture.retain = match self.random.below(if often { 2 } else { 6 }) {
             0 => Retain::All,
             1 => Retain::Bytes((1 + self.random.below(3)) << 16),
             _ => Retain::Nothing,
@@ -174,7 +182,7 @@ impl History {
                 .keeper
                 .change_history(|control| Snapshot::remove(name, control))?;
         }
-        if self.random.one_in(6) {
+        if self.random.one_in(if self.keeps { 2 } else { 6 }) {
             running.keeper.snapshot(name)?;
             self.pin = running.disks[0].log.lock().keeper.pinned();
         }

@@ -166,6 +166,26 @@ fn random_histories_keep_the_promises() {
     run(seeds("WALVISOR_HISTORIES", 40_000));
 }
 
+/// The same with logs that always keep history, of which each state is looked at after each crash.
+#[test]
+fn random_histories_that_keep_history_keep_the_promises() {
+    let seeds = seeds("WALVISOR_HISTORIES", 10_000);
+    let total = run_all(&seeds, "random_histories_that_keep", |seed| {
+        History::keeping(seed).run()
+    });
+    let count = seeds.end - seeds.start;
+    println!(
+        "{count} histories with history kept, from seed {}: {total:?}",
+        seeds.start
+    );
+    if count >= 1000 {
+        assert!(
+            total.looked_back > 10 * count && total.pinned > count && total.checkpoints > count / 4,
+            "too little looked at"
+        );
+    }
+}
+
 #[test]
 fn a_range_of_seeds_starts_anywhere() {
     assert_eq!(seeds_from(None, None, 500), 1..501);

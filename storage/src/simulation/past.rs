@@ -22,8 +22,8 @@ pub(super) struct Restored {
 }
 
 impl History {
-    /// Looks at the disks as they were after a random record since the last checkpoint, and at all older states that the log
-    /// still has.
+    /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
+    /// history, and at all older states that the log still has.
     pub(super) fn look_back(&mut self) -> Result<(), Broken> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
@@ -43,10 +43,19 @@ impl History {
         let Some(records) = last.checked_sub(from) else {
             return Ok(());
         };
-        let point = from + self.random.below(records + 1);
-        self.totals.looked_back += 1;
-        self.totals.pinned += u64::from(self.pin.is_some());
-        self.expect_as_of(&control, point, &self.after(point))
+        let points = match self.keeps {
+            true => from..=last,
+            false => {
+                let point = from + self.random.below(records + 1);
+                point..=point
+            }
+        };
+        for point in points {
+            self.totals.looked_back += 1;
+            self.totals.pinned += u64::from(self.pin.is_some());
+            self.expect_as_of(&control, point, &self.after(point))?;
+        }
+        Ok(())
     }
 
     /// The oldest and the newest LSN that the log has the disks as of.
