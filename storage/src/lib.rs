@@ -80,6 +80,7 @@ pub use walvisor_block::{
 };
 pub use {
     catalog::control::{has_log, log_images},
+    catalog::mark_text::MarkText,
     catalog::options::{
         CacheMode, CommitWait, DiskOptions, ImageFormat, OnFull, Resize, StoreOptions,
         default_log_dir,
@@ -97,7 +98,7 @@ pub use {
     store::changes::{Changed, Changes, disk_changes},
     store::create::create_disk,
     store::discard::{Discarded, discard_log},
-    store::dump::{LogGroup, LogRecord, RecordKind, dump_groups, dump_records},
+    store::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
     store::image::Image,
     store::inspect::{
         DamagedHeader, DamagedSectors, DiskReport, LogReport, inspect, inspect_telling,

@@ -32,6 +32,8 @@ pub(crate) enum Mutant {
     IndexSkipsDiscard,
     /// A write is reported as written as soon as it has an LSN. The report is not an operation of the medium.
     AnsweredUnwritten,
+    /// A mark is reported as durable as soon as it has an LSN. The report is not an operation of the medium.
+    MarkAnsweredEarly,
     /// Recovery omits the last batch. The medium does not know where a batch ends.
     RecoveryStopsEarly,
     /// Recovery takes recycled segments for part of the log. The check is of bytes that were read correctly.

@@ -38,9 +38,9 @@ def sealed(data, magic):
     return data[:8] == magic and struct.unpack_from("<I", data, 12)[0] == crc32c(data[:12] + bytes(4) + data[16:])
 
 
-def check_version(data, name):
+def check_version(data, name, known=(2,)):
     (version,) = struct.unpack_from("<I", data, 8)
-    if version != 2:
+    if version not in known:
         raise Damaged(f"{name}: version {version}")
 
 
@@ -114,8 +114,8 @@ class Segment:
 
 
 class Batch:
-    def __init__(self, fields, crc, descriptors, checksums, payload_at):
-        self.crc, self.descriptors, self.checksums, self.payload_at = crc, descriptors, checksums, payload_at
+    def __init__(self, version, fields, crc, descriptors, checksums, payload_at):
+        self.version, self.crc, self.descriptors, self.checksums, self.payload_at = version, crc, descriptors, checksums, payload_at
         (self.sequence, self.salt, self.cid, self.first_lsn, self.durable_lsn, self.unix_us, self.previous_crc, _, _, self.payload_bytes) = fields
         self.last_lsn = self.first_lsn + len(descriptors) - 1
 
@@ -133,16 +133,17 @@ def batch_of(data, at, offset, segment, log):
         return None
     if not sealed(data[at:end], b"WALVBATC"):
         return None
+    check_version(data[at:end], segment.name, (2, 3))
     descriptors = [struct.unpack_from("<IIQI", data, at + 96 + 20 * i) for i in range(count)]
     if any(kind not in KINDS for _, kind, _, _ in descriptors):
         return None
     payloads = [payload_len(kind, sectors) for _, kind, _, sectors in descriptors]
     if payload_bytes != sum(payloads) or checksum_count != sum(-(-size // BLOCK) for size in payloads):
         return None
-    check_version(data[at:end], segment.name)
     checksums = struct.unpack_from(f"<{checksum_count}I", data, behind)
     payload_at = offset + blocks(end - at)
-    return Batch(fields, struct.unpack_from("<I", data, at + 12)[0], descriptors, checksums, payload_at), end - at
+    (version,) = struct.unpack_from("<I", data, at + 8)
+    return Batch(version, fields, struct.unpack_from("<I", data, at + 12)[0], descriptors, checksums, payload_at), end - at
 
 
 def batch_at(segment, offset, log):
@@ -173,7 +174,7 @@ def summary_of(segment, log, limit):
     headers, batches = data[first:-56], []
     offset, previous_crc, last = BLOCK, segment.crc, segment.previous_lsn
     while headers:
-        found = struct.unpack_from("<I", headers, 8) == (2,) and batch_of(headers, 0, offset, segment, log)
+        found = struct.unpack_from("<I", headers, 8) in ((2,), (3,)) and batch_of(headers, 0, offset, segment, log)
         if not found or not follows(found[0], segment, offset, previous_crc, last, start):
             return None
         batch = found[0]
@@ -192,6 +193,17 @@ def payload_len(kind, sectors):
     return sectors * 512 if kind == 1 else 0
 
 
+def text_of(payload):
+    """The text of a mark; None if that is none."""
+    text = payload.rstrip(b"\0")
+    try:
+        decoded = text.decode()
+    except UnicodeDecodeError:
+        return None
+    refused = any(c < " " or "\x7f" <= c <= "\x9f" or c in "\u2028\u2029" for c in decoded)
+    return None if refused or len(payload) != 512 or not 1 <= len(text) <= 256 else decoded
+
+
 def records_of(batch, segment, control):
     """The records of a batch; each knows whether its payload has its checksums."""
     at, checksums, found = batch.payload_at, iter(batch.checksums), []
@@ -205,7 +217,7 @@ def records_of(batch, segment, control):
                 "unix_us": batch.unix_us,
                 "disk_id": disk_id,
                 "disk": control.disks.get(disk_id, (0, ""))[1],
-                "kind": KINDS[kind],
+                "kind": "mark" if (batch.version, disk_id) == (3, 0) else KINDS[kind],
                 "sector": sector,
                 "sectors": sectors,
                 "payload_bytes": len(payload),
@@ -218,6 +230,8 @@ def records_of(batch, segment, control):
             }
         )
         found[-1]["undone"] = not found[-1]["in_base"] and control.undone(disk_id, lsn)
+        if found[-1]["kind"] == "mark":
+            found[-1]["text"] = None if any(damaged) else text_of(payload)
         at += len(payload)
     return found
 
@@ -295,6 +309,8 @@ def read(directory):
     if durable > last:
         raise Damaged(f"records {last + 1} to {durable} were acknowledged and are missing")
     for record in records:
+        if record["kind"] == "mark":
+            continue
         size = control.disks.get(record["disk_id"], (0, ""))[0]
         if not record["in_base"] and not record["sector"] < record["sector"] + record["sectors"] <= size // 512:
             raise Damaged(f"record {record['lsn']} names no place on a disk of this log")

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
 use serde_json::{Value, json};
-use walvisor_storage::{LogHistory, Point, Retain, Snapshot};
+use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retain, Snapshot};
 
 use crate::size::parse_size;
 
@@ -95,6 +95,16 @@ pub fn snapshot_json(snapshot: &Snapshot) -> Value {
         "lsn": snapshot.lsn,
         "cid": snapshot.cid,
         "unix_us": snapshot.unix_us,
+    })
+}
+
+/// A mark that was written at this place, as JSON.
+pub fn mark_json(text: &MarkText, made: &Commit) -> Value {
+    json!({
+        "text": text.as_str(),
+        "lsn": made.lsn,
+        "cid": made.cid,
+        "unix_us": made.unix_us,
     })
 }
 

@@ -2,6 +2,7 @@
 
 pub(crate) mod control;
 pub(crate) mod identity;
+pub(crate) mod mark_text;
 pub(crate) mod options;
 pub(crate) mod retain;
 pub(crate) mod rewind;

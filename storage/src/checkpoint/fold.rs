@@ -279,7 +279,7 @@ impl Keeper {
         let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
         let visit = &mut |found: Found<'_>| {
             // What counts now is also what counted as of the end of these segments: no rewind is split.
-            if !found.counts {
+            if !found.counts || found.is_mark() {
                 return;
             }
             let descriptor = found.descriptor;

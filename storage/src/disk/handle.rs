@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
+use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -13,8 +14,9 @@ use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
 use crate::log::export::{Export, ended_early};
-use crate::log::history::LogHistory;
+use crate::log::history::{Commit, LogHistory};
 use crate::log::orders::KeeperTask;
+use crate::log::pipeline::Marked;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -85,6 +87,43 @@ impl Disk {
     /// The snapshots of the log, oldest first.
     pub fn snapshots(&self) -> Vec<Snapshot> {
         self.log.lock().keeper.snapshots.clone()
+    }
+
+    /// Writes a mark into the log, at the present moment. It is durable when this returns, changes no disk, and goes with the
+    /// history around it. Returns its place: `lsn` is a point like any other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`](crate::ErrorKind) if the log is open for reading only, had failed, is full, or is being closed.
+    pub fn mark(&self, text: &MarkText) -> Result<Commit> {
+        let state = self.log.lock();
+        if state.keeper.gone {
+            return Err(self.log.gone(&state));
+        }
+        drop(state);
+        let (mut port, marked) = (self.open_port()?, Marked::default());
+        port.mark(1, text, marked.clone());
+        port.kick_alone();
+        let mut done = Vec::new();
+        loop {
+            port.completions(&mut done);
+            match (done.pop().map(|end| end.result), marked.get()) {
+                (Some(Ok(_)), Some(commit)) => return Ok(*commit),
+                (Some(_), _) => return Err(self.unmarked()),
+                (None, _) => port.committer.sleep(),
+            }
+        }
+    }
+
+    /// The error for a mark that the log did not take.
+    fn unmarked(&self) -> Error {
+        let condition = self.log.condition();
+        let why = condition.trouble().map(|trouble| trouble.error.as_str());
+        let why = why.unwrap_or("it is being closed, or the disk leaves it");
+        let dir = self.log.dir.display();
+        Error::new(
+            ErrorKind::Io,
+            format!("{dir}: the log takes no mark: {why}"),
+        )
     }
 
     /// What the log has of the history of its disks.

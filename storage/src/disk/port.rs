@@ -4,15 +4,17 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
+use crate::catalog::mark_text::MarkText;
 use crate::disk::reads::{Part, Reads, check_range, check_read};
 use crate::format::Kind;
 use crate::index::Piece;
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
-use crate::log::pipeline::Modification;
+use crate::log::pipeline::{Marked, Modification};
 use crate::log::state::{Log, Refused};
 use crate::medium::checksum::{self, Payload};
 use crate::medium::engine::Done;
+use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
@@ -177,8 +179,14 @@ impl Port {
     fn check_writable(&self) -> Result<(), Failure> {
         match () {
             () if self.disk.read_only => Err(Failure::ReadOnly),
-            () if self.committer.log.poisoned.load(Ordering::Acquire) => Err(Failure::Io),
-            () => Ok(()),
+            () => self.check_healthy(),
+        }
+    }
+
+    fn check_healthy(&self) -> Result<(), Failure> {
+        match self.committer.log.poisoned.load(Ordering::Acquire) {
+            true => Err(Failure::Io),
+            false => Ok(()),
         }
     }
 
@@ -204,8 +212,29 @@ impl Port {
                 sector,
                 sectors,
                 payload,
+                mark: None,
             },
         )
+    }
+
+    /// Logs a mark with this text; its completion comes once it is durable, and `marked` then has its place.
+    pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: Marked) {
+        let bytes = text.stored();
+        let checksums = checksum::of(&bytes);
+        let payload = Payload {
+            bytes: bytes.share(),
+            checksums,
+        };
+        let mark = Modification {
+            kind: Kind::Write,
+            sector: 0,
+            sectors: 1,
+            payload: Some(payload),
+            mark: Some(marked),
+        };
+        let submitted = self.check_healthy();
+        let submitted = submitted.and_then(|()| self.modify(token, mark));
+        self.settle(token, submitted);
     }
 
     fn zero(
@@ -224,6 +253,7 @@ impl Port {
                 sector,
                 sectors,
                 payload: None,
+                mark: None,
             },
         )
     }
@@ -238,13 +268,17 @@ impl Port {
 
     fn append(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
         self.committer.appended();
+        let mark = modification.mark.is_some();
         let lsn = match self.committer.log.append(&self.disk, modification) {
             Ok(lsn) => lsn,
             Err(Refused::Stuck) => return Err(Failure::Io),
             Err(Refused::HeldBack(modification)) => return Ok(Submitted::HeldBack(modification)),
         };
         self.newest_lsn = lsn;
-        if self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
+        if mark && !planted(Mutant::MarkAnsweredEarly) {
+            return self.wait(token, lsn);
+        }
+        if mark || self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
             return Ok(Submitted::Ended(None));
         }
         self.wait(token, lsn)
@@ -253,7 +287,10 @@ impl Port {
     /// Logs the parked modifications, in order, until the log holds one back again.
     fn unpark(&mut self) {
         while let Some((token, modification)) = self.parked.pop_front() {
-            let writable = self.check_writable();
+            let writable = match modification.mark {
+                Some(_) => self.check_healthy(),
+                None => self.check_writable(),
+            };
             match writable.and_then(|()| self.append(token, modification)) {
                 Ok(Submitted::HeldBack(modification)) => {
                     self.parked.push_front((token, modification));

@@ -11,6 +11,9 @@ pub(crate) const MAX_DESCRIPTORS: usize = 896;
 /// Most checksums of one batch: those of the longest request. Bounds the header's size too.
 pub(crate) const MAX_CHECKSUMS: usize = MAX_REQUEST_BYTES / BLOCK;
 
+/// Version of a batch that has a mark: a program that knows only [`VERSION`] refuses it. All other batches have `VERSION`.
+pub(crate) const MARKS_VERSION: u32 = 3;
+
 pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
 pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
@@ -87,10 +90,11 @@ pub(crate) struct SummaryFooter {
     pub headers_len: U64,
 }
 
-/// One record: a request to a disk that changes its data. Payloads lie behind the header in the order of descriptors.
+/// One record: a request to a disk that changes its data, or a mark. Payloads lie behind the header in the order of descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Descriptor {
+    /// [`NO_DISK`](Self::NO_DISK): a mark, if the batch's version is [`MARKS_VERSION`].
     pub disk_id: U32,
     /// A [`Kind`].
     pub kind: U32,
@@ -119,6 +123,9 @@ impl Kind {
 }
 
 impl Descriptor {
+    /// The number of no disk: these count from 1.
+    pub(crate) const NO_DISK: u32 = 0;
+
     /// Payload bytes behind the header for this record.
     pub(crate) fn payload_len(&self) -> u64 {
         if self.kind.get() == Kind::Write as u32 {
@@ -199,6 +206,16 @@ impl SegmentHeader {
 }
 
 impl BatchHeader {
+    /// Whether this program knows the batch's version.
+    pub(crate) fn is_known(&self) -> bool {
+        [VERSION, MARKS_VERSION].contains(&self.version.get())
+    }
+
+    /// Whether a record of the batch is a mark, not a request to a disk.
+    pub(crate) fn is_mark(&self, record: &Descriptor) -> bool {
+        self.version.get() == MARKS_VERSION && record.disk_id.get() == Descriptor::NO_DISK
+    }
+
     /// Writes header, descriptors and checksums, sealed, into `block` and returns the CRC.
     ///
     /// # Panics
@@ -233,7 +250,8 @@ impl BatchHeader {
     }
 
     /// Reads the descriptors and checksums of a header from `bytes`, which has the length that [`peek`](Self::peek)
-    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is not right.
+    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is not right. Of a batch whose
+    /// version is not known, only the CRC is checked.
     pub(crate) fn records(&self, bytes: &[u8]) -> Option<(Vec<Descriptor>, Vec<u32>)> {
         if self.crc.get() != crc_without(bytes, CRC_AT) {
             return None;
@@ -248,7 +266,7 @@ impl BatchHeader {
             .iter()
             .all(|d| Kind::from_raw(d.kind.get()).is_some());
         let right = known && payload == self.payload_bytes.get() && needed == checksums.len();
-        right.then(|| {
+        (right || !self.is_known()).then(|| {
             let checksums = checksums.iter().map(|checksum| checksum.get()).collect();
             (descriptors.to_vec(), checksums)
         })

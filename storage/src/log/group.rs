@@ -293,7 +293,12 @@ impl Log {
         };
         let header = BatchHeader {
             magic: format::BATCH_MAGIC,
-            version: U32::new(format::VERSION),
+            version: U32::new(
+                match described.iter().any(|record| record.change.mark.is_some()) {
+                    true => format::MARKS_VERSION,
+                    false => format::VERSION,
+                },
+            ),
             crc: U32::new(0),
             log: self.uuid,
             sequence: U64::new(tail.sequence),
@@ -308,7 +313,7 @@ impl Log {
             payload_bytes: U64::new(payload_bytes(described)),
         };
         let descriptors = described.iter().map(|record| Descriptor {
-            disk_id: U32::new(record.disk.id),
+            disk_id: U32::new(record.disk_id()),
             kind: U32::new(record.change.kind as u32),
             sector: U64::new(record.change.sector),
             sectors: U32::new(record.change.sectors),
@@ -344,6 +349,15 @@ impl Log {
             unix_us,
         };
         ring.extend_tail(bytes, (&head[..encoded], crc), last);
+        for record in &records {
+            if let Some(marked) = &record.change.mark {
+                // Nothing else writes it.
+                let _ = marked.set(Commit {
+                    lsn: record.lsn,
+                    ..last
+                });
+            }
+        }
         if state.horizon.cid == 0 {
             // The oldest record that the log has.
             let lsn = state.horizon.lsn;
@@ -425,6 +439,10 @@ impl Log {
             let mut at = batch.payload_at;
             for Record { disk, lsn, change } in &batch.records {
                 if change.payload.is_some() {
+                    if change.mark.is_some() {
+                        at += change.payload_len() as u64;
+                        continue;
+                    }
                     let (sector, sectors) = (change.sector, u64::from(change.sectors));
                     let mut index = disk.index_mut();
                     index.relocate(sector, sectors, *lsn, &batch.segment, at);

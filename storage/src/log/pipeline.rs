@@ -7,9 +7,11 @@
 //! The words below the line are watermarks: each is the LSN of the newest record that has come so far.
 
 use std::collections::VecDeque;
+use std::sync::OnceLock;
 
-use crate::format::Kind;
+use crate::format::{Descriptor, Kind};
 use crate::log::disk_state::DiskState;
+use crate::log::history::Commit;
 use crate::medium::checksum::Payload;
 use crate::medium::engine::SyncScope;
 use crate::medium::segment::Segment;
@@ -21,7 +23,12 @@ pub(crate) struct Modification {
     pub sector: u64,
     pub sectors: u32,
     pub payload: Option<Payload>,
+    /// The record is a mark, whose text is the payload: it changes no disk. Its place in the log is written here.
+    pub mark: Option<Marked>,
 }
+
+/// Where a mark is in the log, once it is in a batch.
+pub(crate) type Marked = Arc<OnceLock<Commit>>;
 
 impl Modification {
     pub(crate) fn payload_len(&self) -> usize {
@@ -40,12 +47,21 @@ impl Modification {
 
 /// A record that has an LSN and waits to be written.
 pub(crate) struct Record {
+    /// The disk of the port that the record came from.
     pub disk: Arc<DiskState>,
     pub lsn: u64,
     pub change: Modification,
 }
 
 impl Record {
+    /// The number of the disk in the record's descriptor.
+    pub(crate) fn disk_id(&self) -> u32 {
+        match self.change.mark {
+            Some(_) => Descriptor::NO_DISK,
+            None => self.disk.id,
+        }
+    }
+
     /// The record's share of the pending bytes. A record without a payload counts too, since it takes a descriptor:
     /// so memory stays bounded.
     fn pending_bytes(&self) -> usize {
@@ -391,6 +407,7 @@ pub(crate) mod tests {
                 sector: 0,
                 sectors: 1,
                 payload: None,
+                mark: None,
             };
             assert_eq!(pipeline.append(&disk, change), lsn);
             pipeline.check();

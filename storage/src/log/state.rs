@@ -241,7 +241,8 @@ impl Log {
                 lsn: state.pipeline.next_lsn(),
             },
         };
-        let indexed = change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard);
+        let indexed = change.mark.is_none()
+            && (change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard));
         let (sector, sectors) = (change.sector, u64::from(change.sectors));
         let lsn = state.pipeline.append(disk, change);
         // The index changes under the log's lock, so that it sees records in LSN order.
@@ -406,20 +407,19 @@ impl Log {
         } else {
             drop(answer);
         }
-        let reading = state.keeper.gone && !state.keeper.stop;
+        let gone = self.gone(&state);
         drop(state);
-        answered.recv().unwrap_or_else(|_| {
-            Err(Error::new(
-                ErrorKind::Io,
-                format!(
-                    "{}: the log is {}",
-                    self.dir.display(),
-                    match reading {
-                        true => "open for reading only",
-                        false => "being closed",
-                    }
-                ),
-            ))
-        })
+        answered.recv().unwrap_or(Err(gone))
+    }
+
+    /// The error of a caller for whom the keeper has gone.
+    pub(crate) fn gone(&self, state: &State) -> Error {
+        let reading = state.keeper.gone && !state.keeper.stop;
+        let why = match reading {
+            true => "open for reading only",
+            false => "being closed",
+        };
+        let dir = self.dir.display();
+        Error::new(ErrorKind::Io, format!("{dir}: the log is {why}"))
     }
 }

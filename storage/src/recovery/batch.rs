@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::catalog::control::unknown_version;
 use crate::error::Result;
-use crate::format::{self, BLOCK, BatchHeader, Descriptor, VERSION};
+use crate::format::{self, BLOCK, BatchHeader, Descriptor};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::window::Window;
 
@@ -44,7 +44,7 @@ impl Batch {
             return Ok(None);
         }
         match Self::parse(window.bytes(offset, len)?, log, offset) {
-            Some((batch, _)) if batch.header.version.get() != VERSION => {
+            Some((batch, _)) if !batch.header.is_known() => {
                 Err(unknown_version(window.path(), batch.header.version.get()))
             }
             found => Ok(found.map(|(batch, _)| batch)),

@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter, VERSION};
+use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter};
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
@@ -222,7 +222,7 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     let mut batches = Vec::new();
     while !rest.is_empty() {
         let (batch, len) = Batch::parse(rest, &header.log, chain.offset)?;
-        let follows = batch.header.version.get() == VERSION && chain.follows(&batch);
+        let follows = batch.header.is_known() && chain.follows(&batch);
         if !follows && !stale {
             return None;
         }

@@ -87,9 +87,9 @@ impl Disks {
         }
     }
 
-    /// Takes the next record, unless it is in the base image.
+    /// Takes the next record, unless it is in the base image, or a mark.
     fn take(&mut self, found: &Found<'_>) {
-        if found.in_base {
+        if found.in_base || found.is_mark() {
             return;
         }
         let (descriptor, lsn) = (found.descriptor, found.lsn);

@@ -127,6 +127,11 @@ impl Found<'_> {
             unix_us: self.batch.unix_us.get(),
         }
     }
+
+    /// Whether this is a mark, which changes no disk.
+    pub(crate) fn is_mark(&self) -> bool {
+        self.batch.is_mark(self.descriptor)
+    }
 }
 
 /// Called for each record found.
@@ -462,7 +467,7 @@ impl Taker<'_> {
             let counts = self.lines.of(disk_id).has(lsn) || stale;
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
-            if counts {
+            if counts && !header.is_mark(descriptor) {
                 scan.records += 1;
                 scan.payload_bytes += len;
                 scan.damaged.extend(wrong.map(|block| {

@@ -3,12 +3,15 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use crate::SECTOR_SIZE;
 use crate::catalog::control::existing_log;
+use crate::catalog::mark_text::MarkText;
 use crate::error::Result;
 use crate::format::Kind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Use;
+use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
 use crate::recovery::scan::{self, Found};
 
@@ -21,6 +24,8 @@ pub enum RecordKind {
     WriteZeroes,
     /// The sectors were discarded; they read as zeroes.
     Discard,
+    /// A [mark](crate::Disk::mark): no disk was changed.
+    Mark,
 }
 
 /// One request in the log.
@@ -33,12 +38,14 @@ pub struct LogRecord<'a> {
     /// When the record's batch was built, in microseconds since 1970 by the wall clock. Never before the preceding
     /// record, even if the clock was set back.
     pub unix_us: u64,
-    /// The disk's number in the log.
+    /// The disk's number in the log; 0 for a mark.
     pub disk_id: u32,
     /// Where the disk's base image was when it was last open; empty if the log knows no such disk.
     pub disk: &'a Path,
     /// The record's effect.
     pub kind: RecordKind,
+    /// The text of a mark; `None` for other records, and if the medium has changed it.
+    pub text: Option<&'a MarkText>,
     /// First sector, of 512 bytes.
     pub sector: u64,
     /// Number of sectors.
@@ -76,6 +83,27 @@ pub struct LogGroup {
     pub payload_bytes: u64,
     /// When its last batch was built, in microseconds since 1970, by the wall clock.
     pub unix_us: u64,
+    /// The marks among the records, in the order of their LSNs; without those whose text the medium has changed.
+    pub marks: Vec<LogMark>,
+}
+
+/// A mark in the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogMark {
+    /// Its log sequence number.
+    pub lsn: u64,
+    /// Its text.
+    pub text: MarkText,
+}
+
+/// The text of a mark whose payload has the right checksums.
+fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
+    let len = found.descriptor.payload_len();
+    if len != SECTOR_SIZE {
+        return Ok(None);
+    }
+    let read = LogRead::new(found.segment.clone(), found.offset, len as usize).read()?;
+    Ok(MarkText::read(&read))
 }
 
 /// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in segments still in use,
@@ -89,10 +117,19 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);
+    let mut failed = None;
     let mut each = |found: Found<'_>| {
         let descriptor = found.descriptor;
         let disk_id = descriptor.disk_id.get();
+        let (mark, mut text) = (found.is_mark(), None);
+        if mark && !found.damaged {
+            match text_of(&found) {
+                Ok(found) => text = found,
+                Err(error) => drop(failed.get_or_insert(error)),
+            }
+        }
         let kind = match Kind::from_raw(descriptor.kind.get()) {
+            _ if mark => RecordKind::Mark,
             Some(Kind::Write) | None => RecordKind::Write,
             Some(Kind::WriteZeroes) => RecordKind::WriteZeroes,
             Some(Kind::Discard) => RecordKind::Discard,
@@ -104,6 +141,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             disk_id,
             disk: paths.get(&disk_id).map_or(Path::new(""), PathBuf::as_path),
             kind,
+            text: text.as_ref(),
             sector: descriptor.sector.get(),
             sectors: descriptor.sectors.get(),
             payload_bytes: descriptor.payload_len(),
@@ -123,7 +161,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
         &mut each,
         &mut |_, _| {},
     )
-    .map(drop)
+    .and_then(|_| failed.map_or(Ok(()), Err))
 }
 
 /// As [`dump_records`], but calls `visit` once for each commit group. All batches of one cid are one group.
@@ -147,6 +185,7 @@ pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<(
                     records: 0,
                     payload_bytes: 0,
                     unix_us: record.unix_us,
+                    marks: Vec::new(),
                 })
             }
         };
@@ -154,7 +193,12 @@ pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<(
         group.records += 1;
         group.payload_bytes += record.payload_bytes;
         group.unix_us = record.unix_us;
-        if !group.disks.iter().any(|disk| disk == record.disk) {
+        if let Some(text) = record.text.cloned() {
+            let lsn = record.lsn;
+            group.marks.push(LogMark { lsn, text });
+        }
+        let marks = record.kind == RecordKind::Mark;
+        if !marks && !group.disks.iter().any(|disk| disk == record.disk) {
             group.disks.push(record.disk.to_path_buf());
         }
     });

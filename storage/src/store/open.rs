@@ -5,6 +5,7 @@ use std::path::Path;
 use crate::catalog::control::{
     ControlFile, find_control, has_log, open_control, open_or_create_log, register,
 };
+use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{DiskOptions, OnFull, StoreOptions, check_options};
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::Snapshot;
@@ -14,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
-use crate::log::history::Borders;
+use crate::log::history::{Borders, Commit};
 use crate::log::leader::Writer;
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -194,6 +195,18 @@ impl Store {
     /// The disks, in the order in which they were given and then [added](Self::add_disk).
     pub fn disks(&self) -> &[Disk] {
         &self.disks
+    }
+
+    /// Writes a mark into the log: see [`Disk::mark`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if the store has no disk; else as [`Disk::mark`].
+    pub fn mark(&self, text: &MarkText) -> Result<Commit> {
+        let none = || {
+            let dir = self.log.dir.display();
+            invalid(format!("{dir}: a mark needs a disk of the log: open one"))
+        };
+        self.disks.first().ok_or_else(none)?.mark(text)
     }
 
     /// What the log has done since it was opened.

@@ -124,6 +124,14 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
+    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows
+    Mark {
+        /// One line of 1 to 256 bytes, without control characters
+        text: String,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
     /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such as 50G
     SetRetain {
         /// How much
@@ -240,6 +248,10 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::SnapshotDelete { snapshot, disk } => ControlCommand::SnapshotDelete {
             disk: named(disk),
             name: snapshot.clone(),
+        },
+        CtlRequest::Mark { text, disk } => ControlCommand::Mark {
+            disk: named(disk),
+            text: text.clone(),
         },
         CtlRequest::SetRetain { retain, disk } => ControlCommand::SetRetain {
             disk: named(disk),

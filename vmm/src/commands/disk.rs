@@ -84,6 +84,8 @@ enum DiskAction {
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.
     SnapshotDelete(snapshot::SnapshotArguments),
+    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows.
+    Mark(snapshot::MarkArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
     /// Take a disk out of its log: its image is a plain raw image afterwards, and the log's other disks keep what they have.
@@ -124,6 +126,7 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Snapshot(arguments) => snapshot::make(arguments),
         DiskAction::Snapshots(arguments) => snapshot::list(arguments),
         DiskAction::SnapshotDelete(arguments) => snapshot::delete(arguments),
+        DiskAction::Mark(arguments) => snapshot::mark(arguments),
         DiskAction::Resize(arguments) => transfer::resize(arguments),
         DiskAction::Leave(arguments) => membership::leave(arguments),
         DiskAction::MoveLog(arguments) => membership::move_log(arguments),

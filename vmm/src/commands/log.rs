@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 use serde_json::json;
-use walvisor_storage::{self as storage, LogGroup, LogRecord, Point, RecordKind};
+use walvisor_storage::{self as storage, LogGroup, LogRecord, MarkText, Point, RecordKind};
 
 use super::CommandError;
 use super::disk::print;
@@ -175,6 +175,7 @@ fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
         records,
         payload_bytes,
         unix_us,
+        marks,
     } = group;
     let age_us = now.saturating_sub(*unix_us);
     if json {
@@ -189,19 +190,29 @@ fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
                 "payload_bytes": payload_bytes,
                 "unix_us": unix_us,
                 "age_us": age_us,
+                "marks": marks
+                    .iter()
+                    .map(|mark| json!({ "lsn": mark.lsn, "text": mark.text.as_str() }))
+                    .collect::<Vec<_>>(),
             })
         ));
     }
-    let disks: Vec<_> = disks
+    let disks = disks.iter().map(|disk| disk.display().to_string());
+    let marks = marks
         .iter()
-        .map(|disk| disk.display().to_string())
-        .collect();
+        .map(|mark| format!("lsn:{} {}", mark.lsn, shown(&mark.text)));
+    let changed: Vec<_> = disks.chain(marks).collect();
     lines.print(format_args!(
         "{cid:>10} {:>21} {records:>8} {payload_bytes:>12} {:>9}  {}\n",
         format!("{first_lsn}-{last_lsn}"),
         age(age_us),
-        disks.join(", "),
+        changed.join(", "),
     ));
+}
+
+/// The text of a mark between quotes. What is not to be printed as it is, is escaped.
+fn shown(text: &MarkText) -> String {
+    format!("{:?}", text.as_str())
 }
 
 fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
@@ -209,42 +220,52 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
         RecordKind::Write => "write",
         RecordKind::WriteZeroes => "write_zeroes",
         RecordKind::Discard => "discard",
+        RecordKind::Mark => "mark",
     };
     let segment = record.segment.file_name().unwrap_or_default();
     let segment = segment.to_string_lossy();
+    let mark = record.kind == RecordKind::Mark;
     if json {
-        return lines.print(format_args!(
-            "{}\n",
-            json!({
-                "lsn": record.lsn,
-                "cid": record.cid,
-                "unix_us": record.unix_us,
-                "disk_id": record.disk_id,
-                "disk": record.disk,
-                "kind": kind,
-                "sector": record.sector,
-                "sectors": record.sectors,
-                "payload_bytes": record.payload_bytes,
-                "payload_crc32c": (!record.damaged).then_some(record.payload_crc),
-                "segment": segment,
-                "payload_offset": record.offset,
-                "in_base": record.in_base,
-                "undone": record.undone,
-                "damaged": record.damaged,
-            })
-        ));
+        let mut told = json!({
+            "lsn": record.lsn,
+            "cid": record.cid,
+            "unix_us": record.unix_us,
+            "disk_id": record.disk_id,
+            "disk": record.disk,
+            "kind": kind,
+            "sector": record.sector,
+            "sectors": record.sectors,
+            "payload_bytes": record.payload_bytes,
+            "payload_crc32c": (!record.damaged).then_some(record.payload_crc),
+            "segment": segment,
+            "payload_offset": record.offset,
+            "in_base": record.in_base,
+            "undone": record.undone,
+            "damaged": record.damaged,
+        });
+        if mark {
+            told["text"] = record.text.map(MarkText::as_str).into();
+        }
+        return lines.print(format_args!("{told}\n"));
     }
     let payload = match record.payload_bytes {
         0 => "-".to_owned(),
         _ => format!("{segment}+{}", record.offset),
     };
+    let number = |number: u64| match mark {
+        true => "-".to_owned(),
+        false => number.to_string(),
+    };
+    let what = match mark {
+        true => record.text.map(shown).unwrap_or_default(),
+        false => record.disk.display().to_string(),
+    };
     lines.print(format_args!(
-        "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {}{}\n",
+        "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {what}{}\n",
         record.lsn,
         record.cid,
-        record.sector,
-        record.sectors,
-        record.disk.display(),
+        number(record.sector),
+        number(record.sectors.into()),
         match (record.damaged, record.in_base, record.undone) {
             (true, ..) => " (damaged: not what was written)",
             (false, true, _) => " (in the base image)",

@@ -177,6 +177,13 @@ pub enum ControlCommand {
         /// The snapshot's name.
         name: String,
     },
+    /// Write a mark into a disk's log.
+    Mark {
+        /// The disk's name.
+        disk: Option<String>,
+        /// Its text.
+        text: String,
+    },
     /// Change how much history a disk's log keeps.
     SetRetain {
         /// The disk's name.
@@ -253,6 +260,13 @@ struct SnapshotArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct MarkArguments {
+    disk: Option<String>,
+    text: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct RetainArguments {
     disk: Option<String>,
     retain: String,
@@ -322,6 +336,7 @@ impl ControlCommand {
             Self::SnapshotDelete { disk, name } => {
                 ("snapshot-delete", json!({ "disk": disk, "name": name }))
             }
+            Self::Mark { disk, text } => ("mark", json!({ "disk": disk, "text": text })),
             Self::SetRetain { disk, retain } => {
                 ("set-retain", json!({ "disk": disk, "retain": retain }))
             }
@@ -382,6 +397,10 @@ impl ControlCommand {
                 let OneDisk { disk } = read(name, arguments)?;
                 Self::Snapshots { disk }
             }
+            "mark" => {
+                let MarkArguments { disk, text } = read(name, arguments)?;
+                Self::Mark { disk, text }
+            }
             "set-retain" => {
                 let RetainArguments { disk, retain } = read(name, arguments)?;
                 Self::SetRetain { disk, retain }
@@ -407,7 +426,7 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
                 )));
             }
         })

@@ -15,7 +15,7 @@ use super::stats;
 use crate::disk::{DiskInUse, cache_in_force, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::Removed;
-use crate::point::{parse_point, parse_retain, show_retain, snapshot_json};
+use crate::point::{mark_json, parse_point, parse_retain, show_retain, snapshot_json};
 
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
@@ -57,6 +57,11 @@ impl Controlled {
             ControlCommand::SnapshotDelete { disk, name } => {
                 self.in_log(disk.as_deref(), |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
+            }
+            ControlCommand::Mark { disk, text } => {
+                let text = text.parse().map_err(ControlError::new)?;
+                let made = self.in_log(disk.as_deref(), |disk| disk.mark(&text))?;
+                Ok(mark_json(&text, &made))
             }
             ControlCommand::SetRetain { disk, retain } => {
                 let kept = parse_retain(retain).map_err(ControlError::new)?;

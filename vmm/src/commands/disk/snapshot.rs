@@ -1,15 +1,18 @@
-//! `walvisor disk snapshot`, `snapshots` and `snapshot-delete`: named points in the history of a disk that is not in use.
+//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: named points, and marks, in the history of a disk that is
+//! not in use.
 
 use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
-use walvisor_storage::{self as storage, DiskOptions, SnapshotName, Store, StoreOptions};
+use walvisor_storage::{
+    self as storage, DiskOptions, MarkText, Retain, SnapshotName, Store, StoreOptions,
+};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
-use crate::point::{snapshot_json, time_text};
+use crate::point::{mark_json, snapshot_json, time_text};
 
 /// The arguments of `walvisor disk snapshot` and `snapshot-delete`.
 #[derive(Args, Debug)]
@@ -28,6 +31,18 @@ pub(super) struct SnapshotArguments {
 pub(super) struct SnapshotsArguments {
     #[command(flatten)]
     disk: DiskPath,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The arguments of `walvisor disk mark`.
+#[derive(Args, Debug)]
+pub(super) struct MarkArguments {
+    #[command(flatten)]
+    disk: DiskPath,
+    /// Its text: one line of 1 to 256 bytes, without control characters.
+    text: MarkText,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -58,6 +73,34 @@ pub(super) fn make(arguments: &SnapshotArguments) -> Result<(), CommandError> {
         true => print(format_args!("{}\n", snapshot_json(&made))),
         false => print(format_args!(
             "{}: snapshot '{name}' at lsn:{} of cid:{}\n",
+            disk.path.display(),
+            made.lsn,
+            made.cid
+        )),
+    }
+    Ok(())
+}
+
+/// Writes a mark. A log that keeps no history would lose it with the next checkpoint.
+pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
+    let MarkArguments { disk, text, json } = arguments;
+    let keeps =
+        |disk: &storage::Disk| disk.retain() != Retain::Nothing || !disk.snapshots().is_empty();
+    let made = change(disk, |disk| {
+        let mark = || disk.mark(text);
+        keeps(disk).then(mark).transpose()
+    })?;
+    let Some(made) = made else {
+        return Err(CommandError::Failed(format!(
+            "{}: its log keeps no history, so a mark would be gone when the disk is opened next: open it once with retain=24h, or make \
+             a snapshot first",
+            disk.path.display()
+        )));
+    };
+    match json {
+        true => print(format_args!("{}\n", mark_json(text, &made))),
+        false => print(format_args!(
+            "{}: marked lsn:{} of cid:{}\n",
             disk.path.display(),
             made.lsn,
             made.cid
