@@ -4,7 +4,8 @@ use std::collections::HashSet;
 
 use super::fixture::{Fixture, Running};
 use super::oracle::{Broken, Oracle};
-use crate::{Backend, BackendQueue, Completion, Operation, Port};
+use crate::log::pipeline::Marked;
+use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 
 /// Ports that one thread uses.
 pub(super) struct Clients {
@@ -54,6 +55,23 @@ impl Clients {
             self.unasked.insert(self.next_token);
         }
         port.submit(self.next_token, operation);
+        oracle.place(which, running.appended() - before);
+    }
+
+    /// Writes a mark.
+    pub(super) fn mark(
+        &mut self,
+        oracle: &mut Oracle,
+        running: &Running,
+        which: usize,
+        number: u32,
+        text: &MarkText,
+    ) {
+        self.next_token += 1;
+        let before = running.appended();
+        oracle.submit_mark(which, self.next_token, number);
+        let (_, port) = &mut self.ports[which];
+        port.mark(self.next_token, text, Marked::default());
         oracle.place(which, running.appended() - before);
     }
 

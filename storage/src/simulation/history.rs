@@ -8,7 +8,7 @@ use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, control_of, filled};
 use super::medium::{LOG, World};
 use super::oracle::{Broken, Contents, Oracle, difference, readable};
-use super::past::Restored;
+use super::past::{self, Restored};
 use super::random::Random;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -57,6 +57,8 @@ pub(super) struct Totals {
     pub cut_rewinds: u64,
     /// States from before a restore in place, or an earlier crash, that were looked at again.
     pub seen_again: u64,
+    /// Marks that were found after a crash.
+    pub marks: u64,
 }
 
 impl super::Total for Totals {
@@ -82,6 +84,7 @@ impl super::Total for Totals {
         self.rewound += other.rewound;
         self.cut_rewinds += other.cut_rewinds;
         self.seen_again += other.seen_again;
+        self.marks += other.marks;
     }
 }
 
@@ -379,6 +382,7 @@ impl History {
     fn judge(&mut self, kept: bool) -> Result<Option<Running>, Broken> {
         self.look_back()?;
         let rewound = self.rewind(kept)?;
+        self.find_marks()?;
         let running = self
             .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
@@ -579,7 +583,13 @@ impl History {
         // Few sectors, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);
         let short = sectors as u32;
-        let operation = match self.random.below(10) {
+        let operation = match self.random.below(11) {
+            10 => {
+                self.next_value += 1;
+                let text = past::text(self.next_value);
+                clients.mark(&mut self.oracle, running, which, self.next_value, &text);
+                return;
+            }
             0..5 => {
                 self.next_value += 1;
                 Operation::Write {

@@ -148,6 +148,7 @@ fn run(seeds: Range<u64>) {
             total.cut_closes > count / 10,
             "too few closes leave something in the log"
         );
+        assert!(total.marks > count / 2, "too few marks survive");
         assert!(
             total.rewound > count / 10 && total.cut_rewinds > count / 50,
             "too few restores in place"
@@ -306,6 +307,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::SyncLastSegmentOnly,
         Mutant::SyncOwnWrite,
         Mutant::SyncTooEarly,
+        Mutant::MarkAnsweredEarly,
         Mutant::RecoveryStopsEarly,
         Mutant::RecoveryAcceptsStale,
         Mutant::RecoverySkipsChecksum,

@@ -16,7 +16,7 @@ pub(super) type Contents = Vec<Vec<u32>>;
 /// As [`Contents`]; sectors that can't be read are `None`.
 pub(super) type Readable = Vec<Vec<Option<u32>>>;
 
-/// One modification: every sector of a range becomes `value` (0: zeroes).
+/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`.
 #[derive(Clone, Copy, Debug)]
 struct Change {
     disk: usize,
@@ -85,6 +85,28 @@ impl Oracle {
             excused: 0,
             refused: 0,
         }
+    }
+
+    /// Records that `client` is about to write a mark, which is durable when it ends.
+    pub(super) fn submit_mark(&mut self, client: usize, token: u64, number: u32) {
+        let mark = Change {
+            disk: 0,
+            sector: 0,
+            sectors: 0,
+            value: number,
+            completed: false,
+        };
+        let unplaced = self.unplaced.entry(client).or_default();
+        unplaced.push_back((token, mark));
+        let (index, through) = (None, true);
+        self.open.insert(token, Open::Change { index, through });
+    }
+
+    /// The marks, in order: the index of each, its number, and whether it must survive.
+    pub(super) fn marks(&self) -> impl Iterator<Item = (usize, u32, bool)> {
+        let marks = self.order.iter().enumerate();
+        let marks = marks.filter(|(_, change)| change.sectors == 0);
+        marks.map(|(index, mark)| (index, mark.value, index < self.floor))
     }
 
     /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough mode.

@@ -1,17 +1,21 @@
-//! The past in a random history: looks at it, and restores in place.
+//! The past in a random history: looks at it, restores in place, and marks.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
 use super::oracle::{Broken, Contents, difference, readable, value_of};
-use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
+use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log_until;
+use crate::recovery::scan::{Found, scan};
+use crate::store::dump::text_of;
+use crate::{Buffer, MarkText};
 
 /// What the disks are after a restore in place.
 pub(super) struct Restored {
@@ -19,6 +23,11 @@ pub(super) struct Restored {
     pub may_be: Vec<Contents>,
     /// The restore has succeeded; otherwise it may have.
     pub certain: bool,
+}
+
+/// The text of a history's mark.
+pub(super) fn text(number: u32) -> MarkText {
+    format!("mark {number}").parse().expect("a short line")
 }
 
 impl History {
@@ -105,6 +114,46 @@ impl History {
                 "as of LSN {lsn} the disks differ: {}",
                 difference(&readable(&found), wanted)
             )),
+        }
+    }
+
+    /// Each mark that was durable is in the log, unless the base images have passed it, and no other.
+    pub(super) fn find_marks(&mut self) -> Result<(), Broken> {
+        let broken = |error| format!("looking back at a legal crash: {error}");
+        let control = control_of(&self.fixture.medium).map_err(broken)?.control;
+        let (mut found, mut failed) = (HashMap::new(), None);
+        let visit = &mut |record: Found<'_>| {
+            if !record.is_mark() {
+                return;
+            }
+            match text_of(&record) {
+                Ok(text) => drop(found.insert(record.lsn, text)),
+                Err(error) => failed = Some(error),
+            }
+        };
+        let (medium, progress) = (&self.fixture.medium, &mut |_, _| {});
+        let scanned = scan(
+            medium,
+            Path::new(LOG),
+            &control,
+            Verify::Tail,
+            visit,
+            progress,
+        );
+        scanned.map_err(broken)?;
+        failed.map_or(Ok(()), |error| Err(broken(error)))?;
+        for (index, number, durable) in self.oracle.marks() {
+            let lsn = self.first_lsn + index as u64;
+            let kept = durable && lsn > control.header.checkpoint_lsn.get();
+            match found.remove(&lsn) {
+                Some(there) if there == Some(text(number)) => self.totals.marks += 1,
+                None if !kept => {}
+                there => return Err(format!("mark {number} at LSN {lsn} is {there:?}")),
+            }
+        }
+        match found.keys().find(|&&lsn| lsn >= self.first_lsn) {
+            None => Ok(()),
+            Some(lsn) => Err(format!("LSN {lsn} is a mark that nobody wrote")),
         }
     }
 

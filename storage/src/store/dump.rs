@@ -97,7 +97,7 @@ pub struct LogMark {
 }
 
 /// The text of a mark whose payload has the right checksums.
-fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
+pub(crate) fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
     let len = found.descriptor.payload_len();
     if len != SECTOR_SIZE {
         return Ok(None);
