@@ -131,6 +131,7 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     let copied = [first.join("a.img"), first.join("b.img")];
     let store = open(&first);
     let mut queues = ports(&store);
+    store.mark(&"a mark — \"quoted\"".parse().unwrap()).unwrap();
     work(&mut queues, 3, 60);
     let copies = [copied[0].as_path(), copied[1].as_path()];
     crash(&first.join("log"), &copies, &second);
@@ -138,9 +139,12 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     store.close().unwrap();
     let records = both_read(&second, "log").unwrap();
     assert!(records.len() >= 60, "{}", records.len());
-    let kinds = ["write", "write_zeroes", "discard"];
+    let kinds = ["write", "write_zeroes", "discard", "mark"];
     let has = |kind: &&str| records.iter().any(|record| record["kind"] == **kind);
     assert!(kinds.iter().all(has));
+
+    let mark = records.iter().find(|record| record["kind"] == "mark");
+    assert_eq!(mark.unwrap()["text"], "a mark — \"quoted\"");
 
     // A flipped byte in the last payload is a torn tail: both readers drop its batch.
     let flip = |record: &Value| {
@@ -170,16 +174,17 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     assert!(kept.iter().all(|record| record["cid"] != last["cid"]));
     flip(torn);
     assert_eq!(both_read(&second, "log").unwrap(), records);
-    let written = records.iter().find(is_write).unwrap();
-    flip(written);
-    // In an earlier payload a flipped byte damages that record alone.
-    let found = both_read(&second, "log").unwrap();
-    assert_eq!(found.len(), records.len());
-    for (found, record) in found.iter().zip(&records) {
-        assert_eq!(found["damaged"], record == written);
-        assert!(found == record || record == written);
+    // In an earlier payload a flipped byte damages that record alone. That of a mark is its text.
+    for written in [records.iter().find(is_write).unwrap(), mark.unwrap()] {
+        flip(written);
+        let found = both_read(&second, "log").unwrap();
+        assert_eq!(found.len(), records.len());
+        for (found, record) in found.iter().zip(&records) {
+            assert_eq!(found["damaged"], record == written);
+            assert!(found == record || record == written);
+        }
+        flip(written);
     }
-    flip(written);
 
     // A flipped bit anywhere else: both readers must agree on the result.
     let mut damaged = 0;

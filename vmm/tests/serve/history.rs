@@ -248,7 +248,32 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
         assert!(told.contains(expected), "{words}: {told}");
     }
     assert_eq!(ctl(dir, "set-retain 2h")["retain"], "2h");
+    let marked = ctl(dir, "mark over-the-socket");
+    assert_eq!(
+        (&marked["lsn"], &marked["text"]),
+        (&21.into(), &"over-the-socket".into())
+    );
+    let output = walvisor(dir, "ctl ctl mark \u{1b}[2J");
+    assert_eq!(output.status.code(), Some(1));
+    let told = text(&output.stderr);
+    assert!(
+        told.contains("is no text for a mark: give one line of 1 to 256 bytes"),
+        "{told}"
+    );
     daemon.stop();
+    let output = walvisor(dir, "disk mark disk.img closed --json");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let dumped = |more: &str| text(&walvisor(dir, &format!("log dump disk.img.wal {more}")).stdout);
+    for more in ["", "--records"] {
+        let all = dumped(more);
+        let place = |text: &str| all.find(text).unwrap_or_else(|| panic!("{text}: {all}"));
+        assert!(place("\"over-the-socket\"") < place("\"closed\""));
+    }
+    assert!(!dumped("--until lsn:21").contains("closed"));
+    assert!(!dumped("--since lsn:22").contains("over-the-socket"));
+    let group: serde_json::Value = serde_json::from_str(&dumped("--json --since lsn:22")).unwrap();
+    assert_eq!(group["marks"][0]["text"], "closed");
+    assert_eq!(group["marks"][0]["lsn"], 22);
     let restored = |at: &str| {
         let new = dir.join("new");
         let _ = fs::remove_file(&new);
