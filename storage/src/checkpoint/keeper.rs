@@ -43,6 +43,8 @@ const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// A checkpoint of more extents than this measures the medium first, which takes 200 reads.
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
+/// How many rests of a millisecond closing waits for those who hold its room.
+const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -178,7 +180,7 @@ impl Keeper {
     }
 
     /// Gives readers time to end, and takes back the segments that they held.
-    pub(crate) fn rest(&mut self) {
+    pub(crate) fn rest(&self) {
         sync::sleep(Duration::from_millis(1));
         self.reclaim();
     }
@@ -247,7 +249,11 @@ impl Keeper {
         self.refuse_failed()?;
         // Everything goes to the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
-        if !planted(Mutant::CutUndrained) {
+        if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
+            self.refuse_failed()?;
+            // The log was full of history that a look or a snapshot needed until now.
+            self.fold_for_room()?;
+            self.await_readers();
             self.drain(newest)?;
         }
         if planted(Mutant::ClosedEarly) {
@@ -334,10 +340,38 @@ impl Keeper {
     pub(super) fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         self.fold_for_room()?;
         // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
-        if self.frozen_at.is_some() && closing && !self.checkpoint_once(false, hurry)? {
-            return Ok(false);
+        if self.frozen_at.is_some() && closing {
+            self.await_readers();
+            if !self.checkpoint_once(false, hurry)? {
+                return Ok(false);
+            }
+            if self.frozen_at.is_some() {
+                return Err(self.being_read());
+            }
+        }
+        if closing {
+            self.await_readers();
         }
         self.checkpoint_once(closing, hurry)
+    }
+
+    /// Waits until nobody holds the room that closing needs: the log's writer while it writes a segment's summary, or a read that
+    /// is under way. A read that nobody takes never ends: so the wait is bounded.
+    fn await_readers(&self) {
+        for _ in 0..AWAITED_RESTS {
+            if !self.log.lock().ring.waits_for_readers() {
+                return;
+            }
+            self.rest();
+        }
+    }
+
+    fn being_read(&self) -> Error {
+        let dir = self.log.dir.display();
+        Error::new(
+            ErrorKind::Io,
+            format!("{dir}: closed while a disk is being read"),
+        )
     }
 
     /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
@@ -517,13 +551,9 @@ impl Keeper {
             // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
             // again soon. (Waiting here would never end, since only this thread takes the segments back.)
             state.keeper.checkpoint = true;
-            let dir = self.log.dir.display();
             return match closing {
                 false => Ok(true),
-                true => Err(Error::new(
-                    ErrorKind::Io,
-                    format!("{dir}: closed while a disk is being read"),
-                )),
+                true => Err(self.being_read()),
             };
         }
         let newest = state.pipeline.appended();

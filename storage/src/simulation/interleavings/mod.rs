@@ -14,6 +14,7 @@
 //! - a clean close, with or without ports still at work, leaves everything in the base images.
 
 mod judge;
+mod looks;
 mod plan;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -236,7 +237,11 @@ const PANICKED: &str = "panicked: ";
 const ENDLESS: [&str; 2] = ["deadlock!", "exceeded max_steps bound"];
 
 /// Runs one seed.
-fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
+fn explore<T: Total + Clone + 'static>(
+    choice: Choice,
+    seed: u64,
+    run: fn(u64) -> Result<T, Broken>,
+) -> Result<T, Broken> {
     let mut config = Config::new();
     config.stack_size = 256 << 10;
     config.failure_persistence = FailurePersistence::None;
@@ -245,7 +250,7 @@ fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
     config
         .ungraceful_shutdown_config
         .immediately_return_on_panic = true;
-    let outcome = std::sync::Arc::new(std::sync::Mutex::new(Ok(Totals::default())));
+    let outcome = std::sync::Arc::new(std::sync::Mutex::new(Ok(T::default())));
     let into = outcome.clone();
     let once = move || {
         let ran = run(seed);
@@ -283,7 +288,7 @@ fn explore(choice: Choice, seed: u64) -> Result<Totals, Broken> {
 fn explore_all(choice: Choice) {
     let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 5_000);
     let all: Totals = on_all_cores(&seeds, |seed| {
-        explore(choice, seed).unwrap_or_else(|broken| {
+        explore(choice, seed, run).unwrap_or_else(|broken| {
             panic!(
                 "{broken}\n{:?}\nreplay: WALVISOR_SEED={seed} WALVISOR_INTERLEAVINGS=1 cargo test -p walvisor-storage \
                  --lib --features shuttle interleavings",
@@ -343,7 +348,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
             [Choice::Random, Choice::FewSwitches]
                 .into_iter()
                 .find_map(|choice| {
-                    let broken = explore(choice, seed).err()?;
+                    let broken = explore(choice, seed, run).err()?;
                     // Shuttle notices a thread that waits forever, and panics. No other panic counts.
                     let counts = !broken.starts_with(PANICKED)
                         || ENDLESS.iter().any(|panic| broken.contains(panic));
