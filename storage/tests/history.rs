@@ -267,6 +267,18 @@ fn damage_below_a_point_is_an_error_of_the_reads_that_need_it() {
         let other = killed.look(1, newest as u64, engine).unwrap();
         check_look(&mut Random(3), &other, &killed.states[newest][1], "other");
     }
+    // The point is not restored, and leaves nothing; the one before is.
+    let raw = killed.dir.path().join("raw");
+    let restore = |lsn| {
+        let (at, progress) = (Point::Lsn(lsn), &mut |_, _| {});
+        restore_disk(&killed.disk(0), &killed.log(), at, &raw, None, progress)
+    };
+    let refused = restore(lsn).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Damaged);
+    assert!(refused.to_string().contains("damaged at byte"), "{refused}");
+    assert!(!raw.exists());
+    restore(lsn - 1).unwrap();
+    assert!(std::fs::read(&raw).unwrap() == killed.states[lsn as usize - 1][0]);
 }
 
 /// Writes, discards and zeroes of two queues are read back, over the past, and nothing of them stays.
