@@ -539,6 +539,9 @@ mod tests {
                 }
                 request(&mut port, Operation::Flush);
             }
+            if name == "marks" {
+                store.mark(&"a mark".parse().unwrap()).unwrap();
+            }
             let input = match closed {
                 true => {
                     store.close().unwrap();
@@ -553,6 +556,7 @@ mod tests {
             log("one-write", 1, 1, 1, false),
             log("some-writes", 1, 4, 2, false),
             log("two-disks", 2, 5, 3, false),
+            log("marks", 1, 2, 1, false),
             log("segments", 1, 6, 32, false),
             log("closed", 2, 5, 2, true),
             ("sealed".to_string(), sealed_log()),
