@@ -6,8 +6,8 @@
 //! full before the copy ends. If even that is too slow, writers wait, but never until the copy ends: it hands on
 //! the room of the log in step with its progress, so that the log grows as fast as the copy can follow.
 //!
-//! A guest's read waits behind all that the copy has in flight. So the copy has little in flight while guests read, even
-//! if it is late: its writers wait a little longer, and the readers a lot less.
+//! A guest's read, and the sync for a FLUSH, wait behind all that the copy has in flight. So the copy has less in flight
+//! while guests flush, and little while they read, even if it is late: writers wait a little longer, and readers a lot less.
 
 use std::time::{Duration, Instant};
 
@@ -15,14 +15,15 @@ use crate::log::state::{Log, State};
 use crate::sync;
 use crate::sync::atomic::Ordering;
 
-/// Most runs in flight, how many while guests read, and how many while the copy disturbs no writer.
+/// Most runs in flight, how many while guests flush, while they read, and while the copy disturbs no writer.
 pub(super) const IN_FLIGHT_RUNS: usize = 256;
+const RUNS_BESIDE_FLUSHES: usize = 64;
 const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
 /// After this long without growth of the log, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
-/// After this long without a read, the copy disturbs no reader.
-const UNREAD: Duration = Duration::from_millis(5);
+/// After this long without a read or a FLUSH, the copy disturbs none.
+const STILL: Duration = Duration::from_millis(5);
 /// A copy that is this share of its work behind schedule has most runs in flight; with less, proportionally fewer.
 const WORST_LAG: f64 = 0.125;
 /// The share of the room that may be used before everything is copied.
@@ -71,8 +72,9 @@ impl Growth {
 /// The pace of a copy: it is to end before the log is full.
 pub(crate) struct CopyPace {
     growth: Growth,
-    /// Reads of all disks of the log.
+    /// Reads and FLUSHes of all disks of the log.
     reads: Growth,
+    flushes: Growth,
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
@@ -94,7 +96,8 @@ impl CopyPace {
         let room = room.saturating_sub(log.segment_size);
         let mut pace = Self {
             growth: Growth::of_log(end),
-            reads: Growth::new(log.reads.load(Ordering::Relaxed), UNREAD),
+            reads: Growth::new(log.reads.load(Ordering::Relaxed), STILL),
+            flushes: Growth::new(log.counters.flushes.load(Ordering::Relaxed), STILL),
             hurry,
             bytes: (end, room),
             index: (index, log.index_limit.saturating_sub(index)),
@@ -147,9 +150,13 @@ impl CopyPace {
         if disturbing {
             return 0;
         }
-        let most = match self.reads.is_under_way(log.reads.load(Ordering::Relaxed)) {
-            true => RUNS_BESIDE_READS,
-            false => IN_FLIGHT_RUNS,
+        let (reads, flushes) = (&log.reads, &log.counters.flushes);
+        let read = self.reads.is_under_way(reads.load(Ordering::Relaxed));
+        let flushed = self.flushes.is_under_way(flushes.load(Ordering::Relaxed));
+        let most = match (read, flushed) {
+            (true, _) => RUNS_BESIDE_READS,
+            (false, true) => RUNS_BESIDE_FLUSHES,
+            (false, false) => IN_FLIGHT_RUNS,
         };
         let more = (most - UNHURRIED_RUNS) as f64;
         UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize
@@ -193,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn little_is_in_flight_while_guests_read() {
+    fn less_is_in_flight_while_guests_flush_and_little_while_they_read() {
         let mut reads = Growth::new(7, Duration::MAX);
         assert!(!reads.is_under_way(7));
         assert!(reads.is_under_way(8));
@@ -209,9 +216,11 @@ mod tests {
         let log = store.disks()[0].log.clone();
         let mut pace = CopyPace::new(&log, &mut log.lock(), true);
         pace.plan(1000);
-        pace.reads.quiet = Duration::MAX;
+        (pace.reads.quiet, pace.flushes.quiet) = (Duration::MAX, Duration::MAX);
         assert_eq!(pace.runs(&log, 0), IN_FLIGHT_RUNS);
         let mut port = store.disks()[0].open_port().unwrap();
+        port.end_for_test(Operation::Flush).unwrap();
+        assert_eq!(pace.runs(&log, 0), RUNS_BESIDE_FLUSHES);
         port.end_for_test(Operation::Read {
             sector: 0,
             sectors: 8,
@@ -219,6 +228,8 @@ mod tests {
         .unwrap();
         assert_eq!(pace.runs(&log, 0), RUNS_BESIDE_READS);
         pace.reads.quiet = Duration::ZERO;
+        assert_eq!(pace.runs(&log, 0), RUNS_BESIDE_FLUSHES);
+        pace.flushes.quiet = Duration::ZERO;
         assert_eq!(pace.runs(&log, 0), IN_FLIGHT_RUNS);
     }
 }
