@@ -218,6 +218,12 @@ impl Running {
         }
     }
 
+    /// The LSN of the newest point of the disks.
+    pub(super) fn newest_point(&self) -> u64 {
+        let newest = self.disks[0].log.lock().pipeline.appended();
+        self.keeper.control.control.with_rewinds(newest)
+    }
+
     /// Lets the log's writer take one step.
     pub(super) fn step_writer(&self) {
         self.writer.borrow_mut().step();

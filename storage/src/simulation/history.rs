@@ -401,7 +401,8 @@ impl History {
             }
             _ => self.totals.lost_records += self.oracle.judge(&found)? as u64,
         }
-        self.past.push((next_lsn - 1, found.clone()));
+        // Not `next_lsn - 1`: a rewind may get the LSN of a record that was lost, which is no longer that of a point.
+        self.past.push((running.newest_point(), found.clone()));
         let written = self.oracle.written;
         self.oracle = Oracle::new(found);
         self.oracle.written = written;
