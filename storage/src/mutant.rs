@@ -52,6 +52,12 @@ pub(crate) enum Mutant {
     PointReadsNewer,
     /// A fold passes a pin. Pins are in memory.
     FoldPassesPin,
+    /// A copy to the base images does not save what a snapshot needs. The medium does not know of snapshots.
+    SnapshotUnsaved,
+    /// What was saved for a snapshot is not made durable. The medium does not know which files are saved ones.
+    SavedUnsynced,
+    /// What was saved for a snapshot is saved again when it is overwritten again. The medium does not know of snapshots.
+    SavedAgain,
     /// A fold ends between the two points of a rewind. The medium does not know of rewinds.
     FoldSplitsRewind,
     /// The newest rewind is forgotten when the log is read. It is in memory then.

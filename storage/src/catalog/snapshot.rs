@@ -1,10 +1,11 @@
 //! Named points in the history of a log.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use zerocopy::FromZeros;
-use zerocopy::little_endian::U64;
+use zerocopy::little_endian::{U32, U64};
 
 use crate::PastPoint;
 use crate::error::{Error, ErrorKind, Result, invalid};
@@ -52,7 +53,7 @@ impl fmt::Debug for SnapshotName {
     }
 }
 
-/// A named state of all disks of a log. The log keeps what it takes to see it.
+/// A named state of all disks of a log, or of one. The log keeps what it takes to see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// Its name, which no other snapshot of the log has.
@@ -63,6 +64,10 @@ pub struct Snapshot {
     pub cid: u64,
     /// When it was made, in microseconds since 1970.
     pub unix_us: u64,
+    /// The number of its only disk, as `log dump` shows it; `None`: it is of all disks of the log.
+    pub disk_id: Option<u32>,
+    /// Bytes of the files that hold what the base images had as of the snapshot and have no more. 0: they have not gone past it.
+    pub saved_bytes: u64,
 }
 
 /// By name and LSN.
@@ -78,13 +83,21 @@ impl From<Snapshot> for PastPoint {
 impl Snapshot {
     /// The snapshots of a log, oldest first.
     pub(crate) fn all(control: &Control) -> Vec<Self> {
-        let snapshots = control.snapshots.iter().map(|entry| Self {
+        let named = control.snapshots.iter().filter(|entry| entry.is_named());
+        let snapshots = named.map(|entry| Self {
             name: SnapshotName(entry.name),
             lsn: entry.lsn.get(),
             cid: entry.cid.get(),
             unix_us: entry.unix_us.get(),
+            disk_id: Some(entry.disk_id.get()).filter(|id| *id > 0),
+            saved_bytes: 0,
         });
         snapshots.collect()
+    }
+
+    /// Whether it is of this disk.
+    pub(crate) fn has(&self, disk_id: u32) -> bool {
+        self.disk_id.is_none_or(|id| id == disk_id)
     }
 
     /// Adds the snapshot to those of a log.
@@ -107,6 +120,9 @@ impl Snapshot {
         entry.lsn = U64::new(self.lsn);
         entry.cid = U64::new(self.cid);
         entry.unix_us = U64::new(self.unix_us);
+        entry.disk_id = U32::new(self.disk_id.unwrap_or(0));
+        // Another snapshot of the same moment may have saved files already.
+        entry.saved = U32::new(control.saved(self.lsn));
         control.snapshots.push(entry);
         if !control.fits() {
             control.snapshots.pop();
@@ -123,12 +139,20 @@ impl Snapshot {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none.
     pub(crate) fn remove(name: SnapshotName, control: &mut Control) -> Result<()> {
-        let before = control.snapshots.len();
-        control.snapshots.retain(|entry| entry.name != name.0);
-        match control.snapshots.len() < before {
-            true => Ok(()),
-            false => Err(Self::unknown(name, control)),
-        }
+        let mut entries = control.snapshots.iter_mut();
+        let Some(entry) = entries.find(|entry| entry.name == name.0) else {
+            return Err(Self::unknown(name, control));
+        };
+        entry.name = [0; 64];
+        // Older snapshots need what was saved for this one.
+        let named = control.snapshots.iter().filter(|entry| entry.is_named());
+        let lsns: Vec<_> = named.map(|entry| entry.lsn).collect();
+        control.snapshots.retain(|entry| {
+            let (lsn, saved) = (entry.lsn, entry.saved.get() > 0);
+            let older = lsns.iter().any(|named| named.get() < lsn.get());
+            entry.is_named() || saved && older && !lsns.contains(&lsn)
+        });
+        Ok(())
     }
 
     /// The snapshot of this name.
@@ -141,12 +165,33 @@ impl Snapshot {
             .ok_or_else(|| Self::unknown(name, control))
     }
 
-    fn unknown(name: SnapshotName, control: &Control) -> Error {
+    /// Refuses a change that the snapshots of the log would not survive; `what` it would do to the disk at `path`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if there are snapshots.
+    pub(crate) fn refuse_loss(control: &Control, path: &Path, what: &str) -> Result<()> {
+        let names = Self::names(control);
+        match names.is_empty() {
+            true => Ok(()),
+            false => Err(invalid(format!(
+                "{}: {what}, and snapshots of its log need it: {names}; delete them with 'walvisor disk snapshot-delete'",
+                path.display()
+            ))),
+        }
+    }
+
+    /// The names of all snapshots of a log.
+    fn names(control: &Control) -> String {
         let all = Self::all(control);
         let names: Vec<_> = all.iter().map(|snapshot| snapshot.name.as_str()).collect();
+        names.join(", ")
+    }
+
+    fn unknown(name: SnapshotName, control: &Control) -> Error {
+        let names = Self::names(control);
         let others = match names.is_empty() {
             true => "the log has none".to_owned(),
-            false => format!("the log has {}", names.join(", ")),
+            false => format!("the log has {names}"),
         };
         Error::new(
             ErrorKind::NotFound,

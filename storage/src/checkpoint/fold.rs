@@ -65,7 +65,7 @@ impl Keeper {
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
-            let (retain, pinned) = (state.keeper.retain, state.keeper.pinned());
+            let (retain, pinned) = (state.keeper.retain, self.held(&state));
             let index = log.counters.index.bytes();
             self.tell_crowded(&state, index);
             let heavy = index >= log.index_limit / 2;
@@ -121,11 +121,10 @@ impl Keeper {
 
     /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
     fn oldest(&mut self, state: &mut State, pressed: bool) -> Option<Oldest> {
-        let keeper = &state.keeper;
-        let (retain, pinned) = (keeper.retain, keeper.pinned().unwrap_or(u64::MAX));
+        let retain = state.keeper.retain;
         let pinned = match planted(Mutant::FoldPassesPin) {
             true => u64::MAX,
-            false => pinned,
+            false => self.held(state).unwrap_or(u64::MAX),
         };
         let now = state.stamps.now();
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
@@ -142,7 +141,74 @@ impl Keeper {
         self.shortened |= shortened;
         let segments = state.ring.oldest(count);
         let last = segments.last()?.1;
-        Some(Oldest { segments, last })
+        let stop = self.stop_before(self.control.control.with_rewinds(last.lsn));
+        stop.map_or(Some(Oldest { segments, last }), |stop| {
+            Some(self.up_to(stop, state))
+        })
+    }
+
+    /// What comes behind this LSN must stay in the log: a look needs it, or a snapshot between the two points of a rewind, which the
+    /// base images can't be as of. `None`: there is neither.
+    pub(super) fn held(&self, state: &State) -> Option<u64> {
+        let keeper = &state.keeper;
+        let lsns = keeper.snapshots.iter().map(|snapshot| snapshot.lsn);
+        let split = lsns.filter(|lsn| self.control.control.splits_rewind(*lsn));
+        split.chain(keeper.looks.iter().copied()).min()
+    }
+
+    /// Whether there is something that must stay in the log, for the simulation.
+    #[cfg(test)]
+    pub(crate) fn must_keep(&self) -> bool {
+        self.held(&self.log.lock()).is_some()
+    }
+
+    /// The oldest snapshot between what the base images are as of and this LSN. They are to be as of it before they go on: from then
+    /// on what it needs is saved before it is overwritten.
+    fn stop_before(&self, lsn: u64) -> Option<Snapshot> {
+        let reached = self.control.control.header.checkpoint_lsn.get();
+        let snapshots = Snapshot::all(&self.control.control).into_iter();
+        snapshots
+            .filter(|snapshot| reached < snapshot.lsn && snapshot.lsn < lsn)
+            .min_by_key(|snapshot| snapshot.lsn)
+            .filter(|_| !planted(Mutant::FoldPassesPin))
+    }
+
+    /// The segments with the records up to a snapshot.
+    fn up_to(&self, snapshot: Snapshot, state: &State) -> Oldest {
+        let lsn = self.control.control.without_rewinds(snapshot.lsn);
+        let mut segments = state.ring.oldest(usize::MAX);
+        let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
+        segments.truncate(end.map_or(segments.len(), |end| end + 1));
+        Oldest {
+            segments,
+            last: Commit {
+                lsn,
+                cid: snapshot.cid,
+                unix_us: snapshot.unix_us,
+            },
+        }
+    }
+
+    /// Brings the base images from one snapshot to the next, as far as there are any and nothing else keeps them from it. Returns `false`
+    /// if the time that closing may take is over.
+    pub(super) fn fold_to_snapshots(&mut self) -> Result<bool> {
+        while self.frozen_at.is_none() {
+            let log = self.log.clone();
+            let mut state = log.lock();
+            let newest = self.control.control.with_rewinds(state.pipeline.appended());
+            let held = self.held(&state).unwrap_or(u64::MAX);
+            let stop = self.stop_before(newest).filter(|stop| stop.lsn <= held);
+            let Some(stop) = stop else {
+                break;
+            };
+            let oldest = self.up_to(stop, &state);
+            let pace = CopyPace::new(&log, &mut state, true);
+            drop(state);
+            if !self.fold_oldest(oldest, pace)? {
+                return Ok(self.frozen_at.is_none() && !self.log.lock().keeper.is_over());
+            }
+        }
+        Ok(true)
     }
 
     /// How many of the oldest segments are folded if so many are to be: no rewind is split. If the log is pressed for room and
@@ -173,8 +239,8 @@ impl Keeper {
     /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
     /// over meanwhile.
     fn tell_crowded(&mut self, state: &State, index: u64) {
-        let (log, most) = (&self.log, state.ring.most());
-        let used = state.pinned_segments();
+        let (log, most, held) = (&self.log, state.ring.most(), self.held(state));
+        let used = held.map_or(0, |lsn| state.ring.newer(lsn));
         let parts = [
             (used as u64, most as u64, "room"),
             (index, log.index_limit, "memory for the index"),
@@ -182,7 +248,7 @@ impl Keeper {
         let part = |(used, all, what)| (used as u128 * 100 / u128::from(u64::max(all, 1)), what);
         let fullest = parts.map(part).into_iter().max();
         let pinned = fullest.filter(|(percent, _)| *percent >= WARN_PERCENT);
-        let pinned = pinned.zip(state.keeper.pinned());
+        let pinned = pinned.zip(held);
         if let Some(((percent, what), lsn)) = pinned.filter(|_| !self.crowded) {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
@@ -241,11 +307,9 @@ impl Keeper {
                 disk.index_mut().active.forget(&some);
             }
         }
-        let segments: Vec<_> = oldest
-            .segments
-            .iter()
-            .map(|(segment, _)| segment.clone())
-            .collect();
+        let whole = oldest.segments.iter();
+        let whole = whole.filter(|(_, last)| last.lsn <= oldest.last.lsn);
+        let segments: Vec<_> = whole.map(|(segment, _)| segment.clone()).collect();
         for disk in &self.disks {
             disk.index_mut().active.release(&segments);
         }
@@ -258,6 +322,7 @@ impl Keeper {
     /// If snapshots need the history, or if it was not replaced.
     fn give_up(&mut self, error: &Error) -> Result<bool> {
         let dir = self.log.dir.display();
+        // What snapshots need of the base images is saved, if these have come that far.
         if self.log.lock().keeper.pinned().is_some() {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -291,12 +356,16 @@ impl Keeper {
             let builder = builders.entry(descriptor.disk_id.get()).or_default();
             builder.add(sector, sectors, place);
         };
-        // These segments are sealed. The keeper's thread does nothing else meanwhile.
+        // Their records up to the last one are durable. The keeper's thread does nothing else meanwhile.
         let segments = oldest.segments.iter();
         let segments: Vec<_> = segments
             .map(|(segment, last)| (segment.clone(), last.lsn))
             .collect();
-        read_live(&segments, u64::MAX, control, 1, visit)?;
+        let until = match segments.last() {
+            Some((_, last_lsn)) if *last_lsn > oldest.last.lsn => oldest.last.lsn,
+            _ => u64::MAX,
+        };
+        read_live(&segments, until, control, 1, visit)?;
         let disk = |id: u32| self.disks.iter().find(|disk| disk.id == id).cloned();
         let layers = builders.into_iter().map(|(id, builder)| {
             let disk = disk(id).ok_or_else(|| {

@@ -23,6 +23,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
 use crate::checkpoint::pace::{CopyPace, Growth};
+use crate::checkpoint::saving::Saving;
 use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -120,6 +121,10 @@ pub(crate) struct Keeper {
     pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
     pub(super) announced: Vec<Announced>,
+    /// The saved files that snapshots need, once a copy has added to them.
+    pub(super) saving: Option<Saving>,
+    /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.
+    pub(super) saved: (u64, u32),
     /// It was reported that the log has no room for all the history that it is to keep.
     pub(super) shortened: bool,
     /// It was reported that the log is almost full of history that it must keep.
@@ -146,6 +151,8 @@ impl Keeper {
             operation: None,
             copying: None,
             announced: Vec::new(),
+            saving: None,
+            saved: (0, 0),
             shortened: false,
             crowded: false,
         })
@@ -352,6 +359,9 @@ impl Keeper {
         if closing {
             self.await_readers();
         }
+        if !self.fold_to_snapshots()? {
+            return Ok(false);
+        }
         self.checkpoint_once(closing, hurry)
     }
 
@@ -519,6 +529,9 @@ impl Keeper {
         layers: &[Layer],
         pace: CopyPace,
     ) -> Result<Copied> {
+        if !self.save_for_snapshots(layers)? {
+            return Ok(Copied::Cut(Vec::new()));
+        }
         self.announce(lsn, layers)?;
         let operation = self.operation_bytes(layers);
         let log = self.log.clone();
@@ -557,7 +570,7 @@ impl Keeper {
             };
         }
         let newest = state.pipeline.appended();
-        if let Some(lsn) = state.keeper.pinned()
+        if let Some(lsn) = self.held(&state)
             && lsn < self.control.control.with_rewinds(newest)
             && self.frozen_at.is_none()
         {
@@ -628,6 +641,7 @@ impl Keeper {
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
+        state.keeper.reached = reached;
         state.horizon = Commit {
             lsn: reached,
             ..horizon

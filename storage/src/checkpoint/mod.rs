@@ -8,4 +8,5 @@ pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
 mod runs;
+pub(crate) mod saving;
 mod troubles;

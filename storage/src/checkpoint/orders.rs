@@ -45,7 +45,7 @@ impl Keeper {
                 let _ = added.send(disk);
             }),
             KeeperTask::Remove(disk) => self.remove(&disk),
-            KeeperTask::Snapshot(name) => self.snapshot(name),
+            KeeperTask::Snapshot(name, disk_id) => self.snapshot(name, disk_id),
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
@@ -59,8 +59,8 @@ impl Keeper {
         let _ = answer.send(done);
     }
 
-    /// Makes everything durable that was written, and names the state of the log's disks after it.
-    pub(crate) fn snapshot(&mut self, name: SnapshotName) -> Result<()> {
+    /// Makes everything durable that was written, and names the state of the log's disks, or of one, after it.
+    pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         let state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
         drop(state);
@@ -71,6 +71,8 @@ impl Keeper {
             lsn: self.control.control.with_rewinds(lsn),
             cid,
             unix_us,
+            disk_id,
+            saved_bytes: 0,
         };
         self.change_history(|control| snapshot.add(control))
     }
@@ -135,9 +137,10 @@ impl Keeper {
         let mut state = self.log.lock();
         state.ring.enlarge(control.header.max_segments.get());
         state.keeper.retain = Retain::of(&control.history);
-        state.keeper.snapshots = Snapshot::all(control);
         // Segments may have become free, or a stuck log may have room.
         state.keeper.checkpoint = true;
+        drop(state);
+        self.remove_saved();
         Ok(())
     }
 

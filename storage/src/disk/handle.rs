@@ -65,7 +65,19 @@ impl Disk {
     /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name; or the log has no room for
     /// another, had failed, is being closed, or can't be written. There is no new snapshot then.
     pub fn snapshot(&self, name: SnapshotName) -> Result<Snapshot> {
-        self.log.order(KeeperTask::Snapshot(name))?;
+        self.make_snapshot(name, None)
+    }
+
+    /// As [`snapshot`](Self::snapshot), of this disk alone: the log then keeps nothing of its other disks for it.
+    ///
+    /// # Errors
+    /// As [`snapshot`](Self::snapshot).
+    pub fn snapshot_alone(&self, name: SnapshotName) -> Result<Snapshot> {
+        self.make_snapshot(name, Some(self.state.id))
+    }
+
+    fn make_snapshot(&self, name: SnapshotName, disk_id: Option<u32>) -> Result<Snapshot> {
+        self.log.order(KeeperTask::Snapshot(name, disk_id))?;
         let mut snapshots = self.snapshots().into_iter();
         let made = snapshots.find(|snapshot| snapshot.name == name);
         made.ok_or_else(|| {
@@ -262,7 +274,8 @@ impl Backend for Disk {
     /// The snapshots of the log, by name and LSN.
     fn past_points(&self) -> Vec<PastPoint> {
         let snapshots = self.snapshots().into_iter();
-        let known = snapshots.filter(|snapshot| self.state.comes_from(snapshot.lsn));
+        let known = snapshots
+            .filter(|snapshot| snapshot.has(self.state.id) && self.state.comes_from(snapshot.lsn));
         known.map(PastPoint::from).collect()
     }
 

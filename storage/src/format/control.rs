@@ -140,7 +140,7 @@ pub(crate) struct HistoryHeader {
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SnapshotEntry {
-    /// ASCII, filled up with zeroes.
+    /// ASCII, filled up with zeroes. All zero: the snapshot was deleted, but older ones need its saved files.
     pub name: [u8; 64],
     /// The last record that the snapshot has.
     pub lsn: U64,
@@ -148,7 +148,22 @@ pub(crate) struct SnapshotEntry {
     pub cid: U64,
     /// When the snapshot was made, in microseconds since 1970.
     pub unix_us: U64,
-    pub reserved: U64,
+    /// How many records the snapshot's saved files have, which hold what was overwritten in the base images since. 0: nothing was.
+    pub saved: U32,
+    /// The number of its only disk; 0: it is of all disks.
+    pub disk_id: U32,
+}
+
+impl SnapshotEntry {
+    /// Whether the snapshot is of this disk.
+    pub(crate) fn has(&self, disk_id: u32) -> bool {
+        [0, disk_id].contains(&self.disk_id.get())
+    }
+
+    /// Whether the snapshot is still there. One that was deleted has no name: older ones need what was saved for it.
+    pub(crate) fn is_named(&self) -> bool {
+        self.name[0] != 0
+    }
 }
 
 /// How often disks of the log were rewound.
@@ -212,11 +227,11 @@ impl Control {
                 .is_none_or(|last| last.at < header.next_lsn)
     }
 
-    /// The LSN of the oldest snapshot.
+    /// The LSN of the oldest snapshot that the base images have not gone past.
     pub(crate) fn pinned(&self) -> Option<u64> {
-        self.snapshots
-            .iter()
-            .map(|snapshot| snapshot.lsn.get())
+        let named = self.snapshots.iter().filter(|snapshot| snapshot.is_named());
+        let lsns = named.map(|snapshot| snapshot.lsn.get());
+        lsns.filter(|lsn| *lsn >= self.header.checkpoint_lsn.get())
             .min()
     }
 

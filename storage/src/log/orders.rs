@@ -42,7 +42,7 @@ pub(crate) enum KeeperTask {
     /// Bring the base image of a disk up to date, and forget the disk.
     Remove(Arc<DiskState>),
     /// Name the present state of the log's disks.
-    Snapshot(SnapshotName),
+    Snapshot(SnapshotName, Option<u32>),
     /// Delete the snapshot of this name.
     DeleteSnapshot(SnapshotName),
     /// Keep so much history from now on.
@@ -56,7 +56,7 @@ impl KeeperTask {
     pub(crate) fn is_quick(&self) -> bool {
         matches!(
             self,
-            Self::Snapshot(_) | Self::DeleteSnapshot(_) | Self::Retain(_)
+            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::Retain(_)
         )
     }
 }
@@ -81,6 +81,8 @@ pub(crate) struct KeeperState {
     pub retain: Retain,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
+    /// The base images are as of this LSN.
+    pub reached: u64,
     /// For each look at a disk in use: the LSN that its base image had when it was opened.
     pub looks: Vec<u64>,
     /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
@@ -98,10 +100,12 @@ pub(crate) struct KeeperState {
 }
 
 impl KeeperState {
-    /// What comes behind this LSN is needed by a snapshot or by a look at the past, and stays in the log; `None`: by none.
+    /// What comes behind this LSN is needed by a snapshot or by a look at the past, and stays in the log while there is room; `None`:
+    /// by none. Of snapshots that the base images have gone past, saved files have what they need.
     pub(crate) fn pinned(&self) -> Option<u64> {
         let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
-        snapshots.chain(self.looks.iter().copied()).min()
+        let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
+        ahead.chain(self.looks.iter().copied()).min()
     }
 
     /// Whether requests that need room fail after this attempt to make some.

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::medium::cost;
 use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file;
-use crate::medium::filesystem::files;
+use crate::medium::filesystem::{FileSystem, files, shared_files};
 use crate::medium::lock::Use;
 use crate::medium::pace::Slowed;
 use crate::medium::segment::Segment;
@@ -35,6 +35,11 @@ pub(crate) trait Medium: Send + Sync {
 
     /// A random number, which no earlier segment had.
     fn salt(&self) -> u64;
+
+    /// The file system of the log's other files.
+    fn files(&self) -> Arc<dyn FileSystem> {
+        shared_files()
+    }
 
     /// Opens a segment through the page cache, if the medium can; every later write to the segment is seen through
     /// it.

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use crate::error::{Error, Result};
 use crate::medium::file::{DataFile, open_direct};
 use crate::mutant::{Mutant, planted};
+use crate::sync::Arc;
 
 /// How a file is opened: for reading and writing, unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,6 +177,15 @@ pub(crate) fn files() -> impl Deref<Target = dyn FileSystem> {
 pub(crate) fn files() -> impl Deref<Target = dyn FileSystem> {
     let simulated = SIMULATED.with_borrow(Clone::clone);
     simulated.unwrap_or_else(|| crate::sync::Arc::new(HostFiles))
+}
+
+/// As [`files`], to be kept.
+pub(crate) fn shared_files() -> Arc<dyn FileSystem> {
+    #[cfg(test)]
+    if let Some(simulated) = SIMULATED.with_borrow(Clone::clone) {
+        return simulated;
+    }
+    Arc::new(HostFiles)
 }
 
 #[cfg(test)]

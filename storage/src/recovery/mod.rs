@@ -4,5 +4,6 @@ pub(crate) mod batch;
 pub(crate) mod contents;
 pub(crate) mod live;
 pub(crate) mod replay;
+pub(crate) mod saved;
 pub(crate) mod scan;
 pub(crate) mod window;

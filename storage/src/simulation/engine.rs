@@ -10,6 +10,7 @@ use crate::Buffer;
 use crate::error::Result;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, Appended, Done, Engine, EngineKind, Io, Source, SyncScope};
+use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
@@ -266,6 +267,10 @@ impl Medium for Simulated {
         let panics = self.lock().create_panics;
         assert!(!panics, "planted");
         Segment::create(self, Path::new(LOG), slot, size, between)
+    }
+
+    fn files(&self) -> Arc<dyn FileSystem> {
+        Arc::new(self.clone())
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {

@@ -51,6 +51,8 @@ pub(super) struct Totals {
     pub looked_back: u64,
     /// Of these, looks at a log with a snapshot.
     pub pinned: u64,
+    /// Snapshots that were looked at where the base images have gone past them.
+    pub saved: u64,
     /// Disks that were restored in place.
     pub rewound: u64,
     /// Of these, restores during which power was lost.
@@ -81,6 +83,7 @@ impl super::Total for Totals {
         self.kept += other.kept;
         self.looked_back += other.looked_back;
         self.pinned += other.pinned;
+        self.saved += other.saved;
         self.rewound += other.rewound;
         self.cut_rewinds += other.cut_rewinds;
         self.seen_again += other.seen_again;
@@ -97,8 +100,8 @@ pub(super) struct History {
     next_value: u32,
     /// The sequence with which each salt was seen.
     salts: HashMap<u64, u64>,
-    /// The LSN of the log's snapshot.
-    pub pin: Option<u64>,
+    /// The log's snapshots.
+    pub pins: Vec<Snapshot>,
     /// The log always keeps history, and all of it is looked at.
     pub keeps: bool,
     /// What the disks were as of LSNs before the oracle's first change.
@@ -126,7 +129,7 @@ impl History {
             first_lsn: 1,
             next_value: 0,
             salts: HashMap::new(),
-            pin: None,
+            pins: Vec::new(),
             past: Vec::new(),
             keeps: false,
             totals: Totals::default(),
@@ -179,15 +182,20 @@ impl History {
             _ => Retain::Nothing,
         };
         let mut running = self.fixture.open(through, wait)?;
-        let name: SnapshotName = "pin".parse()?;
-        if self.pin.take().is_some() {
-            running
-                .keeper
-                .change_history(|control| Snapshot::remove(name, control))?;
+        for pin in std::mem::take(&mut self.pins) {
+            match self.random.one_in(2) {
+                true => self.pins.push(pin),
+                false => running
+                    .keeper
+                    .change_history(|control| Snapshot::remove(pin.name, control))?,
+            }
         }
         if self.random.one_in(if self.keeps { 2 } else { 6 }) {
+            self.next_value += 1;
+            let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
             running.keeper.snapshot(name)?;
-            self.pin = running.disks[0].log.lock().keeper.pinned();
+            let made = Snapshot::find(name, &running.keeper.control.control)?;
+            self.pins.push(made);
         }
         Ok(running)
     }
@@ -510,7 +518,7 @@ impl History {
                 (world.base_full, world.log_full) = (scarce & 1 > 0, scarce & 2 > 0);
             }
             // A log that may not free anything gets full.
-            if scarce > 0 || self.pin.is_some() {
+            if scarce > 0 || running.keeper.must_keep() {
                 self.oracle.excused = u64::MAX;
             }
             pause = pause.saturating_sub(1);
@@ -532,7 +540,7 @@ impl History {
                 // blocks until the records that it waits for are durable: with one thread it has to lead that group
                 // itself.
                 7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
-                    let forced = self.random.one_in(4) && self.pin.is_none();
+                    let forced = self.random.one_in(4) && !running.keeper.must_keep();
                     match running.keeper.step(forced) {
                         // The shortage is over for requests that come from now on.
                         Ok(()) if scarce == 0 => {

@@ -181,7 +181,10 @@ fn random_histories_that_keep_history_keep_the_promises() {
     );
     if count >= 1000 {
         assert!(
-            total.looked_back > 10 * count && total.pinned > count && total.checkpoints > count / 4,
+            total.looked_back > 10 * count
+                && total.pinned > count
+                && total.saved > count / 10
+                && total.checkpoints > count / 4,
             "too little looked at"
         );
     }
@@ -316,6 +319,9 @@ fn every_planted_fault_is_noticed() {
         Mutant::SummaryStopsEarly,
         Mutant::PointReadsNewer,
         Mutant::FoldPassesPin,
+        Mutant::SnapshotUnsaved,
+        Mutant::SavedAgain,
+        Mutant::SavedUnsynced,
         Mutant::FoldSplitsRewind,
         Mutant::RewindForgotten,
         Mutant::FoldSkipsZeroes,

@@ -13,6 +13,7 @@ use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log_until;
+use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{Found, scan};
 use crate::store::dump::text_of;
 use crate::{Buffer, MarkText};
@@ -37,15 +38,12 @@ impl History {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (horizon, last) = self.span(&control)?;
-        if self.pin.is_some_and(|pin| pin < horizon) {
-            return Err(format!(
-                "the base images have passed a snapshot: {:?}, {horizon}",
-                self.pin
-            ));
-        }
-        self.past.retain(|(lsn, _)| *lsn >= horizon);
+        let pins = &self.pins;
+        let pinned = |lsn: u64| pins.iter().any(|pin| pin.lsn == lsn);
+        self.past.retain(|(lsn, _)| *lsn >= horizon || pinned(*lsn));
         for (lsn, wanted) in &self.past {
             self.totals.seen_again += 1;
+            self.totals.saved += u64::from(*lsn < horizon);
             self.expect_as_of(&control, *lsn, wanted)?;
         }
         let from = horizon.max(self.first_lsn - 1);
@@ -61,7 +59,7 @@ impl History {
         };
         for point in points {
             self.totals.looked_back += 1;
-            self.totals.pinned += u64::from(self.pin.is_some());
+            self.totals.pinned += u64::from(!self.pins.is_empty());
             self.expect_as_of(&control, point, &self.after(point))?;
         }
         Ok(())
@@ -90,8 +88,13 @@ impl History {
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
         let (_, indexes) = read.map_err(broken)?;
         let mut found = self.fixture.bases();
+        let files = &self.fixture.medium;
         for (disk, sectors) in control.disks.iter().zip(&mut found) {
-            let extents = indexes.get(&disk.id.get()).map(|waiting| &waiting.extents);
+            let id = disk.id.get();
+            let saved = read_saved(files, Path::new(LOG), control, id, lsn..u64::MAX);
+            let saved = saved.map_err(broken)?;
+            let in_log = indexes.get(&id).map(|waiting| &waiting.extents);
+            let extents = saved.as_ref().or(in_log);
             for piece in extents.into_iter().flat_map(ExtentMap::iter) {
                 let range = piece.sector as usize..(piece.sector + piece.sectors) as usize;
                 let bytes = match piece.place {
@@ -172,13 +175,16 @@ impl History {
             self.random.below(self.fixture.bases().len() as u64),
         );
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
-        let (to, then) = match (records, self.past.len() as u64) {
+        // The base images have gone past the others.
+        let past = self.past.iter().filter(|(lsn, _)| *lsn >= horizon);
+        let past: Vec<_> = past.cloned().collect();
+        let (to, then) = match (records, past.len() as u64) {
             (Some(records), _) => {
                 let to = from + self.random.below(records + 1);
                 (to, self.after(to))
             }
             (None, 0) => return Ok(None),
-            (None, all) => self.past[self.random.below(all) as usize].clone(),
+            (None, all) => past[self.random.below(all) as usize].clone(),
         };
         if !kept && self.random.one_in(3) {
             let ticks = self.random.below(6);

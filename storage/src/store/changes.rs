@@ -69,9 +69,20 @@ pub fn disk_changes(
         control.line(disk_id, from_lsn),
         control.line(disk_id, to_lsn),
     );
-    let touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
+    let mut touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
+    // What was saved for the snapshots from the one at `from` on has changed since, to what the base image has now.
+    let saved = log.read_saved(from_lsn..to_lsn)?;
+    if let Some(saved) = &saved {
+        saved.iter().for_each(|piece| {
+            let place = Place::Zero {
+                unmap: false,
+                lsn: 0,
+            };
+            touched.insert(piece.sector, piece.sectors, 0, place);
+        });
+    }
     // What a restore in place undid has changed too: to what the records that still count left there, or the base image has.
-    let as_of_to = match control.leads(disk_id, from_lsn, to_lsn) {
+    let as_of_to = match saved.is_none() && control.leads(disk_id, from_lsn, to_lsn) {
         true => None,
         false => {
             log.read_until(to_lsn)?;

@@ -9,16 +9,17 @@ use std::sync::Arc;
 use crate::catalog::control::find_control;
 use crate::catalog::options::DiskOptions;
 use crate::catalog::retain::Retain;
-use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, Result};
 use crate::index::IndexMemory;
 use crate::log::history::LogHistory;
 use crate::medium::directory::directory_to_read;
+use crate::medium::filesystem::files;
 use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
 use crate::parallel::Progress;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
+use crate::recovery::saved::snapshots;
 use crate::recovery::scan::DamagedBlock;
 use crate::store::attach::OpenBase;
 
@@ -168,7 +169,7 @@ pub fn inspect_telling(
         room_bytes: bytes(header.max_segments.get() as usize),
         index_bytes: index.bytes(),
         retain: Retain::of(&control.control.history),
-        snapshots: Snapshot::all(&control.control),
+        snapshots: snapshots(&*files(), log_dir, &control.control),
     };
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,

@@ -37,6 +37,7 @@ use crate::medium::engine::{self, Chunk, Done, Engine, Io};
 use crate::medium::file::DataFile;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
+use crate::recovery::saved::read_saved;
 use crate::recovery::scan::Found;
 use crate::store::point::Point;
 use crate::store::scratch::{Content, Scratch};
@@ -199,7 +200,7 @@ fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
     let from = control.applied_lsn(disk_id);
     let known = |lsn| from <= lsn && control.leads(disk_id, lsn, last_lsn);
     let all = Snapshot::all(control).into_iter();
-    all.filter(|snapshot| known(snapshot.lsn))
+    all.filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))
         .map(PastPoint::from)
         .collect()
 }
@@ -256,7 +257,12 @@ impl Disk {
                 read_live(&segments, newest, &control, threads, visit)
             })?,
         };
-        let extents = read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?;
+        let files = log.medium.files();
+        let saved = read_saved(&*files, &log.dir, &control, disk.id, until..u64::MAX)?;
+        let extents = match saved {
+            Some(extents) => extents,
+            None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
+        };
         let entry = control.disk(disk.id);
         let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
         let past = Past {

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use crate::catalog::control::{ControlFile, find_control, open_or_create_log, real_path};
 use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
+use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::orders::{Adopt, KeeperTask};
@@ -218,6 +219,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
                 ),
             ));
         };
+        Snapshot::refuse_loss(&control.control, path, "the disk would leave its log")?;
         let entry = &control.control.disks[place];
         let void = entry.void_lsn.get() > control.control.header.checkpoint_lsn.get();
         if extents.is_empty() && !rewound && !void && entry.resizing == 0 {

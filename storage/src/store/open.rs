@@ -345,7 +345,8 @@ fn assemble(
     for state in states {
         state.index_mut().count_in(&log.counters.index);
     }
-    let keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
+    let mut keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
+    keeper.remove_saved();
     Ok((log, keeper))
 }
 
@@ -387,6 +388,7 @@ fn new_log(
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
+    state.keeper.reached = checkpoint_lsn;
     state.keeper.pauses = options.on_full == OnFull::Pause;
     Log {
         dir: log_dir.to_path_buf(),

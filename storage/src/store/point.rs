@@ -85,9 +85,19 @@ impl Point {
         disk_id: u32,
         read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
     ) -> Result<u64> {
-        if let Self::Snapshot(_) = self {
+        if let Self::Snapshot(name) = self {
+            let found = Snapshot::find(name, control).map_err(|error| error.of_file(log_dir))?;
+            if !found.has(disk_id) {
+                return Err(self.refused(log_dir, "it is a snapshot of another disk alone"));
+            }
             let point = self.numbered(control, log_dir)?;
             return point.resolve(log_dir, control, disk_id, read);
+        }
+        // Of this snapshot, or of one that was deleted, saved files have what the base images do not have any more.
+        if let Self::Lsn(lsn) = self
+            && control.saved(lsn) > 0
+        {
+            return Ok(lsn);
         }
         // A checkpoint that was interrupted may have copied some records.
         let copying = control.header.copying_lsn.get();

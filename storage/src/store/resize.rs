@@ -14,6 +14,7 @@ use std::path::Path;
 use zerocopy::little_endian::U64;
 
 use crate::catalog::options::{Resize, check_size};
+use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::set_size;
 use crate::medium::lock::Use;
@@ -47,6 +48,10 @@ fn resize(
 ) -> Result<Resize> {
     check_size(path, size)?;
     let view = View::open(path, log_dir, Use::Write, None)?;
+    if let Some((control, _)) = view.log.as_ref().filter(|_| size < view.size) {
+        let what = format!("what is behind byte {size} would be cut off");
+        Snapshot::refuse_loss(&control.control, path, &what)?;
+    }
     let view = match size < view.size && holds_records(&view) {
         false => view,
         // No record may reach behind the new end, so all records go to the base image first.

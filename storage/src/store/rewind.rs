@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::DiskOptions;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::history::Commit;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
@@ -88,6 +88,15 @@ pub(crate) fn rewind(
         commits.iter().for_each(visit);
         Ok(())
     })?;
+    let horizon = known
+        .applied_lsn(disk_id)
+        .max(known.header.copying_lsn.get());
+    if to_lsn < horizon {
+        return Err(invalid(format!(
+            "{path}: the base image has gone past LSN {to_lsn}, of whose snapshot only copies can be made now: \
+             'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes one"
+        )));
+    }
     let from_lsn = known.with_rewinds(scan.last.lsn);
     let (before, after) = (known.line(disk_id, from_lsn), known.line(disk_id, to_lsn));
     let count = |is: &dyn Fn(u64) -> bool| records.iter().filter(|lsn| is(**lsn)).count() as u64;

@@ -20,6 +20,7 @@ use crate::medium::lock::Use;
 use crate::medium::segment::{LogRead, Segment};
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{Indexes, read_log_until, read_records};
+use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{self, Found};
 use crate::store::attach::OpenBase;
 use crate::store::point::Point;
@@ -150,7 +151,19 @@ impl LocatedLog {
         self.last_lsn = self.last_lsn.min(until);
         let (scan, waiting) = read_log_until(&self.medium, dir, control, until)?;
         (self.live, self.waiting) = (scan.live, waiting);
+        let disk_id = self.entry().id.get();
+        if let Some(extents) = self.read_saved(until..u64::MAX)? {
+            // The base images have gone past the point, so the log has nothing for it.
+            let waiting = self.waiting.entry(disk_id).or_default();
+            waiting.extents = extents;
+        }
         Ok(())
+    }
+
+    /// See [`read_saved`].
+    pub(crate) fn read_saved(&self, lsns: Range<u64>) -> Result<Option<ExtentMap>> {
+        let (dir, control) = (&self.medium.path, &self.control.control);
+        read_saved(&*files(), dir, control, self.entry().id.get(), lsns)
     }
 
     /// See [`read_records`].

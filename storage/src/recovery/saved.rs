@@ -1,0 +1,277 @@
+//! Saved files: what the disks had as of a snapshot where the base images have gone on since.
+//!
+//! ```text
+//!   as of the snapshot  =  saved files of the snapshot ─ gaps ─▶ those of later snapshots ─ gaps ─▶ base image
+//! ```
+//! A copy to the base images that goes past a snapshot first saves what it is about to overwrite, once for each sector. So the
+//! log keeps nothing for a snapshot, and a snapshot takes no more room than what has changed since.
+//!
+//! A saved file looks like a segment: a header, and batches of records. The records of a snapshot count from the one behind its
+//! LSN, and the control file says how many there are: all of them are durable. The first ones have no sectors: they name the
+//! disks that the snapshot has.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::catalog::snapshot::Snapshot;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader, Uuid};
+use crate::index::{Builder, ExtentMap};
+use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::segment::Segment;
+use crate::recovery::batch::Batch;
+use crate::recovery::replay::place;
+use crate::sync::Arc;
+use crate::{Buffer, SECTOR_SIZE};
+
+/// The place where the next batch of a snapshot's saved files goes.
+pub(crate) struct End {
+    pub segment: Arc<Segment>,
+    pub header: SegmentHeader,
+    /// Byte offset in the file.
+    pub offset: u64,
+    /// CRC of the batch before, or of the header.
+    pub previous_crc: u32,
+}
+
+/// The path of a saved file of the log in `dir`, of the snapshots as of an LSN. Each has up to a gigabyte; the first is part 0.
+pub(crate) fn path(dir: &Path, lsn: u64, part: u64) -> PathBuf {
+    dir.join(format!("saved-{lsn:020}-{part:05}"))
+}
+
+/// The LSN of the snapshots to which a file of this name belongs, if it is a saved file.
+pub(crate) fn lsn_of(dir: &Path, name: &OsStr) -> Option<u64> {
+    let (lsn, part) = name.to_str()?.strip_prefix("saved-")?.split_once('-')?;
+    let (lsn, part) = (lsn.parse().ok()?, part.parse().ok()?);
+    (path(dir, lsn, part) == dir.join(name)).then_some(lsn)
+}
+
+/// Bytes of the saved files in a log directory, by the LSN of their snapshots.
+pub(crate) fn sizes(files: &dyn FileSystem, dir: &Path) -> BTreeMap<u64, u64> {
+    let mut sizes = BTreeMap::new();
+    for name in files.names(dir).unwrap_or_default() {
+        let Some(lsn) = lsn_of(dir, &name) else {
+            continue;
+        };
+        let file = files.open(&dir.join(&name), Open::Read);
+        // A file that was removed meanwhile has none.
+        let bytes = file.and_then(|file| file.len()).unwrap_or(0);
+        *sizes.entry(lsn).or_default() += bytes;
+    }
+    sizes
+}
+
+/// The snapshots of a log, oldest first, with the sizes of their files.
+pub(crate) fn snapshots(files: &dyn FileSystem, dir: &Path, control: &Control) -> Vec<Snapshot> {
+    let sizes = sizes(files, dir);
+    let mut all = Snapshot::all(control);
+    for snapshot in &mut all {
+        snapshot.saved_bytes = sizes.get(&snapshot.lsn).copied().unwrap_or(0);
+    }
+    all
+}
+
+/// A file that does not have what the control file says.
+fn damaged(path: &Path, what: &str) -> Error {
+    let message = format!(
+        "{}: {what}, so the disks can't be seen as of its snapshot; restore the file from a copy, or delete the snapshot",
+        path.display()
+    );
+    Error::new(ErrorKind::Damaged, message)
+}
+
+/// Calls `visit` with each of the first `count` records of the saved files of the snapshots as of `lsn`: the file, the record, and
+/// the byte offset of its payload. Payloads are verified where their bytes are used. `how`: how the files are opened. Returns
+/// where the next record goes; `None` if there are no records.
+///
+/// # Errors
+/// [`ErrorKind::Damaged`] if a record is not there.
+pub(crate) fn read(
+    files: &dyn FileSystem,
+    dir: &Path,
+    log: &Uuid,
+    (lsn, count): (u64, u32),
+    how: Open,
+    visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
+) -> Result<Option<End>> {
+    let (mut number, last) = (lsn, lsn + u64::from(count));
+    let (mut part, mut end) = (0, None);
+    while number < last {
+        let path = path(dir, lsn, part);
+        let before = number;
+        let mut next = open_part(files, path, log, (part, number), how)?;
+        let len = next.segment.file.len();
+        let len = len.map_err(|error| io_error(&next.segment, error))?;
+        while number < last
+            && let Some((batch, crc)) = next_batch(&next, log, number, len)?
+        {
+            next.segment.note(|table| {
+                for (_, descriptor, at, blocks) in batch.records() {
+                    table.add(at, descriptor.payload_len(), &batch.checksums[blocks]);
+                }
+            });
+            for (_, descriptor, at, _) in batch.records() {
+                visit(&next.segment, descriptor, at);
+            }
+            number = batch.last_lsn();
+            (next.offset, next.previous_crc) = (batch.end(), crc);
+        }
+        if number == before || number > last {
+            let at = next.offset;
+            let path = &next.segment.path;
+            return Err(damaged(path, &format!("damaged at byte {at}")));
+        }
+        (end, part) = (Some(next), part + 1);
+    }
+    Ok(end)
+}
+
+/// Opens a part, whose records follow the one with this number.
+fn open_part(
+    files: &dyn FileSystem,
+    path: PathBuf,
+    log: &Uuid,
+    (part, number): (u64, u64),
+    how: Open,
+) -> Result<End> {
+    let file = files.open(&path, how).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => damaged(&path, "missing"),
+        _ => Error::io("open", &path, error),
+    })?;
+    let mut head = Buffer::zeroed(BLOCK);
+    match file.read_exact_at(&mut head, 0) {
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+            return Err(Error::io("read", &path, error));
+        }
+        // A file that is too short has no valid header.
+        _ => {}
+    }
+    match SegmentHeader::decode(&head) {
+        Decoded::Valid(header)
+            if header.log == *log
+                && header.sequence == part + 1
+                && header.previous_lsn == number =>
+        {
+            Ok(End {
+                previous_crc: header.crc.get(),
+                segment: Arc::new(Segment::new(path, file)),
+                header,
+                offset: BLOCK as u64,
+            })
+        }
+        _ => Err(damaged(&path, "damaged at byte 0")),
+    }
+}
+
+/// The batch whose place this is, and the CRC of its header, if it follows the record with this number.
+fn next_batch(end: &End, log: &Uuid, number: u64, len: u64) -> Result<Option<(Batch, u32)>> {
+    let read = |bytes: usize| {
+        let mut buffer = Buffer::zeroed(bytes.next_multiple_of(BLOCK));
+        if end.offset + buffer.len() as u64 > len {
+            return Ok(None);
+        }
+        let read = end.segment.file.read_exact_at(&mut buffer, end.offset);
+        read.map_err(|error| io_error(&end.segment, error))?;
+        Ok::<_, Error>(Some(buffer))
+    };
+    let Some(block) = read(BLOCK)? else {
+        return Ok(None);
+    };
+    let Some((_, bytes)) = BatchHeader::peek(&block) else {
+        return Ok(None);
+    };
+    let Some(bytes) = read(bytes)? else {
+        return Ok(None);
+    };
+    let found = Batch::parse(&bytes, log, end.offset).filter(|(batch, _)| {
+        let header = &batch.header;
+        header.is_known()
+            && header.sequence == end.header.sequence
+            && header.salt == end.header.salt
+            && header.previous_crc == end.previous_crc
+            && header.first_lsn == number + 1
+            && batch.end() <= len
+    });
+    Ok(found.map(|(batch, _)| {
+        let crc = batch.header.crc.get();
+        (batch, crc)
+    }))
+}
+
+fn io_error(segment: &Segment, error: io::Error) -> Error {
+    Error::io("read", &segment.path, error)
+}
+
+impl Control {
+    /// How many records the saved files of the snapshots as of this LSN have.
+    pub(crate) fn saved(&self, lsn: u64) -> u32 {
+        let mut snapshots = self.snapshots.iter();
+        let snapshot = snapshots.find(|snapshot| snapshot.lsn == lsn);
+        snapshot.map_or(0, |snapshot| snapshot.saved.get())
+    }
+
+    /// The LSNs of the snapshots with saved files, from `first` on, each with the number of their records, oldest first.
+    fn all_saved(&self, lsns: Range<u64>) -> Vec<(u64, u32)> {
+        let snapshots = self.snapshots.iter();
+        let mut all: Vec<_> = snapshots
+            .map(|snapshot| (snapshot.lsn.get(), snapshot.saved.get()))
+            .filter(|(lsn, saved)| lsns.contains(lsn) && *saved > 0)
+            .collect();
+        all.dedup();
+        all
+    }
+}
+
+/// What a disk had as of a snapshot where its base image may have gone on; where there is a gap, it has not. `until`: as of the
+/// first snapshot, what was saved for those from `until` on is left out. `None` if nothing was saved for the snapshots as of `lsn`.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read.
+pub(crate) fn read_saved(
+    files: &dyn FileSystem,
+    dir: &Path,
+    control: &Control,
+    disk_id: u32,
+    lsns: Range<u64>,
+) -> Result<Option<ExtentMap>> {
+    if control.saved(lsns.start) == 0 {
+        return Ok(None);
+    }
+    let (mut extents, mut known) = (Builder::default(), false);
+    let (log, size) = (
+        &control.header.log,
+        control.disk(disk_id).map(|disk| disk.size.get()),
+    );
+    let has = |sector: u64, sectors: u32| {
+        let end = sector.checked_add(u64::from(sectors));
+        end.is_some_and(|end| end <= size.unwrap_or(0) / SECTOR_SIZE)
+    };
+    // Of two places for a sector the later one counts: that of the older snapshot.
+    for (lsn, count) in control.all_saved(lsns.clone()).into_iter().rev() {
+        let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
+            let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
+            match () {
+                () if descriptor.disk_id != disk_id => {}
+                () if sectors == 0 => known |= lsn == lsns.start,
+                () if !has(sector, sectors) => {}
+                () => extents.add(sector, sectors, place(descriptor, lsn, segment, at)),
+            }
+        };
+        read(files, dir, log, (lsn, count), Open::Read, visit)?;
+    }
+    match known {
+        true => Ok(Some(extents.finish())),
+        false => Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or what the log had of it was \
+                 given up",
+                dir.display(),
+                lsns.start
+            ),
+        )),
+    }
+}
