@@ -529,7 +529,7 @@ impl Keeper {
         layers: &[Layer],
         pace: CopyPace,
     ) -> Result<Copied> {
-        if !self.save_for_snapshots(layers)? {
+        if !self.save_for_snapshots(lsn, layers)? {
             return Ok(Copied::Cut(Vec::new()));
         }
         self.announce(lsn, layers)?;

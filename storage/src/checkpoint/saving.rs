@@ -56,16 +56,17 @@ pub(crate) struct Saving {
 type Found = Result<(u32, Range<u64>, Option<Buffer>)>;
 
 impl Keeper {
-    /// Saves what snapshots need of the base images, before these layers are copied. Returns `false` if the time that closing may
+    /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. Returns `false` if the time that closing may
     /// take is over: not all is saved then.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
-    pub(super) fn save_for_snapshots(&mut self, layers: &[Layer]) -> Result<bool> {
+    pub(super) fn save_for_snapshots(&mut self, until: u64, layers: &[Layer]) -> Result<bool> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
-        let passed = control.snapshots.iter().map(|entry| entry.lsn.get());
-        let Some(lsn) = passed.filter(|lsn| *lsn <= reached).max() else {
+        let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
+        let newest = snapshots.filter(|lsn| *lsn <= reached).max();
+        let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
             self.saving = None;
             return Ok(true);
         };

@@ -193,7 +193,9 @@ impl History {
         if self.random.one_in(if self.keeps { 2 } else { 6 }) {
             self.next_value += 1;
             let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
-            running.keeper.snapshot(name)?;
+            // Disks are numbered from 1.
+            let alone = self.random.one_in(3).then_some(1);
+            running.keeper.snapshot(name, alone)?;
             let made = Snapshot::find(name, &running.keeper.control.control)?;
             self.pins.push(made);
         }

@@ -89,9 +89,20 @@ impl History {
         let (_, indexes) = read.map_err(broken)?;
         let mut found = self.fixture.bases();
         let files = &self.fixture.medium;
-        for (disk, sectors) in control.disks.iter().zip(&mut found) {
+        let header = &control.header;
+        let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
+        for ((disk, sectors), wanted) in control.disks.iter().zip(&mut found).zip(wanted) {
             let id = disk.id.get();
-            let saved = read_saved(files, Path::new(LOG), control, id, lsn..u64::MAX);
+            let mut snapshots = control.snapshots.iter();
+            let saved = match snapshots.any(|entry| entry.lsn == lsn && entry.has(id)) {
+                true => read_saved(files, Path::new(LOG), control, id, lsn..u64::MAX),
+                false if lsn >= horizon => Ok(None),
+                // The base images have gone past a snapshot of the other disk alone.
+                false => {
+                    sectors.clone_from(wanted);
+                    continue;
+                }
+            };
             let saved = saved.map_err(broken)?;
             let in_log = indexes.get(&id).map(|waiting| &waiting.extents);
             let extents = saved.as_ref().or(in_log);
