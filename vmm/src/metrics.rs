@@ -276,7 +276,7 @@ fn logs(disks: &[DiskMetrics]) -> Vec<LogMetrics<'_>> {
 /// Adds what the logs have of the history of their disks.
 fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
     type Told = fn(&LogHistory) -> u64;
-    let gauges: [(&str, &str, Told); 7] = [
+    let gauges: [(&str, &str, Told); 8] = [
         (
             "horizon_lsn",
             "The base images hold all records up to this LSN: the oldest state that comes back.",
@@ -292,13 +292,18 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         }),
         (
             "pinned_bytes",
-            "Bytes of the segments that snapshots need.",
+            "Bytes of the segments that snapshots need, or looks at the past.",
             |history| history.pinned_bytes,
         ),
         (
             "room_bytes",
             "Bytes of all segments that the log may have.",
             |history| history.room_bytes,
+        ),
+        (
+            "saved_bytes",
+            "Bytes of the files that hold what snapshots need and the base images have no more.",
+            |history| history.saved_bytes,
         ),
         (
             "index_bytes",

@@ -95,6 +95,8 @@ pub fn snapshot_json(snapshot: &Snapshot) -> Value {
         "lsn": snapshot.lsn,
         "cid": snapshot.cid,
         "unix_us": snapshot.unix_us,
+        "disk_id": snapshot.disk_id,
+        "saved_bytes": snapshot.saved_bytes,
     })
 }
 
@@ -119,6 +121,7 @@ pub fn history_json(history: &LogHistory) -> Value {
         "kept_bytes": history.kept_bytes,
         "pinned_bytes": history.pinned_bytes,
         "room_bytes": history.room_bytes,
+        "saved_bytes": history.saved_bytes,
         "index_bytes": history.index_bytes,
         "snapshots": snapshots.len(),
         "oldest_snapshot": snapshots.first().map(snapshot_json),
@@ -137,10 +140,11 @@ pub fn history_text(history: &Value) -> String {
     let pinned = match oldest["name"].as_str() {
         None => String::new(),
         Some(name) => format!(
-            ", {} of them for snapshots ({}, the oldest '{name}', {} old)",
+            ", {} of them for snapshots ({}, the oldest '{name}', {} old), and {} more beside the log",
             history["pinned_bytes"],
             history["snapshots"],
-            age(number(oldest, "unix_us"))
+            age(number(oldest, "unix_us")),
+            history["saved_bytes"]
         ),
     };
     format!(

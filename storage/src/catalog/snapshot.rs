@@ -9,7 +9,7 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::PastPoint;
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::format::{Control, SnapshotEntry};
+use crate::format::{Control, SnapshotEntry, Uuid};
 
 /// The name of a snapshot: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -197,5 +197,53 @@ impl Snapshot {
             ErrorKind::NotFound,
             format!("no snapshot '{name}': {others}"),
         )
+    }
+}
+
+impl Control {
+    /// How many records the saved files of the snapshots as of this LSN have.
+    pub(crate) fn saved(&self, lsn: u64) -> u32 {
+        let mut snapshots = self.snapshots.iter();
+        let snapshot = snapshots.find(|snapshot| snapshot.lsn == lsn);
+        snapshot.map_or(0, |snapshot| snapshot.saved.get())
+    }
+
+    /// The saved files of the log, as far as they are durable.
+    pub(crate) fn saved_files(&self) -> SavedFiles {
+        let snapshots = self.snapshots.iter();
+        let mut counts: Vec<_> = snapshots
+            .map(|snapshot| (snapshot.lsn.get(), snapshot.saved.get()))
+            .filter(|(_, saved)| *saved > 0)
+            .collect();
+        counts.dedup();
+        SavedFiles {
+            log: self.header.log,
+            counts,
+        }
+    }
+}
+
+/// The saved files of a log.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SavedFiles {
+    log: Uuid,
+    /// The LSNs of their snapshots, oldest first, and how many records they have.
+    counts: Vec<(u64, u32)>,
+}
+
+impl SavedFiles {
+    /// The UUID of the log.
+    pub(crate) fn log(&self) -> &Uuid {
+        &self.log
+    }
+
+    /// The LSNs of their snapshots, oldest first, and how many records they have.
+    pub(crate) fn counts(&self) -> &[(u64, u32)] {
+        &self.counts
+    }
+
+    /// Whether there are files of the snapshots as of this LSN.
+    pub(crate) fn has(&self, lsn: u64) -> bool {
+        self.counts.iter().any(|(of, _)| *of == lsn)
     }
 }

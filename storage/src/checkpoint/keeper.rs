@@ -394,11 +394,18 @@ impl Keeper {
         };
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
+        let had_failed = state.keeper.failed;
         // Writers that may use the last segment can have room now.
         state.ring.end_starving();
         drop(state);
         let flushed = self.committer.flush(lsn, &mut self.leader);
-        self.log.lock().keeper.draining = None;
+        let mut state = self.log.lock();
+        state.keeper.draining = None;
+        if flushed.is_ok() {
+            // There was no room for a moment only.
+            state.keeper.failed = had_failed;
+        }
+        drop(state);
         match (flushed, provided) {
             (Ok(()), _) => Ok(()),
             (Err(_), Err(error)) => Err(error),

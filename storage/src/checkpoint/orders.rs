@@ -61,6 +61,15 @@ impl Keeper {
 
     /// Makes everything durable that was written, and names the state of the log's disks, or of one, after it.
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
+        // A log that needs room gets it first: its clients would get errors otherwise. The keeper tries again, and reports it, if this
+        // fails.
+        let mut state = self.log.lock();
+        let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
+        state.keeper.checkpoint |= few;
+        drop(state);
+        if few {
+            let _ = self.step(false);
+        }
         let state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
         drop(state);

@@ -122,8 +122,10 @@ impl Keeper {
     /// Notes how much is saved for each snapshot, for those who ask.
     fn note_saved(&self) {
         let (dir, files) = (&self.log.dir, self.log.medium.files());
-        let snapshots = saved::snapshots(&*files, dir, &self.control.control);
-        self.log.lock().keeper.snapshots = snapshots;
+        let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
+        let mut state = self.log.lock();
+        state.keeper.saved = self.control.control.saved_files();
+        (state.keeper.snapshots, state.keeper.saved_bytes) = (snapshots, bytes);
     }
 
     /// Removes the saved files that no snapshot needs any more.

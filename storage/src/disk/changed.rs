@@ -8,13 +8,18 @@
 //! So all that it takes is the border: where the records behind the LSN begin. The segment that has it is read once for that.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
 
+use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{Piece, Place};
-use crate::log::history::{Border, Borders};
+use crate::index::{ExtentMap, Piece, Place};
+use crate::log::history::{Border, Borders, SavedSince};
 use crate::log::ring::Live;
+use crate::medium::filesystem::FileSystem;
 use crate::medium::segment::Segment;
 use crate::recovery::contents::{Candidate, Contents, Verify};
+use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
 use crate::{Change, SECTOR_SIZE};
 
@@ -28,6 +33,43 @@ pub(crate) struct Since {
     border: Option<Border>,
     /// The sequences of the segments in use.
     sequences: HashMap<*const Segment, u64>,
+    /// The base images have gone past the LSN: what was saved of the disk since.
+    saved: Option<Saved>,
+}
+
+/// What was saved of a disk since a snapshot.
+pub(crate) struct Saved {
+    pub extents: Arc<ExtentMap>,
+    /// What is not in the base image has changed too: it is newer than the snapshot.
+    pub and_log: bool,
+}
+
+/// What was saved of a disk of so many bytes for the first of these LSNs, and not for those behind the last; `None` if no saved files are
+/// of the first. `known` has what was read last.
+///
+/// # Errors
+/// As [`read_saved`].
+pub(crate) fn saved_since(
+    medium: &dyn FileSystem,
+    log_dir: &Path,
+    files: &SavedFiles,
+    disk: (u32, u64),
+    lsns: Range<u64>,
+    known: &SavedSince,
+) -> Result<Option<Arc<ExtentMap>>> {
+    if !files.has(lsns.start) {
+        return Ok(None);
+    }
+    let of = (disk.0, lsns.start);
+    let mut known = known.lock().expect("saved extents lock");
+    if let Some((read, other, extents)) = &*known
+        && (read, *other) == (files, of)
+    {
+        return Ok(Some(extents.clone()));
+    }
+    let extents = read_saved(medium, log_dir, files, disk, lsns)?.map(Arc::new);
+    *known = extents.clone().map(|extents| (files.clone(), of, extents));
+    Ok(extents)
 }
 
 impl Since {
@@ -57,11 +99,30 @@ impl Since {
             lsn,
             border: border.transpose()?,
             sequences: sequences.collect(),
+            saved: None,
         })
     }
 
-    /// Appends what has changed in this piece of an index. Nothing behind the LSN has left the log.
+    /// As of a snapshot that the base images have gone past.
+    pub(crate) fn saved(lsn: u64, saved: Saved) -> Self {
+        Self {
+            lsn,
+            border: None,
+            sequences: HashMap::new(),
+            saved: Some(saved),
+        }
+    }
+
+    /// Appends what has changed in this piece of an index. What is behind the LSN is in the log, or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
+        if let Some(Saved { extents, and_log }) = &self.saved {
+            return match piece.place.is_some() && *and_log {
+                true => push_change(changes, piece.sectors, true),
+                false => extents.visit(piece.sector, piece.sectors, &mut |part| {
+                    push_change(changes, part.sectors, part.place.is_some());
+                }),
+            };
+        }
         // How many sectors at the begin of the piece have not changed.
         let old = match (&piece.place, self.border) {
             (None, _) => piece.sectors,

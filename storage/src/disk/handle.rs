@@ -9,7 +9,7 @@ use crate::catalog::options::{Resize, check_size};
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::allocation::{disk_extents, push_piece};
-use crate::disk::changed::{Since, unknown_point};
+use crate::disk::changed::{Saved, Since, saved_since, unknown_point};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
@@ -290,15 +290,45 @@ impl Backend for Disk {
         let append = |sector, sectors, changes: &mut Vec<Change>| {
             let mut pieces = Vec::new();
             state.index().pieces(sector, sectors, &mut pieces);
-            let live = log.lock().ring.all_live();
-            let since = Since::new(since, &live, log.segment_size, &log.borders)?;
+            // In this order: what has left the index meanwhile was saved before.
+            let guard = log.lock();
+            let (live, files) = (guard.ring.all_live(), guard.keeper.saved.clone());
+            drop(guard);
+            let disk = (state.id, state.sectors() * SECTOR_SIZE);
+            let medium = log.medium.files();
+            let saved = saved_since(
+                &*medium,
+                &log.dir,
+                &files,
+                disk,
+                since..u64::MAX,
+                &log.saved_since,
+            )?;
+            let since = match saved {
+                Some(extents) => Since::saved(
+                    since,
+                    Saved {
+                        extents,
+                        and_log: true,
+                    },
+                ),
+                None => Since::new(since, &live, log.segment_size, &log.borders)?,
+            };
             pieces.iter().for_each(|piece| since.append(piece, changes));
             Ok(())
         };
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
-        // Nothing behind a pinned LSN has left the log until now.
-        let pinned = log.lock().keeper.pinned();
-        match pinned.is_some_and(|lsn| lsn <= since) && state.comes_from(since) {
+        // Nothing behind a pinned LSN has left the log until now, and what a snapshot needs of the base image was saved.
+        let guard = log.lock();
+        let pinned = guard.keeper.pinned().is_some_and(|lsn| lsn <= since);
+        let named = guard
+            .keeper
+            .snapshots
+            .iter()
+            .any(|named| named.lsn == since);
+        let known = pinned || named && guard.keeper.saved.has(since);
+        drop(guard);
+        match known && state.comes_from(since) {
             true => Ok(changes),
             false => Err(unknown_point(since).into()),
         }

@@ -320,15 +320,24 @@ impl ExtentMap {
         left
     }
 
-    /// Removes the parts of these pieces that are in the same segment here, or zeroes of the same record: the newest bytes
-    /// there are those that the pieces name.
+    /// Removes the parts of these pieces that are at the same place here, or zeroes of the same record: the newest bytes
+    /// there are those that the pieces name. A newer record may be in the same segment.
     pub(crate) fn forget(&mut self, pieces: &[Piece]) {
         let mut same = Vec::new();
         for old in pieces {
             self.visit(old.sector, old.sectors, &mut |part| {
-                let is_same = match (&part.place, &old.place) {
-                    (Some(Place::Log { segment, .. }), Some(Place::Log { segment: other, .. })) => {
+                let place = old.place.as_ref();
+                let place = place.map(|place| place.skip(part.sector - old.sector));
+                let is_same = match (&part.place, &place) {
+                    (
+                        Some(Place::Log { segment, offset }),
+                        Some(Place::Log {
+                            segment: other,
+                            offset: at,
+                        }),
+                    ) => {
                         Arc::ptr_eq(segment, other)
+                            && (offset == at || planted(Mutant::FoldForgetsSegment))
                     }
                     (Some(Place::Zero { lsn, .. }), Some(Place::Zero { lsn: other, .. })) => {
                         lsn == other

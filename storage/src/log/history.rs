@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::fmt;
 
 use crate::catalog::retain::Retain;
-use crate::catalog::snapshot::Snapshot;
-use crate::sync::Mutex;
+use crate::catalog::snapshot::{SavedFiles, Snapshot};
+use crate::index::ExtentMap;
+use crate::sync::{Arc, Mutex};
 
 /// A place in the history of a log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +39,8 @@ pub struct LogHistory {
     pub room_bytes: u64,
     /// Bytes of memory that the extents of all disks take; of a log that is not in use, that they would take.
     pub index_bytes: u64,
+    /// Bytes of the files beside the segments that hold what snapshots need and the base images have no more.
+    pub saved_bytes: u64,
     /// How much is to be kept.
     pub retain: Retain,
     /// The log's snapshots, oldest first.
@@ -46,6 +49,10 @@ pub struct LogHistory {
 
 /// Where the records behind an LSN begin: a segment's sequence, and a byte offset in the segment.
 pub(crate) type Border = (u64, u64);
+
+/// What was last read of the saved files: the files there were, the disk and the snapshot that it was read for, and whether the disk
+/// had something there.
+pub(crate) type SavedSince = Mutex<Option<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
 
 /// The borders that were looked for, by LSN.
 pub(crate) type Borders = Mutex<HashMap<u64, Border>>;

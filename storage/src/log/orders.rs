@@ -17,7 +17,7 @@ use std::time::Instant;
 use crate::catalog::control::ControlFile;
 use crate::catalog::options::DiskOptions;
 use crate::catalog::retain::Retain;
-use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
@@ -81,6 +81,10 @@ pub(crate) struct KeeperState {
     pub retain: Retain,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
+    /// What was saved for snapshots that the base images have gone past.
+    pub saved: SavedFiles,
+    /// Bytes of all saved files.
+    pub saved_bytes: u64,
     /// The base images are as of this LSN.
     pub reached: u64,
     /// For each look at a disk in use: the LSN that its base image had when it was opened.

@@ -16,7 +16,7 @@ use crate::index::Place;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
-use crate::log::history::{Borders, Commit, LogHistory};
+use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::{Modification, Pipeline};
 use crate::log::ring::SegmentRing;
@@ -180,6 +180,8 @@ pub(crate) struct Log {
     pub counters: Counters,
     /// Where the records behind snapshots begin, as far as that was asked for.
     pub borders: Borders,
+    /// What has changed since a snapshot that the base images have gone past.
+    pub saved_since: SavedSince,
     pub state: Mutex<State>,
     /// The writer thread sleeps on this.
     pub leader_called: Call,
@@ -295,6 +297,7 @@ impl Log {
             pinned_bytes: bytes(state.pinned_segments()),
             room_bytes: bytes(state.ring.most()),
             index_bytes: self.counters.index.bytes(),
+            saved_bytes: state.keeper.saved_bytes,
             retain: state.keeper.retain,
             snapshots: state.keeper.snapshots.clone(),
         }

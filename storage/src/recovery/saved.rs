@@ -16,7 +16,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use crate::catalog::snapshot::Snapshot;
+use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader, Uuid};
 use crate::index::{Builder, ExtentMap};
@@ -64,14 +64,18 @@ pub(crate) fn sizes(files: &dyn FileSystem, dir: &Path) -> BTreeMap<u64, u64> {
     sizes
 }
 
-/// The snapshots of a log, oldest first, with the sizes of their files.
-pub(crate) fn snapshots(files: &dyn FileSystem, dir: &Path, control: &Control) -> Vec<Snapshot> {
+/// The snapshots of a log, oldest first, with the sizes of their files, and the size of all saved files.
+pub(crate) fn snapshots(
+    files: &dyn FileSystem,
+    dir: &Path,
+    control: &Control,
+) -> (Vec<Snapshot>, u64) {
     let sizes = sizes(files, dir);
     let mut all = Snapshot::all(control);
     for snapshot in &mut all {
         snapshot.saved_bytes = sizes.get(&snapshot.lsn).copied().unwrap_or(0);
     }
-    all
+    (all, sizes.values().sum())
 }
 
 /// A file that does not have what the control file says.
@@ -205,52 +209,29 @@ fn io_error(segment: &Segment, error: io::Error) -> Error {
     Error::io("read", &segment.path, error)
 }
 
-impl Control {
-    /// How many records the saved files of the snapshots as of this LSN have.
-    pub(crate) fn saved(&self, lsn: u64) -> u32 {
-        let mut snapshots = self.snapshots.iter();
-        let snapshot = snapshots.find(|snapshot| snapshot.lsn == lsn);
-        snapshot.map_or(0, |snapshot| snapshot.saved.get())
-    }
-
-    /// The LSNs of the snapshots with saved files, from `first` on, each with the number of their records, oldest first.
-    fn all_saved(&self, lsns: Range<u64>) -> Vec<(u64, u32)> {
-        let snapshots = self.snapshots.iter();
-        let mut all: Vec<_> = snapshots
-            .map(|snapshot| (snapshot.lsn.get(), snapshot.saved.get()))
-            .filter(|(lsn, saved)| lsns.contains(lsn) && *saved > 0)
-            .collect();
-        all.dedup();
-        all
-    }
-}
-
-/// What a disk had as of a snapshot where its base image may have gone on; where there is a gap, it has not. `until`: as of the
-/// first snapshot, what was saved for those from `until` on is left out. `None` if nothing was saved for the snapshots as of `lsn`.
+/// What a disk of so many bytes had as of the first of these LSNs where its base image may have gone on; where there is a gap, it has
+/// not. What was saved for snapshots behind these LSNs is left out. `None` if there are no files of snapshots as of the first.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read.
 pub(crate) fn read_saved(
     files: &dyn FileSystem,
     dir: &Path,
-    control: &Control,
-    disk_id: u32,
+    saved: &SavedFiles,
+    (disk_id, size): (u32, u64),
     lsns: Range<u64>,
 ) -> Result<Option<ExtentMap>> {
-    if control.saved(lsns.start) == 0 {
+    if !saved.has(lsns.start) {
         return Ok(None);
     }
     let (mut extents, mut known) = (Builder::default(), false);
-    let (log, size) = (
-        &control.header.log,
-        control.disk(disk_id).map(|disk| disk.size.get()),
-    );
     let has = |sector: u64, sectors: u32| {
         let end = sector.checked_add(u64::from(sectors));
-        end.is_some_and(|end| end <= size.unwrap_or(0) / SECTOR_SIZE)
+        end.is_some_and(|end| end <= size / SECTOR_SIZE)
     };
     // Of two places for a sector the later one counts: that of the older snapshot.
-    for (lsn, count) in control.all_saved(lsns.clone()).into_iter().rev() {
+    let counts = saved.counts().iter().rev();
+    for &(lsn, count) in counts.filter(|(lsn, _)| lsns.contains(lsn)) {
         let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
             match () {
@@ -260,7 +241,7 @@ pub(crate) fn read_saved(
                 () => extents.add(sector, sectors, place(descriptor, lsn, segment, at)),
             }
         };
-        read(files, dir, log, (lsn, count), Open::Read, visit)?;
+        read(files, dir, saved.log(), (lsn, count), Open::Read, visit)?;
     }
     match known {
         true => Ok(Some(extents.finish())),

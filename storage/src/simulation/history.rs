@@ -191,15 +191,23 @@ impl History {
             }
         }
         if self.random.one_in(if self.keeps { 2 } else { 6 }) {
-            self.next_value += 1;
-            let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
-            // Disks are numbered from 1.
-            let alone = self.random.one_in(3).then_some(1);
-            running.keeper.snapshot(name, alone)?;
-            let made = Snapshot::find(name, &running.keeper.control.control)?;
-            self.pins.push(made);
+            self.snapshot(&mut running)?;
         }
         Ok(running)
+    }
+
+    /// Makes a snapshot of all disks, or of the first one.
+    fn snapshot(&mut self, running: &mut Running) -> crate::Result<()> {
+        self.next_value += 1;
+        let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
+        // Disks are numbered from 1.
+        let alone = self.random.one_in(3).then_some(1);
+        let made = running.keeper.snapshot(name, alone);
+        // If this failed, it may be there nevertheless.
+        if let Ok(made) = Snapshot::find(name, &running.keeper.control.control) {
+            self.pins.push(made);
+        }
+        made
     }
 
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
@@ -543,16 +551,27 @@ impl History {
                 // itself.
                 7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
                     let forced = self.random.one_in(4) && !running.keeper.must_keep();
-                    match running.keeper.step(forced) {
+                    let named = self.pins.len() < 4 && self.random.one_in(8);
+                    let done = match named {
+                        true => self.snapshot(running),
+                        false => running.keeper.step(forced),
+                    };
+                    match done {
                         // The shortage is over for requests that come from now on.
-                        Ok(()) if scarce == 0 => {
+                        Ok(()) if scarce == 0 && !named => {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
+                        }
+                        // A snapshot makes room first if need be; whether that failed is not its result.
+                        Ok(()) if running.disks[0].log.lock().keeper.failed => {
+                            self.oracle.excused = u64::MAX;
                         }
                         Ok(()) => {}
                         // The keeper retries a second later: many requests may come until then.
                         Err(error) => {
                             let world = self.fixture.medium.lock();
+                            // A full log may refuse a snapshot.
                             if self.oracle.excused == 0
+                                && !named
                                 && !world.failed
                                 && !world.failed_read
                                 && !world.crashed

@@ -326,6 +326,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::RewindForgotten,
         Mutant::FoldSkipsZeroes,
         Mutant::FoldForgetsNewer,
+        Mutant::FoldForgetsSegment,
         Mutant::SummaryUnreserved,
         Mutant::RecoverySkipsSync,
         Mutant::RecoveryTrustsCache,

@@ -38,6 +38,10 @@ impl History {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (horizon, last) = self.span(&control)?;
+        // Snapshots that were made while clients were at work.
+        let made = self.pins.iter().filter(|pin| pin.lsn >= self.first_lsn);
+        let made: Vec<_> = made.map(|pin| (pin.lsn, self.after(pin.lsn))).collect();
+        self.past.extend(made);
         let pins = &self.pins;
         let pinned = |lsn: u64| pins.iter().any(|pin| pin.lsn == lsn);
         self.past.retain(|(lsn, _)| *lsn >= horizon || pinned(*lsn));
@@ -89,13 +93,20 @@ impl History {
         let (_, indexes) = read.map_err(broken)?;
         let mut found = self.fixture.bases();
         let files = &self.fixture.medium;
+        let files_saved = control.saved_files();
         let header = &control.header;
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
         for ((disk, sectors), wanted) in control.disks.iter().zip(&mut found).zip(wanted) {
             let id = disk.id.get();
             let mut snapshots = control.snapshots.iter();
             let saved = match snapshots.any(|entry| entry.lsn == lsn && entry.has(id)) {
-                true => read_saved(files, Path::new(LOG), control, id, lsn..u64::MAX),
+                true => read_saved(
+                    files,
+                    Path::new(LOG),
+                    &files_saved,
+                    (id, disk.size.get()),
+                    lsn..u64::MAX,
+                ),
                 false if lsn >= horizon => Ok(None),
                 // The base images have gone past a snapshot of the other disk alone.
                 false => {

@@ -162,6 +162,7 @@ pub fn inspect_telling(
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
     let pinned = control.control.pinned();
     let bytes = |segments: usize| segments as u64 * header.segment_size.get();
+    let (snapshots, saved_bytes) = snapshots(&*files(), log_dir, &control.control);
     let history = LogHistory {
         horizon: scan.horizon,
         kept_bytes: bytes(scan.live.len()),
@@ -169,7 +170,8 @@ pub fn inspect_telling(
         room_bytes: bytes(header.max_segments.get() as usize),
         index_bytes: index.bytes(),
         retain: Retain::of(&control.control.history),
-        snapshots: snapshots(&*files(), log_dir, &control.control),
+        saved_bytes,
+        snapshots,
     };
     let log = LogReport {
         segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,

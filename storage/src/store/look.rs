@@ -19,22 +19,23 @@ use slab::Slab;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::options::{DiskOptions, StoreOptions};
-use crate::catalog::snapshot::Snapshot;
+use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::disk::allocation::{disk_extents, push, push_piece};
-use crate::disk::changed::{Since, push_change, unknown_point};
+use crate::disk::changed::{Saved, Since, push_change, saved_since, unknown_point};
 use crate::disk::handle::Disk;
 use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
 use crate::error::{Error, ErrorKind};
 use crate::format::Control;
 use crate::index::{ExtentMap, Piece};
 use crate::log::held::Held;
-use crate::log::history::Borders;
+use crate::log::history::{Borders, SavedSince};
 use crate::log::orders::KeeperTask;
 use crate::log::ring::Live;
 use crate::log::state::Log;
 use crate::medium::copying::Named;
 use crate::medium::engine::{self, Chunk, Done, Engine, Io};
 use crate::medium::file::DataFile;
+use crate::medium::filesystem::{FileSystem, shared_files};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
 use crate::recovery::saved::read_saved;
@@ -72,6 +73,13 @@ struct Past {
     live: Vec<Live>,
     segment_size: u64,
     borders: Borders,
+    /// The disk's number and the point.
+    disk_id: u32,
+    until: u64,
+    /// The saved files of the log, and what was last read of them.
+    log_dir: PathBuf,
+    files: SavedFiles,
+    saved_since: SavedSince,
     /// The snapshots before the point.
     points: Vec<PastPoint>,
     /// The last of the fields: the log is used again once nothing else here needs it.
@@ -97,6 +105,14 @@ impl Hold {
         match self {
             Self::Closed { engine, .. } => engine::create(*engine, event),
             Self::Live { log, .. } => log.medium.engine(event),
+        }
+    }
+
+    /// The file system of the log's other files.
+    fn files(&self) -> Arc<dyn FileSystem> {
+        match self {
+            Self::Closed { .. } => shared_files(),
+            Self::Live { log, .. } => log.medium.files(),
         }
     }
 
@@ -135,6 +151,35 @@ impl Past {
         }
     }
 
+    /// What has changed since a snapshot.
+    fn since(&self, lsn: u64) -> crate::Result<Since> {
+        // The base images may have gone past the point of this look too.
+        let (passed, end) = match self.files.has(self.until) {
+            true => (true, self.until),
+            false => (false, u64::MAX),
+        };
+        let (medium, disk) = (
+            self.hold.files(),
+            (self.disk_id, self.sectors * SECTOR_SIZE),
+        );
+        let lsns = lsn..end;
+        let saved = saved_since(
+            &*medium,
+            &self.log_dir,
+            &self.files,
+            disk,
+            lsns,
+            &self.saved_since,
+        )?;
+        match saved {
+            Some(extents) => {
+                let and_log = !passed;
+                Ok(Since::saved(lsn, Saved { extents, and_log }))
+            }
+            None => Since::new(lsn, &self.live, self.segment_size, &self.borders),
+        }
+    }
+
     /// A part for a read.
     fn part(&self, seen: Seen) -> Part {
         match (seen, &self.scratch) {
@@ -170,14 +215,20 @@ impl Look {
         let engine = engine.map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let view = View::open_at(disk, log_dir, at, options.threads)?;
         let log = view.log.as_ref();
-        let points = log.map_or_else(Vec::new, |(control, place)| {
-            let id = control.control.disks[*place].id.get();
-            points(&control.control, id, view.last_lsn)
+        let disk_id = log.map_or(0, |(log, place)| log.control.disks[*place].id.get());
+        let points = log.map_or_else(Vec::new, |(log, _)| {
+            points(&log.control, disk_id, view.last_lsn)
         });
+        let files = log.map_or_else(SavedFiles::default, |(log, _)| log.control.saved_files());
         let past = Past {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
             borders: Borders::default(),
+            disk_id,
+            until: view.last_lsn,
+            log_dir: log_dir.to_path_buf(),
+            files,
+            saved_since: SavedSince::default(),
             points,
             scratch: sized(scratch, view.size, &disk.path)?,
             path: disk.path.clone(),
@@ -198,7 +249,10 @@ impl Look {
 /// The snapshots of a disk from which it is known what has changed up to this LSN.
 fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
     let from = control.applied_lsn(disk_id);
-    let known = |lsn| from <= lsn && control.leads(disk_id, lsn, last_lsn);
+    let known = |lsn| {
+        let there = from <= lsn || control.saved(lsn) > 0;
+        there && control.leads(disk_id, lsn, last_lsn)
+    };
     let all = Snapshot::all(control).into_iter();
     all.filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))
         .map(PastPoint::from)
@@ -257,14 +311,15 @@ impl Disk {
                 read_live(&segments, newest, &control, threads, visit)
             })?,
         };
-        let files = log.medium.files();
-        let saved = read_saved(&*files, &log.dir, &control, disk.id, until..u64::MAX)?;
+        let entry = control.disk(disk.id);
+        let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
+        let (files, saved_files) = (log.medium.files(), control.saved_files());
+        let of = (disk.id, bytes);
+        let saved = read_saved(&*files, &log.dir, &saved_files, of, until..u64::MAX)?;
         let extents = match saved {
             Some(extents) => extents,
             None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
         };
-        let entry = control.disk(disk.id);
-        let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
         let past = Past {
             scratch: sized(scratch, bytes, &disk.path)?,
             path: disk.path.clone(),
@@ -274,6 +329,11 @@ impl Disk {
             live: log.lock().ring.all_live(),
             segment_size: log.segment_size,
             borders: Borders::default(),
+            disk_id: disk.id,
+            until,
+            log_dir: log.dir.clone(),
+            files: saved_files,
+            saved_since: SavedSince::default(),
             points: points(&control, disk.id, until),
             hold: Hold::Live {
                 log: log.clone(),
@@ -380,7 +440,7 @@ impl Backend for Look {
         if past.points.iter().all(|point| point.number != since) {
             return Err(unknown_point(since).into());
         }
-        let since = Since::new(since, &past.live, past.segment_size, &past.borders)?;
+        let since = past.since(since)?;
         let append = |sector, sectors, changes: &mut Vec<Change>| {
             past.visit(sector..sector + sectors, &mut |seen| match seen {
                 Seen::Past(piece) => since.append(&piece, changes),

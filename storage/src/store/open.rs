@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
-use crate::log::history::{Borders, Commit};
+use crate::log::history::{Borders, Commit, SavedSince};
 use crate::log::leader::Writer;
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -405,6 +405,7 @@ fn new_log(
         reads: AtomicU64::new(0),
         counters: Counters::default(),
         borders: Borders::default(),
+        saved_since: SavedSince::default(),
         state: Mutex::new(state),
         leader_called: Call::default(),
         keeper_wanted: Condvar::new(),

@@ -162,8 +162,10 @@ impl LocatedLog {
 
     /// See [`read_saved`].
     pub(crate) fn read_saved(&self, lsns: Range<u64>) -> Result<Option<ExtentMap>> {
-        let (dir, control) = (&self.medium.path, &self.control.control);
-        read_saved(&*files(), dir, control, self.entry().id.get(), lsns)
+        let (dir, entry) = (&self.medium.path, self.entry());
+        let saved = self.control.control.saved_files();
+        let disk = (entry.id.get(), entry.size.get());
+        read_saved(&*files(), dir, &saved, disk, lsns)
     }
 
     /// See [`read_records`].

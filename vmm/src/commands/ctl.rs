@@ -105,6 +105,9 @@ pub enum CtlRequest {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
         snapshot: String,
+        /// Of this disk alone: the log then keeps nothing of its other disks for it
+        #[arg(long)]
+        alone: bool,
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
@@ -240,9 +243,14 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             };
             return export(&arguments.socket, &command, output, *force, *json);
         }
-        CtlRequest::Snapshot { snapshot, disk } => ControlCommand::Snapshot {
+        CtlRequest::Snapshot {
+            snapshot,
+            alone,
+            disk,
+        } => ControlCommand::Snapshot {
             disk: named(disk),
             name: snapshot.clone(),
+            alone: *alone,
         },
         CtlRequest::Snapshots { disk } => ControlCommand::Snapshots { disk: named(disk) },
         CtlRequest::SnapshotDelete { snapshot, disk } => ControlCommand::SnapshotDelete {

@@ -79,7 +79,7 @@ enum DiskAction {
     /// Show which parts of a disk changed between two points in its history, since the last checkpoint.
     Changes(changes::ChangesArguments),
     /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back.
-    Snapshot(snapshot::SnapshotArguments),
+    Snapshot(snapshot::MakeArguments),
     /// List the snapshots of the disk's log, oldest first.
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.

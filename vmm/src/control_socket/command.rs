@@ -158,12 +158,14 @@ pub enum ControlCommand {
         /// The point, as `at=` takes it; `None`: the disk as it is.
         at: Option<String>,
     },
-    /// Name the present state of all disks of a disk's log.
+    /// Name the present state of all disks of a disk's log, or of this one.
     Snapshot {
         /// The disk's name.
         disk: Option<String>,
         /// The snapshot's name.
         name: String,
+        /// Of this disk alone.
+        alone: bool,
     },
     /// Report the snapshots of a disk's log, and how much history it keeps.
     Snapshots {
@@ -256,6 +258,15 @@ struct ExportArguments {
 struct SnapshotArguments {
     disk: Option<String>,
     name: String,
+    #[serde(default)]
+    alone: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SnapshotDeleteArguments {
+    disk: Option<String>,
+    name: String,
 }
 
 #[derive(Deserialize)]
@@ -331,7 +342,10 @@ impl ControlCommand {
             }
             Self::Checkpoint { disk } => ("checkpoint", json!({ "disk": disk })),
             Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
-            Self::Snapshot { disk, name } => ("snapshot", json!({ "disk": disk, "name": name })),
+            Self::Snapshot { disk, name, alone } => {
+                let arguments = json!({ "disk": disk, "name": name, "alone": alone });
+                ("snapshot", arguments)
+            }
             Self::Snapshots { disk } => ("snapshots", json!({ "disk": disk })),
             Self::SnapshotDelete { disk, name } => {
                 ("snapshot-delete", json!({ "disk": disk, "name": name }))
@@ -386,12 +400,13 @@ impl ControlCommand {
                 let ExportArguments { disk, at } = read(name, arguments)?;
                 Self::Export { disk, at }
             }
-            "snapshot" | "snapshot-delete" => {
-                let SnapshotArguments { disk, name: of } = read(name, arguments)?;
-                match name {
-                    "snapshot" => Self::Snapshot { disk, name: of },
-                    _ => Self::SnapshotDelete { disk, name: of },
-                }
+            "snapshot" => {
+                let SnapshotArguments { disk, name, alone } = read(name, arguments)?;
+                Self::Snapshot { disk, name, alone }
+            }
+            "snapshot-delete" => {
+                let SnapshotDeleteArguments { disk, name } = read(name, arguments)?;
+                Self::SnapshotDelete { disk, name }
             }
             "snapshots" => {
                 let OneDisk { disk } = read(name, arguments)?;

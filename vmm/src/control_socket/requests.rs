@@ -46,8 +46,11 @@ impl Controlled {
             )),
             ControlCommand::AddDisk { spec } => self.add_disk(spec),
             ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
-            ControlCommand::Snapshot { disk, name } => {
-                let made = self.in_log(disk.as_deref(), |disk| disk.snapshot(name.parse()?))?;
+            ControlCommand::Snapshot { disk, name, alone } => {
+                let made = self.in_log(disk.as_deref(), |disk| match alone {
+                    true => disk.snapshot_alone(name.parse()?),
+                    false => disk.snapshot(name.parse()?),
+                })?;
                 Ok(snapshot_json(&made))
             }
             ControlCommand::Snapshots { disk } => self.in_log(disk.as_deref(), |disk| {

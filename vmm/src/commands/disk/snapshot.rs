@@ -14,7 +14,17 @@ use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
 use crate::point::{mark_json, snapshot_json, time_text};
 
-/// The arguments of `walvisor disk snapshot` and `snapshot-delete`.
+/// The arguments of `walvisor disk snapshot`.
+#[derive(Args, Debug)]
+pub(super) struct MakeArguments {
+    #[command(flatten)]
+    snapshot: SnapshotArguments,
+    /// Of this disk alone: the log then keeps nothing of its other disks for it.
+    #[arg(long)]
+    alone: bool,
+}
+
+/// The arguments of `walvisor disk snapshot-delete`.
 #[derive(Args, Debug)]
 pub(super) struct SnapshotArguments {
     #[command(flatten)]
@@ -66,9 +76,13 @@ fn change<T>(
 }
 
 /// Makes a snapshot.
-pub(super) fn make(arguments: &SnapshotArguments) -> Result<(), CommandError> {
-    let SnapshotArguments { disk, name, json } = arguments;
-    let made = change(disk, |disk| disk.snapshot(*name))?;
+pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
+    let MakeArguments { snapshot, alone } = arguments;
+    let SnapshotArguments { disk, name, json } = snapshot;
+    let made = change(disk, |disk| match alone {
+        true => disk.snapshot_alone(*name),
+        false => disk.snapshot(*name),
+    })?;
     match json {
         true => print(format_args!("{}\n", snapshot_json(&made))),
         false => print(format_args!(
@@ -132,12 +146,15 @@ pub(super) fn list(arguments: &SnapshotsArguments) -> Result<(), CommandError> {
         return Ok(());
     }
     for snapshot in snapshots {
+        let of = snapshot.disk_id;
+        let alone = of.map_or_else(String::new, |id| format!("  of disk {id} alone"));
         print(format_args!(
-            "{}  {}  lsn:{}  cid:{}\n",
+            "{}  {}  lsn:{}  cid:{}  {} bytes saved{alone}\n",
             snapshot.name,
             time_text(snapshot.unix_us),
             snapshot.lsn,
-            snapshot.cid
+            snapshot.cid,
+            snapshot.saved_bytes
         ));
     }
     Ok(())
