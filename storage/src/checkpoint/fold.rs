@@ -165,10 +165,13 @@ impl Keeper {
     /// The oldest snapshot between what the base images are as of and this LSN. They are to be as of it before they go on: from then
     /// on what it needs is saved before it is overwritten.
     fn stop_before(&self, lsn: u64) -> Option<Snapshot> {
-        let reached = self.control.control.header.checkpoint_lsn.get();
-        let snapshots = Snapshot::all(&self.control.control).into_iter();
-        snapshots
-            .filter(|snapshot| reached < snapshot.lsn && snapshot.lsn < lsn)
+        let control = &self.control.control;
+        let between = control.header.checkpoint_lsn.get() + 1..lsn;
+        Snapshot::all(control)
+            .into_iter()
+            .filter(|snapshot| between.contains(&snapshot.lsn))
+            // These stay in the log, see `held`.
+            .filter(|snapshot| !control.splits_rewind(snapshot.lsn))
             .min_by_key(|snapshot| snapshot.lsn)
             .filter(|_| !planted(Mutant::FoldPassesPin))
     }

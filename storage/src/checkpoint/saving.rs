@@ -132,10 +132,7 @@ impl Keeper {
     pub(crate) fn remove_saved(&mut self) {
         let (dir, files) = (&self.log.dir, self.log.medium.files());
         let entries = &self.control.control.snapshots;
-        let needed = |lsn| {
-            let mut entries = entries.iter();
-            entries.any(|entry| entry.lsn == lsn && entry.saved.get() > 0)
-        };
+        let needed = |lsn| entries.iter().any(|entry| entry.lsn == lsn);
         for name in files.names(dir).unwrap_or_default() {
             if saved::lsn_of(dir, &name).is_some_and(|lsn| !needed(lsn)) {
                 let path = dir.join(name);
@@ -161,6 +158,14 @@ impl Saving {
         };
         let of = (lsn, count);
         let end = saved::read(&*files, &log.dir, uuid, of, Open::Existing, visit)?;
+        if let Some(End {
+            segment, offset, ..
+        }) = &end
+        {
+            // Batches that an earlier process wrote in vain must not be taken for the next ones.
+            let cut = segment.file.set_len(*offset);
+            cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
+        }
         Ok(Self {
             log: log.clone(),
             files,
