@@ -364,7 +364,19 @@ impl History {
                 self.oracle.judge_readable(&found)?;
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
-                let copied = running.keeper.step(true);
+                let mut copied = running.keeper.step(true);
+                let pins = Snapshot::all(&running.keeper.control.control);
+                let saved = copied.as_ref().err().map(|error| error.kind());
+                if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
+                    // A damaged saved file keeps the base images from going past its snapshot until that is deleted.
+                    for pin in pins {
+                        let removed = running
+                            .keeper
+                            .change_history(|control| Snapshot::remove(pin.name, control));
+                        removed.map_err(|error| error.to_string())?;
+                    }
+                    copied = running.keeper.step(true);
+                }
                 let told = copied.as_ref().err().map(|error| error.kind());
                 if told != damaged.then_some(ErrorKind::Damaged) {
                     return Err(format!(
