@@ -1,11 +1,12 @@
 //! Recovery of a log with arbitrary bytes: the entry point of the fuzz target in `fuzz/`.
 //!
-//! An *input* encodes a log: a byte with the number of segments and whether checksums are to be corrected, then
-//! pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control
-//! file), all little-endian; every other byte is zero. With corrected checksums a changed field gets past the
+//! An *input* encodes a log: a byte with the numbers of segments and of saved files and whether checksums are to be corrected,
+//! then pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control
+//! file, segments follow, and then saved files), all little-endian; every other byte is zero. With corrected checksums a changed field gets past the
 //! checks, as deep as the code goes.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::io;
 use std::mem::offset_of;
 use std::os::fd::RawFd;
@@ -19,26 +20,30 @@ use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, Kind, SEGMENT_MAGIC,
     SegmentHeader, SummaryFooter,
 };
-use crate::index::Place;
+use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::engine::Engine;
 use crate::medium::file::DataFile;
+use crate::medium::filesystem::{FileSystem, Open, PathKind};
 use crate::medium::mark::{Inode, Mark};
 use crate::medium::segment::Segment;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
+use crate::recovery::saved::read_saved;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
 use crate::{Failure, SECTOR_SIZE};
 
-/// Size of each segment file in bytes.
+/// Size of each segment file, and of each saved file, in bytes.
 const SEGMENT: usize = 64 << 10;
 /// Maximum number of segment files.
 const SEGMENTS: usize = 4;
-/// Most I/O calls that one input may cause: far more than recovery needs for so few segments.
-const MOST_CALLS: u64 = 20_000;
+/// Maximum number of saved files, which are parts of those of one snapshot.
+const SAVED: usize = 2;
+/// Most I/O calls that one input may cause: far more than recovery needs for so few files.
+const MOST_CALLS: u64 = 100_000;
 /// Places are given in units of this many bytes.
 const UNIT: usize = 64;
 
@@ -46,6 +51,7 @@ const UNIT: usize = 64;
 #[derive(Clone, Debug)]
 struct Files {
     bytes: Arc<Mutex<Vec<Vec<u8>>>>,
+    segments: usize,
     calls: Arc<AtomicU64>,
 }
 
@@ -59,13 +65,15 @@ impl Files {
     /// Builds the files that an input encodes.
     fn new(input: &[u8]) -> Self {
         let (flags, mut rest) = input.split_first().unwrap_or((&0, &[]));
-        let segments = usize::from(flags >> 1) % (SEGMENTS + 1);
+        let segments = usize::from(flags >> 1 & 7) % (SEGMENTS + 1);
+        let saved = usize::from(flags >> 4) % (SAVED + 1);
+        let count = 1 + segments + saved;
         let mut files = vec![vec![0; 2 * CONTROL_SLOT]];
-        files.resize(1 + segments, vec![0; SEGMENT]);
+        files.resize(count, vec![0; SEGMENT]);
         while let Some((head, more)) = rest.split_first_chunk::<5>() {
             let number = |at: usize| usize::from(u16::from_le_bytes([head[at], head[at + 1]]));
             let (bytes, behind) = more.split_at(number(3).min(more.len()));
-            let file = &mut files[usize::from(head[0]) % (1 + segments)];
+            let file = &mut files[usize::from(head[0]) % count];
             let at = number(1) * UNIT % file.len();
             let len = bytes.len().min(file.len() - at);
             file[at..at + len].copy_from_slice(&bytes[..len]);
@@ -77,6 +85,7 @@ impl Files {
         }
         Self {
             bytes: Arc::new(Mutex::new(files)),
+            segments,
             calls: Arc::default(),
         }
     }
@@ -260,7 +269,6 @@ impl Medium for Files {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        let count = self.bytes.lock().expect("one thread").len() - 1;
         let segment = |slot: usize| {
             let path = format!("segment-{slot:05}").into();
             (
@@ -268,7 +276,7 @@ impl Medium for Files {
                 Segment::new(path, Box::new(self.file(slot + 1))),
             )
         };
-        Ok((0..count).map(segment).collect())
+        Ok((0..self.segments).map(segment).collect())
     }
 
     fn salt(&self) -> u64 {
@@ -277,6 +285,55 @@ impl Medium for Files {
 
     fn engine(&self, _event: &Event) -> io::Result<Box<dyn Engine>> {
         unreachable!("nothing is written behind recovery's back")
+    }
+}
+
+/// The saved files: whatever the LSN of the snapshot, the same parts.
+impl FileSystem for Files {
+    fn open(&self, path: &Path, _how: Open) -> io::Result<Box<dyn DataFile>> {
+        let name = path.to_string_lossy();
+        let part = name.rsplit('-').next().and_then(|part| part.parse().ok());
+        let index = 1 + self.segments + part.unwrap_or(SAVED);
+        match index < self.bytes.lock().expect("one thread").len() {
+            true => Ok(Box::new(self.file(index))),
+            false => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    fn create_dir(&self, _path: &Path) -> io::Result<()> {
+        unreachable!("reading makes nothing")
+    }
+
+    fn rename(&self, _from: &Path, _to: &Path) -> io::Result<()> {
+        unreachable!("reading renames nothing")
+    }
+
+    fn rename_new(&self, _from: &Path, _to: &Path) -> io::Result<()> {
+        unreachable!("reading renames nothing")
+    }
+
+    fn remove(&self, _path: &Path) -> io::Result<()> {
+        unreachable!("reading removes nothing")
+    }
+
+    fn names(&self, _dir: &Path) -> io::Result<Vec<OsString>> {
+        unreachable!("the control file tells which files there are")
+    }
+
+    fn sync_dir(&self, _dir: &Path) -> io::Result<()> {
+        unreachable!("reading makes nothing")
+    }
+
+    fn kind(&self, _path: &Path) -> io::Result<PathKind> {
+        unreachable!("the control file tells which files there are")
+    }
+
+    fn exists(&self, _path: &Path) -> io::Result<bool> {
+        unreachable!("the control file tells which files there are")
+    }
+
+    fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
+        Ok(path.into())
     }
 }
 
@@ -323,27 +380,25 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let found = (scan.last.lsn, scan.records, scan.batches, scan.max_lsn);
     assert_eq!(looked?, found, "looking and recovering differ");
     assert_eq!(checked?, found, "checking and recovering differ");
+    let saved = control.control.saved_files();
     let mut extents = Extents::new();
     let mut ends: HashMap<u32, u64> = HashMap::new();
     for state in &states {
+        let disk = (state.id, state.sectors() * SECTOR_SIZE);
+        let oldest = saved.counts().iter().map(|(lsn, _)| *lsn).take(1);
+        let maps =
+            oldest.filter_map(|lsn| read_saved(files, path, &saved, disk, lsn..u64::MAX).ok());
+        let past: Vec<_> = maps.flatten().collect();
         let index = state.index();
-        for piece in index.frozen.iter().flat_map(|frozen| frozen.iter()) {
+        let frozen = index.frozen.iter().flat_map(|frozen| frozen.iter());
+        for piece in past.iter().flat_map(|past| past.iter()) {
+            extents.push(extent(state, &piece));
+        }
+        for piece in frozen {
             let end = piece.sector + piece.sectors;
-            assert!(end <= state.sectors(), "an extent beyond the disk");
             let before = ends.insert(state.id, end).unwrap_or(0);
             assert!(before <= piece.sector, "extents overlap");
-            let place = match piece.place {
-                Some(Place::Log { segment, offset }) => {
-                    let mut bytes = vec![0; (piece.sectors * SECTOR_SIZE) as usize];
-                    let read = segment.file.read_exact_at(&mut bytes, offset);
-                    read.map_err(|_| Failure::Io)
-                        .expect("the log's bytes of an extent");
-                    format!("{} {offset}", segment.path.display())
-                }
-                Some(Place::Zero { unmap, .. }) => format!("zero {unmap}"),
-                Some(Place::Memory { .. }) | None => unreachable!("nothing was written"),
-            };
-            extents.push((state.id, piece.sector, piece.sectors, place));
+            extents.push(extent(state, &piece));
         }
     }
     Ok((
@@ -351,6 +406,24 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
         control.control.header.next_lsn.get(),
         extents,
     ))
+}
+
+/// An extent of a disk, whose bytes can be read.
+fn extent(disk: &DiskState, piece: &Piece) -> (u32, u64, u64, String) {
+    let end = piece.sector + piece.sectors;
+    assert!(end <= disk.sectors(), "an extent beyond the disk");
+    let place = match &piece.place {
+        Some(Place::Log { segment, offset }) => {
+            let mut bytes = vec![0; (piece.sectors * SECTOR_SIZE) as usize];
+            let read = segment.file.read_exact_at(&mut bytes, *offset);
+            read.map_err(|_| Failure::Io)
+                .expect("the log's bytes of an extent");
+            format!("{} {offset}", segment.path.display())
+        }
+        Some(Place::Zero { unmap, .. }) => format!("zero {unmap}"),
+        Some(Place::Memory { .. }) | None => unreachable!("nothing was written"),
+    };
+    (disk.id, piece.sector, piece.sectors, place)
 }
 
 #[cfg(test)]
@@ -377,9 +450,17 @@ mod tests {
             .map(|slot| dir.join(format!("segment-{slot:05}")))
             .filter(|path| path.exists())
             .collect();
-        let mut input = vec![1 | (segments.len() as u8) << 1];
+        let names = std::fs::read_dir(dir).unwrap();
+        let mut saved: Vec<_> = names
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.to_string_lossy().contains("/saved-"))
+            .collect();
+        saved.sort();
+        assert!(saved.len() <= SAVED);
+        let mut input = vec![1 | (segments.len() as u8) << 1 | (saved.len() as u8) << 4];
         let control = dir.join("control");
-        for (file, path) in (0u8..).zip(std::iter::once(&control).chain(&segments)) {
+        let files = std::iter::once(&control).chain(&segments).chain(&saved);
+        for (file, path) in (0u8..).zip(files) {
             let bytes = std::fs::read(path).unwrap();
             let mut at = 0;
             while let Some(start) = bytes[at..].iter().position(|&byte| byte != 0) {
@@ -506,8 +587,38 @@ mod tests {
         input_of(&log)
     }
 
+    /// A log with a snapshot that its base images have gone past.
+    fn saved_log() -> Vec<u8> {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
+        let options = StoreOptions {
+            segment_size: SEGMENT as u64,
+            max_segments: SEGMENTS as u32,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+        let mut port = store.disks()[0].open_port().unwrap();
+        for round in 1..3 {
+            for sector in [0, 1, 40] {
+                let mut data = Buffer::zeroed(SECTOR_SIZE as usize);
+                data[0] = round;
+                request(&mut port, Operation::Write { sector, data });
+            }
+            request(&mut port, Operation::Flush);
+            if round == 1 {
+                store.disks()[0].snapshot("one".parse().unwrap()).unwrap();
+            }
+        }
+        store.disks()[0].checkpoint().unwrap();
+        let input = input_of(&log);
+        drop(port);
+        store.close().unwrap();
+        input
+    }
+
     /// Logs after some work: short ones, one over several segments, one of two disks, one closed, one of sealed
-    /// segments, one with restores in place.
+    /// segments, one with restores in place, one with a saved file.
     fn real_logs() -> Vec<(String, Vec<u8>)> {
         let options = StoreOptions {
             segment_size: SEGMENT as u64,
@@ -561,6 +672,7 @@ mod tests {
             log("closed", 2, 5, 2, true),
             ("sealed".to_string(), sealed_log()),
             ("rewound".to_string(), rewound_log()),
+            ("saved".to_string(), saved_log()),
         ]
     }
 
@@ -580,6 +692,12 @@ mod tests {
             let sectors: u64 = found.2.iter().map(|extent| extent.2).sum();
             assert!(
                 name != "rewound" || (found.1, sectors) == (8, 4),
+                "{found:?}"
+            );
+            // The snapshot's sectors, and none in the log: two that are adjacent, and another one.
+            let past = found.2.iter().all(|extent| extent.3.contains("saved-"));
+            assert!(
+                name != "saved" || past && (found.2.len(), sectors) == (2, 3),
                 "{found:?}"
             );
         }

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Lists the records of a log: a second reader of the format, written from FORMAT.md alone.
 
-usage: format_reader.py DIR     a JSON object a record on stdout; exit status 1 and one line on stderr if it is damaged
+usage: format_reader.py DIR                          a JSON object a record on stdout
+       format_reader.py DIR SNAPSHOT DISK IMAGE OUT  the disk of this number as of a snapshot, in a log without rewinds
+Exit status 1 and one line on stderr if it is damaged.
 """
 import json
 import os
@@ -51,8 +53,7 @@ class Control:
         for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
             if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
                 continue
-            if struct.unpack_from("<I", slot, 8) != (3,):
-                check_version(slot, path)
+            check_version(slot, path, (2, 3, 4))
             if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
                 newest = slot
         if newest is None:
@@ -72,11 +73,16 @@ class Control:
             size, _, _, self.void_lsn[disk_id] = struct.unpack_from("<4Q", entry, 24)
             image = os.fsdecode(entry[144 : 144 + path_len])
             self.disks[disk_id] = (size, image and os.path.join(home, image))
+        history = 96 + 624 * disk_count
+        (snapshot_count,) = struct.unpack_from("<I", newest, history + 4)
+        rewound = history + 16 + 96 * snapshot_count
+        # Name, LSN, number of saved records, only disk.
+        self.snapshots = []
+        for i in range(snapshot_count):
+            name, lsn, _, _, saved, disk_id = struct.unpack_from("<64s3QII", newest, history + 16 + 96 * i)
+            self.snapshots.append((name.rstrip(b"\0").decode(), lsn, saved, disk_id))
         self.rewinds = []
-        if struct.unpack_from("<I", newest, 8) == (3,):
-            history = 96 + 624 * disk_count
-            (snapshots,) = struct.unpack_from("<I", newest, history + 4)
-            rewound = history + 16 + 96 * snapshots
+        if struct.unpack_from("<I", newest, 8) != (2,):
             (count,) = struct.unpack_from("<I", newest, rewound)
             self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
         lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
@@ -113,6 +119,25 @@ class Segment:
             self.state = "candidate" if ours else "free"
 
 
+class SavedPart:
+    """A saved file, whose first record follows the one with this number."""
+
+    def __init__(self, directory, lsn, part, number, control):
+        self.name = f"saved-{lsn:020}-{part:05}"
+        try:
+            self.data = open(os.path.join(directory, self.name), "rb").read()
+        except FileNotFoundError:
+            raise Damaged(f"{self.name}: missing")
+        header = self.data[:64]
+        if len(header) < 64 or not sealed(header, b"WALVSEGM"):
+            raise Damaged(f"{self.name}: no header")
+        check_version(header, self.name)
+        (self.crc,) = struct.unpack_from("<I", header, 12)
+        self.sequence, before, first, self.salt = struct.unpack_from("<4Q", header, 32)
+        if header[16:32] != control.log or (self.sequence, before, first) != (part + 1, part, number):
+            raise Damaged(f"{self.name}: another file's header")
+
+
 class Batch:
     def __init__(self, version, fields, crc, descriptors, checksums, payload_at):
         self.version, self.crc, self.descriptors, self.checksums, self.payload_at = version, crc, descriptors, checksums, payload_at
@@ -129,7 +154,7 @@ def batch_of(data, at, offset, segment, log):
     first_lsn, count, checksum_count, payload_bytes = fields[3], *fields[7:10]
     behind = at + 96 + 20 * count
     end = behind + 4 * checksum_count
-    if first_lsn >= 1 << 62 or not 1 <= count <= 896 or checksum_count > 4096 or end > len(data):
+    if first_lsn >= 1 << 60 or not 1 <= count <= 896 or checksum_count > 4096 or end > len(data):
         return None
     if not sealed(data[at:end], b"WALVBATC"):
         return None
@@ -317,11 +342,66 @@ def read(directory):
     return records
 
 
+def saved_records(directory, lsn, count, control):
+    """Disk, first sector and bytes of each record of the saved files of an LSN."""
+    number, part, found = lsn, 0, []
+    while number < lsn + count:
+        file = SavedPart(directory, lsn, part, number, control)
+        offset, previous_crc, before = BLOCK, file.crc, number
+        while number < lsn + count:
+            batch = batch_at(file, offset, control.log)
+            # The first batch has no gap before it either.
+            if not batch or batch.first_lsn != number + 1 or not follows(batch, file, offset, previous_crc, number, len(file.data)):
+                break
+            at, checksums = batch.payload_at, iter(batch.checksums)
+            for disk_id, kind, sector, sectors in batch.descriptors:
+                payload = file.data[at : at + payload_len(kind, sectors)]
+                if any(crc32c(payload[i : i + BLOCK]) != next(checksums) for i in range(0, len(payload), BLOCK)):
+                    raise Damaged(f"{file.name}: payload at byte {at}")
+                found.append((disk_id, sector, payload if kind == 1 else bytes(512 * sectors)))
+                at += len(payload)
+            number, previous_crc, offset = batch.last_lsn, batch.crc, blocks(at)
+        if number == before or number > lsn + count:
+            raise Damaged(f"{file.name}: damaged at byte {offset}")
+        part += 1
+    return found
+
+
+def as_of(directory, name, disk_id, image, out):
+    """Writes a disk as of a snapshot."""
+    control = Control(os.path.join(directory, "control"))
+    lsn, saved = next((lsn, saved) for named, lsn, saved, only in control.snapshots if named == name and only in (0, disk_id))
+    disk = bytearray(open(image, "rb").read())
+    if saved:
+        behind = {of: count for _, of, count, _ in control.snapshots if of >= lsn and count}
+        # The oldest files count, so they are the last to be applied.
+        for of in sorted(behind, reverse=True):
+            records = [(at, data) for disk, at, data in saved_records(directory, of, behind[of], control) if disk == disk_id]
+            for at, data in records:
+                disk[512 * at : 512 * at + len(data)] = data
+        if not records:
+            raise Damaged(f"{name} does not have disk {disk_id}")
+    else:
+        for record in read(directory):
+            if record["disk_id"] == disk_id and not record["in_base"] and record["lsn"] <= lsn:
+                data = bytes(512 * record["sectors"])
+                if record["kind"] == "write":
+                    file = open(os.path.join(directory, record["segment"]), "rb")
+                    file.seek(record["payload_offset"])
+                    data = file.read(record["payload_bytes"])
+                disk[512 * record["sector"] : 512 * record["sector"] + len(data)] = data
+    open(out, "wb").write(disk)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 6):
         sys.exit(__doc__)
     try:
-        for line in read(sys.argv[1]):
-            print(json.dumps(line))
+        if len(sys.argv) == 2:
+            for line in read(sys.argv[1]):
+                print(json.dumps(line))
+        else:
+            directory, name, disk_id, image, out = sys.argv[1:]
+            as_of(directory, name, int(disk_id), image, out)
     except Damaged as error:
         sys.exit(f"damaged: {error}")

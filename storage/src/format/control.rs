@@ -3,7 +3,9 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::sealed::{CRC_AT, Decoded, Uuid, VERSION, VERSION_REWOUND, counted, crc_without, seal};
+use super::sealed::{
+    CRC_AT, Decoded, Uuid, VERSION, VERSION_REWOUND, VERSION_SAVED, counted, crc_without, seal,
+};
 use crate::Buffer;
 use crate::mutant::{Mutant, planted};
 
@@ -21,7 +23,8 @@ const MAX_DISKS: usize = (CONTROL_SLOT
 
 /// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. If disks
 /// were rewound, a [`RewindHeader`] and its [`RewindEntry`]s follow, and the version is [`VERSION_REWOUND`]: programs that
-/// know no rewinds refuse the log.
+/// know no rewinds refuse the log. If a snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same
+/// reason.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -262,6 +265,17 @@ impl Control {
         void_lsn.max(self.header.checkpoint_lsn.get())
     }
 
+    /// The version of its slot: the lowest of a program that knows all that it has.
+    fn version(&self) -> u32 {
+        let mut snapshots = self.snapshots.iter();
+        let saved = |entry: &SnapshotEntry| entry.saved > 0 || entry.disk_id > 0;
+        match () {
+            () if snapshots.any(saved) => VERSION_SAVED,
+            () if !self.rewinds.is_empty() => VERSION_REWOUND,
+            () => VERSION,
+        }
+    }
+
     /// The sealed slot, ready to be written at `(generation % 2) * CONTROL_SLOT`.
     ///
     /// # Panics
@@ -271,11 +285,8 @@ impl Control {
         let (mut header, mut history) = (self.header, self.history);
         header.disk_count = U32::new(self.disks.len() as u32);
         history.snapshot_count = U32::new(self.snapshots.len() as u32);
-        header.version = U32::new(match self.rewinds.is_empty() {
-            true => VERSION,
-            false => VERSION_REWOUND,
-        });
-        // All zero if there are none, as a slot of the older version is here.
+        header.version = U32::new(self.version());
+        // All zero if there are none, as a slot of the oldest version is here.
         let rewound = RewindHeader {
             rewind_count: U32::new(self.rewinds.len() as u32),
             reserved: U32::new(0),
@@ -305,21 +316,20 @@ impl Control {
         if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
             return Decoded::Invalid;
         }
-        let rewound = header.version.get() == VERSION_REWOUND;
-        if header.version.get() != VERSION && !rewound {
-            return Decoded::Version(header.version.get());
+        let version = std::mem::replace(&mut header.version, U32::new(VERSION));
+        if !(VERSION..=VERSION_SAVED).contains(&version.get()) {
+            return Decoded::Version(version.get());
         }
-        header.version = U32::new(VERSION);
         let tables = || {
             let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
             let (history, rest) = HistoryHeader::read_from_prefix(rest).ok()?;
             let (snapshots, rest) = table::<SnapshotEntry>(rest, history.snapshot_count)?;
-            let rewinds = match rewound {
-                true => {
+            let rewinds = match version.get() {
+                VERSION => Vec::new(),
+                _ => {
                     let (rewound, rest) = RewindHeader::read_from_prefix(rest).ok()?;
                     table::<RewindEntry>(rest, rewound.rewind_count)?.0
                 }
-                false => Vec::new(),
             };
             Some(Self {
                 header,
@@ -388,10 +398,10 @@ mod tests {
         }
     }
 
-    /// A slot is of the older version, byte by byte, unless a disk was rewound; then only a program that knows rewinds reads
-    /// it.
+    /// A slot is of the oldest version, byte by byte, unless a disk was rewound; then only a program that knows rewinds reads
+    /// it. The same holds for saved files and snapshots of one disk.
     #[test]
-    fn the_version_of_a_slot_tells_of_rewinds() {
+    fn the_version_of_a_slot_tells_of_what_it_has() {
         let version = |slot: &[u8]| slot[8];
         let without = control(2, Vec::new()).encode();
         assert_eq!(version(&without), 2);
@@ -405,6 +415,25 @@ mod tests {
         let numbers = |rewind: &RewindEntry| (rewind.to.get(), rewind.at.get());
         let read: Vec<_> = read.rewinds.iter().map(numbers).collect();
         assert_eq!(read, [(3, 10), (9, 11), (4, 99)]);
+
+        let with = |saved, disk_id, rewinds| {
+            let mut control = control(2, rewinds);
+            let snapshot = &mut control.snapshots[1];
+            (snapshot.saved, snapshot.disk_id) = (U32::new(saved), U32::new(disk_id));
+            control.encode()
+        };
+        for slot in [with(7, 0, Vec::new()), with(0, 2, vec![rewind(3, 10)])] {
+            assert_eq!(version(&slot), 4);
+            let Decoded::Valid(read) = Control::decode(&slot) else {
+                panic!("a valid slot");
+            };
+            let snapshot = &read.snapshots[1];
+            assert!(snapshot.saved > 0 || snapshot.disk_id > 0 && read.rewinds.len() == 1);
+        }
+        let mut later = control(1, Vec::new()).encode();
+        later[8] = 5;
+        seal(&mut later);
+        assert!(matches!(Control::decode(&later), Decoded::Version(5)));
     }
 
     #[test]

@@ -8,6 +8,8 @@ pub(crate) const BLOCK: usize = 4096;
 pub(crate) const VERSION: u32 = 2;
 /// The version of a control slot with rewinds. Everything else stays as it is.
 pub(crate) const VERSION_REWOUND: u32 = 3;
+/// The version of a control slot with saved files, or with a snapshot of one disk. It may have rewinds.
+pub(crate) const VERSION_SAVED: u32 = 4;
 /// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
 /// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;

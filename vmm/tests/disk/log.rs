@@ -209,7 +209,6 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     println!("{FLIPS} flipped bits, {damaged} of them damage");
 }
 
-/// Both readers take the batches of sealed segments from the summaries, and read a segment whose summary is damaged.
 /// A disk restored in place, twice, and the disk beside it: both readers know which records that undid.
 #[test]
 fn both_readers_know_what_a_restore_in_place_undid() {
@@ -250,6 +249,7 @@ fn both_readers_know_what_a_restore_in_place_undid() {
     }
 }
 
+/// Both readers take the batches of sealed segments from the summaries, and read a segment whose summary is damaged.
 #[test]
 fn both_readers_use_and_refuse_the_same_summaries() {
     const SEGMENT: u64 = 128 << 10;
@@ -522,4 +522,109 @@ fn a_log_gets_another_size_and_a_small_one_is_told() {
         "big.img.wal: 34359738368 bytes now, 2147483648 before\n"
     );
     done(dir, "disk create other.img --size 1T --log big.img.wal");
+}
+
+/// The disks go on for several rounds of the ring after two snapshots, so what these need of the images is saved. Both readers see the
+/// same disks as of each snapshot, and both report a damaged file.
+#[test]
+fn both_readers_see_the_same_disks_as_of_a_snapshot() {
+    if !have_python() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    // What is not copied when the log is closed stays in it.
+    let options = StoreOptions {
+        close_time: Some(std::time::Duration::ZERO),
+        ..SMALL
+    };
+    let at = |name: &str| dir.path().join(name);
+    let disks = [at("a.img"), at("b.img")];
+    for disk in &disks {
+        create_disk(disk, 2 * MIB, &at("log"), &options).unwrap();
+    }
+    let opened = disks.each_ref().map(DiskOptions::new);
+    let store = Store::open(&at("log"), &opened, &options).unwrap();
+    let open = |disk: &walvisor_storage::Disk| disk.open_port().unwrap();
+    let mut ports: Vec<Port> = store.disks().iter().map(open).collect();
+    work(&mut ports, 11, 200);
+    store.disks()[0].snapshot("both".parse().unwrap()).unwrap();
+    work(&mut ports, 12, 600);
+    let alone = store.disks()[1].snapshot_alone("b-alone".parse().unwrap());
+    assert_eq!(alone.unwrap().disk_id, Some(2));
+    work(&mut ports, 13, 900);
+    // The images have not gone past this one.
+    store.disks()[0].checkpoint().unwrap();
+    work(&mut ports, 14, 20);
+    store.disks()[0].snapshot("last".parse().unwrap()).unwrap();
+    work(&mut ports, 15, 20);
+    drop(ports);
+    store.close().unwrap();
+
+    let snapshots = json(&done(dir.path(), "disk snapshots a.img --log log --json"));
+    let bytes = |i: usize| snapshots[i]["saved_bytes"].as_u64().unwrap();
+    assert!(bytes(0) > 0 && bytes(1) > 0 && bytes(2) == 0, "{snapshots}");
+    let second = |name: &str, disk: usize| {
+        let output = Command::new("python3")
+            .arg(READER)
+            .args(["log", name, &format!("{}", disk + 1)])
+            .args([["a.img", "b.img"][disk], "second"])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        match output.status.success() {
+            true => Ok(std::fs::read(at("second")).unwrap()),
+            false => Err(error),
+        }
+    };
+    let first = |name: &str, disk: usize| {
+        let image = ["a.img", "b.img"][disk];
+        let _ = std::fs::remove_file(at("first"));
+        walvisor(
+            dir.path(),
+            &format!("disk restore {image} --log log --at snapshot:{name} -o first"),
+        )
+    };
+    let seen = [
+        ("both", 0),
+        ("both", 1),
+        ("b-alone", 1),
+        ("last", 0),
+        ("last", 1),
+    ];
+    let seen = seen.map(|(name, disk)| {
+        let output = first(name, disk);
+        assert!(output.status.success(), "{name}: {output:?}");
+        let bytes = std::fs::read(at("first")).unwrap();
+        assert!(
+            second(name, disk).unwrap() == bytes,
+            "{name} of disk {disk}"
+        );
+        bytes
+    });
+    assert!(seen[0] != seen[3] && seen[1] != seen[2] && seen[2] != seen[4]);
+
+    let part = names(&at("log"))
+        .into_iter()
+        .find(|name| name.starts_with("saved-"))
+        .expect("a saved file");
+    let path = at("log").join(part);
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    // The header of the file, of its first batch, and a payload behind it.
+    for offset in [40, 4096 + 60, 4096 + 4096 + 5000] {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, offset).unwrap();
+        file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
+        let error = String::from_utf8_lossy(&first("both", 0).stderr).into_owned();
+        assert!(error.contains("saved-"), "byte {offset}: {error}");
+        let error = second("both", 0).expect_err("damage");
+        assert!(
+            error.starts_with("damaged: saved-"),
+            "byte {offset}: {error}"
+        );
+        // The snapshot behind it, and the disk, are as they were.
+        assert!(first("last", 0).status.success(), "byte {offset}");
+        file.write_all_at(&byte, offset).unwrap();
+    }
+    assert!(first("both", 0).status.success());
 }
