@@ -292,7 +292,7 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         }),
         (
             "pinned_bytes",
-            "Bytes of the segments that snapshots need, or looks at the past.",
+            "Bytes of the segments that must stay, for snapshots or looks at the past.",
             |history| history.pinned_bytes,
         ),
         (

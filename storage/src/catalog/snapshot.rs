@@ -95,6 +95,14 @@ impl Snapshot {
         snapshots.collect()
     }
 
+    /// The snapshots between the two points of a restore in place, oldest first. The base images can't be as of them, so what they
+    /// need stays in the log.
+    pub(crate) fn staying(control: &Control) -> Vec<Self> {
+        let mut all = Self::all(control);
+        all.retain(|snapshot| control.splits_rewind(snapshot.lsn));
+        all
+    }
+
     /// Whether it is of this disk.
     pub(crate) fn has(&self, disk_id: u32) -> bool {
         self.disk_id.is_none_or(|id| id == disk_id)

@@ -29,8 +29,8 @@ use crate::sync::Arc;
 const WARN_PERCENT: u128 = 80;
 
 /// Who needs what comes behind this LSN, and what to do about it.
-fn who_needs(snapshots: &[Snapshot], lsn: u64) -> String {
-    match snapshots.iter().find(|snapshot| snapshot.lsn <= lsn) {
+fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
+    match staying.iter().find(|snapshot| snapshot.lsn == lsn) {
         Some(Snapshot { name, .. }) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
@@ -65,7 +65,7 @@ impl Keeper {
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
-            let (retain, pinned) = (state.keeper.retain, self.held(&state));
+            let (retain, pinned) = (state.keeper.retain, state.keeper.held());
             let index = log.counters.index.bytes();
             self.tell_crowded(&state, index);
             let heavy = index >= log.index_limit / 2;
@@ -124,7 +124,7 @@ impl Keeper {
         let retain = state.keeper.retain;
         let pinned = match planted(Mutant::FoldPassesPin) {
             true => u64::MAX,
-            false => self.held(state).unwrap_or(u64::MAX),
+            false => state.keeper.held().unwrap_or(u64::MAX),
         };
         let now = state.stamps.now();
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
@@ -147,19 +147,10 @@ impl Keeper {
         })
     }
 
-    /// What comes behind this LSN must stay in the log: a look needs it, or a snapshot between the two points of a rewind, which the
-    /// base images can't be as of. `None`: there is neither.
-    pub(super) fn held(&self, state: &State) -> Option<u64> {
-        let keeper = &state.keeper;
-        let lsns = keeper.snapshots.iter().map(|snapshot| snapshot.lsn);
-        let split = lsns.filter(|lsn| self.control.control.splits_rewind(*lsn));
-        split.chain(keeper.looks.iter().copied()).min()
-    }
-
     /// Whether there is something that must stay in the log, for the simulation.
     #[cfg(test)]
     pub(crate) fn must_keep(&self) -> bool {
-        self.held(&self.log.lock()).is_some()
+        self.log.lock().keeper.held().is_some()
     }
 
     /// The oldest snapshot between what the base images are as of and this LSN. They are to be as of it before they go on: from then
@@ -170,7 +161,7 @@ impl Keeper {
         Snapshot::all(control)
             .into_iter()
             .filter(|snapshot| between.contains(&snapshot.lsn))
-            // These stay in the log, see `held`.
+            // These stay in the log.
             .filter(|snapshot| !control.splits_rewind(snapshot.lsn))
             .min_by_key(|snapshot| snapshot.lsn)
             .filter(|_| !planted(Mutant::FoldPassesPin))
@@ -199,7 +190,7 @@ impl Keeper {
             let log = self.log.clone();
             let mut state = log.lock();
             let newest = self.control.control.with_rewinds(state.pipeline.appended());
-            let held = self.held(&state).unwrap_or(u64::MAX);
+            let held = state.keeper.held().unwrap_or(u64::MAX);
             let stop = self.stop_before(newest).filter(|stop| stop.lsn <= held);
             let Some(stop) = stop else {
                 break;
@@ -242,8 +233,8 @@ impl Keeper {
     /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
     /// over meanwhile.
     fn tell_crowded(&mut self, state: &State, index: u64) {
-        let (log, most, held) = (&self.log, state.ring.most(), self.held(state));
-        let used = held.map_or(0, |lsn| state.ring.newer(lsn));
+        let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
+        let used = state.held_segments();
         let parts = [
             (used as u64, most as u64, "room"),
             (index, log.index_limit, "memory for the index"),
@@ -256,7 +247,7 @@ impl Keeper {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
                 log.dir.display(),
-                who_needs(&state.keeper.snapshots, lsn)
+                who_needs(&state.keeper.staying, lsn)
             );
         }
         self.crowded = pinned.is_some();
@@ -264,9 +255,8 @@ impl Keeper {
 
     /// The error that says that something can't be done because of what comes behind this LSN.
     pub(super) fn pinned(&self, what: &str, lsn: u64) -> Error {
-        let snapshots = self.log.lock().keeper.snapshots.clone();
-        let dir = self.log.dir.display();
-        Error::full(format!("{dir}: {what}: {}", who_needs(&snapshots, lsn)))
+        let who = who_needs(&self.log.lock().keeper.staying, lsn);
+        Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
     /// Returns whether the segments are folded. Otherwise the log is being closed, or everything was copied in their place.

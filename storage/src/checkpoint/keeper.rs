@@ -23,7 +23,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
 use crate::checkpoint::pace::{CopyPace, Growth};
-use crate::checkpoint::saving::Saving;
+use crate::checkpoint::saved_file::Saving;
 use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -577,7 +577,7 @@ impl Keeper {
             };
         }
         let newest = state.pipeline.appended();
-        if let Some(lsn) = self.held(&state)
+        if let Some(lsn) = state.keeper.held()
             && lsn < self.control.control.with_rewinds(newest)
             && self.frozen_at.is_none()
         {

@@ -8,5 +8,6 @@ pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
 mod runs;
-pub(crate) mod saving;
+pub(crate) mod saved_file;
+mod saving;
 mod troubles;

@@ -33,7 +33,7 @@ pub struct LogHistory {
     pub horizon: Commit,
     /// Bytes of the segments that are in use.
     pub kept_bytes: u64,
-    /// Bytes of those that snapshots, or looks at the past, need.
+    /// Bytes of those that must stay, for a snapshot between the two points of a restore in place or for a look at the past.
     pub pinned_bytes: u64,
     /// Bytes of all segments that the log may have.
     pub room_bytes: u64,

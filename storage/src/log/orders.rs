@@ -81,6 +81,8 @@ pub(crate) struct KeeperState {
     pub retain: Retain,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
+    /// Those of them that need the log as long as they are there: the base images can't be as of them.
+    pub staying: Vec<Snapshot>,
     /// What was saved for snapshots that the base images have gone past.
     pub saved: SavedFiles,
     /// Bytes of all saved files.
@@ -110,6 +112,13 @@ impl KeeperState {
         let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
         let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
         ahead.chain(self.looks.iter().copied()).min()
+    }
+
+    /// What comes behind this LSN must stay in the log: a look needs it, or a snapshot that the base images can't be as of. `None`: there is
+    /// neither.
+    pub(crate) fn held(&self) -> Option<u64> {
+        let staying = self.staying.iter().map(|snapshot| snapshot.lsn);
+        staying.chain(self.looks.iter().copied()).min()
     }
 
     /// Whether requests that need room fail after this attempt to make some.

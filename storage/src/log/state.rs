@@ -92,9 +92,9 @@ impl State {
         self.keeper.retain != Retain::Nothing || self.keeper.pinned().is_some()
     }
 
-    /// How many segments hold what a snapshot or a look at the past needs.
-    pub(crate) fn pinned_segments(&self) -> usize {
-        self.keeper.pinned().map_or(0, |lsn| self.ring.newer(lsn))
+    /// How many segments must stay, for a snapshot or for a look at the past.
+    pub(crate) fn held_segments(&self) -> usize {
+        self.keeper.held().map_or(0, |lsn| self.ring.newer(lsn))
     }
 
     /// Whether the keeper is to look for segments that it can free, now that another one is in use.
@@ -294,7 +294,7 @@ impl Log {
         LogHistory {
             horizon: state.horizon,
             kept_bytes: bytes(state.ring.live().count()),
-            pinned_bytes: bytes(state.pinned_segments()),
+            pinned_bytes: bytes(state.held_segments()),
             room_bytes: bytes(state.ring.most()),
             index_bytes: self.counters.index.bytes(),
             saved_bytes: state.keeper.saved_bytes,

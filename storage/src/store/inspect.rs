@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::catalog::control::find_control;
 use crate::catalog::options::DiskOptions;
 use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, Result};
 use crate::index::IndexMemory;
 use crate::log::history::LogHistory;
@@ -160,13 +161,14 @@ pub fn inspect_telling(
         records.extents.count_in(&index);
     }
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
-    let pinned = control.control.pinned();
+    let staying = Snapshot::staying(&control.control);
+    let held = staying.first().map(|snapshot| snapshot.lsn);
     let bytes = |segments: usize| segments as u64 * header.segment_size.get();
     let (snapshots, saved_bytes) = snapshots(&*files(), log_dir, &control.control);
     let history = LogHistory {
         horizon: scan.horizon,
         kept_bytes: bytes(scan.live.len()),
-        pinned_bytes: bytes(pinned.map_or(0, |lsn| newer(lsn).count())),
+        pinned_bytes: bytes(held.map_or(0, |lsn| newer(lsn).count())),
         room_bytes: bytes(header.max_segments.get() as usize),
         index_bytes: index.bytes(),
         retain: Retain::of(&control.control.history),

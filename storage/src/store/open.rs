@@ -388,6 +388,7 @@ fn new_log(
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
+    state.keeper.staying = Snapshot::staying(&control.control);
     state.keeper.reached = checkpoint_lsn;
     state.keeper.pauses = options.on_full == OnFull::Pause;
     Log {

@@ -191,9 +191,15 @@ fn what_cannot_be_looked_at_is_refused() {
 /// The output of `walvisor ctl ctl WORDS`.
 #[track_caller]
 fn ctl(dir: &Path, words: &str) -> Value {
+    serde_json::from_str(&told(dir, words)).unwrap()
+}
+
+/// The same as text.
+#[track_caller]
+fn told(dir: &Path, words: &str) -> String {
     let output = walvisor(dir, &format!("ctl ctl {words}"));
     assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    text(&output.stdout)
 }
 
 /// A client's disk is named at one moment while the client goes on writing; the log keeps it, and what it is told to keep,
@@ -240,7 +246,6 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
             "set-retain much",
             "is no amount of history: give off, all, a time such as 24h",
         ),
-        ("checkpoint", "snapshot 'at-9' needs the log"),
     ] {
         let output = walvisor(dir, &format!("ctl ctl {words}"));
         assert_eq!(output.status.code(), Some(1));
@@ -305,11 +310,8 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     daemon.stop();
 }
 
-/// The owner is told once when snapshots have almost filled the log, and again if that was over meanwhile.
-#[test]
-fn a_log_that_fills_up_for_a_snapshot_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    let dir = dir.path();
+/// A log of 2.5 MiB, of a disk of 8 MiB.
+fn small_log(dir: &Path) {
     let options = StoreOptions {
         segment_size: 256 << 10,
         max_segments: 10,
@@ -317,37 +319,122 @@ fn a_log_that_fills_up_for_a_snapshot_says_so() {
     };
     let log = dir.join("disk.img.wal");
     create_disk(&dir.join("disk.img"), 8 * MIB, &log, &options).unwrap();
+}
+
+/// What the only log of a daemon has of its history.
+fn log_history(dir: &Path) -> Value {
+    ctl(dir, "stats --json")["logs"][0]["history"].clone()
+}
+
+/// The bytes of the saved files of the log.
+fn saved_bytes(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir.join("disk.img.wal")).unwrap();
+    let entries = entries.map(|entry| entry.unwrap());
+    let saved = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("saved-"));
+    saved.map(|entry| entry.metadata().unwrap().len()).sum()
+}
+
+/// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once, and the log never fills up.
+#[test]
+fn a_snapshot_takes_what_has_changed_since_and_does_not_fill_the_log() {
+    const BLOCKS: u64 = 200;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    small_log(dir);
     let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
     let mut client = RawClient::extended(&dir.join("s"));
-    let history = || ctl(dir, "stats --json")["logs"][0]["history"].clone();
-    for round in 0..2 {
-        ctl(dir, &format!("snapshot held-{round}"));
+    let mut write = |number: u64| {
+        client.write(1, number % BLOCKS * 32_768, &[number as u8; 32_768]);
+        client.flush(2);
+    };
+    (0..BLOCKS).for_each(&mut write);
+    ctl(dir, "snapshot monday");
+    (1000..1000 + 3 * BLOCKS).for_each(&mut write);
+    ctl(dir, "checkpoint");
+    let history = log_history(dir);
+    assert_eq!(history["pinned_bytes"], 0);
+    assert_eq!(history["oldest_snapshot"]["name"], "monday");
+    let saved = history["saved_bytes"].as_u64().unwrap();
+    assert_eq!(saved, saved_bytes(dir));
+    let changed = BLOCKS * 32_768;
+    assert!(
+        (changed..changed + changed / 16).contains(&saved),
+        "{saved}"
+    );
+    let metrics = told(dir, "stats --prometheus");
+    assert_eq!(metric(&metrics, "walvisor_log_saved_bytes"), saved);
+    let oldest = "walvisor_log_oldest_snapshot_seconds{log=\"disk.img.wal\",snapshot=\"monday\"} ";
+    assert!(metrics.contains(oldest), "{metrics}");
+    let stats = told(dir, "stats");
+    let line = "for snapshots (1, the oldest 'monday', ";
+    assert!(stats.contains(line), "{stats}");
+    assert!(
+        stats.contains(&format!("and {saved} more beside the log")),
+        "{stats}"
+    );
+    told(dir, "export -o before.img --at snapshot:monday");
+    let before = fs::read(dir.join("before.img")).unwrap();
+    for (number, block) in before.chunks(32_768).take(BLOCKS as usize).enumerate() {
+        assert!(block.iter().all(|byte| *byte == number as u8), "{number}");
+    }
+    ctl(dir, "snapshot-delete monday");
+    assert_eq!(
+        (saved_bytes(dir), &log_history(dir)["saved_bytes"]),
+        (0, &0.into())
+    );
+    drop(client);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// What a snapshot between the two points of a restore in place needs stays in the log, and so does what a look reads.
+#[test]
+fn a_log_that_fills_up_with_what_must_stay_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    small_log(dir);
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,retain=all",
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    for name in ["before", "held", "after"] {
+        client.write(1, 0, &[7; 512]);
+        client.flush(2);
+        ctl(dir, &format!("snapshot {name}"));
+    }
+    drop(client);
+    daemon.stop();
+    let restored = walvisor(dir, "disk restore disk.img --at snapshot:before --in-place");
+    assert!(restored.status.success(), "{restored:?}");
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=disk.img,socket=s,retain=off",
+    );
+    let mut client = RawClient::extended(&dir.join("s"));
+    // The other one that was undone.
+    ctl(dir, "snapshot-delete after");
+    for (begin, end) in [
+        ("snapshot other", "snapshot-delete held"),
+        ("look --at newest --socket l --keep", "unlook l"),
+    ] {
+        told(dir, begin);
         let mut number = 0;
-        let told = loop {
+        let history = loop {
             client.write(1, number % 200 * 32_768, &[7; 32_768]);
             client.flush(2);
             number += 1;
-            let told = history();
-            if told["pinned_bytes"].as_u64() >= Some(8 * (256 << 10)) {
-                break told;
+            let history = log_history(dir);
+            if history["pinned_bytes"].as_u64() >= Some(8 * (256 << 10)) {
+                break history;
             }
         };
-        assert_eq!(told["room_bytes"], 10 * (256 << 10));
-        assert_eq!(told["oldest_snapshot"]["name"], format!("held-{round}"));
-        let told = text(&walvisor(dir, "ctl ctl stats --prometheus").stdout);
-        let pinned = metric(&told, "walvisor_log_pinned_bytes");
-        assert!(pinned >= 8 * (256 << 10));
-        let oldest = format!(
-            "walvisor_log_oldest_snapshot_seconds{{log=\"disk.img.wal\",snapshot=\"held-{round}\"}} "
-        );
-        assert!(told.contains(&oldest), "{told}");
-        let told = text(&walvisor(dir, "ctl ctl stats").stdout);
-        let line = format!("for snapshots (1, the oldest 'held-{round}', ");
-        assert!(told.contains(&line), "{told}");
+        assert_eq!(history["room_bytes"], 10 * (256 << 10));
+        let metrics = told(dir, "stats --prometheus");
+        assert!(metric(&metrics, "walvisor_log_pinned_bytes") >= 8 * (256 << 10));
         // The log's thread carries out the second of these after it has looked at the log.
-        ctl(dir, "snapshot other");
-        ctl(dir, "snapshot-delete other");
-        ctl(dir, &format!("snapshot-delete held-{round}"));
+        ctl(dir, "set-retain off");
+        ctl(dir, "set-retain off");
+        told(dir, end);
         // Now it has seen that the log has room again.
         ctl(dir, "set-retain off");
         ctl(dir, "set-retain off");
@@ -356,10 +443,11 @@ fn a_log_that_fills_up_for_a_snapshot_says_so() {
     let errors = daemon.stop();
     let told: Vec<_> = errors.lines().collect();
     assert_eq!(told.len(), 2, "{errors}");
-    for (round, line) in told.into_iter().enumerate() {
-        let part = format!(
-            "80 % of its room, and writes fail at 100 %: snapshot 'held-{round}' needs the log; delete it with 'snapshot-delete held-{round}'"
-        );
+    for (line, who) in told.into_iter().zip([
+        "snapshot 'held' needs the log; delete it with 'snapshot-delete held'",
+        "a look at a disk needs the log; end it (unlook)",
+    ]) {
+        let part = format!("80 % of its room, and writes fail at 100 %: {who}");
         assert!(line.contains(&part), "{line}");
     }
 }

@@ -1,0 +1,326 @@
+//! Writing saved files, which have what snapshots need of the base images. See [`saved`](crate::recovery::saved).
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use zerocopy::FromZeros;
+use zerocopy::little_endian::{U16, U32, U64};
+
+use crate::checkpoint::copy::Layer;
+use crate::error::{Error, Result, invalid};
+use crate::format::{
+    self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, Kind, SEGMENT_MAGIC, SegmentHeader, Uuid,
+    VERSION,
+};
+use crate::index::ExtentMap;
+use crate::log::disk_state::DiskState;
+use crate::log::state::Log;
+use crate::medium::checksum;
+use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::holes::DataRanges;
+use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
+use crate::recovery::replay::place;
+use crate::recovery::saved::{self, End};
+use crate::sync::Arc;
+use crate::{Buffer, SECTOR_SIZE, parallel};
+
+/// Most bytes of a saved file, of which only a multiple of a batch is in use.
+const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
+/// Most bytes of a record, and of the payloads of a batch.
+const RECORD: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
+const BATCH: usize = if cfg!(test) { 16 << 10 } else { 4 << 20 };
+/// Base images are read by so many threads.
+const READERS: usize = if cfg!(test) { 1 } else { 16 };
+
+/// The saved files that a copy adds to: those of the newest snapshot that the base images hold or have gone past.
+pub(crate) struct Saving {
+    log: Arc<Log>,
+    files: Arc<dyn FileSystem>,
+    /// The snapshot's LSN.
+    pub(super) lsn: u64,
+    /// How many records there are, not counting those below.
+    pub(super) count: u32,
+    /// Where the next batch goes; `None`: there is no file yet.
+    end: Option<End>,
+    parts: u64,
+    /// What is saved of each disk.
+    disks: BTreeMap<u32, ExtentMap>,
+    /// The next batch.
+    records: Vec<(Descriptor, Option<Buffer>)>,
+    payload: usize,
+}
+
+/// A range of a disk that is to be saved, in bytes, with what the base image has there; `None`: a hole.
+type Found = Result<(u32, Range<u64>, Option<Buffer>)>;
+
+impl Saving {
+    /// The saved files of the snapshots as of `lsn`, which have `count` records.
+    pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Self> {
+        let files = log.medium.files();
+        let mut disks: BTreeMap<u32, ExtentMap> = BTreeMap::new();
+        let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
+            note(&mut disks, segment, descriptor, at);
+        };
+        let of = (lsn, count);
+        let end = saved::read(&*files, &log.dir, uuid, of, Open::Existing, visit)?;
+        if let Some(End {
+            segment, offset, ..
+        }) = &end
+        {
+            // Batches that an earlier process wrote in vain must not be taken for the next ones.
+            let cut = segment.file.set_len(*offset);
+            cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
+        }
+        Ok(Self {
+            log: log.clone(),
+            files,
+            lsn,
+            count,
+            parts: end.as_ref().map_or(0, |end| end.header.sequence.get()),
+            end,
+            disks,
+            records: Vec::new(),
+            payload: 0,
+        })
+    }
+
+    /// Adds what the base images have under these layers and is not saved. Returns `false` if the time for that is over.
+    pub(super) fn save(
+        &mut self,
+        layers: &[Layer],
+        needed: impl Fn(&DiskState) -> bool,
+    ) -> Result<bool> {
+        let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
+        for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
+            let unsaved = match self.disks.get(&disk.id) {
+                Some(saved) if !planted(Mutant::SavedAgain) => Some(layer.without(saved)),
+                _ => None,
+            };
+            let first = ranges.len();
+            for piece in unsaved.as_ref().unwrap_or(layer).iter() {
+                let (start, end) = (piece.sector, piece.sector + piece.sectors);
+                match ranges[first..].last_mut() {
+                    Some((_, last)) if last.end == start * SECTOR_SIZE => {
+                        last.end = end * SECTOR_SIZE;
+                    }
+                    _ => ranges.push((disk, start * SECTOR_SIZE..end * SECTOR_SIZE)),
+                }
+            }
+        }
+        if planted(Mutant::SnapshotUnsaved) {
+            ranges.clear();
+        }
+        let log = self.log.clone();
+        let parts = ranges.into_iter().flat_map(|(disk, range)| {
+            let data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), RECORD);
+            with_holes(range, data).map(move |part| (disk, part))
+        });
+        let read = |(disk, part): (&DiskState, Result<(Range<u64>, bool)>)| -> Found {
+            let (range, has_data) = part?;
+            if !has_data {
+                return Ok((disk.id, range, None));
+            }
+            let mut buffer = Buffer::for_overwrite((range.end - range.start) as usize);
+            let read = disk.base.read_exact_at(&mut buffer, range.start);
+            read.map_err(|error| Error::io("read the base image", &disk.path, error))?;
+            Ok((disk.id, range, Some(buffer)))
+        };
+        let mut whole = true;
+        parallel::in_order(READERS, parts, read, |found| {
+            let (disk_id, range, data) = found?;
+            self.push(disk_id, range, data)?;
+            whole = !log.lock().keeper.is_over();
+            Ok::<_, Error>(whole)
+        })?;
+        Ok(whole)
+    }
+
+    /// Adds a record.
+    pub(super) fn push(
+        &mut self,
+        disk_id: u32,
+        range: Range<u64>,
+        data: Option<Buffer>,
+    ) -> Result<()> {
+        let len = data.as_ref().map_or(0, |data| data.len());
+        let full = self.payload + len > BATCH || self.records.len() == format::MAX_DESCRIPTORS;
+        if full && !self.records.is_empty() {
+            self.write()?;
+        }
+        let kind = data.as_ref().map_or(Kind::Discard, |_| Kind::Write);
+        let descriptor = Descriptor {
+            disk_id: U32::new(disk_id),
+            kind: U32::new(kind as u32),
+            sector: U64::new(range.start / SECTOR_SIZE),
+            sectors: U32::new(((range.end - range.start) / SECTOR_SIZE) as u32),
+        };
+        self.records.push((descriptor, data));
+        self.payload += len;
+        Ok(())
+    }
+
+    /// Writes the collected records as a batch.
+    pub(super) fn write(&mut self) -> Result<()> {
+        let (records, payload) = (
+            std::mem::take(&mut self.records),
+            std::mem::take(&mut self.payload),
+        );
+        if records.is_empty() {
+            return Ok(());
+        }
+        let data = || records.iter().filter_map(|(_, data)| data.as_ref());
+        let checksums: Vec<u32> = data().flat_map(|data| checksum::of(data)).collect();
+        let head = format::header_len(records.len(), checksums.len()).next_multiple_of(BLOCK);
+        let len = head + payload.next_multiple_of(BLOCK);
+        let number = self.lsn + u64::from(self.count);
+        let end = self.room(len as u64, number)?;
+        let header = BatchHeader {
+            magic: BATCH_MAGIC,
+            version: U32::new(VERSION),
+            crc: U32::new(0),
+            log: end.header.log,
+            sequence: end.header.sequence,
+            salt: end.header.salt,
+            cid: U64::new(0),
+            first_lsn: U64::new(number + 1),
+            durable_lsn: U64::new(0),
+            unix_us: U64::new(0),
+            previous_crc: U32::new(end.previous_crc),
+            descriptor_count: U16::new(records.len() as u16),
+            checksum_count: U16::new(checksums.len() as u16),
+            payload_bytes: U64::new(payload as u64),
+        };
+        let mut bytes = Buffer::zeroed(len);
+        let descriptors = records.iter().map(|(descriptor, _)| *descriptor);
+        let crc = header.encode(descriptors, checksums.iter().copied(), &mut bytes[..head]);
+        let mut at = head;
+        for data in data() {
+            bytes[at..at + data.len()].copy_from_slice(data);
+            at += data.len();
+        }
+        let (segment, offset) = (end.segment.clone(), end.offset);
+        let written = segment.file.allocate(offset + len as u64);
+        let written = written.and_then(|()| segment.file.write_all_at(&bytes, offset));
+        written
+            .map_err(|error| Error::io("save what a snapshot needs in", &segment.path, error))?;
+        (end.offset, end.previous_crc) = (offset + len as u64, crc);
+        let mut at = offset + head as u64;
+        let mut checksums = &checksums[..];
+        for (descriptor, _) in &records {
+            let (own, others) = checksums.split_at(descriptor.checksums());
+            segment.note(|table| table.add(at, descriptor.payload_len(), own));
+            note(&mut self.disks, &segment, descriptor, at);
+            (at, checksums) = (at + descriptor.payload_len(), others);
+        }
+        let count = self.count.checked_add(records.len() as u32);
+        self.count = count.ok_or_else(|| {
+            let dir = self.log.dir.display();
+            invalid(format!(
+                "{dir}: too much has changed since a snapshot; delete it with 'snapshot-delete'"
+            ))
+        })?;
+        Ok(())
+    }
+
+    /// Where a batch of `len` bytes goes, which follows the record `number`. A part that has no room is synced, and another begun.
+    fn room(&mut self, len: u64, number: u64) -> Result<&mut End> {
+        let full = |end: &End| end.offset + len > PART.max(BLOCK as u64 + len);
+        if self.end.as_ref().is_some_and(full) {
+            self.sync()?;
+            self.end = None;
+        }
+        if self.end.is_none() {
+            self.end = Some(self.begin_part(number)?);
+        }
+        Ok(self.end.as_mut().expect("there is one now"))
+    }
+
+    /// Makes the next part.
+    fn begin_part(&mut self, number: u64) -> Result<End> {
+        let dir = &self.log.dir;
+        let path = saved::path(dir, self.lsn, self.parts);
+        let header = SegmentHeader {
+            magic: SEGMENT_MAGIC,
+            version: U32::new(VERSION),
+            log: self.log.uuid,
+            sequence: U64::new(self.parts + 1),
+            previous_sequence: U64::new(self.parts),
+            previous_lsn: U64::new(number),
+            salt: U64::new(self.log.medium.salt()),
+            ..SegmentHeader::new_zeroed()
+        };
+        let mut head = Buffer::zeroed(BLOCK);
+        let crc = header.encode(&mut head);
+        let make = || {
+            let file = self.files.open(&path, Open::Emptied)?;
+            file.allocate(BLOCK as u64)?;
+            file.write_all_at(&head, 0)?;
+            // The name must be durable before the control file says that the file is there.
+            self.files.sync_dir(dir)?;
+            Ok(file)
+        };
+        let file =
+            make().map_err(|error| Error::io("save what a snapshot needs in", &path, error))?;
+        self.parts += 1;
+        Ok(End {
+            segment: Arc::new(Segment::new(path, file)),
+            header,
+            offset: BLOCK as u64,
+            previous_crc: crc,
+        })
+    }
+
+    /// Makes the file durable that is written to.
+    pub(super) fn sync(&self) -> Result<()> {
+        let Some(end) = self
+            .end
+            .as_ref()
+            .filter(|_| !planted(Mutant::SavedUnsynced))
+        else {
+            return Ok(());
+        };
+        let synced = end.segment.file.sync_all();
+        synced.map_err(|error| Error::io("sync", &end.segment.path, error))
+    }
+}
+
+/// Notes that a record is saved, whose payload is at this byte offset of the file.
+fn note(
+    disks: &mut BTreeMap<u32, ExtentMap>,
+    segment: &Arc<Segment>,
+    record: &Descriptor,
+    at: u64,
+) {
+    let (sector, sectors) = (record.sector.get(), u64::from(record.sectors.get()));
+    if sectors > 0 {
+        let saved = disks.entry(record.disk_id.get()).or_default();
+        saved.insert(sector, sectors, 0, place(record, 0, segment, at));
+    }
+}
+
+/// The parts of a range of bytes, and whether each has data; the others are holes.
+fn with_holes(
+    range: Range<u64>,
+    data: impl Iterator<Item = Result<Range<u64>>>,
+) -> impl Iterator<Item = Result<(Range<u64>, bool)>> {
+    let end = range.end;
+    let mut at = range.start;
+    let mut data = data.peekable();
+    std::iter::from_fn(move || {
+        let next = match data.peek() {
+            Some(Ok(next)) if next.start > at => at..next.start,
+            Some(_) => {
+                let next = data.next()?;
+                at = next.as_ref().map_or(at, |next| next.end);
+                return Some(next.map(|next| (next, true)));
+            }
+            None if at < end => at..end,
+            None => return None,
+        };
+        // A record counts sectors in 32 bits.
+        let next = next.start..next.end.min(next.start + (1 << 40));
+        at = next.end;
+        Some(Ok((next, false)))
+    })
+}
