@@ -41,7 +41,7 @@ pub(crate) enum CreateStep {
 type Reached<'a> = &'a mut dyn FnMut(CreateStep);
 
 /// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
-/// created with `options`; an existing log ignores them. Leftovers of an earlier interrupted call are reused.
+/// created with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Leftovers of an earlier interrupted call are reused.
 ///
 /// # Errors
 /// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is left at
@@ -104,6 +104,10 @@ impl<'a> NewDisk<'a> {
         let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
             marked = enrol(control, path, part.file(), part.path(), size)?;
+            let retain = options
+                .retain
+                .map(|retain| retain.set(&mut control.control));
+            retain.transpose().map_err(|error| error.of_file(log_dir))?;
             reached(CreateStep::Filled);
             Ok(())
         };

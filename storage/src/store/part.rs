@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -35,6 +36,9 @@ fn already(path: &Path, remedy: &str) -> Error {
     )
 }
 
+/// The extended attribute of a part that says of what it is a copy, and up to which byte offset it has that durably.
+const NOTE: &str = "user.walvisor.part";
+
 /// A file that is being made beside its final name. Removed if it is dropped before it is published.
 pub(crate) struct Part {
     file: Box<dyn DataFile>,
@@ -46,6 +50,29 @@ pub(crate) struct Part {
 impl Part {
     /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and the permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
+        let part = Self::open(target, mode)?;
+        part.clear(size)?;
+        Ok(part)
+    }
+
+    /// As [`create`](Self::create). But if an earlier attempt at the same copy has [noted](Self::note) that it had come to a byte offset, the file
+    /// is as it was then. Returns this offset, else 0. `origin`: of what it is a copy, in a few words.
+    pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: &str) -> Result<(Self, u64)> {
+        let part = Self::open(target, mode)?;
+        let same_size = part.file.len().is_ok_and(|len| len == size);
+        let Some(from) = part.noted(origin).filter(|from| same_size && *from <= size) else {
+            part.clear(size)?;
+            return Ok((part, 0));
+        };
+        // What came behind it may be there in part.
+        let cut = part.file.set_len(from);
+        let cut = cut.and_then(|()| part.file.set_len(size));
+        cut.map_err(|error| size_error(&part.target, size, error))?;
+        Ok((part, from))
+    }
+
+    /// Opens the file, or makes it.
+    fn open(target: &Path, mode: u32) -> Result<Self> {
         // If the target is a link, the link stays and the file it points to is replaced.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
         let mut path = target.clone().into_os_string();
@@ -62,18 +89,43 @@ impl Part {
             }
             _ => error,
         })?;
-        let part = Self {
+        Ok(Self {
             file,
             path,
             target,
             published: false,
-        };
-        part.clear(size)?;
-        Ok(part)
+        })
+    }
+
+    /// The offset that was noted for a copy of this.
+    fn noted(&self, origin: &str) -> Option<u64> {
+        let mut text = [0; 256];
+        let len = rustix::fs::fgetxattr(self.file.host()?, NOTE, &mut text[..]).ok()?;
+        let (noted, offset) = std::str::from_utf8(&text[..len]).ok()?.rsplit_once(' ')?;
+        (noted == origin).then(|| offset.parse().ok()).flatten()
+    }
+
+    /// Notes that the file has all bytes up to an offset of what it is a copy of, durably. Returns `false` if its file system has no place for
+    /// that: an attempt that is killed then begins again.
+    pub(crate) fn note(&self, origin: &str, offset: u64) -> bool {
+        let note = format!("{origin} {offset}");
+        self.file.host().is_some_and(|file| {
+            self.file.sync_data().is_ok()
+                && rustix::fs::fsetxattr(file, NOTE, note.as_bytes(), XattrFlags::empty()).is_ok()
+        })
+    }
+
+    /// Takes the note away.
+    pub(crate) fn forget_note(&self) {
+        if let Some(file) = self.file.host() {
+            // There may be none.
+            let _ = rustix::fs::fremovexattr(file, NOTE);
+        }
     }
 
     /// Makes the file `size` zero bytes.
     fn clear(&self, size: u64) -> Result<()> {
+        self.forget_note();
         let cleared = self.file.set_len(0);
         let cleared = cleared.and_then(|()| self.file.set_len(size));
         cleared.map_err(|error| size_error(&self.target, size, error))

@@ -32,6 +32,8 @@ use crate::store::view::{Data, View};
 
 /// Most bytes that one thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
+/// After so many copied bytes a copy notes how far it has come.
+const NOTED_BYTES: u64 = if cfg!(test) { 16 << 20 } else { 256 << 20 };
 /// Most ranges that one thread copies at a time.
 const MOST_RANGES: usize = 256;
 
@@ -83,7 +85,7 @@ pub fn import_disk_as(
             };
             copy(from, part.named(), range).map(|()| bytes)
         },
-        &mut |at| progress(at, size),
+        &mut |at, _| progress(at, size),
     )?;
     new.finish(part, size, options, &mut |_| {})?;
     progress(size, size);
@@ -179,8 +181,10 @@ pub fn clone_disk(
         Some(at) => View::open_at(&DiskOptions::new(path), log_dir, at, options.threads)?,
         None => View::open(path, log_dir, Use::Read, options.threads)?,
     };
-    let part = Part::create(new, view.size, mode_of(view.base.file.as_ref(), path)?)?;
-    let done = fill(&part, &view, options.threads, progress)?;
+    let mode = mode_of(view.base.file.as_ref(), path)?;
+    let origin = origin(&view);
+    let (part, from) = Part::resume(new, view.size, mode, &origin)?;
+    let done = fill((&part, from), &origin, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
     Ok(done)
@@ -196,23 +200,48 @@ fn write_raw(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let mode = mode_of(view.base.file.as_ref(), path)?;
+    let origin = origin(view);
     // The lock is held to the end.
-    let (part, _replaced) = begin_raw(raw, replace, view.size, mode)?;
-    let done = fill(&part, view, threads, progress)?;
+    let (part, from, _replaced) = begin_raw(raw, replace, view.size, mode, &origin)?;
+    let done = fill((&part, from), &origin, view, threads, progress)?;
     part.publish(replace)?;
     progress(view.size, view.size);
     Ok(done)
 }
 
-/// Gives a new file of zeroes, of the view's size, what the view shows.
+/// What a copy of a view is a copy of: an attempt that was killed goes on if this is still the same. What a disk was as of an LSN never
+/// changes, unless somebody changes its base image behind the log's back: the time of its last change tells.
+fn origin(view: &View) -> String {
+    let disk = view.log.as_ref().map_or([0; 16], |(control, place)| {
+        control.control.disks[*place].disk
+    });
+    let disk = u128::from_be_bytes(disk);
+    let metadata = view.base.file.host().and_then(|file| file.metadata().ok());
+    let base = metadata
+        .filter(|metadata| metadata.is_file())
+        .map(|metadata| {
+            let (seconds, nanoseconds) = (metadata.mtime(), metadata.mtime_nsec());
+            format!(
+                "{}:{}:{seconds}.{nanoseconds:09}",
+                metadata.dev(),
+                metadata.ino()
+            )
+        });
+    // Of a block device no time tells: such a copy is never that of an earlier attempt.
+    let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
+    format!("{disk:032x} lsn:{} {base}", view.last_lsn)
+}
+
+/// Gives a new file of the view's size what the view shows. Up to byte offset `from` it has that already, and else it is zeroes.
 fn fill(
-    part: &Part,
+    (part, from): (&Part, u64),
+    origin: &str,
     view: &View,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let size = view.size;
-    let shared = part.share(view.reader().file, size)?;
+    let shared = from == 0 && part.share(view.reader().file, size)?;
     let copy = |range: Range<u64>, data| {
         let bytes = range.end - range.start;
         match data {
@@ -225,14 +254,29 @@ fn fill(
             }
         }
     };
-    let mut passed = |at| progress(at, size);
     let copied = match shared {
-        true => transfer(threads, view.over_base(), &copy, &mut passed),
+        true => transfer(threads, view.over_base(), &copy, &mut |at, _| {
+            progress(at, size)
+        }),
         false => {
-            let data = view.data(0..size, KERNEL_COPY_BYTES);
+            let mut due = NOTED_BYTES;
+            let mut passed = |at, copied| {
+                if copied >= due {
+                    // Ranges are whole sectors.
+                    let noted = part.note(origin, at);
+                    due = if noted {
+                        copied + NOTED_BYTES
+                    } else {
+                        u64::MAX
+                    };
+                }
+                progress(at, size);
+            };
+            let data = view.data(from..size, KERNEL_COPY_BYTES);
             transfer(threads, data, &copy, &mut passed)
         }
     };
+    part.forget_note();
     Ok(Transfer {
         size,
         copied: copied?,
@@ -240,14 +284,15 @@ fn fill(
     })
 }
 
-/// Creates the file that is going to be the raw image `raw`. Also returns the file that it replaces, if there is one,
-/// locked: no other process may open that any more.
+/// Creates the file that is going to be the raw image `raw`, or takes what an earlier attempt left: also returns up to which byte offset it has
+/// what it is to be. And the file that it replaces, if there is one, locked: no other process may open that any more.
 fn begin_raw(
     raw: &Path,
     replace: bool,
     size: u64,
     mode: u32,
-) -> Result<(Part, Option<Box<dyn DataFile>>)> {
+    origin: &str,
+) -> Result<(Part, u64, Option<Box<dyn DataFile>>)> {
     let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
@@ -255,11 +300,11 @@ fn begin_raw(
             None
         }
     };
-    let part = Part::create(raw, size, mode)?;
+    let (part, from) = Part::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
         part.resemble(replaced)?;
     }
-    Ok((part, replaced))
+    Ok((part, from, replaced))
 }
 
 /// Creates the raw image `raw`, for its owner alone, with what `fill` writes to the file that it gets, which is empty. The
@@ -273,7 +318,7 @@ pub fn receive_image<T, E: From<Error>>(
     replace: bool,
     fill: impl FnOnce(&File) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
-    let (part, _replaced) = begin_raw(raw, replace, 0, OWNER)?;
+    let (part, _, _replaced) = begin_raw(raw, replace, 0, OWNER, "")?;
     let file = part.file().host().ok_or_else(|| {
         let path = raw.display();
         invalid(format!("{path}: not a file of this machine"))
@@ -353,13 +398,13 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data with `copy`, which returns the number of bytes, on several threads, and calls `passed` with the offset up to which all is copied;
-/// returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
+/// Copies data with `copy`, which returns the number of bytes, on several threads, and calls `passed` with the offset up to which all is copied,
+/// and how many bytes that were; returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
     copy: &(dyn Fn(Range<u64>, T) -> Result<u64> + Sync),
-    passed: &mut dyn FnMut(u64),
+    passed: &mut dyn FnMut(u64, u64),
 ) -> Result<u64> {
     let parts = std::iter::from_fn(|| {
         let (mut part, mut bytes) = (Vec::new(), 0);
@@ -387,8 +432,118 @@ fn transfer<T: Send>(
     parallel::in_order(thread_count(threads), parts, copy_part, |part| {
         let (bytes, end) = part?;
         copied += bytes;
-        passed(end);
+        passed(end, copied);
         Ok::<_, Error>(true)
     })?;
     Ok(copied)
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::PathBuf;
+
+    use super::*;
+
+    const SIZE: u64 = 56 << 20;
+
+    /// A disk, what it has, and the paths of a raw image to be made and of its part.
+    struct Case {
+        dir: tempfile::TempDir,
+        disk: PathBuf,
+        bytes: Vec<u8>,
+        new: PathBuf,
+        part: PathBuf,
+    }
+
+    impl Case {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |name: &str| dir.path().join(name);
+            let bytes: Vec<u8> = (0..SIZE).map(|at| (at >> 12) as u8 | 1).collect();
+            std::fs::write(at("raw"), &bytes).unwrap();
+            let (disk, new, part) = (at("disk"), at("new"), at("new.walvisor-part"));
+            let options = StoreOptions::default();
+            import_disk(&disk, &at("raw"), &at("log"), &options, &mut |_, _| {}).unwrap();
+            Self {
+                dir,
+                disk,
+                bytes,
+                new,
+                part,
+            }
+        }
+
+        fn export(&self, progress: Progress<'_>) -> Transfer {
+            let threads = NonZeroUsize::new(1);
+            let log = self.dir.path().join("log");
+            export_disk(&self.disk, &log, &self.new, false, threads, progress).unwrap()
+        }
+
+        /// Copies until all is there up to this offset; what is left is that of a process that was killed then.
+        fn killed_at(&self, offset: u64) {
+            // A panic removes the part, of which a kill leaves everything.
+            let kept = self.dir.path().join("kept");
+            let killed = catch_unwind(AssertUnwindSafe(|| {
+                self.export(&mut |at, _| {
+                    if at >= offset {
+                        std::fs::hard_link(&self.part, &kept).unwrap();
+                        panic!("killed");
+                    }
+                })
+            }));
+            assert!(killed.is_err() && !self.part.exists());
+            std::fs::rename(kept, &self.part).unwrap();
+        }
+
+        /// Copies the rest. Returns how much that was.
+        fn resume(&self) -> u64 {
+            let done = self.export(&mut |_, _| {});
+            assert!(std::fs::read(&self.new).unwrap() == self.bytes);
+            let file = File::open(&self.new).unwrap();
+            let mut names = [0u8; 256];
+            let len = rustix::fs::flistxattr(&file, &mut names[..]).unwrap();
+            assert!(!String::from_utf8_lossy(&names[..len]).contains("walvisor"));
+            done.copied
+        }
+    }
+
+    /// Whether the file system of temporary files has a place for notes.
+    fn has_notes() -> bool {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        rustix::fs::fsetxattr(
+            file.as_file(),
+            "user.x",
+            b"x",
+            rustix::fs::XattrFlags::empty(),
+        )
+        .is_ok()
+    }
+
+    #[test]
+    fn a_copy_that_was_killed_goes_on() {
+        if !has_notes() {
+            println!("skipped: temporary files have no extended attributes");
+            return;
+        }
+        let case = Case::new();
+        case.killed_at(48 << 20);
+        // What came behind the note may be there in part, and wrong.
+        let part = File::options().write(true).open(&case.part).unwrap();
+        part.write_all_at(&[0xee; 4096], 50 << 20).unwrap();
+        assert_eq!(case.resume(), SIZE - (48 << 20));
+    }
+
+    #[test]
+    fn a_copy_of_something_else_begins_again() {
+        let case = Case::new();
+        case.killed_at(32 << 20);
+        let image = File::options().write(true).open(&case.disk).unwrap();
+        let changed = vec![0x77; 4096];
+        image.write_all_at(&changed, 4096).unwrap();
+        let mut case = case;
+        case.bytes[4096..8192].copy_from_slice(&changed);
+        assert_eq!(case.resume(), SIZE);
+    }
 }

@@ -13,12 +13,16 @@ use path::DiskPath;
 pub(super) use path::print;
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
-use walvisor_storage::{self as storage, DiskOptions, DiskReport, LogReport, Store, StoreOptions};
+use walvisor_storage::{
+    self as storage, DiskOptions, DiskReport, LogReport, Retain, Store, StoreOptions,
+};
 
 use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
-use crate::point::{history_json, history_text, show_retain, snapshot_json, time_text};
+use crate::point::{
+    history_json, history_text, parse_retain, show_retain, snapshot_json, time_text,
+};
 use crate::size::parse_size;
 
 /// Arguments of `walvisor disk`.
@@ -38,6 +42,10 @@ enum DiskAction {
         /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
+        /// How much of its history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such as 50G
+        /// [default: off, or what an existing log keeps].
+        #[arg(long, value_parser = parse_retain)]
+        retain: Option<Retain>,
     },
     /// Show a disk and its log.
     Info {
@@ -100,8 +108,12 @@ enum DiskAction {
 /// One line: what, where, what to do.
 pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
     match &arguments.action {
-        DiskAction::Create { disk, size } => {
-            storage::create_disk(&disk.path, *size, &disk.log(), &StoreOptions::default())
+        DiskAction::Create { disk, size, retain } => {
+            let options = StoreOptions {
+                retain: *retain,
+                ..StoreOptions::default()
+            };
+            storage::create_disk(&disk.path, *size, &disk.log(), &options)
                 .map_err(CommandError::failed)
         }
         DiskAction::Info { disk, json } => info(disk, *json),

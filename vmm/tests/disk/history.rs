@@ -437,6 +437,36 @@ fn refused_usage(dir: &Path, arguments: &str, parts: &[&str]) {
     }
 }
 
+/// How much a log keeps is said when its first disk is created, and by a later one.
+#[test]
+fn a_new_log_is_told_how_much_history_to_keep() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let told = |disk: &str| {
+        let info = crate::json(&done(dir, &format!("disk info {disk} --log log --json")));
+        info["log"]["retain"].as_str().unwrap().to_owned()
+    };
+    done(dir, "disk create a --size 1M --log log --retain 24h");
+    assert_eq!(told("a"), "24h");
+    done(dir, "disk create b --size 1M --log log");
+    assert_eq!(told("b"), "24h");
+    done(dir, "disk create c --size 1M --log log --retain 1G");
+    assert_eq!(told("a"), (1 << 30).to_string());
+    refused(
+        dir,
+        "disk create d --size 1M --retain much",
+        2,
+        &["'much' is no amount of history: give off, all"],
+    );
+    refused(
+        dir,
+        "disk create d --size 1M --log log --retain 1000T",
+        1,
+        &["log: ", "this log can keep at most"],
+    );
+    assert!(!dir.join("d").exists());
+}
+
 #[test]
 fn a_snapshot_of_a_closed_disk_is_brought_back() {
     let dir = tempfile::tempdir().unwrap();
