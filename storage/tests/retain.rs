@@ -266,8 +266,8 @@ fn the_log_tells_which_history_it_has() {
         ..told
     };
     assert_eq!(later, told);
-    let pinned = tell(1001..=1020, None).pinned_bytes;
-    assert!((SEGMENT..=3 * SEGMENT).contains(&pinned), "{pinned}");
+    // The base images can go past the snapshot.
+    assert_eq!(tell(1001..=1020, None).pinned_bytes, 0);
 }
 
 /// What a log keeps takes segment files beside those that it had, and only once.
