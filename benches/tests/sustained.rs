@@ -46,11 +46,16 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
     let told = rows.iter().map(|row| (text(row, "job"), text(row, "side")));
     let told: Vec<_> = told.collect();
     let expected = jobs.iter().flat_map(|job| {
-        let price = *job == "8 connections, fsync each";
-        let sides = sides
+        let sides = match *job {
+            "8 connections, fsync each" => [&sides[..], &["walvisor, cache=unsafe"]].concat(),
+            "16 connections, fsync each, history kept or not" => {
+                vec!["walvisor", "walvisor, retain=1G"]
+            }
+            _ => sides.to_vec(),
+        };
+        sides
             .into_iter()
-            .chain(price.then_some("walvisor, cache=unsafe"));
-        sides.map(|side| ((*job).to_owned(), side.to_owned()))
+            .map(|side| ((*job).to_owned(), side.to_owned()))
     });
     assert_eq!(told, expected.collect::<Vec<_>>());
     for row in rows {
@@ -124,7 +129,12 @@ fn all_sides_do_the_same_jobs_in_a_directory() {
     let plots = tempfile::tempdir().unwrap();
     let mut command = sustained(
         dir.path(),
-        &["--media", "directory", "--only", "fsync,disks,eight,mix"],
+        &[
+            "--media",
+            "directory",
+            "--only",
+            "fsync,disks,eight,kept-fsync,mix",
+        ],
     );
     command.args(["--seconds", "1", "--svg"]).arg(plots.path());
     let report = report(dir.path(), &command.output().unwrap());
@@ -135,10 +145,11 @@ fn all_sides_do_the_same_jobs_in_a_directory() {
         "16 connections, fsync each",
         "4 disks x 4 clients, fsync each",
         "8 connections, fsync each",
+        "16 connections, fsync each, history kept or not",
         "mix of a database, 32 in flight",
     ];
     check(section, &jobs, false);
-    for job in ["fsync", "disks", "eight", "mix"] {
+    for job in ["fsync", "disks", "eight", "kept-fsync", "mix"] {
         let plot = plots.path().join(format!("sustained-directory-{job}.svg"));
         assert!(std::fs::read_to_string(plot).unwrap().starts_with("<svg"));
     }

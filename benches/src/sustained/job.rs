@@ -22,6 +22,10 @@ pub enum Job {
     Eight,
     /// 32 connections, the same
     ThirtyTwo,
+    /// 32 writes of 4 KiB in flight, on a log that keeps its history beside one that does not
+    KeptInFlight,
+    /// 16 connections that flush, on a log that keeps its history beside one that does not
+    KeptFsync,
     /// A database: 32 pages of 16 KiB in flight, 70 % reads, 80 % of them on a fifth of the pages
     Mix,
 }
@@ -37,6 +41,8 @@ impl Job {
             Self::One => "1 connection, fsync each",
             Self::Eight => "8 connections, fsync each",
             Self::ThirtyTwo => "32 connections, fsync each",
+            Self::KeptInFlight => "32 in flight, history kept or not",
+            Self::KeptFsync => "16 connections, fsync each, history kept or not",
             Self::Mix => "mix of a database, 32 in flight",
         }
     }
@@ -46,12 +52,21 @@ impl Job {
         matches!(self, Self::One | Self::Eight | Self::ThirtyTwo)
     }
 
+    /// Whether it shows what keeping history costs.
+    fn shows_history(self) -> bool {
+        matches!(self, Self::KeptInFlight | Self::KeptFsync)
+    }
+
     /// The sides that do it.
     pub fn sides(self) -> Vec<Side> {
         let sides = Side::ALL.into_iter();
-        sides
-            .filter(|&side| side != Side::Unsafe || self.shows_price())
-            .collect()
+        let does = |side: &Side| match side {
+            Side::Wal => true,
+            Side::QemuNbd | Side::Raw => !self.shows_history(),
+            Side::Unsafe => self.shows_price(),
+            Side::Keeping => self.shows_history(),
+        };
+        sides.filter(does).collect()
     }
 
     /// Its name on the command line and in file names.
@@ -68,10 +83,10 @@ impl Job {
     /// Connections to each disk.
     pub fn connections(self) -> usize {
         match self {
-            Self::InFlight | Self::One | Self::Mix => 1,
+            Self::InFlight | Self::KeptInFlight | Self::One | Self::Mix => 1,
             Self::Disks => 4,
             Self::Eight => 8,
-            Self::Fsync => 16,
+            Self::Fsync | Self::KeptFsync => 16,
             Self::ThirtyTwo => 32,
             Self::Connections => 64,
         }
@@ -80,7 +95,7 @@ impl Job {
     /// Requests in flight on each connection.
     pub fn depth(self) -> usize {
         match self {
-            Self::InFlight | Self::Mix => 32,
+            Self::InFlight | Self::KeptInFlight | Self::Mix => 32,
             _ => 1,
         }
     }
@@ -91,7 +106,7 @@ impl Job {
         Work {
             block: if mix { 16 << 10 } else { 4 << 10 },
             reads_per_cent: if mix { 70 } else { 0 },
-            flush: !matches!(self, Self::InFlight | Self::Mix),
+            flush: self.depth() == 1,
             hot: mix,
         }
     }

@@ -11,7 +11,7 @@ use crate::report::{Better, Cell, Section, Spread};
 /// Most points of a plot's line.
 const POINTS: usize = 300;
 
-const COLUMNS: [(&str, &str); 22] = [
+const COLUMNS: [(&str, &str); 23] = [
     ("job", "job"),
     ("side", "side"),
     ("answer", "answer="),
@@ -33,6 +33,7 @@ const COLUMNS: [(&str, &str); 22] = [
     ("with_close_beside_peer", "with close / peer"),
     ("with_close_beside_raw", "with close / raw"),
     ("median_beside_unsafe", "median / unsafe"),
+    ("median_beside_no_history", "median / retain=off"),
     ("each_second_per_s", "each second"),
 ];
 
@@ -121,6 +122,10 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
         beside(Side::QemuNbd, Turn::with_close),
         beside(Side::Raw, Turn::with_close),
         beside(Side::Unsafe, Turn::median),
+        match side {
+            Side::Keeping => beside(Side::Wal, Turn::median),
+            _ => Cell::None,
+        },
         match turns.first() {
             Some(turn) => Cell::Series(turn.seconds()),
             None => Cell::None,

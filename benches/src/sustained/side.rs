@@ -23,11 +23,19 @@ pub enum Side {
     Raw,
     /// The disk with its log, which answers a FLUSH without a sync.
     Unsafe,
+    /// The disk with its log, which keeps its history.
+    Keeping,
 }
 
 impl Side {
     /// All sides.
-    pub const ALL: [Self; 4] = [Self::Wal, Self::QemuNbd, Self::Raw, Self::Unsafe];
+    pub const ALL: [Self; 5] = [
+        Self::Wal,
+        Self::QemuNbd,
+        Self::Raw,
+        Self::Unsafe,
+        Self::Keeping,
+    ];
 
     /// Its position in [`Side::ALL`].
     pub fn position(self) -> usize {
@@ -41,13 +49,14 @@ impl Side {
             Self::QemuNbd => "qemu-nbd",
             Self::Raw => "walvisor, backend=raw",
             Self::Unsafe => "walvisor, cache=unsafe",
+            Self::Keeping => "walvisor, retain=1G",
         }
     }
 
     /// How it caches.
     pub fn cache(self) -> &'static str {
         match self {
-            Self::Wal | Self::Raw => "writeback",
+            Self::Wal | Self::Raw | Self::Keeping => "writeback",
             Self::Unsafe => "unsafe",
             Self::QemuNbd => "none, aio=io_uring",
         }
@@ -84,7 +93,9 @@ impl Side {
         let specs = (0..disks).map(|disk| {
             let place = match self {
                 Self::Raw => format!("path=raw-{disk}.img,backend=raw"),
-                _ => format!("path=wal-{disk}.img,log=log,answer=written"),
+                // The log remembers what it was told to keep.
+                Self::Keeping => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
+                _ => format!("path=wal-{disk}.img,log=log,answer=written,retain=off"),
             };
             format!(
                 "{place},cache={},serial=disk,socket={}",
