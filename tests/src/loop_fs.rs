@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::have;
+use crate::memory_fs::unmount;
 
 /// A file system on a file. Dropping it unmounts and removes it.
 pub struct LoopFs {
@@ -56,7 +57,6 @@ impl LoopFs {
 
 impl Drop for LoopFs {
     fn drop(&mut self) {
-        // Fails if it is not mounted.
-        let _ = Command::new("umount").arg(self.path()).output();
+        unmount(&self.path());
     }
 }

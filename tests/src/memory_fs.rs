@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 /// A file system in memory, or in a file. Dropping it unmounts it.
 pub struct MemoryFs(tempfile::TempDir);
@@ -79,6 +80,21 @@ impl MemoryFs {
 
 impl Drop for MemoryFs {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(self.path()).status();
+        unmount(self.path());
+    }
+}
+
+/// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was killed, for a moment after
+/// its end: io_uring ends later.
+pub(crate) fn unmount(place: &Path) {
+    for _ in 0..200 {
+        let output = Command::new("umount").arg(place).output();
+        let busy = output.is_ok_and(|output| {
+            !output.status.success() && String::from_utf8_lossy(&output.stderr).contains("busy")
+        });
+        if !busy {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -44,6 +44,7 @@ pub(crate) struct Part {
     file: Box<dyn DataFile>,
     path: PathBuf,
     target: PathBuf,
+    begun: u64,
     published: bool,
 }
 
@@ -55,20 +56,27 @@ impl Part {
         Ok(part)
     }
 
-    /// As [`create`](Self::create). But if an earlier attempt at the same copy has [noted](Self::note) that it had come to a byte offset, the file
-    /// is as it was then. Returns this offset, else 0. `origin`: of what it is a copy, in a few words.
-    pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: &str) -> Result<(Self, u64)> {
-        let part = Self::open(target, mode)?;
+    /// As [`create`](Self::create). But if an earlier attempt at the same copy has [noted](Self::note) how far it had come, the file is as it was
+    /// then: see [`begun`](Self::begun). `origin`: of what it is a copy, in a few words.
+    pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: &str) -> Result<Self> {
+        let mut part = Self::open(target, mode)?;
         let same_size = part.file.len().is_ok_and(|len| len == size);
-        let Some(from) = part.noted(origin).filter(|from| same_size && *from <= size) else {
+        let noted = part.noted(origin);
+        let Some(begun) = noted.filter(|begun| same_size && *begun <= size) else {
             part.clear(size)?;
-            return Ok((part, 0));
+            return Ok(part);
         };
         // What came behind it may be there in part.
-        let cut = part.file.set_len(from);
+        let cut = part.file.set_len(begun);
         let cut = cut.and_then(|()| part.file.set_len(size));
         cut.map_err(|error| size_error(&part.target, size, error))?;
-        Ok((part, from))
+        part.begun = begun;
+        Ok(part)
+    }
+
+    /// The byte offset up to which an earlier attempt has left the file complete.
+    pub(crate) fn begun(&self) -> u64 {
+        self.begun
     }
 
     /// Opens the file, or makes it.
@@ -93,6 +101,7 @@ impl Part {
             file,
             path,
             target,
+            begun: 0,
             published: false,
         })
     }

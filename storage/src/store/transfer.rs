@@ -183,8 +183,8 @@ pub fn clone_disk(
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
     let origin = origin(&view);
-    let (part, from) = Part::resume(new, view.size, mode, &origin)?;
-    let done = fill((&part, from), &origin, &view, options.threads, progress)?;
+    let part = Part::resume(new, view.size, mode, &origin)?;
+    let done = fill(&part, &origin, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
     Ok(done)
@@ -202,8 +202,8 @@ fn write_raw(
     let mode = mode_of(view.base.file.as_ref(), path)?;
     let origin = origin(view);
     // The lock is held to the end.
-    let (part, from, _replaced) = begin_raw(raw, replace, view.size, mode, &origin)?;
-    let done = fill((&part, from), &origin, view, threads, progress)?;
+    let (part, _replaced) = begin_raw(raw, replace, view.size, mode, &origin)?;
+    let done = fill(&part, &origin, view, threads, progress)?;
     part.publish(replace)?;
     progress(view.size, view.size);
     Ok(done)
@@ -232,16 +232,17 @@ fn origin(view: &View) -> String {
     format!("{disk:032x} lsn:{} {base}", view.last_lsn)
 }
 
-/// Gives a new file of the view's size what the view shows. Up to byte offset `from` it has that already, and else it is zeroes.
+/// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
 fn fill(
-    (part, from): (&Part, u64),
+    part: &Part,
     origin: &str,
     view: &View,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let size = view.size;
-    let shared = from == 0 && part.share(view.reader().file, size)?;
+    let begun = part.begun();
+    let shared = begun == 0 && part.share(view.reader().file, size)?;
     let copy = |range: Range<u64>, data| {
         let bytes = range.end - range.start;
         match data {
@@ -272,7 +273,7 @@ fn fill(
                 }
                 progress(at, size);
             };
-            let data = view.data(from..size, KERNEL_COPY_BYTES);
+            let data = view.data(begun..size, KERNEL_COPY_BYTES);
             transfer(threads, data, &copy, &mut passed)
         }
     };
@@ -284,15 +285,15 @@ fn fill(
     })
 }
 
-/// Creates the file that is going to be the raw image `raw`, or takes what an earlier attempt left: also returns up to which byte offset it has
-/// what it is to be. And the file that it replaces, if there is one, locked: no other process may open that any more.
+/// Creates the file that is going to be the raw image `raw`, or takes what an earlier attempt at the same copy left. Also returns the file
+/// that it replaces, if there is one, locked: no other process may open that any more.
 fn begin_raw(
     raw: &Path,
     replace: bool,
     size: u64,
     mode: u32,
     origin: &str,
-) -> Result<(Part, u64, Option<Box<dyn DataFile>>)> {
+) -> Result<(Part, Option<Box<dyn DataFile>>)> {
     let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
@@ -300,11 +301,11 @@ fn begin_raw(
             None
         }
     };
-    let (part, from) = Part::resume(raw, size, mode, origin)?;
+    let part = Part::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
         part.resemble(replaced)?;
     }
-    Ok((part, from, replaced))
+    Ok((part, replaced))
 }
 
 /// Creates the raw image `raw`, for its owner alone, with what `fill` writes to the file that it gets, which is empty. The
@@ -318,7 +319,7 @@ pub fn receive_image<T, E: From<Error>>(
     replace: bool,
     fill: impl FnOnce(&File) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
-    let (part, _, _replaced) = begin_raw(raw, replace, 0, OWNER, "")?;
+    let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, "")?;
     let file = part.file().host().ok_or_else(|| {
         let path = raw.display();
         invalid(format!("{path}: not a file of this machine"))
