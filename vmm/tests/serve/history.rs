@@ -310,6 +310,92 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     daemon.stop();
 }
 
+/// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot had, and its own writes.
+#[test]
+fn ten_disks_come_from_one_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "golden", "8M");
+    let daemon = Daemon::start(dir, "--control ctl --disk path=golden,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    let mut state = vec![0; 8 << 20];
+    client.write(1, MIB, &noise(64 << 10));
+    state[MIB as usize..][..64 << 10].copy_from_slice(&noise(64 << 10));
+    ctl(dir, "snapshot installed");
+    client.write(1, MIB, &[1; 512]);
+    drop(client);
+    daemon.stop();
+    let names: Vec<_> = (0..10).map(|number| format!("vm-{number}")).collect();
+    for name in &names {
+        let clone = format!("disk clone golden {name} --new-log vms --at snapshot:installed");
+        let cloned = walvisor(dir, &clone);
+        assert!(cloned.status.success(), "{}", text(&cloned.stderr));
+    }
+    let disks = names
+        .iter()
+        .map(|name| format!("--disk path={name},log=vms,serial={name},socket={name}.sock "));
+    let disks: String = disks.collect();
+    for after in [false, true] {
+        let daemon = Daemon::start(dir, &disks);
+        for (number, name) in (1..).zip(&names) {
+            let mut client = RawClient::extended(&dir.join(format!("{name}.sock")));
+            let mut expected = state.clone();
+            if after {
+                expected[..4096].fill(number);
+            }
+            assert!(contents(&mut client) == expected, "{name}");
+            client.write(1, 0, &[number; 4096]);
+            client.flush(2);
+        }
+        daemon.kill();
+        for name in &names {
+            let _ = fs::remove_file(dir.join(format!("{name}.sock")));
+        }
+    }
+}
+
+/// A disk with a log of its own is restored in place while its daemon goes on with other disks: it is removed, restored, and added
+/// again. While it is there, that is refused.
+#[test]
+fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["a", "b"] {
+        let created = walvisor(dir, &format!("disk create {disk} --size 1M --retain all"));
+        assert!(created.status.success(), "{}", text(&created.stderr));
+    }
+    let daemon = Daemon::start(
+        dir,
+        "--disk-dir . --control ctl --disk path=a,serial=a,socket=s --disk path=b,serial=b,socket=t",
+    );
+    let mut other = RawClient::extended(&dir.join("t"));
+    let mut client = RawClient::extended(&dir.join("s"));
+    for byte in 1..4 {
+        client.write(1, 0, &[byte; 4096]);
+        client.flush(2);
+    }
+    drop(client);
+    let restore = "disk restore a --at lsn:1 --in-place";
+    let refused = walvisor(dir, restore);
+    assert_eq!(refused.status.code(), Some(1));
+    let told = text(&refused.stderr);
+    assert!(
+        told.contains("already open elsewhere, in process"),
+        "{told}"
+    );
+    ctl(dir, "remove-disk a");
+    other.write(1, 0, &[9; 4096]);
+    other.flush(2);
+    let restored = walvisor(dir, restore);
+    assert!(restored.status.success(), "{}", text(&restored.stderr));
+    ctl(dir, "add-disk path=a,serial=a,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    client.request(0, READ, 9, 0, 4096);
+    assert!(client.reply().data[8..] == [1; 4096]);
+    drop((client, other));
+    daemon.stop();
+}
+
 /// A log of 2.5 MiB, of a disk of 8 MiB.
 fn small_log(dir: &Path) {
     let options = StoreOptions {
