@@ -18,16 +18,15 @@ use std::time::Duration;
 
 use zerocopy::little_endian::U64;
 
-use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::written_parts;
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
-use crate::checkpoint::pace::{CopyPace, Growth};
+use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
 use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::index::{ExtentMap, Place};
+use crate::index::ExtentMap;
 use crate::log::committer::Committer;
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
@@ -38,59 +37,12 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
-/// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
-/// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
-const GIVE_WAY: u32 = 2;
-const LONGEST_WAY: Duration = Duration::from_millis(10);
 /// A checkpoint of more extents than this measures the medium first, which takes 200 reads.
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
 /// How many rests of a millisecond closing waits for those who hold its room.
 const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-
-impl Log {
-    /// Makes the next segment file if too few are ready. `meanwhile` is called between its steps.
-    fn provide(&self, mut meanwhile: impl FnMut()) -> Result<()> {
-        let state = self.lock();
-        let Some(slot) = state.ring.next_file() else {
-            return Ok(());
-        };
-        let mut growth = Growth::of_log(state.ring.end());
-        drop(state);
-        let mut give_way = |took: Duration| {
-            let state = self.lock();
-            let pressing = state.is_pressing() || state.ring.has_none_free();
-            let disturbing = growth.is_under_way(state.ring.end());
-            drop(state);
-            if disturbing && !pressing {
-                sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
-            }
-            meanwhile();
-        };
-        let size = self.segment_size;
-        let made = self.medium.create_segment(slot, size, &mut give_way);
-        let mut state = self.lock();
-        match made {
-            Ok(segment) => state.ring.add(segment),
-            Err(error) => {
-                // Without this segment the ring is smaller, so a checkpoint is needed sooner.
-                state.keeper.checkpoint |= state.ring.cramp();
-                return Err(error);
-            }
-        }
-        drop(state);
-        self.segments_freed();
-        Ok(())
-    }
-
-    /// Wakes the ports that wait for a segment.
-    fn segments_freed(&self) {
-        if !planted(Mutant::SegmentFreedSilently) {
-            self.wake_ports();
-        }
-    }
-}
 
 /// A disk whose image gets another generation, and two parts that the checkpoint writes to it, by byte offset and
 /// length.
@@ -246,46 +198,6 @@ impl Keeper {
         provided
     }
 
-    /// Makes everything durable and copies it to the base images, as long as that may take. No port may use the log
-    /// any more. Returns whether the base images have everything; otherwise the log keeps it.
-    ///
-    /// # Errors
-    /// If the log had failed or the copy fails.
-    pub(crate) fn close(&mut self) -> Result<bool> {
-        self.reclaim();
-        self.refuse_failed()?;
-        // Everything goes to the log first, where it is safe even if the checkpoint fails.
-        let newest = self.log.lock().pipeline.appended();
-        if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
-            self.refuse_failed()?;
-            // The log was full of history that a look or a snapshot needed until now.
-            self.fold_for_room()?;
-            self.await_readers();
-            self.drain(newest)?;
-        }
-        if planted(Mutant::ClosedEarly) {
-            self.disks
-                .iter()
-                .try_for_each(|disk| disk.mark(false).map(drop))?;
-        }
-        let keeps = {
-            let state = self.log.lock();
-            state.keeps_history() && state.pipeline.unapplied() > 0
-        };
-        let whole = !keeps && self.checkpoint(true, true)?;
-        if !whole {
-            self.tell_left(keeps);
-        }
-        if !whole && !planted(Mutant::CutMarkedClosed) {
-            return Ok(false);
-        }
-        // The images are marked as closed only after the control file says that the log has no records of them.
-        self.disks
-            .iter()
-            .try_for_each(|disk| disk.mark(false).map(drop))?;
-        Ok(whole)
-    }
-
     /// Refuses an order once the log has failed.
     pub(super) fn refuse_failed(&self) -> Result<()> {
         match self.log.poisoned.load(Ordering::Acquire) {
@@ -298,30 +210,6 @@ impl Keeper {
                 ),
             )),
         }
-    }
-
-    /// Reports what a close leaves in the log. `keeps`: on purpose.
-    fn tell_left(&self, keeps: bool) {
-        let dir = self.log.dir.display();
-        if keeps {
-            tracing::info!(
-                "log {dir}: closed; it keeps the history of its disks, and their newest bytes"
-            );
-            return;
-        }
-        let left = self.disks.iter().map(|disk| {
-            let index = disk.index();
-            let older = index
-                .frozen
-                .as_ref()
-                .map(|frozen| frozen.without(&index.active));
-            bytes(&index.active) + older.as_ref().map_or(0, bytes)
-        });
-        let bytes: u64 = left.sum();
-        tracing::warn!(
-            "log {dir}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
-             on copying them ('walvisor disk checkpoint' copies all)"
-        );
     }
 
     /// Gives segments back to the ring once no reader holds them.
@@ -367,7 +255,7 @@ impl Keeper {
 
     /// Waits until nobody holds the room that closing needs: the log's writer while it writes a segment's summary, or a read that
     /// is under way. A read that nobody takes never ends: so the wait is bounded.
-    fn await_readers(&self) {
+    pub(super) fn await_readers(&self) {
         for _ in 0..AWAITED_RESTS {
             if !self.log.lock().ring.waits_for_readers() {
                 return;
@@ -664,14 +552,6 @@ impl Keeper {
             .fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
-}
-
-/// Bytes of the extents that are to be written to a base image.
-fn bytes(layer: &ExtentMap) -> u64 {
-    let data = layer
-        .iter()
-        .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
-    data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
 }
 
 impl Drop for Keeper {

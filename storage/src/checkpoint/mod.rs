@@ -1,12 +1,14 @@
 //! Checkpoints: copying the log to the base images, so that its segments become free.
 
 pub(crate) mod ahead;
+mod closing;
 pub(crate) mod copy;
 mod fold;
 pub(crate) mod keeper;
 pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
+mod provide;
 mod runs;
 pub(crate) mod saved_file;
 mod saving;

@@ -1,12 +1,11 @@
 //! One random history: its requests, and when power is lost.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, control_of, filled};
-use super::medium::{LOG, World};
+use super::fixture::{Fixture, Running, Shape, filled};
+use super::medium::World;
 use super::oracle::{Broken, Contents, Oracle, difference, readable};
 use super::past::{self, Restored};
 use super::random::Random;
@@ -14,8 +13,6 @@ use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
-use crate::recovery::contents::Verify;
-use crate::recovery::replay::read_log;
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
@@ -335,77 +332,6 @@ impl History {
         }
     }
 
-    /// Works, is killed, and finds some bytes of its log changed. The damage is reported, by an error at opening or
-    /// by errors of reads. Otherwise it hit records that can't be known to have been acknowledged, or unused bytes.
-    /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
-    /// damage was reported.
-    pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
-        let mut running = self
-            .fixture
-            .open(false, CommitWait::NONE)
-            .map_err(|error| error.to_string())?;
-        self.work(&mut running)?;
-        drop(running);
-        {
-            let mut world = self.fixture.medium.lock();
-            world.restart();
-            let damages = 1 + self.random.below(3);
-            (0..damages).for_each(|_| world.damage());
-        }
-        // A check, which reads every payload, and an opening find the same log.
-        if self.scanned(Verify::All) != self.scanned(Verify::Tail) {
-            return Err("a check and an opening find different logs".into());
-        }
-        match self.fixture.open(false, CommitWait::NONE) {
-            Ok(mut running) => {
-                let durable = self.known_durable()?;
-                self.oracle.damaged(durable);
-                let found = running.read_sectors();
-                self.oracle.judge_readable(&found)?;
-                // Damaged extents stay in the log, and everything else goes to the base images.
-                let damaged = found.iter().flatten().any(Option::is_none);
-                let mut copied = running.keeper.step(true);
-                let pins = Snapshot::all(&running.keeper.control.control);
-                let saved = copied.as_ref().err().map(|error| error.kind());
-                if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
-                    // A damaged saved file keeps the base images from going past its snapshot until that is deleted.
-                    for pin in pins {
-                        let removed = running
-                            .keeper
-                            .change_history(|control| Snapshot::remove(pin.name, control));
-                        removed.map_err(|error| error.to_string())?;
-                    }
-                    copied = running.keeper.step(true);
-                }
-                let told = copied.as_ref().err().map(|error| error.kind());
-                if told != damaged.then_some(ErrorKind::Damaged) {
-                    return Err(format!(
-                        "damaged: {damaged}, and the checkpoint: {copied:?}"
-                    ));
-                }
-                for _ in 0..2 {
-                    if running.read_sectors() != found {
-                        return Err("a checkpoint changes what is read".into());
-                    }
-                    drop(running);
-                    self.fixture.lose_power();
-                    let opened = self.fixture.open(false, CommitWait::NONE);
-                    running = opened.map_err(|error| format!("a second opening: {error}"))?;
-                }
-                Ok(damaged)
-            }
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    ErrorKind::Damaged | ErrorKind::UnsupportedVersion
-                ) =>
-            {
-                Ok(true)
-            }
-            Err(error) => Err(format!("damage was reported as something else: {error}")),
-        }
-    }
-
     /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
     /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
     /// then returned.
@@ -445,38 +371,6 @@ impl History {
         Ok(None)
     }
 
-    /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
-    fn scanned(&self, verify: Verify) -> Option<(u64, u64, u64)> {
-        let medium = &self.fixture.medium;
-        let control = control_of(medium).ok()?;
-        let progress = &mut |_, _| {};
-        let read = read_log(medium, Path::new(LOG), &control.control, verify, progress);
-        read.map(|(scan, _)| (scan.last.lsn, scan.records, scan.batches))
-            .ok()
-    }
-
-    /// The last LSN that the medium shows to have been durable.
-    fn known_durable(&self) -> Result<u64, Broken> {
-        let control = control_of(&self.fixture.medium).map_err(|error| error.to_string())?;
-        let root = control.control.header;
-        let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());
-        let segments = self.fixture.medium.lock().segments();
-        for (_, bytes) in segments {
-            for at in (BLOCK..bytes.len()).step_by(BLOCK) {
-                let Some((header, len)) = BatchHeader::peek(&bytes[at..]) else {
-                    continue;
-                };
-                let whole = bytes.get(at..at + len);
-                if header.sequence >= root.first_sequence
-                    && whole.is_some_and(|whole| header.records(whole).is_some())
-                {
-                    durable = durable.max(header.durable_lsn.get());
-                }
-            }
-        }
-        Ok(durable)
-    }
-
     /// Numbers seen on the medium are never given out again: no LSN, no salt.
     fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
         let segments = self.fixture.medium.lock().segments();
@@ -507,7 +401,7 @@ impl History {
         Ok(())
     }
 
-    fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
+    pub(super) fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports, self.random.one_in(2));
         // The steps during which there is no space; the second number says whether base images, the log or both are

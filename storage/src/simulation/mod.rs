@@ -16,6 +16,7 @@ mod clients;
 #[cfg(not(feature = "shuttle"))]
 mod closing;
 mod crash_states;
+mod damaged;
 mod engine;
 mod exhaustive;
 #[cfg(not(feature = "shuttle"))]

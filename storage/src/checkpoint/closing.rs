@@ -1,0 +1,81 @@
+//! Closing a log: everything becomes durable, and as much as its time allows is copied to the base images.
+
+use crate::SECTOR_SIZE;
+use crate::checkpoint::keeper::Keeper;
+use crate::error::Result;
+use crate::index::{ExtentMap, Place};
+use crate::mutant::{Mutant, planted};
+
+impl Keeper {
+    /// Makes everything durable and copies it to the base images, as long as that may take. No port may use the log
+    /// any more. Returns whether the base images have everything; otherwise the log keeps it.
+    ///
+    /// # Errors
+    /// If the log had failed or the copy fails.
+    pub(crate) fn close(&mut self) -> Result<bool> {
+        self.reclaim();
+        self.refuse_failed()?;
+        // Everything goes to the log first, where it is safe even if the checkpoint fails.
+        let newest = self.log.lock().pipeline.appended();
+        if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
+            self.refuse_failed()?;
+            // The log was full of history that a look or a snapshot needed until now.
+            self.fold_for_room()?;
+            self.await_readers();
+            self.drain(newest)?;
+        }
+        if planted(Mutant::ClosedEarly) {
+            self.disks
+                .iter()
+                .try_for_each(|disk| disk.mark(false).map(drop))?;
+        }
+        let keeps = {
+            let state = self.log.lock();
+            state.keeps_history() && state.pipeline.unapplied() > 0
+        };
+        let whole = !keeps && self.checkpoint(true, true)?;
+        if !whole {
+            self.tell_left(keeps);
+        }
+        if !whole && !planted(Mutant::CutMarkedClosed) {
+            return Ok(false);
+        }
+        // The images are marked as closed only after the control file says that the log has no records of them.
+        self.disks
+            .iter()
+            .try_for_each(|disk| disk.mark(false).map(drop))?;
+        Ok(whole)
+    }
+
+    /// Reports what a close leaves in the log. `keeps`: on purpose.
+    fn tell_left(&self, keeps: bool) {
+        let dir = self.log.dir.display();
+        if keeps {
+            tracing::info!(
+                "log {dir}: closed; it keeps the history of its disks, and their newest bytes"
+            );
+            return;
+        }
+        let left = self.disks.iter().map(|disk| {
+            let index = disk.index();
+            let older = index
+                .frozen
+                .as_ref()
+                .map(|frozen| frozen.without(&index.active));
+            bytes(&index.active) + older.as_ref().map_or(0, bytes)
+        });
+        let bytes: u64 = left.sum();
+        tracing::warn!(
+            "log {dir}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
+             on copying them ('walvisor disk checkpoint' copies all)"
+        );
+    }
+}
+
+/// Bytes of the extents that are to be written to a base image.
+fn bytes(layer: &ExtentMap) -> u64 {
+    let data = layer
+        .iter()
+        .filter(|piece| !matches!(piece.place, Some(Place::Zero { .. })));
+    data.map(|piece| piece.sectors * SECTOR_SIZE).sum()
+}

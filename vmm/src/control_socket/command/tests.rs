@@ -1,0 +1,180 @@
+use super::*;
+
+fn parse(line: &str) -> Result<ControlCommand, ControlError> {
+    ControlRequest::parse(line.as_bytes()).command
+}
+
+fn every_command() -> Vec<ControlCommand> {
+    let disk = || Some("a \"b\"\n.img".to_owned());
+    vec![
+        ControlCommand::Stats(Format::Json),
+        ControlCommand::Stats(Format::Prometheus),
+        ControlCommand::Pause,
+        ControlCommand::Resume,
+        ControlCommand::Resize {
+            disk: disk(),
+            size_bytes: u64::MAX,
+        },
+        ControlCommand::SetCache {
+            disk: None,
+            cache: CacheChoice::Writethrough,
+        },
+        ControlCommand::SetLimit {
+            disk: disk(),
+            limits: LimitChange {
+                ops_per_second: Some(1),
+                bytes_burst: Some(0),
+                ..LimitChange::default()
+            },
+        },
+        ControlCommand::Checkpoint { disk: disk() },
+        ControlCommand::AddDisk {
+            spec: "path=a,,b,socket=s".to_owned(),
+        },
+        ControlCommand::RemoveDisk {
+            disk: "a,b".to_owned(),
+        },
+        ControlCommand::Export {
+            disk: disk(),
+            at: None,
+        },
+        ControlCommand::Look(LookRequest {
+            disk: disk(),
+            at: "-15m".to_owned(),
+            socket: "/s".to_owned(),
+            scratch: true,
+            keep: false,
+        }),
+        ControlCommand::Unlook {
+            look: "/s".to_owned(),
+        },
+        ControlCommand::Looks,
+        ControlCommand::Shutdown { now: true },
+    ]
+}
+
+#[test]
+fn a_request_is_read_as_it_was_written() {
+    for command in every_command() {
+        let line = command.to_line();
+        assert!(!line.contains('\n'), "{line}");
+        assert_eq!(parse(&line), Ok(command), "{line}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    for (line, part) in [
+        ("", "not a request"),
+        ("stats", "not a request"),
+        ("{\"execute\": \"stats\"} x", "trailing"),
+        ("[1]", "not a request"),
+        ("{\"execute\": \"st\\ud800\"}", "not a request"),
+        ("{\"execute\": 7}", "not a request"),
+        ("{\"execute\": \"stats\", \"extra\": 1}", "extra"),
+        (
+            "{\"execute\": \"stats\", \"arguments\": 1}",
+            "not a request",
+        ),
+        ("{\"execute\": \"reboot\"}", "unknown command 'reboot'"),
+        (
+            "{\"execute\": \"pause\", \"arguments\": {\"x\": 1}}",
+            "unknown field `x`",
+        ),
+        ("{\"execute\": \"resize\"}", "size_bytes"),
+        (
+            "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": -1}}",
+            "-1",
+        ),
+        (
+            "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": 1e300}}",
+            "floating point",
+        ),
+        (
+            "{\"execute\": \"resize\", \"arguments\": {\"size_bytes\": 18446744073709551616}}",
+            "u64",
+        ),
+        (
+            "{\"execute\": \"set-cache\", \"arguments\": {\"cache\": \"unsafe\"}}",
+            "unsafe",
+        ),
+        (
+            "{\"execute\": \"set-limit\", \"arguments\": {\"disk\": 1}}",
+            "disk",
+        ),
+    ] {
+        let error = parse(line).unwrap_err().to_string();
+        assert!(
+            error.contains(part) && !error.contains('\n'),
+            "{line}: {error}"
+        );
+    }
+    // Nested deeper than any stack allows.
+    let deep = "[".repeat(60_000);
+    assert!(parse(&deep).is_err());
+    assert!(parse(&format!("{{\"execute\":\"stats\",\"id\":{deep}")).is_err());
+}
+
+#[test]
+fn an_answer_carries_the_id_of_its_request() {
+    let request = ControlRequest::parse(b"{\"execute\": \"pause\", \"id\": [1, null]}");
+    let answer = request.answer(Ok(json!({})));
+    assert_eq!(answer, b"{\"id\":[1,null],\"return\":{}}\n");
+    let answer = request.answer(Err(ControlError::new("no\nway")));
+    let text = String::from_utf8(answer).unwrap();
+    assert_eq!(
+        text,
+        "{\"error\":{\"class\":\"GenericError\",\"desc\":\"no way\"},\"id\":[1,null]}\n"
+    );
+}
+
+/// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of one line,
+/// and a command reads the same after it is written again.
+#[test]
+fn mutated_requests_are_commands_or_errors() {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = move |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let seeds: Vec<String> = every_command()
+        .iter()
+        .map(ControlCommand::to_line)
+        .collect();
+    let (mut accepted, mut refused) = (0, 0);
+    for _ in 0..50_000 {
+        let mut line = seeds[random(seeds.len())].clone().into_bytes();
+        for _ in 0..random(4) {
+            let at = random(line.len());
+            match random(5) {
+                0 => line[at] = random(256) as u8,
+                1 => line.truncate(at.max(1)),
+                2 => drop(line.remove(at)),
+                3 => line.insert(at, b"{}[]\",:0123456789eE+-.ntf\\u \xff"[random(29)]),
+                _ => line.extend_from_within(at..),
+            }
+            if line.is_empty() {
+                line.push(b' ');
+            }
+        }
+        let request = ControlRequest::parse(&line);
+        let answer = match &request.command {
+            Ok(command) => {
+                accepted += 1;
+                assert_eq!(parse(&command.to_line()).as_ref(), Ok(command));
+                request.answer(Ok(Value::Null))
+            }
+            Err(error) => {
+                refused += 1;
+                assert!(!error.to_string().contains('\n'), "{error}");
+                request.answer(Err(error.clone()))
+            }
+        };
+        let ends = answer.iter().filter(|byte| **byte == b'\n').count();
+        assert!(ends == 1 && answer.ends_with(b"\n"));
+        assert!(serde_json::from_slice::<Value>(&answer).is_ok());
+    }
+    assert!(accepted > 5_000 && refused > 5_000, "{accepted} {refused}");
+}
