@@ -35,7 +35,7 @@ const IN_FLIGHT_BYTES: usize = 8 << 20;
 /// Longest pause between two calls of `tend`.
 const TEND: Duration = Duration::from_millis(20);
 /// How often a copy that is ahead of schedule checks whether it still is.
-const SHORT: Duration = Duration::from_millis(1);
+pub(super) const SHORT: Duration = Duration::from_millis(1);
 
 /// A run in flight.
 struct Flight<'a> {
@@ -159,18 +159,12 @@ pub(crate) fn copy(
     if layers.is_empty() {
         return Ok(Copied::Whole(Vec::new()));
     }
-    let runs = || {
-        layers.iter().flat_map(|(disk, layer)| {
-            Stripes::new(layer.iter(), operation).map(move |run| (disk, run))
-        })
-    };
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
     let ahead = Ahead::of(log, pieces);
-    let copied: u64 = runs().map(|(_, run)| run.cost(operation)).sum();
-    pace.plan(ahead.bytes() + copied);
+    pace.plan(ahead.bytes() + cost(layers, operation));
     let mut cut = false;
     ahead.read(|read| {
         loop {
@@ -189,7 +183,7 @@ pub(crate) fn copy(
         ahead,
         pace,
         operation,
-        runs: runs().peekable(),
+        runs: runs(layers, operation).peekable(),
         again: VecDeque::new(),
         engine,
         event,
@@ -218,6 +212,20 @@ pub(crate) fn copy(
         None => sync_bases(layers)?,
     }
     Ok(Copied::Whole(copier.rests))
+}
+
+/// What the copy of these layers writes.
+fn runs(layers: &[Layer], operation: u64) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
+    layers.iter().flat_map(move |(disk, layer)| {
+        Stripes::new(layer.iter(), operation).map(move |run| (disk, run))
+    })
+}
+
+/// What that costs the medium.
+pub(super) fn cost(layers: &[Layer], operation: u64) -> u64 {
+    runs(layers, operation)
+        .map(|(_, run)| run.cost(operation))
+        .sum()
 }
 
 fn sync_bases(layers: &[Layer]) -> Result<()> {

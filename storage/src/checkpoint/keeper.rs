@@ -422,24 +422,26 @@ impl Keeper {
         &mut self,
         lsn: u64,
         layers: &[Layer],
-        pace: CopyPace,
+        mut pace: CopyPace,
     ) -> Result<Copied> {
-        if !self.save_for_snapshots(lsn, layers)? {
+        let operation = self.operation_bytes(layers);
+        if !self.save_for_snapshots(lsn, layers, &mut pace, operation)? {
             return Ok(Copied::Cut(Vec::new()));
         }
         self.announce(lsn, layers)?;
-        let operation = self.operation_bytes(layers);
         let log = self.log.clone();
-        let tend = |meanwhile: &mut dyn FnMut()| {
-            // A growing ring needs its next segment meanwhile. A failure here is retried, and reported, after the
-            // copy.
-            if !log.lock().ring.is_cramped() {
-                let _ = log.provide(meanwhile);
-            }
-            self.serve_quick_orders();
-        };
+        let tend = |meanwhile: &mut dyn FnMut()| self.tend(meanwhile);
         let over = || log.lock().keeper.is_over();
         copy(&log, layers, pace, operation, tend, over)
+    }
+
+    /// Does what can't wait until a copy has ended. `meanwhile` is called between its steps.
+    pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
+        // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
+        if !self.log.lock().ring.is_cramped() {
+            let _ = self.log.provide(meanwhile);
+        }
+        self.serve_quick_orders();
     }
 
     /// However a copy ended, it holds up no writer any more.

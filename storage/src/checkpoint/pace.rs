@@ -80,8 +80,10 @@ pub(crate) struct CopyPace {
     bytes: (u64, u64),
     /// Bytes of memory that the index took when it began, and how many more it may take.
     index: (u64, u64),
-    /// What all reads and writes of the copy cost.
+    /// What all reads and writes of the copy cost, and of the saving before it.
     work: u64,
+    /// What saving for snapshots has cost, before the copy began.
+    saved: u64,
     /// Up to where the log may grow for now.
     allowed: u64,
 }
@@ -102,6 +104,7 @@ impl CopyPace {
             bytes: (end, room),
             index: (index, log.index_limit.saturating_sub(index)),
             work: u64::MAX,
+            saved: 0,
             allowed: end,
         };
         state.ring.allow(pace.allowed(0));
@@ -110,7 +113,17 @@ impl CopyPace {
 
     /// Sets the work of the whole copy: what its reads and writes cost.
     pub(super) fn plan(&mut self, work: u64) {
-        self.work = work.max(1);
+        self.work = self.saved + work.max(1);
+    }
+
+    /// Sets the work of saving, and about that of the copy behind it.
+    pub(super) fn plan_saving(&mut self, saving: u64, copying: u64) {
+        self.plan(saving + copying);
+    }
+
+    /// The planned saving has ended, which has cost so much.
+    pub(super) fn end_saving(&mut self, saving: u64) {
+        self.saved += saving;
     }
 
     /// Up to where the log may grow when `done` of the work is done; `None`: as long as there is room.
@@ -127,8 +140,9 @@ impl CopyPace {
         Some(self.allowed)
     }
 
-    /// How many runs may be in flight when `done` of the work is done. Hands on the log's room.
+    /// How many runs may be in flight when `done` of the saving, or else of the copy, is done. Hands on the log's room.
     pub(super) fn runs(&mut self, log: &Log, done: u64) -> usize {
+        let done = self.saved + done;
         let mut state = log.lock();
         if state.ring.allow(self.allowed(done)) {
             drop(state);
@@ -197,6 +211,18 @@ mod tests {
         assert_eq!(pace.allowed(500), share((1.0 + FREE_SHARE) / 2.0));
         assert_eq!(pace.runs(&log, 1000), IN_FLIGHT_RUNS);
         assert_eq!(pace.allowed(1000), None);
+
+        // Saving for snapshots comes first, and counts.
+        let mut pace = CopyPace::new(&log, &mut log.lock(), true);
+        pace.plan_saving(600, 400);
+        pace.runs(&log, 500);
+        assert_eq!(pace.allowed, share((1.0 + FREE_SHARE) / 2.0).unwrap());
+        pace.end_saving(600);
+        pace.plan(600);
+        pace.runs(&log, 300);
+        let three_quarters = FREE_SHARE + (1.0 - FREE_SHARE) * 0.75;
+        assert_eq!(pace.allowed, share(three_quarters).unwrap());
+        assert_eq!(pace.allowed(1200), None);
     }
 
     #[test]

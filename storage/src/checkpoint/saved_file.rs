@@ -6,7 +6,8 @@ use std::ops::Range;
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::checkpoint::copy::Layer;
+use crate::checkpoint::copy::{Layer, SHORT};
+use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, Result, invalid};
 use crate::format::{
     self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, Kind, SEGMENT_MAGIC, SegmentHeader, Uuid,
@@ -23,7 +24,7 @@ use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::place;
 use crate::recovery::saved::{self, End};
 use crate::sync::Arc;
-use crate::{Buffer, SECTOR_SIZE, parallel};
+use crate::{Buffer, SECTOR_SIZE, parallel, sync};
 
 /// Most bytes of a saved file, of which only a multiple of a batch is in use.
 const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
@@ -49,6 +50,22 @@ pub(crate) struct Saving {
     /// The next batch.
     records: Vec<(Descriptor, Option<Buffer>)>,
     payload: usize,
+}
+
+/// Ranges of bytes of disks that are to be saved.
+pub(super) struct Unsaved<'a>(Vec<(&'a DiskState, Range<u64>)>);
+
+impl Unsaved<'_> {
+    /// What saving them costs the medium, at most. `operation`: the price of an operation, in bytes.
+    pub(super) fn cost(&self, operation: u64) -> u64 {
+        self.0.iter().map(|(_, range)| cost(range, operation)).sum()
+    }
+}
+
+/// What it costs to read a range and to append it to a file.
+fn cost(range: &Range<u64>, operation: u64) -> u64 {
+    let bytes = range.end - range.start;
+    operation * bytes.div_ceil(RECORD) + 2 * bytes
 }
 
 /// A range of a disk that is to be saved, in bytes, with what the base image has there; `None`: a hole.
@@ -85,12 +102,12 @@ impl Saving {
         })
     }
 
-    /// Adds what the base images have under these layers and is not saved. Returns `false` if the time for that is over.
-    pub(super) fn save(
-        &mut self,
-        layers: &[Layer],
+    /// What the base images have under these layers, of the disks that are needed, and is not saved.
+    pub(super) fn unsaved<'a>(
+        &self,
+        layers: &'a [Layer],
         needed: impl Fn(&DiskState) -> bool,
-    ) -> Result<bool> {
+    ) -> Unsaved<'a> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
         for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
             let unsaved = match self.disks.get(&disk.id) {
@@ -111,8 +128,20 @@ impl Saving {
         if planted(Mutant::SnapshotUnsaved) {
             ranges.clear();
         }
+        Unsaved(ranges)
+    }
+
+    /// Adds these ranges, as fast as `pace` allows, to which an operation costs as many bytes. `tend` is called between. Returns
+    /// `false` if the time for that is over.
+    pub(super) fn save(
+        &mut self,
+        ranges: Unsaved<'_>,
+        pace: &mut CopyPace,
+        operation: u64,
+        tend: &mut dyn FnMut(),
+    ) -> Result<bool> {
         let log = self.log.clone();
-        let parts = ranges.into_iter().flat_map(|(disk, range)| {
+        let parts = ranges.0.into_iter().flat_map(|(disk, range)| {
             let data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), RECORD);
             with_holes(range, data).map(move |part| (disk, part))
         });
@@ -126,12 +155,19 @@ impl Saving {
             read.map_err(|error| Error::io("read the base image", &disk.path, error))?;
             Ok((disk.id, range, Some(buffer)))
         };
-        let mut whole = true;
+        let (mut whole, mut done) = (true, 0);
         parallel::in_order(READERS, parts, read, |found| {
             let (disk_id, range, data) = found?;
+            done += cost(&range, operation);
             self.push(disk_id, range, data)?;
-            whole = !log.lock().keeper.is_over();
-            Ok::<_, Error>(whole)
+            loop {
+                tend();
+                whole = !log.lock().keeper.is_over();
+                if !whole || pace.runs(&log, done) > 0 {
+                    return Ok::<_, Error>(whole);
+                }
+                sync::sleep(SHORT);
+            }
         })?;
         Ok(whole)
     }

@@ -3,20 +3,28 @@
 use zerocopy::little_endian::U32;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::Layer;
+use crate::checkpoint::copy::{self, Layer};
 use crate::checkpoint::keeper::Keeper;
+use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
 use crate::error::Result;
 use crate::log::disk_state::DiskState;
 use crate::recovery::saved;
 
 impl Keeper {
-    /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. Returns `false` if the time that closing may
-    /// take is over: not all is saved then.
+    /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. It is a part of the
+    /// copy's work for `pace`, to which an operation costs as many bytes. Returns `false` if the time that closing may take is over: not all is
+    /// saved then.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
-    pub(super) fn save_for_snapshots(&mut self, until: u64, layers: &[Layer]) -> Result<bool> {
+    pub(super) fn save_for_snapshots(
+        &mut self,
+        until: u64,
+        layers: &[Layer],
+        pace: &mut CopyPace,
+        operation: u64,
+    ) -> Result<bool> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
         let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
@@ -36,24 +44,34 @@ impl Keeper {
             }
         };
         // All older snapshots read on in these files.
-        let older = || {
-            control
-                .snapshots
-                .iter()
-                .filter(|entry| entry.lsn.get() <= lsn)
-        };
+        let mut older = control.snapshots.clone();
+        older.retain(|entry| entry.lsn.get() <= lsn);
         if saving.count == 0 {
             let disks = control.disks.iter();
             // A disk whose records were given up is not what it was.
             let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
             let ids = whole.map(|disk| disk.id.get());
-            let named = |id: &u32| older().any(|entry| entry.lsn == lsn && entry.has(*id));
+            let named = |id: &u32| {
+                let mut older = older.iter();
+                older.any(|entry| entry.lsn == lsn && entry.has(*id))
+            };
             for id in ids.filter(named) {
                 saving.push(id, 0..0, None)?;
             }
         }
-        let needed = |disk: &DiskState| older().any(|entry| entry.has(disk.id));
-        let whole = saving.save(layers, needed)?;
+        let needed = |disk: &DiskState| older.iter().any(|entry| entry.has(disk.id));
+        let ranges = saving.unsaved(layers, needed);
+        let cost = ranges.cost(operation);
+        if cost > 0 {
+            pace.plan_saving(cost, copy::cost(layers, operation));
+        }
+        let whole = saving.save(ranges, pace, operation, &mut || self.tend(&mut || {}))?;
+        pace.end_saving(cost);
+        let mut entries = self.control.control.snapshots.iter();
+        if !entries.any(|entry| entry.lsn == lsn) {
+            // The snapshot was deleted meanwhile, with its files. Older ones may need the same in their own.
+            return self.save_for_snapshots(until, layers, pace, operation);
+        }
         saving.write()?;
         saving.sync()?;
         let count = saving.count;

@@ -2,10 +2,12 @@
 
 use super::exports::{Bench, SECTORS};
 use super::oracle::value_of;
+use crate::log::orders::{KeeperTask, Order};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
 use crate::store::view::Data;
-use crate::{Point, Retain, SECTOR_SIZE};
+use crate::sync::mpsc;
+use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
 
 /// What a look shows.
 fn values(look: &Look) -> Vec<u32> {
@@ -95,6 +97,42 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
             }
         }
     }
+}
+
+/// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same in its own files.
+#[test]
+fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
+    let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
+    let mut tried = 0;
+    for seed in 1..60 {
+        let Some(mut bench) = roomy(seed, Retain::Nothing) else {
+            continue;
+        };
+        bench.changes();
+        bench.running.keeper.snapshot(older, None).unwrap();
+        let shown = bench.values.clone();
+        bench.changes();
+        bench.running.keeper.step(true).unwrap();
+        bench.changes();
+        bench.running.keeper.snapshot(newer, None).unwrap();
+        bench.running.keeper.step(true).unwrap();
+        bench.changes();
+        let (answer, answered) = mpsc::channel();
+        let task = KeeperTask::DeleteSnapshot(newer);
+        let disk = bench.running.disks[0].clone();
+        disk.log.lock().keeper.orders.push(Order { task, answer });
+        bench.running.keeper.step(true).unwrap();
+        // If nothing was copied, nobody has looked at the orders.
+        let Ok(deleted) = answered.try_recv() else {
+            continue;
+        };
+        deleted.unwrap();
+        tried += 1;
+        let held = bench.running.keeper.hold(&disk.state).unwrap();
+        let look = disk.look_at(Point::Snapshot(older), held, None).unwrap();
+        assert_eq!(values(&look), shown, "seed {seed}");
+    }
+    assert!(tried > 10, "{tried}");
 }
 
 #[test]
