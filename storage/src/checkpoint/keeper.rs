@@ -73,6 +73,8 @@ pub(crate) struct Keeper {
     pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
     pub(super) announced: Vec<Announced>,
+    /// A copy is under way.
+    copies: bool,
     /// The saved files that snapshots need, once a copy has added to them.
     pub(super) saving: Option<Saving>,
     /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.
@@ -103,6 +105,7 @@ impl Keeper {
             operation: None,
             copying: None,
             announced: Vec::new(),
+            copies: false,
             saving: None,
             saved: (0, 0),
             shortened: false,
@@ -418,12 +421,23 @@ impl Keeper {
     }
 
     /// Copies layers of durable records, of which `lsn` is the newest.
+    ///
+    /// # Panics
+    /// In debug builds, if it is called while a copy is under way.
     pub(super) fn copy_layers(
         &mut self,
         lsn: u64,
         layers: &[Layer],
-        mut pace: CopyPace,
+        pace: CopyPace,
     ) -> Result<Copied> {
+        debug_assert!(!self.copies, "no copy begins while another is under way");
+        self.copies = true;
+        let copied = self.save_and_copy(lsn, layers, pace);
+        self.copies = false;
+        copied
+    }
+
+    fn save_and_copy(&mut self, lsn: u64, layers: &[Layer], mut pace: CopyPace) -> Result<Copied> {
         let operation = self.operation_bytes(layers);
         if !self.save_for_snapshots(lsn, layers, &mut pace, operation)? {
             return Ok(Copied::Cut(Vec::new()));

@@ -24,7 +24,7 @@ impl Keeper {
         orders.into_iter().for_each(|order| self.serve(order));
     }
 
-    /// Carries out those that need not wait until a checkpoint has ended.
+    /// Carries out those that need not wait until a checkpoint has ended, while one is under way: none of them begins another.
     pub(super) fn serve_quick_orders(&mut self) {
         let mut state = self.log.lock();
         let orders = &mut state.keeper.orders;
@@ -32,7 +32,15 @@ impl Keeper {
             .extract_if(.., |order| order.task.is_quick())
             .collect();
         drop(state);
-        quick.into_iter().for_each(|order| self.serve(order));
+        for Order { task, answer } in quick {
+            match task {
+                KeeperTask::Snapshot(name, disk_id) => {
+                    // A client that has gone away needs no answer.
+                    let _ = answer.send(self.name_state(name, disk_id));
+                }
+                task => self.serve(Order { task, answer }),
+            }
+        }
     }
 
     fn serve(&mut self, Order { task, answer }: Order) {
@@ -70,6 +78,11 @@ impl Keeper {
         if few {
             let _ = self.step(false);
         }
+        self.name_state(name, disk_id)
+    }
+
+    /// As [`snapshot`](Self::snapshot), in a log that has room.
+    fn name_state(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         let state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
         drop(state);

@@ -2,6 +2,7 @@
 
 use super::exports::{Bench, SECTORS};
 use super::oracle::value_of;
+use crate::catalog::snapshot::Snapshot;
 use crate::log::orders::{KeeperTask, Order};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
@@ -133,6 +134,50 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
         assert_eq!(values(&look), shown, "seed {seed}");
     }
     assert!(tried > 10, "{tried}");
+}
+
+/// An order for a snapshot is carried out while a copy saves for an older one, in a log with little room. It begins no copy of its own.
+#[test]
+fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
+    let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
+    let (mut tried, mut few) = (0, 0);
+    for seed in 1..60 {
+        let Some(mut bench) = roomy(seed, Retain::Nothing) else {
+            continue;
+        };
+        bench.changes();
+        bench.running.keeper.snapshot(older, None).unwrap();
+        let shown = bench.values.clone();
+        bench.changes();
+        bench.running.keeper.step(true).unwrap();
+        let disk = bench.running.disks[0].clone();
+        let little = 2 * disk.log.segment_size;
+        for _ in 0..4 {
+            for _ in 0..400 {
+                bench.changes();
+                if disk.log.lock().ring.unused_bytes() <= little {
+                    break;
+                }
+            }
+            let (answer, answered) = mpsc::channel();
+            let task = KeeperTask::Snapshot(newer, None);
+            let mut state = disk.log.lock();
+            few += u64::from(state.ring.unused_bytes() <= little);
+            state.keeper.orders.push(Order { task, answer });
+            drop(state);
+            bench.running.keeper.step(true).unwrap();
+            if answered.try_recv().is_ok_and(|made| made.is_ok()) {
+                tried += 1;
+                let gone = |control: &mut _| Snapshot::remove(newer, control);
+                bench.running.keeper.change_history(gone).unwrap();
+            }
+            disk.log.lock().keeper.orders.clear();
+        }
+        let held = bench.running.keeper.hold(&disk.state).unwrap();
+        let look = disk.look_at(Point::Snapshot(older), held, None).unwrap();
+        assert_eq!(values(&look), shown, "seed {seed}");
+    }
+    assert!(tried > 50 && few > 10, "{tried}, {few} with little room");
 }
 
 #[test]
