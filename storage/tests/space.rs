@@ -39,7 +39,7 @@ fn wait_for(store: &Store, is_so: impl Fn(&Condition) -> bool) {
     let began = Instant::now();
     while !is_so(&store.disks()[0].condition()) {
         let condition = store.disks()[0].condition();
-        assert!(began.elapsed() < Duration::from_secs(120), "{condition:?}");
+        assert!(began.elapsed() < Duration::from_secs(600), "{condition:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
