@@ -73,8 +73,8 @@ pub(crate) struct Keeper {
     pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
     pub(super) announced: Vec<Announced>,
-    /// A copy is under way.
-    copies: bool,
+    /// A copy is under way: no other may begin.
+    pub(super) copies: bool,
     /// The saved files that snapshots need, once a copy has added to them.
     pub(super) saving: Option<Saving>,
     /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.

@@ -32,15 +32,7 @@ impl Keeper {
             .extract_if(.., |order| order.task.is_quick())
             .collect();
         drop(state);
-        for Order { task, answer } in quick {
-            match task {
-                KeeperTask::Snapshot(name, disk_id) => {
-                    // A client that has gone away needs no answer.
-                    let _ = answer.send(self.name_state(name, disk_id));
-                }
-                task => self.serve(Order { task, answer }),
-            }
-        }
+        quick.into_iter().for_each(|order| self.serve(order));
     }
 
     fn serve(&mut self, Order { task, answer }: Order) {
@@ -72,17 +64,13 @@ impl Keeper {
         // A log that needs room gets it first: its clients would get errors otherwise. The keeper tries again, and reports it, if this
         // fails.
         let mut state = self.log.lock();
-        let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
+        // A copy that is under way makes room, and none may begin within it.
+        let few = !self.copies && state.ring.unused_bytes() <= 2 * self.log.segment_size;
         state.keeper.checkpoint |= few;
         drop(state);
         if few {
             let _ = self.step(false);
         }
-        self.name_state(name, disk_id)
-    }
-
-    /// As [`snapshot`](Self::snapshot), in a log that has room.
-    fn name_state(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         let state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
         drop(state);

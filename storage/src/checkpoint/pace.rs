@@ -111,14 +111,9 @@ impl CopyPace {
         pace
     }
 
-    /// Sets the work of the whole copy: what its reads and writes cost.
+    /// Sets the work that is left: what the reads and writes of the copy cost, and of saving before it, if that comes next.
     pub(super) fn plan(&mut self, work: u64) {
         self.work = self.saved + work.max(1);
-    }
-
-    /// Sets the work of saving, and about that of the copy behind it.
-    pub(super) fn plan_saving(&mut self, saving: u64, copying: u64) {
-        self.plan(saving + copying);
     }
 
     /// The planned saving has ended, which has cost so much.
@@ -214,7 +209,7 @@ mod tests {
 
         // Saving for snapshots comes first, and counts.
         let mut pace = CopyPace::new(&log, &mut log.lock(), true);
-        pace.plan_saving(600, 400);
+        pace.plan(600 + 400);
         pace.runs(&log, 500);
         assert_eq!(pace.allowed, share((1.0 + FREE_SHARE) / 2.0).unwrap());
         pace.end_saving(600);

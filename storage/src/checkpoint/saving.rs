@@ -63,7 +63,7 @@ impl Keeper {
         let ranges = saving.unsaved(layers, needed);
         let cost = ranges.cost(operation);
         if cost > 0 {
-            pace.plan_saving(cost, copy::cost(layers, operation));
+            pace.plan(cost + copy::cost(layers, operation));
         }
         let whole = saving.save(ranges, pace, operation, &mut || self.tend(&mut || {}))?;
         pace.end_saving(cost);

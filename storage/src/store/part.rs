@@ -44,6 +44,8 @@ pub(crate) struct Part {
     file: Box<dyn DataFile>,
     path: PathBuf,
     target: PathBuf,
+    /// Of what it is a copy, in a few words, if it may be resumed.
+    origin: String,
     begun: u64,
     published: bool,
 }
@@ -58,10 +60,11 @@ impl Part {
 
     /// As [`create`](Self::create). But if an earlier attempt at the same copy has [noted](Self::note) how far it had come, the file is as it was
     /// then: see [`begun`](Self::begun). `origin`: of what it is a copy, in a few words.
-    pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: &str) -> Result<Self> {
+    pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: String) -> Result<Self> {
         let mut part = Self::open(target, mode)?;
+        part.origin = origin;
         let same_size = part.file.len().is_ok_and(|len| len == size);
-        let noted = part.noted(origin);
+        let noted = part.noted();
         let Some(begun) = noted.filter(|begun| same_size && *begun <= size) else {
             part.clear(size)?;
             return Ok(part);
@@ -101,23 +104,26 @@ impl Part {
             file,
             path,
             target,
+            origin: String::new(),
             begun: 0,
             published: false,
         })
     }
 
-    /// The offset that was noted for a copy of this.
-    fn noted(&self, origin: &str) -> Option<u64> {
+    /// The offset that was noted for a copy of the same.
+    fn noted(&self) -> Option<u64> {
         let mut text = [0; 256];
         let len = rustix::fs::fgetxattr(self.file.host()?, NOTE, &mut text[..]).ok()?;
         let (noted, offset) = std::str::from_utf8(&text[..len]).ok()?.rsplit_once(' ')?;
-        (noted == origin).then(|| offset.parse().ok()).flatten()
+        (noted == self.origin)
+            .then(|| offset.parse().ok())
+            .flatten()
     }
 
     /// Notes that the file has all bytes up to an offset of what it is a copy of, durably. Returns `false` if its file system has no place for
     /// that: an attempt that is killed then begins again.
-    pub(crate) fn note(&self, origin: &str, offset: u64) -> bool {
-        let note = format!("{origin} {offset}");
+    pub(crate) fn note(&self, offset: u64) -> bool {
+        let note = format!("{} {offset}", self.origin);
         self.file.host().is_some_and(|file| {
             self.file.sync_data().is_ok()
                 && rustix::fs::fsetxattr(file, NOTE, note.as_bytes(), XattrFlags::empty()).is_ok()

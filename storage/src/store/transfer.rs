@@ -182,9 +182,8 @@ pub fn clone_disk(
         None => View::open(path, log_dir, Use::Read, options.threads)?,
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    let origin = origin(&view);
-    let part = Part::resume(new, view.size, mode, &origin)?;
-    let done = fill(&part, &origin, &view, options.threads, progress)?;
+    let part = Part::resume(new, view.size, mode, origin(&view))?;
+    let done = fill(&part, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
     Ok(done)
@@ -200,10 +199,9 @@ fn write_raw(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    let origin = origin(view);
     // The lock is held to the end.
-    let (part, _replaced) = begin_raw(raw, replace, view.size, mode, &origin)?;
-    let done = fill(&part, &origin, view, threads, progress)?;
+    let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view))?;
+    let done = fill(&part, view, threads, progress)?;
     part.publish(replace)?;
     progress(view.size, view.size);
     Ok(done)
@@ -235,7 +233,6 @@ fn origin(view: &View) -> String {
 /// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
 fn fill(
     part: &Part,
-    origin: &str,
     view: &View,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
@@ -264,11 +261,9 @@ fn fill(
             let mut passed = |at, copied| {
                 if copied >= due {
                     // Ranges are whole sectors.
-                    let noted = part.note(origin, at);
-                    due = if noted {
-                        copied + NOTED_BYTES
-                    } else {
-                        u64::MAX
+                    due = match part.note(at) {
+                        true => copied + NOTED_BYTES,
+                        false => u64::MAX,
                     };
                 }
                 progress(at, size);
@@ -292,7 +287,7 @@ fn begin_raw(
     replace: bool,
     size: u64,
     mode: u32,
-    origin: &str,
+    origin: String,
 ) -> Result<(Part, Option<Box<dyn DataFile>>)> {
     let replaced = match replace {
         true => lock_replaced(raw)?,
@@ -319,7 +314,7 @@ pub fn receive_image<T, E: From<Error>>(
     replace: bool,
     fill: impl FnOnce(&File) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
-    let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, "")?;
+    let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, String::new())?;
     let file = part.file().host().ok_or_else(|| {
         let path = raw.display();
         invalid(format!("{path}: not a file of this machine"))
