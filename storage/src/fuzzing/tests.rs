@@ -131,18 +131,23 @@ fn sealed_log() -> Vec<u8> {
     input_of(&log)
 }
 
+/// A new disk with a log of its own, open.
+fn new_store(disk: &Path, log: &Path, retain: Retain) -> Store {
+    let options = StoreOptions {
+        segment_size: SEGMENT as u64,
+        max_segments: SEGMENTS as u32,
+        retain: Some(retain),
+        ..StoreOptions::default()
+    };
+    create_disk(disk, 1 << 20, log, &options).unwrap();
+    Store::open(log, &[DiskOptions::new(disk)], &options).unwrap()
+}
+
 /// A log that keeps its history, whose disk was restored in place twice.
 fn rewound_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-    let options = StoreOptions {
-        segment_size: SEGMENT as u64,
-        max_segments: SEGMENTS as u32,
-        retain: Some(Retain::All),
-        ..StoreOptions::default()
-    };
-    create_disk(&disk, 1 << 20, &log, &options).unwrap();
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+    let store = new_store(&disk, &log, Retain::All);
     let mut port = store.disks()[0].open_port().unwrap();
     for sector in 0..5 {
         let data = Buffer::zeroed(SECTOR_SIZE as usize);
@@ -160,14 +165,8 @@ fn rewound_log() -> Vec<u8> {
 /// A log with a snapshot that its base images have gone past.
 fn saved_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
-    let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-    let options = StoreOptions {
-        segment_size: SEGMENT as u64,
-        max_segments: SEGMENTS as u32,
-        ..StoreOptions::default()
-    };
-    create_disk(&disk, 1 << 20, &log, &options).unwrap();
-    let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
+    let log = dir.path().join("log");
+    let store = new_store(&dir.path().join("disk"), &log, Retain::Nothing);
     let mut port = store.disks()[0].open_port().unwrap();
     for round in 1..3 {
         for sector in [0, 1, 40] {

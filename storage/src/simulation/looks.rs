@@ -100,20 +100,33 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
     }
 }
 
+/// A bench with a snapshot of this name that its base image has gone past, and what the snapshot shows.
+fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
+    let mut bench = roomy(seed, Retain::Nothing)?;
+    bench.changes();
+    bench.running.keeper.snapshot(name, None).unwrap();
+    let shown = bench.values.clone();
+    bench.changes();
+    bench.running.keeper.step(true).unwrap();
+    Some((bench, shown))
+}
+
+/// What a look at a snapshot shows.
+fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
+    let disk = bench.running.disks[0].clone();
+    let held = bench.running.keeper.hold(&disk.state).unwrap();
+    values(&disk.look_at(Point::Snapshot(name), held, None).unwrap())
+}
+
 /// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same in its own files.
 #[test]
 fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
     let mut tried = 0;
     for seed in 1..60 {
-        let Some(mut bench) = roomy(seed, Retain::Nothing) else {
+        let Some((mut bench, shown)) = past_snapshot(seed, older) else {
             continue;
         };
-        bench.changes();
-        bench.running.keeper.snapshot(older, None).unwrap();
-        let shown = bench.values.clone();
-        bench.changes();
-        bench.running.keeper.step(true).unwrap();
         bench.changes();
         bench.running.keeper.snapshot(newer, None).unwrap();
         bench.running.keeper.step(true).unwrap();
@@ -129,9 +142,7 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
         };
         deleted.unwrap();
         tried += 1;
-        let held = bench.running.keeper.hold(&disk.state).unwrap();
-        let look = disk.look_at(Point::Snapshot(older), held, None).unwrap();
-        assert_eq!(values(&look), shown, "seed {seed}");
+        assert_eq!(values_at(&mut bench, older), shown, "seed {seed}");
     }
     assert!(tried > 10, "{tried}");
 }
@@ -142,14 +153,9 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
     let (mut tried, mut few) = (0, 0);
     for seed in 1..60 {
-        let Some(mut bench) = roomy(seed, Retain::Nothing) else {
+        let Some((mut bench, shown)) = past_snapshot(seed, older) else {
             continue;
         };
-        bench.changes();
-        bench.running.keeper.snapshot(older, None).unwrap();
-        let shown = bench.values.clone();
-        bench.changes();
-        bench.running.keeper.step(true).unwrap();
         let disk = bench.running.disks[0].clone();
         let little = 2 * disk.log.segment_size;
         for _ in 0..4 {
@@ -173,9 +179,7 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
             }
             disk.log.lock().keeper.orders.clear();
         }
-        let held = bench.running.keeper.hold(&disk.state).unwrap();
-        let look = disk.look_at(Point::Snapshot(older), held, None).unwrap();
-        assert_eq!(values(&look), shown, "seed {seed}");
+        assert_eq!(values_at(&mut bench, older), shown, "seed {seed}");
     }
     assert!(tried > 50 && few > 10, "{tried}, {few} with little room");
 }
