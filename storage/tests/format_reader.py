@@ -88,7 +88,7 @@ class Control:
         lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
         if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
             raise Damaged(f"{path}: impossible rewinds")
-        # No record has the LSN of a rewind.
+        # No record need have the LSN of a rewind.
         for _, at in reversed(lsns):
             self.copying_lsn -= self.copying_lsn == at
 

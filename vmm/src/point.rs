@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
 use serde_json::{Value, json};
-use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retain, Snapshot};
+use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retain, Rewound, Snapshot};
 
 use crate::size::parse_size;
 
@@ -107,6 +107,17 @@ pub fn mark_json(text: &MarkText, made: &Commit) -> Value {
         "lsn": made.lsn,
         "cid": made.cid,
         "unix_us": made.unix_us,
+    })
+}
+
+/// A restore in place, as JSON.
+pub fn rewound_json(done: &Rewound) -> Value {
+    json!({
+        "to_lsn": done.to_lsn,
+        "from_lsn": done.from_lsn,
+        "lsn": done.lsn,
+        "undone_records": done.undone,
+        "redone_records": done.redone,
     })
 }
 

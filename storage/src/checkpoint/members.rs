@@ -120,7 +120,7 @@ impl Keeper {
                 return Err(rests[0].told());
             }
             Copied::Whole(_) => {}
-            Copied::Cut(_) => return Err(self.closing()),
+            Copied::Cut(_) => return Err(self.log.closed()),
         }
         self.control.change(|control| {
             settle(control, &self.announced);

@@ -9,6 +9,7 @@ pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
 mod provide;
+mod rewind;
 mod runs;
 pub(crate) mod saved_file;
 mod saving;

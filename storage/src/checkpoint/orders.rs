@@ -54,6 +54,12 @@ impl Keeper {
                 // A client that has gone away needs nothing.
                 let _ = held.send(looked);
             }),
+            KeeperTask::Rewind(disk, rewinding, rewound) => {
+                self.rewind(&disk, rewinding).map(|lsn| {
+                    // A client that has gone away needs no LSN.
+                    let _ = rewound.send(lsn);
+                })
+            }
         };
         // A client that has gone away needs no answer.
         let _ = answer.send(done);
@@ -174,13 +180,8 @@ impl Keeper {
     pub(super) fn refuse_over(&self) -> Result<()> {
         match self.log.lock().keeper.is_over() {
             false => Ok(()),
-            true => Err(self.closing()),
+            true => Err(self.log.closed()),
         }
-    }
-
-    pub(super) fn closing(&self) -> Error {
-        let dir = self.log.dir.display();
-        Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
     }
 
     /// Begins an export of the disk as of an LSN, at least `lsn`.

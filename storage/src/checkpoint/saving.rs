@@ -93,7 +93,7 @@ impl Keeper {
     }
 
     /// Notes how much is saved for each snapshot, for those who ask.
-    fn note_saved(&self) {
+    pub(super) fn note_saved(&self) {
         let (dir, files) = (&self.log.dir, self.log.medium.files());
         let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
         let mut state = self.log.lock();

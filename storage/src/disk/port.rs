@@ -219,19 +219,7 @@ impl Port {
 
     /// Logs a mark with this text; its completion comes once it is durable, and `marked` then has its place.
     pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: Marked) {
-        let bytes = text.stored();
-        let checksums = checksum::of(&bytes);
-        let payload = Payload {
-            bytes: bytes.share(),
-            checksums,
-        };
-        let mark = Modification {
-            kind: Kind::Write,
-            sector: 0,
-            sectors: 1,
-            payload: Some(payload),
-            mark: Some(marked),
-        };
+        let mark = Modification::mark(text, marked);
         let submitted = self.check_healthy();
         let submitted = submitted.and_then(|()| self.modify(token, mark));
         self.settle(token, submitted);

@@ -33,8 +33,10 @@ pub(crate) struct DiskState {
     pub aside: AtomicBool,
     /// Records up to this LSN were given up, or copied before the disk came back to the log.
     pub void_lsn: u64,
-    /// The rewinds of the disk when it was opened: it gets no more while it is open.
-    pub rewinds: Vec<RewindEntry>,
+    /// The disk is being restored in place: its records wait. Changed under the log's lock.
+    pub rewinding: AtomicBool,
+    /// The rewinds of the disk.
+    pub rewinds: Mutex<Vec<RewindEntry>>,
     /// The newest record of this disk: what a FLUSH of it has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
@@ -57,7 +59,8 @@ impl DiskState {
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
             aside: AtomicBool::new(false),
             void_lsn: entry.void_lsn.get(),
-            rewinds: Vec::new(),
+            rewinding: AtomicBool::new(false),
+            rewinds: Mutex::default(),
             last_lsn: AtomicU64::new(0),
             index: RwLock::default(),
             exports: Mutex::default(),
@@ -107,7 +110,8 @@ impl DiskState {
 
     /// Whether the disk is what it was as of this LSN, and the records behind that.
     pub(crate) fn comes_from(&self, lsn: u64) -> bool {
-        let line = |until| Line::new(self.rewinds.iter(), self.void_lsn, until);
+        let rewinds = self.rewinds.lock().expect("rewinds lock");
+        let line = |until| Line::new(rewinds.iter(), self.void_lsn, until);
         self.void_lsn <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
     }
 

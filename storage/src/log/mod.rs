@@ -13,6 +13,7 @@ pub(crate) mod leader;
 pub(crate) mod orders;
 pub(crate) mod pin;
 pub(crate) mod pipeline;
+pub(crate) mod rewinding;
 pub(crate) mod ring;
 pub(crate) mod stamp;
 pub(crate) mod state;

@@ -1,5 +1,5 @@
 //! Orders to the keeper, whose callers wait for the result: a checkpoint now, the begin of an export, a longer disk, a disk
-//! more or less, a snapshot, or a look at a disk in use.
+//! more or less, a snapshot, a look at a disk in use, or its restore in place.
 //!
 //! ```text
 //!   Disk::checkpoint ───┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::held::Held;
+use crate::log::rewinding::Rewinding;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
@@ -49,6 +50,8 @@ pub(crate) enum KeeperTask {
     Retain(Retain),
     /// Hold what a look at a disk reads.
     Look(Arc<DiskState>, mpsc::Sender<Held>),
+    /// Restore a disk in place, and send the LSN of that.
+    Rewind(Arc<DiskState>, Rewinding, mpsc::Sender<u64>),
 }
 
 impl KeeperTask {

@@ -9,10 +9,11 @@
 use std::collections::VecDeque;
 use std::sync::OnceLock;
 
+use crate::catalog::mark_text::MarkText;
 use crate::format::{Descriptor, Kind};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
-use crate::medium::checksum::Payload;
+use crate::medium::checksum::{self, Payload};
 use crate::medium::engine::SyncScope;
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
@@ -31,6 +32,23 @@ pub(crate) struct Modification {
 pub(crate) type Marked = Arc<OnceLock<Commit>>;
 
 impl Modification {
+    /// A mark with this text.
+    pub(crate) fn mark(text: &MarkText, marked: Marked) -> Self {
+        let bytes = text.stored();
+        let checksums = checksum::of(&bytes);
+        let payload = Payload {
+            bytes: bytes.share(),
+            checksums,
+        };
+        Self {
+            kind: Kind::Write,
+            sector: 0,
+            sectors: 1,
+            payload: Some(payload),
+            mark: Some(marked),
+        }
+    }
+
     pub(crate) fn payload_len(&self) -> usize {
         self.payload
             .as_ref()

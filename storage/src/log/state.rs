@@ -208,7 +208,7 @@ impl Log {
     /// Gives a record of a port its LSN, makes it visible to readers and queues it for the log.
     ///
     /// # Errors
-    /// If too much is pending, or the index takes too much memory.
+    /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
     pub(crate) fn append(
         &self,
         disk: &Arc<DiskState>,
@@ -228,8 +228,9 @@ impl Log {
         if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(Refused::Stuck);
         }
+        let rewinding = disk.rewinding.load(Ordering::Relaxed);
         // Once closing has begun, no record may come behind those that its checkpoint copies.
-        if full || many || state.keeper.stop {
+        if full || many || rewinding || state.keeper.stop {
             self.held_back.store(true, Ordering::Relaxed);
             return Err(Refused::HeldBack(change));
         }
@@ -413,6 +414,12 @@ impl Log {
         let gone = self.gone(&state);
         drop(state);
         answered.recv().unwrap_or(Err(gone))
+    }
+
+    /// The error of a caller whom the keeper could not answer.
+    pub(crate) fn closed(&self) -> Error {
+        let dir = self.dir.display();
+        Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
     }
 
     /// The error of a caller for whom the keeper has gone.

@@ -10,10 +10,15 @@ use crate::store::view::Data;
 use crate::sync::mpsc;
 use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
 
-/// What a look shows.
+/// What a look at a bench's disk shows.
 fn values(look: &Look) -> Vec<u32> {
+    values_of(look, SECTORS)
+}
+
+/// What a look at a disk of so many sectors shows.
+pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
     let layers = look.layers();
-    let size = SECTORS * SECTOR_SIZE;
+    let size = sectors * SECTOR_SIZE;
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part.unwrap();

@@ -36,6 +36,8 @@ mod oracle;
 mod past;
 mod random;
 #[cfg(not(feature = "shuttle"))]
+mod rewinds;
+#[cfg(not(feature = "shuttle"))]
 mod sealed;
 #[cfg(not(feature = "shuttle"))]
 mod space;

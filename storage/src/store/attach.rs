@@ -25,8 +25,8 @@ use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
 use crate::store::image::{disk_len, open_base};
 use crate::store::other_format::refuse_other_format;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Mutex};
 
 /// A base image that is open and locked, not yet known to the log.
 pub(crate) struct OpenBase {
@@ -398,7 +398,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     }
     entry.renew_samples(base.file.as_ref());
     let mut state = DiskState::new(entry, &base.options, base.file.into());
-    state.rewinds = control.control.rewinds_of(state.id).copied().collect();
+    let rewinds = control.control.rewinds_of(state.id).copied();
+    state.rewinds = Mutex::new(rewinds.collect());
     Ok(Arc::new(state))
 }
 

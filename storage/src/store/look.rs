@@ -24,7 +24,7 @@ use crate::disk::allocation::{disk_extents, push, push_piece};
 use crate::disk::changed::{Saved, Since, push_change, saved_since, unknown_point};
 use crate::disk::handle::Disk;
 use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::format::Control;
 use crate::index::{ExtentMap, Piece};
 use crate::log::held::Held;
@@ -279,14 +279,17 @@ impl Disk {
     /// As [`restore_disk`](crate::restore_disk), for the point; or the disk has left the log, or the log had failed, is being
     /// closed, is open for reading only, or has records that can't be read or copied.
     pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
-        let (log, disk) = (&self.log, &self.state);
+        self.look_at(at, self.hold()?, scratch)
+    }
+
+    /// Makes everything durable that was written, and holds what there is of the disk.
+    ///
+    /// # Errors
+    /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied.
+    pub(crate) fn hold(&self) -> crate::Result<Held> {
         let (held, holds) = mpsc::channel();
-        log.order(KeeperTask::Look(disk.clone(), held))?;
-        let held = holds.recv().map_err(|_| {
-            let dir = log.dir.display();
-            Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
-        })?;
-        self.look_at(at, held, scratch)
+        self.log.order(KeeperTask::Look(self.state.clone(), held))?;
+        holds.recv().map_err(|_| self.log.closed())
     }
 
     /// The look at a point of what is held.

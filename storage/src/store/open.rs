@@ -149,7 +149,7 @@ impl Store {
             };
             let control = &control.control;
             let mut state = DiskState::new(&control.disks[place], &options, base.file.into());
-            state.rewinds = control.rewinds_of(state.id).copied().collect();
+            state.rewinds = Mutex::new(control.rewinds_of(state.id).copied().collect());
             let mut index = state.index_mut();
             index.active = waiting.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);

@@ -4,17 +4,25 @@ use std::path::Path;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::DiskOptions;
+use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::format::Control;
+use crate::log::held::Held;
 use crate::log::history::Commit;
+use crate::log::orders::KeeperTask;
+use crate::log::rewinding::Rewinding;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
-use crate::recovery::replay::read_durable;
+use crate::recovery::live::read_live;
+use crate::recovery::replay::{read_durable, read_live_disk};
 use crate::recovery::scan::Found;
 use crate::store::attach::{OpenBase, locate};
 use crate::store::point::Point;
+use crate::sync::atomic::Ordering;
+use crate::sync::mpsc;
 
-/// What [`rewind_disk`] did.
+/// What [`rewind_disk`] or [`Disk::rewind`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rewound {
     /// The disk is what it was after the record with this LSN.
@@ -50,6 +58,89 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
     rewind(&medium, log_dir, &mut control, &base, at, unix_us)
 }
 
+/// The records of a log, for a restore in place of one of its disks.
+struct Records {
+    disk_id: u32,
+    commits: Vec<Commit>,
+    /// The LSNs of the disk's records that are not in its base image.
+    of_disk: Vec<u64>,
+}
+
+impl Records {
+    fn new(disk_id: u32) -> Self {
+        Self {
+            disk_id,
+            commits: Vec::new(),
+            of_disk: Vec::new(),
+        }
+    }
+
+    fn take(&mut self, found: &Found<'_>) {
+        self.commits.push(found.commit());
+        if found.descriptor.disk_id.get() == self.disk_id && !found.in_base {
+            self.of_disk.push(found.lsn);
+        }
+    }
+
+    /// What a restore to this point does; it has no LSN yet. `newest`: the LSN as of which the disk is now.
+    ///
+    /// # Errors
+    /// If the disk can't be restored to this point.
+    fn plan(
+        &self,
+        at: Point,
+        control: &Control,
+        newest: u64,
+        path: &Path,
+        log_dir: &Path,
+    ) -> Result<Rewound> {
+        let (path, disk_id) = (path.display(), self.disk_id);
+        if self.of_disk.is_empty() {
+            let horizon = control.applied_lsn(disk_id);
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "{path}: the disk has no history: its log in {} has no record of it since LSN {horizon}, as of which the base \
+                     image is; 'retain=24h' in the disk's spec keeps what is written from now on",
+                    log_dir.display()
+                ),
+            ));
+        }
+        let to_lsn = at.resolve(log_dir, control, disk_id, |visit| {
+            self.commits.iter().for_each(visit);
+            Ok(())
+        })?;
+        let horizon = control
+            .applied_lsn(disk_id)
+            .max(control.header.copying_lsn.get());
+        if to_lsn < horizon {
+            return Err(invalid(format!(
+                "{path}: the base image has gone past LSN {to_lsn}, of whose snapshot only copies can be made now: \
+                 'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes one"
+            )));
+        }
+        let (before, after) = (control.line(disk_id, newest), control.line(disk_id, to_lsn));
+        let count = |is: &dyn Fn(u64) -> bool| {
+            let records = self.of_disk.iter();
+            records.filter(|lsn| is(**lsn)).count() as u64
+        };
+        Ok(Rewound {
+            to_lsn,
+            from_lsn: newest,
+            lsn: None,
+            undone: count(&|lsn| before.has(lsn) && !after.has(lsn)),
+            redone: count(&|lsn| after.has(lsn) && !before.has(lsn)),
+        })
+    }
+}
+
+impl Rewound {
+    /// Whether the disk is what it was at the point.
+    fn changes_nothing(&self) -> bool {
+        self.undone + self.redone == 0
+    }
+}
+
 /// As [`rewind_disk`], of a log that is open, at a time in microseconds since 1970.
 pub(crate) fn rewind(
     medium: &dyn Medium,
@@ -59,64 +150,24 @@ pub(crate) fn rewind(
     at: Point,
     unix_us: u64,
 ) -> Result<Rewound> {
-    let (place, path) = (locate(base, control, log_dir)?, base.options.path.display());
+    let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
-    let mut commits: Vec<Commit> = Vec::new();
-    let mut records: Vec<u64> = Vec::new();
-    let visit = &mut |found: &Found<'_>| {
-        commits.push(found.commit());
-        if found.descriptor.disk_id.get() == disk_id && !found.in_base {
-            records.push(found.lsn);
-        }
-    };
+    let mut records = Records::new(disk_id);
+    let visit = &mut |found: &Found<'_>| records.take(found);
     // What counts from now on must be durable, as when the log is opened to be written.
     let (scan, waiting) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
     base.find(control, log_dir, &waiting)?;
-    if records.is_empty() {
-        let horizon = control.control.applied_lsn(disk_id);
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            format!(
-                "{path}: the disk has no history: its log in {} has no record of it since LSN {horizon}, as of which the base image \
-                 is; 'retain=24h' in the disk's spec keeps what is written from now on",
-                log_dir.display()
-            ),
-        ));
-    }
     let known = &control.control;
-    let to_lsn = at.resolve(log_dir, known, disk_id, |visit| {
-        commits.iter().for_each(visit);
-        Ok(())
-    })?;
-    let horizon = known
-        .applied_lsn(disk_id)
-        .max(known.header.copying_lsn.get());
-    if to_lsn < horizon {
-        return Err(invalid(format!(
-            "{path}: the base image has gone past LSN {to_lsn}, of whose snapshot only copies can be made now: \
-             'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes one"
-        )));
-    }
-    let from_lsn = known.with_rewinds(scan.last.lsn);
-    let (before, after) = (known.line(disk_id, from_lsn), known.line(disk_id, to_lsn));
-    let count = |is: &dyn Fn(u64) -> bool| records.iter().filter(|lsn| is(**lsn)).count() as u64;
-    let undone = count(&|lsn| before.has(lsn) && !after.has(lsn));
-    let redone = count(&|lsn| after.has(lsn) && !before.has(lsn));
-    let mut done = Rewound {
-        to_lsn,
-        from_lsn,
-        lsn: None,
-        undone,
-        redone,
-    };
-    if undone + redone == 0 {
+    let newest = known.with_rewinds(scan.last.lsn);
+    let mut done = records.plan(at, known, newest, &base.options.path, log_dir)?;
+    if done.changes_nothing() {
         return Ok(done);
     }
     // The times of a log never go back.
     let last_rewind = known.rewinds.last().map_or(0, |last| last.unix_us.get());
     let unix_us = unix_us.max(scan.last.unix_us).max(last_rewind);
     let mut next = known.clone();
-    let lsn = next.rewind(disk_id, to_lsn, from_lsn, unix_us);
+    let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);
     done.lsn = Some(lsn.map_err(|error| error.of_file(log_dir))?);
     // Numbers seen on the medium are never given out again.
     let next_lsn = next.header.next_lsn.get().max(scan.max_lsn + 1);
@@ -129,4 +180,69 @@ pub(crate) fn rewind(
         })?;
     }
     Ok(done)
+}
+
+impl Disk {
+    /// As [`rewind_disk`], of a disk that is open here: its writes wait meanwhile, other disks of the log go on. A mark in the log
+    /// tells of it.
+    ///
+    /// The contents change at once, as by a WRITE of the whole disk: the caller sees to it that nobody who uses the disk still
+    /// counts on what it was.
+    ///
+    /// # Errors
+    /// As [`rewind_disk`], for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
+    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed, is being
+    /// closed, or has records that can't be read or copied. The disk is then as it was, but the log may have the mark.
+    pub fn rewind(&self, at: Point) -> Result<Rewound> {
+        let path = self.state.path.display();
+        if self.state.read_only {
+            return Err(invalid(format!(
+                "{path}: the disk is open for reading only"
+            )));
+        }
+        let newest = self.state.last_lsn.load(Ordering::Acquire);
+        let held = self.hold()?;
+        let (mut done, rewinding) = self.plan_rewind(at, newest, &held)?;
+        let Some(rewinding) = rewinding else {
+            return Ok(done);
+        };
+        let (rewound, lsn) = mpsc::channel();
+        let task = KeeperTask::Rewind(self.state.clone(), rewinding, rewound);
+        self.log.order(task)?;
+        // The keeper has sent it before it has answered.
+        let lsn = lsn.recv().map_err(|_| self.log.closed())?;
+        done.lsn = Some(lsn);
+        // Records of other disks may have come before it.
+        done.from_lsn = lsn - 1;
+        Ok(done)
+    }
+
+    /// What a restore of what is held does, and what the keeper needs for it; `None`: the disk is what it was at the point.
+    /// `newest`: the disk's newest record, before it was held.
+    pub(crate) fn plan_rewind(
+        &self,
+        at: Point,
+        newest: u64,
+        held: &Held,
+    ) -> Result<(Rewound, Option<Rewinding>)> {
+        let (log, disk, control) = (&self.log, &self.state, &held.control);
+        let threads = log.medium.threads();
+        let mut records = Records::new(disk.id);
+        let visit = &mut |found: Found<'_>| records.take(&found);
+        read_live(&held.segments, held.newest, control, threads, visit)?;
+        let done = records.plan(at, control, held.newest, &disk.path, &log.dir)?;
+        if done.changes_nothing() {
+            return Ok((done, None));
+        }
+        let to = done.to_lsn;
+        let extents = read_live_disk(&held.segments, to, control, disk.id, &log.dir, threads)?;
+        Ok((
+            done,
+            Some(Rewinding {
+                to,
+                newest,
+                extents,
+            }),
+        ))
+    }
 }

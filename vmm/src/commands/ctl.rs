@@ -127,6 +127,15 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
+    /// Make a paused disk what it was at a point, at once; its other contents stay points of the log. What uses it must read it anew
+    Restore {
+        /// The point, as 'look' takes it
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
+        at: String,
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+    },
     /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows
     Mark {
         /// One line of 1 to 256 bytes, without control characters
@@ -256,6 +265,10 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::SnapshotDelete { snapshot, disk } => ControlCommand::SnapshotDelete {
             disk: named(disk),
             name: snapshot.clone(),
+        },
+        CtlRequest::Restore { at, disk } => ControlCommand::Restore {
+            disk: named(disk),
+            at: at.clone(),
         },
         CtlRequest::Mark { text, disk } => ControlCommand::Mark {
             disk: named(disk),

@@ -9,9 +9,14 @@ use super::CommandError;
 /// The failure of a command that only looks at a disk or a log. If a process with a control socket has it open, the
 /// line ends with the command that asks that process.
 pub(super) fn cannot_look(error: walvisor_storage::Error) -> CommandError {
+    ask_owner(error, "stats")
+}
+
+/// The same, of a command that the process carries out as this request of `walvisor ctl`.
+pub(super) fn ask_owner(error: walvisor_storage::Error, request: &str) -> CommandError {
     match error.owner().and_then(control_socket) {
         Some(socket) => CommandError::Failed(format!(
-            "{error}, or ask it: walvisor ctl {} stats",
+            "{error}, or ask it: walvisor ctl {} {request}",
             socket.display()
         )),
         None => CommandError::failed(error),

@@ -179,6 +179,13 @@ pub enum ControlCommand {
         /// The snapshot's name.
         name: String,
     },
+    /// Make a paused disk what it was at a point.
+    Restore {
+        /// The disk's name.
+        disk: Option<String>,
+        /// The point, as `at=` takes it.
+        at: String,
+    },
     /// Write a mark into a disk's log.
     Mark {
         /// The disk's name.
@@ -271,6 +278,13 @@ struct SnapshotDeleteArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct RestoreArguments {
+    disk: Option<String>,
+    at: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct MarkArguments {
     disk: Option<String>,
     text: String,
@@ -350,6 +364,7 @@ impl ControlCommand {
             Self::SnapshotDelete { disk, name } => {
                 ("snapshot-delete", json!({ "disk": disk, "name": name }))
             }
+            Self::Restore { disk, at } => ("restore", json!({ "disk": disk, "at": at })),
             Self::Mark { disk, text } => ("mark", json!({ "disk": disk, "text": text })),
             Self::SetRetain { disk, retain } => {
                 ("set-retain", json!({ "disk": disk, "retain": retain }))
@@ -412,6 +427,10 @@ impl ControlCommand {
                 let OneDisk { disk } = read(name, arguments)?;
                 Self::Snapshots { disk }
             }
+            "restore" => {
+                let RestoreArguments { disk, at } = read(name, arguments)?;
+                Self::Restore { disk, at }
+            }
             "mark" => {
                 let MarkArguments { disk, text } = read(name, arguments)?;
                 Self::Mark { disk, text }
@@ -441,7 +460,7 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
                 )));
             }
         })

@@ -15,7 +15,9 @@ use super::stats;
 use crate::disk::{DiskInUse, cache_in_force, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::Removed;
-use crate::point::{mark_json, parse_point, parse_retain, show_retain, snapshot_json};
+use crate::point::{
+    mark_json, parse_point, parse_retain, rewound_json, show_retain, snapshot_json,
+};
 
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
@@ -61,6 +63,7 @@ impl Controlled {
                 self.in_log(disk.as_deref(), |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
             }
+            ControlCommand::Restore { disk, at } => self.restore(disk.as_deref(), at),
             ControlCommand::Mark { disk, text } => {
                 let text = text.parse().map_err(ControlError::new)?;
                 let made = self.in_log(disk.as_deref(), |disk| disk.mark(&text))?;
@@ -339,6 +342,23 @@ impl Controlled {
         };
         action(logged)
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+    }
+
+    /// Makes a disk what it was at a point. No request of a paused disk is under way.
+    fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
+        let at = parse_point(at).map_err(ControlError::new)?;
+        let _change = self.change();
+        if !self.is_paused() {
+            return Err(ControlError::new(
+                "restore: the disks are in use: unmount this one in its guest, or end what uses it, then 'walvisor ctl SOCKET \
+                 pause', restore, and 'resume'",
+            ));
+        }
+        let disk = self.disk(name)?.name.clone();
+        let done = self.in_log(Some(&disk), |disk| disk.rewind(at))?;
+        let mut answer = rewound_json(&done);
+        answer["disk"] = disk.into();
+        Ok(answer)
     }
 
     /// Serves a disk as it was at a point. `files`: the listening socket, for a look that takes writes an empty file, and

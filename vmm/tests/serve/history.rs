@@ -396,6 +396,76 @@ fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
     daemon.stop();
 }
 
+/// The owner of a disk restores it while it is paused, one of two on a log, and the other stays as it is. After a kill both are
+/// what they were.
+#[test]
+fn a_paused_disk_is_restored_in_place_by_its_owner() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["a", "b"] {
+        let created = walvisor(
+            dir,
+            &format!("disk create {disk} --size 1M --retain all --log log"),
+        );
+        assert!(created.status.success(), "{}", text(&created.stderr));
+    }
+    let options = "--control ctl --disk path=a,log=log,serial=a,socket=s --disk path=b,log=log,serial=b,socket=t";
+    let daemon = Daemon::start(dir, options);
+    let mut clients = ["s", "t"].map(|socket| RawClient::extended(&dir.join(socket)));
+    for byte in 1..4 {
+        for client in &mut clients {
+            client.write(1, 0, &[byte; 4096]);
+            client.flush(2);
+        }
+    }
+    let byte = |client: &mut RawClient| {
+        client.request(0, READ, 9, 0, 4096);
+        client.reply().data[8]
+    };
+    // Another process is sent to the owner, and the owner wants the disk paused.
+    let told = walvisor(dir, "disk restore a --log log --at lsn:1 --in-place");
+    let told = text(&told.stderr);
+    assert!(told.ends_with("/ctl restore\n"), "{told}");
+    let refused = walvisor(dir, "ctl ctl restore --disk a --at lsn:1");
+    assert_eq!(refused.status.code(), Some(1));
+    let told = text(&refused.stderr);
+    assert!(told.contains("walvisor ctl SOCKET pause"), "{told}");
+    let restored = |disk: &str, at: &str| {
+        ctl(dir, "pause");
+        let told = ctl(dir, &format!("restore --disk {disk} --at {at}"));
+        ctl(dir, "resume");
+        assert_eq!(told["disk"], disk);
+        (told["lsn"].as_u64(), told["from_lsn"].as_u64().unwrap())
+    };
+    let (lsn, undo) = restored("a", "lsn:1");
+    assert_eq!((lsn, undo), (Some(7), 6));
+    assert_eq!(clients.each_mut().map(byte), [1, 3]);
+    // Nothing is lost by it.
+    restored("a", &format!("lsn:{undo}"));
+    assert_eq!(clients.each_mut().map(byte), [3, 3]);
+    restored("b", "lsn:4");
+    assert_eq!(clients.each_mut().map(byte), [3, 2]);
+    assert_eq!(restored("b", "newest").0, None);
+    ctl(dir, "pause");
+    let refused = walvisor(dir, "ctl ctl restore --disk b --at lsn:99");
+    let told = text(&refused.stderr);
+    assert!(told.contains("the newest is lsn:9"), "{told}");
+    ctl(dir, "resume");
+    clients[1].write(1, 4096, &[7; 4096]);
+    clients[1].flush(2);
+    daemon.kill();
+    for socket in ["s", "t"] {
+        fs::remove_file(dir.join(socket)).unwrap();
+    }
+    let daemon = Daemon::start(dir, options);
+    let mut clients = ["s", "t"].map(|socket| RawClient::extended(&dir.join(socket)));
+    assert_eq!(clients.each_mut().map(byte), [3, 2]);
+    drop(clients);
+    daemon.stop();
+    let dump = text(&walvisor(dir, "log dump log").stdout);
+    assert!(dump.contains("\"restored in place as of LSN 1\""), "{dump}");
+}
+
 /// A log of 2.5 MiB, of a disk of 8 MiB.
 fn small_log(dir: &Path) {
     let options = StoreOptions {

@@ -9,8 +9,9 @@ use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
+use crate::commands::in_use::ask_owner;
 use crate::commands::threads::Threads;
-use crate::point::parse_point;
+use crate::point::{parse_point, rewound_json};
 use crate::progress::with_bar;
 use crate::size::parse_size;
 
@@ -224,7 +225,8 @@ pub(super) fn restore(arguments: &RestoreArguments) -> Result<(), CommandError> 
 
 /// Carries out `walvisor disk restore --in-place`.
 fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), CommandError> {
-    let done = storage::rewind_disk(&disk.path, &disk.log(), at).map_err(CommandError::failed)?;
+    let done = storage::rewind_disk(&disk.path, &disk.log(), at);
+    let done = done.map_err(|error| ask_owner(error, "restore"))?;
     let path = disk.path.display();
     let storage::Rewound {
         to_lsn,
@@ -239,18 +241,12 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
     };
     let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
     match (json, lsn) {
-        (true, _) => print(format_args!(
-            "{}\n",
-            json!({
-                "disk": disk.path,
-                "to_lsn": to_lsn,
-                "from_lsn": from_lsn,
-                "lsn": lsn,
-                "undone_records": undone,
-                "redone_records": redone,
-                "undo": lsn.map(|_| undo),
-            })
-        )),
+        (true, _) => {
+            let mut told = rewound_json(&done);
+            told["disk"] = json!(disk.path);
+            told["undo"] = json!(lsn.map(|_| undo));
+            print(format_args!("{told}\n"));
+        }
         (false, None) => print(format_args!(
             "{path}: the disk is what it was as of LSN {to_lsn} already: nothing is changed\n"
         )),

@@ -45,6 +45,10 @@ fn every_command() -> Vec<ControlCommand> {
             scratch: true,
             keep: false,
         }),
+        ControlCommand::Restore {
+            disk: disk(),
+            at: "cid:1".to_owned(),
+        },
         ControlCommand::Unlook {
             look: "/s".to_owned(),
         },

@@ -1,0 +1,87 @@
+//! The keeper restores a disk in place that is in use.
+//!
+//! ```text
+//!   records ... │ mark of the disk │ records of other disks ... │ newer records of the disk
+//!                 └─ its LSN becomes that of the rewind, once it is durable
+//! ```
+//! The rewind of a disk that is not in use has an LSN which no record has. In a log in use the records have their LSNs without
+//! gaps, so a mark gets the LSN: it changes no disk.
+
+use crate::catalog::mark_text::MarkText;
+use crate::checkpoint::keeper::Keeper;
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::disk_state::DiskState;
+use crate::log::pipeline::{Marked, Modification};
+use crate::log::rewinding::Rewinding;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
+
+impl Keeper {
+    /// Restores a disk in place, while the caller pins the base images. Returns the LSN of the restore. The disk's records wait
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// If the disk was written to since `rewinding` was made, or the log can't be written. The disk is then as it was.
+    pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, rewinding: Rewinding) -> Result<u64> {
+        self.refuse_failed()?;
+        let mut next = self.control.control.clone();
+        let room = next.rewind(disk.id, rewinding.to, rewinding.newest, 0);
+        room.map_err(|error| error.of_file(&self.log.dir))?;
+        let text = format!("restored in place as of LSN {}", rewinding.to);
+        let (text, marked): (MarkText, _) = (text.parse()?, Marked::default());
+        let mut state = self.log.lock();
+        let written = disk.last_lsn.load(Ordering::Acquire) != rewinding.newest;
+        if written || disk.aside.load(Ordering::Relaxed) {
+            let path = disk.path.display();
+            let message = format!(
+                "{path}: the disk was written to, or left its log, while it was to be restored; try again"
+            );
+            return Err(Error::new(ErrorKind::Locked, message));
+        }
+        let mark = Modification::mark(&text, marked.clone());
+        let at = state.pipeline.append(disk, mark);
+        disk.last_lsn.store(at, Ordering::Release);
+        disk.rewinding.store(true, Ordering::Relaxed);
+        drop(state);
+        let rewound = self.rewind_at(disk, rewinding, at, &marked);
+        let state = self.log.lock();
+        disk.rewinding.store(false, Ordering::Relaxed);
+        drop(state);
+        self.log.wake_ports();
+        rewound.map(|()| at)
+    }
+
+    /// The rewind has the LSN `at`, which is that of the mark.
+    fn rewind_at(
+        &mut self,
+        disk: &DiskState,
+        Rewinding { to, extents, .. }: Rewinding,
+        at: u64,
+        marked: &Marked,
+    ) -> Result<()> {
+        self.drain(at)?;
+        let unix_us = marked.get().map_or(0, |commit| commit.unix_us);
+        let changed = self.control.change(|control| {
+            // There was room for it.
+            let _ = control.rewind(disk.id, to, at - 1, unix_us);
+        });
+        if let Err(error) = changed {
+            // It may be on the medium. The disk must not go on until it is certain that it is not.
+            if let Err(unknown) = self.control.write() {
+                self.log.poison(&std::io::Error::other(unknown));
+            }
+            return Err(error);
+        }
+        // Also to the other slot: if the newer one rots, the other must not have the records that were undone. If this fails, the
+        // next change of the control file does it.
+        let _ = self.control.write();
+        let rewinds = self.control.control.rewinds_of(disk.id).copied();
+        *disk.rewinds.lock().expect("rewinds lock") = rewinds.collect();
+        let mut index = disk.index_mut();
+        index.active = extents;
+        index.count_in(&self.log.counters.index);
+        drop(index);
+        self.note_saved();
+        Ok(())
+    }
+}

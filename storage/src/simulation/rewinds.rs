@@ -1,0 +1,129 @@
+//! Restores in place of a disk in use, cut by a power loss anywhere.
+
+use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::medium::World;
+use super::oracle::Contents;
+use super::random::Random;
+use crate::sync::atomic::Ordering;
+use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
+
+const SHAPE: Shape = Shape {
+    disks: 2,
+    sectors: 64,
+    segment_size: 64 << 10,
+    max_segments: 16,
+};
+
+/// The disks' contents as of some LSNs.
+type States = Vec<(u64, Contents)>;
+
+/// Writes to either disk, all durable at the end, and notes what the disks are after each.
+fn work(running: &mut Running, random: &mut Random, states: &mut States, newest: &mut u32) {
+    let mut now = states.last().expect("a state").1.clone();
+    for _ in 0..1 + random.below(6) {
+        *newest += 1;
+        let disk = random.below(2) as usize;
+        let (sector, sectors) = (random.below(SHAPE.sectors - 8), 1 + random.below(8));
+        now[disk][sector as usize..(sector + sectors) as usize].fill(*newest);
+        let mut port = running.disks[disk].open_port().unwrap();
+        let data = filled(*newest, sectors);
+        carry_out(running, &mut port, Operation::Write { sector, data }).unwrap();
+        states.push((running.appended(), now.clone()));
+        carry_out(running, &mut port, Operation::Flush).unwrap();
+        port.kick();
+    }
+    running.finish_writer();
+}
+
+/// Restores a disk to one of these states while power is lost after so many operations of the medium. Returns the LSN of that, if it
+/// has succeeded, and the state that it makes; `None`: the log has no records of the disk any more.
+fn rewind(
+    fixture: &Fixture,
+    running: &mut Running,
+    (disk, ticks): (usize, u64),
+    (to, then): &(u64, Contents),
+    now: &Contents,
+) -> Option<(Option<u64>, Contents)> {
+    let live = running.disks[disk].clone();
+    let newest = live.state.last_lsn.load(Ordering::Relaxed);
+    let held = running.keeper.hold(&live.state).unwrap();
+    let (_, rewinding) = match live.plan_rewind(Point::Lsn(*to), newest, &held) {
+        Ok(plan) => plan,
+        Err(error) => {
+            let applied = live.log.lock().pipeline.applied();
+            assert!(applied > *to || applied >= newest, "{error}");
+            return None;
+        }
+    };
+    let mut after = now.clone();
+    let Some(rewinding) = rewinding else {
+        assert_eq!(now[disk], then[disk], "as of LSN {to} nothing changes");
+        return Some((Some(running.appended()), after));
+    };
+    after[disk].clone_from(&then[disk]);
+    fixture.medium.lock().ticks = Some(ticks);
+    let done = running.keeper.rewind(&live.state, rewinding);
+    let crashed = fixture.medium.lock().crashed;
+    assert!(done.is_ok() || crashed, "{done:?}");
+    Some((done.ok(), after))
+}
+
+/// Wherever it is cut, the disk is what it was before or what it was at the point; after an answer it is the latter. The other disk
+/// stays as it is, and all states before come back.
+#[test]
+fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
+    let (mut cut, mut whole) = (0, 0);
+    for seed in 1..400 {
+        let mut fixture = Fixture::new(World::new(seed), SHAPE);
+        fixture.retain = Retain::All;
+        let (mut random, mut newest) = (Random(seed), 0);
+        let empty = vec![vec![0; SHAPE.sectors as usize]; 2];
+        let mut states: States = vec![(0, empty)];
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        for _ in 0..4 {
+            work(&mut running, &mut random, &mut states, &mut newest);
+            let disk = random.below(2) as usize;
+            let point = states[random.below(states.len() as u64) as usize].clone();
+            let before = states.last().unwrap().1.clone();
+            let case = (disk, random.below(14));
+            let Some((lsn, after)) = rewind(&fixture, &mut running, case, &point, &before) else {
+                continue;
+            };
+            let told = format!("seed {seed}, disk {disk}, to LSN {}", point.0);
+            if let Some(lsn) = lsn {
+                whole += 1;
+                states.push((lsn, after.clone()));
+                let mut world = fixture.medium.lock();
+                world.ticks = None;
+                let crashed = world.crashed;
+                drop(world);
+                if !crashed {
+                    assert_eq!(running.read().unwrap(), after, "{told}");
+                    if random.one_in(2) {
+                        continue;
+                    }
+                }
+            }
+            cut += u32::from(lsn.is_none());
+            drop(running);
+            fixture.lose_power();
+            running = fixture.open(false, CommitWait::NONE).unwrap();
+            let found = running.read().unwrap();
+            match lsn {
+                Some(_) => assert_eq!(found, after, "{told}"),
+                None => assert!(found == before || found == after, "{told}: {found:?}"),
+            }
+            states.push((running.newest_point(), found));
+        }
+        // All that the log still has comes back.
+        for (lsn, contents) in &states {
+            let live = running.disks[0].clone();
+            let held = running.keeper.hold(&live.state).unwrap();
+            if let Ok(look) = live.look_at(Point::Lsn(*lsn), held, None) {
+                let shown = super::looks::values_of(&look, SHAPE.sectors);
+                assert_eq!(shown, contents[0], "seed {seed}, as of LSN {lsn}");
+            }
+        }
+    }
+    assert!(cut > 100 && whole > 300, "{cut} cut, {whole} whole");
+}
