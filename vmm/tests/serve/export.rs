@@ -185,10 +185,6 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
     );
     assert!(error.contains("the process behind it"), "{error}");
     assert!(!dir.join("copy").exists() && !dir.join("copy.walvisor-part").exists());
-    let _ = (
-        fs::remove_file(dir.join("s")),
-        fs::remove_file(dir.join("ctl")),
-    );
     let daemon = start();
     copied("copy");
     assert_eq!(daemon.stop(), "");

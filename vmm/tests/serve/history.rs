@@ -31,7 +31,6 @@ fn killed(dir: &Path, commits: usize) -> Vec<Vec<u8>> {
         states.push(disk.clone());
     }
     daemon.kill();
-    let _ = fs::remove_file(dir.join("s"));
     states
 }
 
@@ -348,9 +347,6 @@ fn ten_disks_come_from_one_snapshot() {
             client.flush(2);
         }
         daemon.kill();
-        for name in &names {
-            let _ = fs::remove_file(dir.join(format!("{name}.sock")));
-        }
     }
 }
 
@@ -454,9 +450,6 @@ fn a_paused_disk_is_restored_in_place_by_its_owner() {
     clients[1].write(1, 4096, &[7; 4096]);
     clients[1].flush(2);
     daemon.kill();
-    for socket in ["s", "t"] {
-        fs::remove_file(dir.join(socket)).unwrap();
-    }
     let daemon = Daemon::start(dir, options);
     let mut clients = ["s", "t"].map(|socket| RawClient::extended(&dir.join(socket)));
     assert_eq!(clients.each_mut().map(byte), [3, 2]);
