@@ -44,6 +44,8 @@ struct Flight<'a> {
     bytes: usize,
     /// Bytes of memory that its buffers take.
     memory: usize,
+    /// What it costs the medium.
+    cost: u64,
     /// The pieces of the run, and for each the state of its read, in order.
     pieces: Vec<Piece>,
     chunks: Vec<Part>,
@@ -122,6 +124,8 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     flights: HashMap<u64, Flight<'a>>,
     next: u64,
     memory: usize,
+    /// What the runs in flight cost the medium.
+    cost: u64,
     failed: Option<Error>,
     /// The time for the copy is over.
     cut: bool,
@@ -190,6 +194,7 @@ pub(crate) fn copy(
         flights: HashMap::new(),
         next: 0,
         memory: 0,
+        cost: 0,
         failed: None,
         cut,
         rests: Vec::new(),
@@ -258,6 +263,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             && !self.cut
             && self.flights.len() < most
             && self.memory < IN_FLIGHT_BYTES
+            && self.cost < self.pace.queue()
         {
             // The cost of a run that was part of a stripe is counted already.
             let again = self.again.pop_front().map(|run| (run, 0));
@@ -297,6 +303,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     fn start(&mut self, disk: &'a Arc<DiskState>, run: Run) {
         let (stripe, span) = (run.has_gaps(), (run.sectors() * SECTOR_SIZE) as usize);
+        let cost = run.cost(self.operation);
         let (sector, parts) = match run {
             Run::Data { sector, parts } => (sector, parts),
             Run::Zero {
@@ -340,6 +347,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             sector,
             bytes: span,
             memory: 0,
+            cost,
             chunks: Vec::with_capacity(parts.len()),
             stripe,
             fill: None,
@@ -386,6 +394,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
         flight.pieces = parts;
         self.memory += flight.memory;
+        self.cost += flight.cost;
         if flight.reads == 0 {
             self.write(number, &mut flight);
         }
@@ -488,7 +497,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
         match flight.reads > 0 || (flight.writing && !was_written) {
             true => drop(self.flights.insert(number, flight)),
-            false => self.memory -= flight.memory,
+            false => {
+                self.memory -= flight.memory;
+                self.cost -= flight.cost;
+            }
         }
     }
 }

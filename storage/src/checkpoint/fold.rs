@@ -298,6 +298,8 @@ impl Keeper {
                     break;
                 }
                 disk.index_mut().active.forget(&some);
+                // Who waits for the index has the log's lock. This thread would take the index again before that thread wakes up.
+                drop(self.log.lock());
             }
         }
         let whole = oldest.segments.iter();

@@ -27,12 +27,11 @@ use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::index::ExtentMap;
-use crate::log::committer::Committer;
+use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
-use crate::log::leader::Leader;
 use crate::log::state::{Log, State};
-use crate::medium::cost::USUAL;
+use crate::medium::cost::MediumCost;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
@@ -67,8 +66,8 @@ pub(crate) struct Keeper {
     leader: Leader,
     /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
     pub(super) frozen_at: Option<u64>,
-    /// The price of an operation of the medium, in bytes, once it was measured.
-    operation: Option<u64>,
+    /// What operations cost the medium, once it was measured.
+    cost: Option<MediumCost>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
@@ -102,7 +101,7 @@ impl Keeper {
             control,
             committer,
             frozen_at,
-            operation: None,
+            cost: None,
             copying: None,
             announced: Vec::new(),
             copies: false,
@@ -127,7 +126,7 @@ impl Keeper {
             self.serve_orders();
             // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
             let done = match paused {
-                true => self.log.provide(|| {}),
+                true => self.log.provide(false, || {}),
                 false => self.step(false),
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
@@ -174,7 +173,7 @@ impl Keeper {
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
-        let provided = self.log.provide(|| {});
+        let provided = self.log.provide(false, || {});
         // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
         // one.
         let mut state = self.log.lock();
@@ -279,7 +278,7 @@ impl Keeper {
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
         let provided = if needed {
-            self.log.provide(|| {})
+            self.log.provide(false, || {})
         } else {
             Ok(())
         };
@@ -387,20 +386,18 @@ impl Keeper {
         Ok(())
     }
 
-    /// The price of an operation of the medium, in bytes. It is measured once, when it first decides about much work, and
-    /// not in the time that closing may take.
-    fn operation_bytes(&mut self, layers: &[Layer]) -> u64 {
+    /// What operations cost the medium. It is measured once, when it first decides about much work, and not in the time that closing
+    /// may take.
+    fn medium_cost(&mut self, layers: &[Layer]) -> MediumCost {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
         drop(state);
         let mut pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
         let much = pieces.nth(MUCH_WORK).is_some();
-        let (log, measured) = (&self.log, &mut self.operation);
+        let (log, measured) = (&self.log, &mut self.cost);
         match segment.filter(|_| measured.is_none() && much && !closing) {
-            Some(segment) => {
-                *measured.insert(log.medium.operation_bytes(&segment, log.segment_size))
-            }
-            None => measured.unwrap_or(USUAL),
+            Some(segment) => *measured.insert(log.medium.cost(&segment, log.segment_size)),
+            None => measured.unwrap_or(MediumCost::USUAL),
         }
     }
 
@@ -438,7 +435,8 @@ impl Keeper {
     }
 
     fn save_and_copy(&mut self, lsn: u64, layers: &[Layer], mut pace: CopyPace) -> Result<Copied> {
-        let operation = self.operation_bytes(layers);
+        let MediumCost { operation, rate } = self.medium_cost(layers);
+        pace.know_rate(rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, operation)? {
             return Ok(Copied::Cut(Vec::new()));
         }
@@ -453,7 +451,7 @@ impl Keeper {
     pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
         // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
         if !self.log.lock().ring.is_cramped() {
-            let _ = self.log.provide(meanwhile);
+            let _ = self.log.provide(true, meanwhile);
         }
         self.serve_quick_orders();
     }

@@ -8,6 +8,7 @@
 //!
 //! A guest's read, and the sync for a FLUSH, wait behind all that the copy has in flight. So the copy has less in flight
 //! while guests flush, and little while they read, even if it is late: writers wait a little longer, and readers a lot less.
+//! Nor has it more in flight than the medium does in a few milliseconds: on a slow one, few runs.
 
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,9 @@ pub(super) const IN_FLIGHT_RUNS: usize = 256;
 const RUNS_BESIDE_FLUSHES: usize = 64;
 const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
+/// What is in flight takes the medium so long, and so long while guests flush: they wait behind it.
+const QUEUE: Duration = Duration::from_millis(24);
+const QUEUE_BESIDE_FLUSHES: Duration = Duration::from_millis(12);
 /// After this long without growth of the log, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
 /// After this long without a read or a FLUSH, the copy disturbs none.
@@ -28,8 +32,10 @@ const STILL: Duration = Duration::from_millis(5);
 const WORST_LAG: f64 = 0.125;
 /// The share of the room that may be used before everything is copied.
 const USABLE_SHARE: f64 = 0.7;
-/// The share of the room that writers have from the begin of a copy. They get the rest in step with its progress.
+/// The share of the room that writers have from the begin of a copy. They get the rest in step with its progress, but for the last
+/// share: that is for the time that its last runs and its syncs take.
 const FREE_SHARE: f64 = 0.125;
+const LAST_SHARE: f64 = 0.125;
 /// The room is handed on in steps of so many bytes, because each step wakes the writers that wait.
 const ROOM_STEP: u64 = 256 << 10;
 
@@ -86,6 +92,10 @@ pub(crate) struct CopyPace {
     saved: u64,
     /// Up to where the log may grow for now.
     allowed: u64,
+    /// The cost that the medium does in a second.
+    rate: u64,
+    /// The cost that may be in flight.
+    queue: u64,
 }
 
 impl CopyPace {
@@ -106,9 +116,21 @@ impl CopyPace {
             work: u64::MAX,
             saved: 0,
             allowed: end,
+            rate: u64::MAX,
+            queue: u64::MAX,
         };
         state.ring.allow(pace.allowed(0));
         pace
+    }
+
+    /// Sets the cost that the medium does in a second.
+    pub(super) fn know_rate(&mut self, rate: u64) {
+        self.rate = rate;
+    }
+
+    /// The cost of runs that may be in flight, as of the last call of [`runs`](Self::runs).
+    pub(super) fn queue(&self) -> u64 {
+        self.queue
     }
 
     /// Sets the work that is left: what the reads and writes of the copy cost, and of saving before it, if that comes next.
@@ -127,7 +149,8 @@ impl CopyPace {
             return None;
         }
         let (end, room) = self.bytes;
-        let share = FREE_SHARE + (1.0 - FREE_SHARE) * (done as f64 / self.work as f64);
+        let steps = 1.0 - FREE_SHARE - LAST_SHARE;
+        let share = FREE_SHARE + steps * (done as f64 / self.work as f64);
         let allowed = end + (room as f64 * share) as u64;
         if allowed >= self.allowed + ROOM_STEP.min(room / 16) {
             self.allowed = allowed;
@@ -167,6 +190,11 @@ impl CopyPace {
             (false, true) => RUNS_BESIDE_FLUSHES,
             (false, false) => IN_FLIGHT_RUNS,
         };
+        let queue = match flushed {
+            true => QUEUE_BESIDE_FLUSHES,
+            false => QUEUE,
+        };
+        self.queue = (self.rate as f64 * queue.as_secs_f64()) as u64;
         let more = (most - UNHURRIED_RUNS) as f64;
         UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize
     }
@@ -203,7 +231,7 @@ mod tests {
         assert_eq!(pace.allowed(0), share(FREE_SHARE));
         // It rises in steps.
         assert_eq!(pace.allowed(1), share(FREE_SHARE));
-        assert_eq!(pace.allowed(500), share((1.0 + FREE_SHARE) / 2.0));
+        assert_eq!(pace.allowed(500), share(0.5));
         assert_eq!(pace.runs(&log, 1000), IN_FLIGHT_RUNS);
         assert_eq!(pace.allowed(1000), None);
 
@@ -211,11 +239,11 @@ mod tests {
         let mut pace = CopyPace::new(&log, &mut log.lock(), true);
         pace.plan(600 + 400);
         pace.runs(&log, 500);
-        assert_eq!(pace.allowed, share((1.0 + FREE_SHARE) / 2.0).unwrap());
+        assert_eq!(pace.allowed, share(0.5).unwrap());
         pace.end_saving(600);
         pace.plan(600);
         pace.runs(&log, 300);
-        let three_quarters = FREE_SHARE + (1.0 - FREE_SHARE) * 0.75;
+        let three_quarters = FREE_SHARE + (1.0 - FREE_SHARE - LAST_SHARE) * 0.75;
         assert_eq!(pace.allowed, share(three_quarters).unwrap());
         assert_eq!(pace.allowed(1200), None);
     }
@@ -252,5 +280,13 @@ mod tests {
         assert_eq!(pace.runs(&log, 0), RUNS_BESIDE_FLUSHES);
         pace.flushes.quiet = Duration::ZERO;
         assert_eq!(pace.runs(&log, 0), IN_FLIGHT_RUNS);
+
+        // What a medium does in some milliseconds.
+        pace.know_rate(1_000_000);
+        for (quiet, queue) in [(Duration::ZERO, 24_000), (Duration::MAX, 12_000)] {
+            pace.flushes.quiet = quiet;
+            pace.runs(&log, 0);
+            assert_eq!(pace.queue(), queue);
+        }
     }
 }

@@ -8,14 +8,16 @@ use crate::log::state::Log;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
-/// While the log grows, the keeper pauses after each step of making a segment: this many times as long as the step
-/// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs.
+/// While the log grows and nothing is copied, the keeper pauses after each step of making a segment: this many times as long as the step
+/// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs. A copy delays them more, and has to
+/// wait for the segment.
 const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 
 impl Log {
-    /// Makes the next segment file if too few are ready. `meanwhile` is called between its steps.
-    pub(super) fn provide(&self, mut meanwhile: impl FnMut()) -> Result<()> {
+    /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its steps, unless none is ready: writers then
+    /// wait, or soon do, and nothing else is to keep the medium from it.
+    pub(super) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
         let state = self.lock();
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
@@ -24,13 +26,16 @@ impl Log {
         drop(state);
         let mut give_way = |took: Duration| {
             let state = self.lock();
-            let pressing = state.is_pressing() || state.ring.has_none_free();
+            let needed = state.ring.has_none_free();
+            let pressing = state.is_pressing() || needed || copies;
             let disturbing = growth.is_under_way(state.ring.end());
             drop(state);
             if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
             }
-            meanwhile();
+            if !needed {
+                meanwhile();
+            }
         };
         let size = self.segment_size;
         let made = self.medium.create_segment(slot, size, &mut give_way);
@@ -53,5 +58,42 @@ impl Log {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
+
+    /// A copy goes on while the next segment is made, but not while writers need the segment.
+    #[test]
+    fn a_copy_gives_way_to_a_segment_that_is_needed() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        let log_dir = default_log_dir(&disk);
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            max_segments: 8,
+            ..StoreOptions::default()
+        };
+        create_disk(&disk, 1 << 20, &log_dir, &options).unwrap();
+        let store = Store::open(&log_dir, &[DiskOptions::new(&disk)], &options).unwrap();
+        let log = store.disks()[0].log.clone();
+        // The keeper's thread makes the first ones.
+        while log.lock().ring.next_file().is_some() {
+            std::thread::yield_now();
+        }
+        let mut taken = Vec::new();
+        let mut steps_beside = |taken_now: usize| {
+            let mut state = log.lock();
+            taken.extend((0..taken_now).map(|_| state.ring.take_free()));
+            drop(state);
+            let mut steps = 0;
+            log.provide(true, || steps += 1).unwrap();
+            steps
+        };
+        assert_eq!(steps_beside(0), 0, "enough are ready");
+        assert!(steps_beside(1) > 0);
+        assert_eq!(steps_beside(2), 0, "none is ready");
     }
 }

@@ -8,10 +8,10 @@ use crate::catalog::mark_text::MarkText;
 use crate::disk::reads::{Part, Reads, check_range, check_read};
 use crate::format::Kind;
 use crate::index::Piece;
-use crate::log::committer::Committer;
+use crate::log::committer::{Committer, Refused};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
-use crate::log::state::{Log, Refused};
+use crate::log::state::Log;
 use crate::medium::checksum::{self, Payload};
 use crate::medium::engine::Done;
 use crate::mutant::{Mutant, planted};
@@ -255,9 +255,8 @@ impl Port {
     }
 
     fn append(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
-        self.committer.appended();
         let mark = modification.mark.is_some();
-        let lsn = match self.committer.log.append(&self.disk, modification) {
+        let lsn = match self.committer.append(&self.disk, modification) {
             Ok(lsn) => lsn,
             Err(Refused::Stuck) => return Err(Failure::Io),
             Err(Refused::HeldBack(modification)) => return Ok(Submitted::HeldBack(modification)),

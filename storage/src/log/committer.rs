@@ -1,16 +1,40 @@
-//! A thread's part in group commit: waiting for an LSN, and writing batches while the log's leader syncs.
+//! A thread's part in group commit: appending records, waiting for an LSN, writing batches, and leading.
+//!
+//! The leader makes the log durable: one thread at a time, which steps one state machine.
+//! ```text
+//!   begin ──▶ an operation and its group ──run──▶ end ──▶ begin again, or rest
+//!         └─▶ none: rest until the leader is called, or until a wait for more waiters to join a group is over
+//! ```
+//! The log's writer thread does nothing else. A thread that would otherwise only wait leads its group itself if there
+//! is no other leader: the keeper for the records that it needs durable, and a port's thread for a lone FLUSH while
+//! syncs are quick. Crash tests drive the same machine one step at a time.
 
 use std::io;
+use std::time::Instant;
 
+use walvisor_block::short_slice;
+
+use crate::format::Kind;
+use crate::index::Place;
+use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, Spare};
-use crate::log::leader::Leader;
-use crate::log::state::{FailOnPanic, Log};
+use crate::log::pipeline::Modification;
+use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
 use crate::log::waiters::{Mailbox, Waiter};
-use crate::medium::engine::{Done, Engine, Io};
+use crate::medium::engine::{Appended, Done, Engine, Io};
 use crate::mutant::{Mutant, planted};
-use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Event};
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{self, Arc, Event, MutexGuard};
 use crate::{Completion, Failure};
+
+/// Why a record was not appended.
+pub(crate) enum Refused {
+    /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
+    HeldBack(Modification),
+    /// The ring is full and can't be emptied, or the disk has left the log.
+    Stuck,
+}
 
 /// Engine ids from here on belong to batches; those below to reads.
 const BATCHES: u64 = 1 << 63;
@@ -57,9 +81,58 @@ impl Committer {
         })
     }
 
-    /// Notes that a record was appended, or had no room: there may be a batch to write.
-    pub(crate) fn appended(&mut self) {
+    /// Gives a record its LSN, makes it visible to readers and queues it for the log; notes that there may be a batch to write.
+    ///
+    /// # Errors
+    /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
+    pub(crate) fn append(
+        &mut self,
+        disk: &Arc<DiskState>,
+        change: Modification,
+    ) -> Result<u64, Refused> {
         self.unstarted = true;
+        let log = &self.log;
+        let mut state = log.lock();
+        // A guest that only discards adds no payloads, so the index would grow for as long as there is room in the log.
+        let index = log.counters.index.bytes();
+        if index >= log.index_limit / 2 && !state.keeper.checkpoint {
+            state.keeper.checkpoint = true;
+            log.keeper_wanted.notify_one();
+        }
+        // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
+        let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
+        let many = index >= log.index_limit;
+        let aside = disk.aside.load(Ordering::Relaxed);
+        if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
+            return Err(Refused::Stuck);
+        }
+        let rewinding = disk.rewinding.load(Ordering::Relaxed);
+        // Once closing has begun, no record may come behind those that its checkpoint copies.
+        if full || many || rewinding || state.keeper.stop {
+            log.held_back.store(true, Ordering::Relaxed);
+            return Err(Refused::HeldBack(change));
+        }
+        let place = match &change.payload {
+            Some(payload) => Place::Memory {
+                payload: payload.bytes.clone(),
+                offset: 0,
+            },
+            None => Place::Zero {
+                unmap: change.kind == Kind::Discard,
+                lsn: state.pipeline.next_lsn(),
+            },
+        };
+        let indexed = change.mark.is_none()
+            && (change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard));
+        let (sector, sectors) = (change.sector, u64::from(change.sectors));
+        let lsn = state.pipeline.append(disk, change);
+        // The index changes under the log's lock, so that it sees records in LSN order.
+        if indexed {
+            let active = &mut disk.index_mut().active;
+            active.insert(sector, sectors, lsn, place);
+        }
+        disk.last_lsn.store(lsn, Ordering::Release);
+        Ok(lsn)
     }
 
     /// Completes `token` once `lsn` is durable. `Ok(true)`: it is durable already, and no completion comes.
@@ -256,117 +329,170 @@ impl Committer {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
+/// A thread's means to lead: the writer's or the keeper's.
+pub(crate) struct Leader {
+    log: Arc<Log>,
+    spare: Spare,
+    /// Whether this thread leads now.
+    leads: bool,
+    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
+    until: Option<Instant>,
+    /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
+    own: Option<Arc<Mailbox>>,
+}
 
-    use crate::{
-        BackendQueue, Buffer, CommitWait, DiskOptions, Failure, Operation, Port, Store,
-        StoreOptions, create_disk, default_log_dir,
-    };
-
-    fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {
-        port.end_for_test(Operation::Write {
-            sector: 0,
-            data: Buffer::from(&[byte; 4096][..]),
-        })
-    }
-
-    /// A thread that has nothing else to do makes the sync of its lone FLUSH itself.
-    #[test]
-    fn a_lone_flush_wakes_no_other_thread() {
-        let dir = tempfile::tempdir().unwrap();
-        let disk = dir.path().join("disk.img");
-        let log = default_log_dir(&disk);
-        let options = StoreOptions {
-            segment_size: 1 << 20,
-            ..StoreOptions::default()
-        };
-        create_disk(&disk, 1 << 20, &log, &options).unwrap();
-        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-        let mut port = store.disks()[0].open_port().unwrap();
-        write(&mut port, 1).unwrap();
-        port.submit(7, Operation::Flush);
-        assert!(port.committer.start(true), "this thread made the sync");
-        let mut done = Vec::new();
-        port.completions(&mut done);
-        assert_eq!(
-            (done[0].token, port.committer.log.counters.snapshot().syncs),
-            (7, 1)
-        );
-        // A thread with other work leaves the sync to the writer thread.
-        write(&mut port, 2).unwrap();
-        port.submit(8, Operation::Flush);
-        assert!(!port.committer.start(false));
-        while done.len() < 2 {
-            port.sleep_for_test();
-            port.completions(&mut done);
+impl Leader {
+    pub(crate) fn new(log: Arc<Log>, own: Option<Arc<Mailbox>>) -> Self {
+        Self {
+            log,
+            spare: Spare::default(),
+            leads: false,
+            until: None,
+            own,
         }
-        assert!(done[1].result.is_ok());
     }
 
-    /// Promise 5: after the log fails, every waiter and all later writes and flushes get an error, reads go on, and
-    /// closing reports the failure. Only reopening clears it, and then the acknowledged data is there.
-    #[test]
-    fn an_error_is_final_until_reopened() {
-        let dir = tempfile::tempdir().unwrap();
-        let disk = dir.path().join("disk.img");
-        let log = default_log_dir(&disk);
-        let options = StoreOptions {
-            segment_size: 1 << 20,
-            // Of two clients only one waits, so its group is held.
-            commit_wait: CommitWait {
-                longest: Some(Duration::from_secs(3600)),
-                count: Some(2),
+    /// Takes the lead, if no other thread has it and there is something to do: the operation to carry out, then to be
+    /// [`end`](Self::end)ed with its group.
+    pub(crate) fn begin(&mut self) -> Option<(Io, Group)> {
+        let log = self.log.clone();
+        self.begin_locked(log.lock())
+    }
+
+    /// As [`begin`](Self::begin), for a caller that has the log's lock.
+    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Option<(Io, Group)> {
+        if state.led && !self.leads {
+            return None;
+        }
+        let next = self.log.lead(&mut state, &mut self.spare);
+        state.check(&self.log);
+        self.leads = next.is_some();
+        state.led = self.leads;
+        self.until = state.gather.until();
+        if next.is_none() {
+            let stuck = state.take_stuck();
+            drop(state);
+            self.log.refuse_waiters(stuck);
+        }
+        next
+    }
+
+    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look. The
+    /// writer calls [`over`](Self::over) then.
+    pub(crate) fn until(&self) -> Option<Instant> {
+        self.until
+    }
+
+    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
+    /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
+    pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
+        self.spare.chunks = ran.list;
+        let (log, until) = (&self.log, &mut self.until);
+        let wanted = log.end_group(
+            group,
+            ran.result,
+            self.own.as_ref(),
+            &mut self.spare,
+            |state| {
+                let wanted = log.wants_leader(state);
+                state.led = wanted && goes_on;
+                *until = state.gather.until();
+                state.check(log);
+                wanted
             },
-            ..StoreOptions::default()
-        };
-        create_disk(&disk, 1 << 20, &log, &options).unwrap();
-        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-        let mut first = store.disks()[0].open_port().unwrap();
-        write(&mut first, 1).unwrap();
-        first.end_for_test(Operation::Flush).unwrap();
-        let mut ports = [first, store.disks()[0].open_port().unwrap()];
-        // A FLUSH waits, its group not started yet, when the log fails.
-        write(&mut ports[0], 2).unwrap();
-        ports[0].submit(7, Operation::Flush);
-        store.disks()[0]
-            .log
-            .poison(&std::io::Error::other("planted"));
-        let mut done = Vec::new();
-        ports[0].completions(&mut done);
-        assert_eq!(
-            (done[0].token, done[0].result.as_ref().unwrap_err()),
-            (7, &Failure::Io)
         );
-        for port in &mut ports {
-            assert_eq!(
-                port.end_for_test(Operation::Flush).unwrap_err(),
-                Failure::Io
-            );
-            assert_eq!(write(port, 3).unwrap_err(), Failure::Io);
-            let read = port
-                .end_for_test(Operation::Read {
-                    sector: 0,
-                    sectors: 8,
-                })
-                .unwrap()
-                .unwrap();
-            assert!(read.iter().all(|&byte| byte == 2));
+        self.leads = wanted && goes_on;
+        if wanted && !goes_on {
+            log.call_leader();
         }
-        drop(ports);
-        assert!(store.close().unwrap_err().to_string().contains("reopen"));
-        let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
-        let mut port = store.disks()[0].open_port().unwrap();
-        let read = port
-            .end_for_test(Operation::Read {
-                sector: 0,
-                sectors: 8,
-            })
-            .unwrap()
-            .unwrap();
-        assert!(read.iter().all(|&byte| byte == 1));
-        write(&mut port, 4).unwrap();
-        port.end_for_test(Operation::Flush).unwrap();
+        self.leads
+    }
+
+    /// Notes that the time for more waiters to join a group has passed.
+    pub(crate) fn over(&mut self) {
+        self.until = None;
+        self.log.lock().gather.over();
+    }
+
+    /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
+    /// did.
+    pub(crate) fn lead_one(&mut self) -> bool {
+        let next = self.begin();
+        self.run(next)
+    }
+
+    /// Carries out a step in the calling thread, if it is an operation.
+    pub(crate) fn run(&mut self, next: Option<(Io, Group)>) -> bool {
+        let Some((io, group)) = next else {
+            return false;
+        };
+        let ran = self.log.medium.append(io);
+        self.end(group, ran, false);
+        true
     }
 }
+
+/// The running writer thread of a log. Dropping it lets the thread finish its work at hand, and waits for its end.
+pub(crate) struct Writer {
+    log: Arc<Log>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Writer {
+    /// Starts the writer of a log that has none.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub(crate) fn start(log: &Arc<Log>) -> io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (stopping, leading) = (stop.clone(), log.clone());
+        let thread = thread::Builder::new()
+            .name("log-writer".into())
+            .spawn(move || {
+                let _failing = FailOnPanic::new(&leading);
+                short_slice();
+                lead(&leading, &stopping);
+            })?;
+        Ok(Self {
+            log: log.clone(),
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+/// The writer's loop.
+fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
+    let mut leader = Leader::new(log.clone(), None);
+    loop {
+        // The call is cleared before the leader looks, so that its next look serves every call from here on.
+        log.leader_called.clear();
+        while let Some((io, group)) = leader.begin() {
+            if !leader.end(group, log.medium.append(io), true) {
+                break;
+            }
+        }
+        if stopping.load(Ordering::Acquire) {
+            return;
+        }
+        log.leader_called.sleep_until(leader.until());
+        if leader.until().is_some_and(|until| until <= sync::now()) {
+            leader.over();
+        }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.log.call_leader();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed, and has failed the log.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@
 //! ```
 //! The stages overlap: while one group syncs, the next is collected, and pending records are written early when they
 //! are many. In the common case nothing is being written when a sync can begin: then one operation writes and syncs
-//! all pending records. The log's leader ([`Leader`](crate::log::leader::Leader)) runs the operations that sync, one
+//! all pending records. The log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one
 //! group after the other; a batch that is only written is written by a port.
 
 use std::time::Instant;

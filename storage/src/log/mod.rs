@@ -9,7 +9,6 @@ pub(crate) mod gather;
 pub(crate) mod group;
 pub(crate) mod held;
 pub(crate) mod history;
-pub(crate) mod leader;
 pub(crate) mod orders;
 pub(crate) mod pin;
 pub(crate) mod pipeline;

@@ -161,6 +161,15 @@ impl SegmentRing {
         self.starved &= self.to_come() == 0;
     }
 
+    /// Takes a free segment away.
+    ///
+    /// # Panics
+    /// If none is free.
+    #[cfg(test)]
+    pub(crate) fn take_free(&mut self) -> Arc<Segment> {
+        self.free.pop_front().expect("a free segment")
+    }
+
     /// Whether no segment is free.
     pub(crate) fn has_none_free(&self) -> bool {
         self.free.is_empty()

@@ -1,4 +1,4 @@
-//! The log that disks share: the state under its lock, appending records, and permanent failure.
+//! The log that disks share: the state under its lock, and permanent failure.
 //!
 //! ```text
 //!  ports ──append──▶ pending records ──group──▶ batches ──write──▶ segment ──sync──▶ durable
@@ -11,19 +11,17 @@ use std::time::Duration;
 
 use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
-use crate::format::{Kind, Uuid};
-use crate::index::Place;
+use crate::format::Uuid;
 use crate::log::counters::Counters;
-use crate::log::disk_state::DiskState;
 use crate::log::gather::Gather;
 use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
-use crate::log::pipeline::{Modification, Pipeline};
+use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
-use crate::mutant::{Mutant, any_planted, is_forgotten, planted};
+use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
 use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
@@ -148,14 +146,6 @@ impl State {
     }
 }
 
-/// Why a record was not appended.
-pub(crate) enum Refused {
-    /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
-    HeldBack(Modification),
-    /// The ring is full and can't be emptied, or the disk has left the log.
-    Stuck,
-}
-
 /// An open log: its constants, its watermarks, its counters, and the state under its lock.
 pub(crate) struct Log {
     pub dir: PathBuf,
@@ -203,58 +193,6 @@ impl Log {
             // half changed, so going on would risk the promises.
             Err(_) => panic!("the log's state was left half changed"),
         }
-    }
-
-    /// Gives a record of a port its LSN, makes it visible to readers and queues it for the log.
-    ///
-    /// # Errors
-    /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
-    pub(crate) fn append(
-        &self,
-        disk: &Arc<DiskState>,
-        change: Modification,
-    ) -> Result<u64, Refused> {
-        let mut state = self.lock();
-        // A guest that only discards adds no payloads, so the index would grow for as long as there is room in the log.
-        let index = self.counters.index.bytes();
-        if index >= self.index_limit / 2 && !state.keeper.checkpoint {
-            state.keeper.checkpoint = true;
-            self.keeper_wanted.notify_one();
-        }
-        // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
-        let full = state.pipeline.bytes() >= PENDING_LIMIT.min(self.segment_size as usize / 2);
-        let many = index >= self.index_limit;
-        let aside = disk.aside.load(Ordering::Relaxed);
-        if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
-            return Err(Refused::Stuck);
-        }
-        let rewinding = disk.rewinding.load(Ordering::Relaxed);
-        // Once closing has begun, no record may come behind those that its checkpoint copies.
-        if full || many || rewinding || state.keeper.stop {
-            self.held_back.store(true, Ordering::Relaxed);
-            return Err(Refused::HeldBack(change));
-        }
-        let place = match &change.payload {
-            Some(payload) => Place::Memory {
-                payload: payload.bytes.clone(),
-                offset: 0,
-            },
-            None => Place::Zero {
-                unmap: change.kind == Kind::Discard,
-                lsn: state.pipeline.next_lsn(),
-            },
-        };
-        let indexed = change.mark.is_none()
-            && (change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard));
-        let (sector, sectors) = (change.sector, u64::from(change.sectors));
-        let lsn = state.pipeline.append(disk, change);
-        // The index changes under the log's lock, so that it sees records in LSN order.
-        if indexed {
-            let active = &mut disk.index_mut().active;
-            active.insert(sector, sectors, lsn, place);
-        }
-        disk.last_lsn.store(lsn, Ordering::Release);
-        Ok(lsn)
     }
 
     /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.

@@ -1,8 +1,9 @@
-//! The price of an operation, as bytes.
+//! What operations cost a medium.
 //!
 //! A checkpoint chooses between many small operations and few large ones, which move more bytes. Which is faster depends on
-//! the medium: some take long for each operation, or count operations, and others do not. So the medium is asked once, with
-//! reads of both kinds from a segment.
+//! the medium: some take long for each operation, or count operations, and others do not. And what guests wait for queues
+//! behind what the checkpoint has in flight: how long, depends on the medium too. So the medium is asked once, with reads from a
+//! segment.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -12,55 +13,84 @@ use crate::medium::engine::{Engine, Io, Source};
 use crate::medium::segment::Segment;
 use crate::sync::{Arc, Event};
 
-/// What is assumed of a medium that is not measured: an operation takes as long as moving so many bytes.
-pub(crate) const USUAL: u64 = 64 << 10;
-/// The most that is believed.
+/// What operations cost a medium.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MediumCost {
+    /// How many bytes the medium moves in the time that an operation without bytes takes it, up to 1 MiB.
+    pub operation: u64,
+    /// How many bytes the medium moves in a second; each operation counts as so many more.
+    pub rate: u64,
+}
+
+impl MediumCost {
+    /// What is assumed of a medium that is not measured.
+    pub(crate) const USUAL: Self = Self {
+        operation: 64 << 10,
+        rate: u64::MAX,
+    };
+}
+
+/// The highest price of an operation that is believed.
 const MOST: u64 = 1 << 20;
 
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 256 << 10;
-/// Reads of each kind that are in flight together, and how often they are.
+/// Small reads that are in flight together, large ones, which guests' requests wait behind, and how often they are.
 const READS: u64 = 32;
+const LARGE_READS: u64 = 4;
 const ROUNDS: u64 = 3;
 
-/// How many bytes the medium moves in the time that an operation without bytes takes it, up to 1 MiB. `segment` has `size` bytes.
+/// Measures the medium. `segment` has `size` bytes.
 pub(super) fn measure(
     segment: &Arc<Segment>,
     size: u64,
     mut engine: Box<dyn Engine>,
     event: &Event,
-) -> io::Result<u64> {
+) -> io::Result<MediumCost> {
     if size < READS * LARGE {
-        return Ok(USUAL);
+        return Ok(MediumCost::USUAL);
     }
-    let mut fastest = [Duration::MAX; 2];
-    for round in 0..ROUNDS {
-        for (bytes, fastest) in [SMALL, LARGE].into_iter().zip(&mut fastest) {
-            let began = Instant::now();
-            for read in 0..READS {
-                let place = size / READS / LARGE * LARGE * read + round * 3 * SMALL;
-                let io = Io::Read {
-                    source: Source::Segment(segment.clone()),
-                    offset: place.min(size - bytes),
-                    buffer: Buffer::for_overwrite(bytes as usize),
-                };
-                engine.submit(read, io);
-            }
-            engine.enter();
-            let mut done = Vec::new();
-            while done.len() < READS as usize {
-                event.clear();
-                let before = done.len();
-                engine.poll(&mut done);
-                if done.len() == before {
-                    event.sleep_until(None);
-                }
-            }
-            done.into_iter().try_for_each(|end| end.result.map(drop))?;
-            *fastest = began.elapsed().min(*fastest);
+    // The time of these reads together, with `shift` bytes between them and earlier ones.
+    let mut time = |reads: std::ops::Range<u64>, bytes: u64, shift: u64| {
+        let began = Instant::now();
+        let count = (reads.end - reads.start) as usize;
+        for read in reads {
+            let place = size / READS / LARGE * LARGE * read + shift;
+            let io = Io::Read {
+                source: Source::Segment(segment.clone()),
+                offset: place.min(size - bytes),
+                buffer: Buffer::for_overwrite(bytes as usize),
+            };
+            engine.submit(read, io);
         }
+        engine.enter();
+        let mut done = Vec::new();
+        while done.len() < count {
+            event.clear();
+            let before = done.len();
+            engine.poll(&mut done);
+            if done.len() == before {
+                event.sleep_until(None);
+            }
+        }
+        done.into_iter().try_for_each(|end| end.result.map(drop))?;
+        Ok::<_, io::Error>(began.elapsed())
+    };
+    let (mut small, mut large) = (Duration::MAX, Duration::MAX);
+    for round in 0..ROUNDS {
+        small = small.min(time(0..READS, SMALL, round * 3 * SMALL)?);
+        large = large.min(time(0..LARGE_READS, LARGE, round * 3 * SMALL)?);
     }
-    Ok(price(fastest))
+    let operation = price([small, large * (READS / LARGE_READS) as u32]);
+    Ok(MediumCost {
+        operation,
+        rate: rate(operation, small),
+    })
+}
+
+/// The rate, from the time of all small reads.
+fn rate(operation: u64, small: Duration) -> u64 {
+    ((operation + SMALL) as f64 * READS as f64 / small.as_secs_f64()) as u64
 }
 
 /// The price, from the times of equally many small and large reads.
@@ -92,6 +122,15 @@ mod tests {
     }
 
     #[test]
+    fn the_rate_follows_from_the_times() {
+        // 32 operations of 1 MiB and 4 KiB each, in a second.
+        let second = Duration::from_secs(1);
+        assert_eq!(rate(MOST, second), 32 * (MOST + SMALL));
+        assert_eq!(rate(0, second / 2), 64 * SMALL);
+        assert_eq!(rate(0, Duration::ZERO), u64::MAX);
+    }
+
+    #[test]
     fn a_file_is_measured() {
         let dir = tempfile::tempdir().unwrap();
         let medium = crate::medium::directory::directory(
@@ -101,7 +140,8 @@ mod tests {
         use crate::medium::directory::Medium;
         let segment = medium.create_segment(1, READS * LARGE, &mut |_| {});
         let segment = Arc::new(segment.unwrap());
-        assert!(medium.operation_bytes(&segment, READS * LARGE) <= MOST);
-        assert_eq!(medium.operation_bytes(&segment, LARGE), USUAL);
+        let cost = medium.cost(&segment, READS * LARGE);
+        assert!(cost.operation <= MOST && cost.rate > 0);
+        assert_eq!(medium.cost(&segment, LARGE), MediumCost::USUAL);
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::Result;
-use crate::medium::cost;
+use crate::medium::cost::{self, MediumCost};
 use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
 use crate::medium::file;
 use crate::medium::filesystem::{FileSystem, files, shared_files};
@@ -61,11 +61,10 @@ pub(crate) trait Medium: Send + Sync {
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 
-    /// How many bytes the medium moves in the time that an operation without bytes takes it. `segment`, of `size` bytes,
-    /// is there to measure it with.
-    fn operation_bytes(&self, segment: &Arc<Segment>, size: u64) -> u64 {
+    /// What operations cost the medium. `segment`, of `size` bytes, is there to measure it with.
+    fn cost(&self, segment: &Arc<Segment>, size: u64) -> MediumCost {
         let _ = (segment, size);
-        cost::USUAL
+        MediumCost::USUAL
     }
 
     /// Carries out an append of the log's leader, in the calling thread.
@@ -120,12 +119,12 @@ impl Medium for Directory {
         engine::create(self.engine, event)
     }
 
-    fn operation_bytes(&self, segment: &Arc<Segment>, size: u64) -> u64 {
+    fn cost(&self, segment: &Arc<Segment>, size: u64) -> MediumCost {
         let measured = Event::new().and_then(|event| {
             let engine = engine::create(self.engine, &event)?;
             cost::measure(segment, size, engine, &event)
         });
-        measured.unwrap_or(cost::USUAL)
+        measured.unwrap_or(MediumCost::USUAL)
     }
 
     fn append(&self, io: Io) -> Appended {

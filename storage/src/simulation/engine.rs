@@ -8,6 +8,7 @@ use super::files::Simulated;
 use super::medium::{LOG, Pace};
 use crate::Buffer;
 use crate::error::Result;
+use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, Appended, Done, Engine, EngineKind, Io, Source, SyncScope};
 use crate::medium::filesystem::FileSystem;
@@ -291,8 +292,11 @@ impl Medium for Simulated {
         }
     }
 
-    fn operation_bytes(&self, _: &Arc<Segment>, _: u64) -> u64 {
-        self.lock().operation_bytes
+    fn cost(&self, _: &Arc<Segment>, _: u64) -> MediumCost {
+        MediumCost {
+            operation: self.lock().operation_bytes,
+            ..MediumCost::USUAL
+        }
     }
 
     /// Lets other threads run before the sync.
