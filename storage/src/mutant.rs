@@ -70,6 +70,8 @@ pub(crate) enum Mutant {
     FoldForgetsNewer,
     /// A fold takes a newer record out of the index because it is in the same segment. The index is in memory.
     FoldForgetsSegment,
+    /// What has changed since a snapshot is told without DISCARDs. The index is in memory.
+    ChangesMissDiscard,
     /// A segment's batches leave no room for its summary. The ring of segments is in memory.
     SummaryUnreserved,
     /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read

@@ -18,6 +18,7 @@ use crate::log::history::{Border, Borders, SavedSince};
 use crate::log::ring::Live;
 use crate::medium::filesystem::FileSystem;
 use crate::medium::segment::Segment;
+use crate::mutant::{Mutant, planted};
 use crate::recovery::contents::{Candidate, Contents, Verify};
 use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
@@ -127,6 +128,9 @@ impl Since {
         let old = match (&piece.place, self.border) {
             (None, _) => piece.sectors,
             (Some(Place::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
+            (Some(Place::Zero { unmap: true, .. }), _) if planted(Mutant::ChangesMissDiscard) => {
+                piece.sectors
+            }
             // What is not in the log yet came after all that is durable, as a named point is.
             (Some(Place::Zero { .. } | Place::Memory { .. }), _) => 0,
             (Some(Place::Log { segment, offset }), Some(border)) => {

@@ -12,6 +12,8 @@
 //! log has them.
 
 mod bytes;
+#[cfg(not(feature = "shuttle"))]
+mod changed;
 mod clients;
 #[cfg(not(feature = "shuttle"))]
 mod closing;

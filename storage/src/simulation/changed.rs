@@ -1,0 +1,51 @@
+//! What has changed since a snapshot of a disk in use, beside copies in any order.
+
+use super::exports::{Bench, SECTORS};
+use crate::mutant::{Mutant, PLANTED};
+use crate::{Backend, Retain};
+
+/// Whether each sector that has changed since a snapshot is told to have.
+fn changes_are_told(seed: u64) -> bool {
+    let kept = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)][seed as usize % 3];
+    let mut bench = Bench::keeping(seed, kept);
+    bench.changes();
+    let keeper = &mut bench.running.keeper;
+    keeper.snapshot("then".parse().unwrap(), None).unwrap();
+    let (lsn, then) = (bench.running.appended(), bench.values.clone());
+    for _ in 0..6 {
+        bench.changes();
+        if bench.below(2) == 0 {
+            bench.checkpoint();
+        }
+        let disk = &bench.running.disks[0];
+        let told = Backend::changes(disk, lsn, 0, SECTORS, usize::MAX).unwrap();
+        let told = told
+            .iter()
+            .flat_map(|change| std::iter::repeat_n(change.changed, change.sectors as usize));
+        let told: Vec<bool> = told.collect();
+        assert_eq!(told.len(), then.len(), "seed {seed}");
+        let differs = then
+            .iter()
+            .zip(&bench.values)
+            .map(|(then, now)| then != now);
+        if differs.zip(told).any(|(differs, told)| differs && !told) {
+            return false;
+        }
+    }
+    true
+}
+
+#[test]
+fn all_that_has_changed_is_told() {
+    for seed in 1..200 {
+        assert!(changes_are_told(seed), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_discard_that_is_not_told_is_noticed() {
+    PLANTED.set(Some(Mutant::ChangesMissDiscard));
+    let killed = (1..100).any(|seed| !changes_are_told(seed));
+    PLANTED.set(None);
+    assert!(killed);
+}
